@@ -15,9 +15,10 @@ import jax
 
 from specserve.drafters.speculation import describe, parse_speculation
 from specserve.serve.launch import load_models
-from specserve.serve.programs import wanted
-from specserve.serve.programs.programs import Program
+from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import make_shapes
+from specserve.speculative.program import StepProgram
 
 PAGE_SIZE = 16
 
@@ -26,7 +27,7 @@ PAGE_SIZE = 16
 class StepCost:
     """One step: its program, and the seconds of its runs."""
 
-    program: Program
+    program: StepProgram
     lowering: float  # seconds of the processor, all threads
     compiling: float
     num_fusions: int  # operations of the compiled program, those inside of fusions left out
@@ -40,35 +41,33 @@ def measure_steps(
     """Compile a step of each way to speculate, for one sequence and for all slots at the longest contexts, and time
     them over sequences of padding."""
     models = load_models("", "")
-    runner = Runner(
-        models.target,
-        models.head,
+    shapes = make_shapes(
         [parse_speculation(way) for way in ways],
+        models.target.config,
         num_slots=num_slots,
         max_model_len=max_model_len,
         page_size=PAGE_SIZE,
         num_pages=num_slots * max_model_len // PAGE_SIZE,
-        has_constrained=False,
     )
-    steps = [program for program in wanted.programs(runner) if program.step]
-    longest = max(program.step[1] for program in steps if program.step)
-    costs = [_compile(program) for program in steps if program.step and program.step[1] == longest]
+    runner = Runner(models.target, models.head, shapes, has_constrained=False)
+    steps = [program for program in list_programs(runner) if program.kind == "step"]
+    costs = [_compile(runner, program) for program in steps if program.width == shapes.widths[-1]]
     for cost in costs:
-        runner.compiled.compile(cost.program.call())
-        cost.program.run()
+        runner.compile(cost.program)
+        runner.run(cost.program)
     for _ in range(num_rounds):
         for cost in costs:
             jax.block_until_ready(runner.state)
             begin = time.perf_counter()
-            cost.program.run()
+            runner.run(cost.program)
             jax.block_until_ready(runner.state)
             cost.seconds.append(time.perf_counter() - begin)
     yield from costs
 
 
-def _compile(program: Program) -> StepCost:
+def _compile(runner: Runner, program: StepProgram) -> StepCost:
     start = time.process_time()
-    lowered = program.call().lower()
+    lowered = runner.call(program).lower()
     middle = time.process_time()
     text = lowered.compile().as_text() or ""
     end = time.process_time()
@@ -90,8 +89,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     ways = given.speculation.split(",")
     for cost in measure_steps(ways, num_slots=given.slots, max_model_len=given.max_model_len, num_rounds=given.rounds):
-        assert cost.program.step is not None
-        size, _, tree = cost.program.step
+        size, tree = cost.program.batch, cost.program.tree
         times = f"{1e3 * statistics.median(cost.seconds):.2f} | {1e3 * min(cost.seconds):.2f}"
         made = f"{cost.lowering:.2f} | {cost.compiling:.2f} | {cost.num_fusions} | {cost.num_calls}"
         print(f"| `{describe(tree)}` | {size} | {times} | {made} |")

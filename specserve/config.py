@@ -29,10 +29,11 @@ WORDS = {"boolean": "true or false", "integer": "an integer", "number": "a numbe
 SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
-def setting(default: Any = ..., *, help: str, rank: int = 0, **bounds: float) -> Any:
+def setting(default: Any = ..., *, help: str, rank: int = 0, scope: str = "", **bounds: float) -> Any:
     """A leaf of a schema: a pydantic field with its one-line help and its bounds (ge, gt, le, lt). Without a default it
-    is required. Settings with a `rank` are listed before the others in a command's help, 1 first."""
-    extra = {"rank": rank} if rank else None
+    is required. Settings with a `rank` are listed before the others in a command's help, 1 first. A `scope` is a word
+    of the schema's own for those that concern the same thing."""
+    extra = {"rank": rank, "scope": scope}
     return Field(default, description=help, json_schema_extra=extra, **bounds)  # type: ignore[call-overload]
 
 
@@ -59,8 +60,17 @@ class Leaf:
     @property
     def rank(self) -> int:
         """The setting's place among those that a command's help lists first; 0 where it is none of them."""
+        return int(str(self._extra.get("rank", 0)))
+
+    @property
+    def scope(self) -> str:
+        """The word that the schema gives to settings that concern the same thing; empty where it gives none."""
+        return str(self._extra.get("scope", ""))
+
+    @property
+    def _extra(self) -> Mapping[str, object]:
         extra = self.field.json_schema_extra
-        return int(str(extra["rank"])) if isinstance(extra, dict) else 0
+        return extra if isinstance(extra, dict) else {}
 
     @property
     def flag(self) -> str:

@@ -144,7 +144,7 @@ def lower_priority() -> bool:
 
 
 def is_compiling() -> bool:
-    """Return whether a thread of this process compiles programs (`serve.programs.programs`)."""
+    """Return whether a thread of this process compiles programs (`serve.programs.compile_queue`)."""
     return any(thread.name == COMPILER_THREAD for thread in threading.enumerate())
 
 

@@ -24,7 +24,7 @@ from specserve.serve.http.transport.keys import read_api_keys
 from specserve.serve.http.transport.server import HttpServer, bind_listener, check_tls
 from specserve.serve.http.transport.tracing import Tracing
 from specserve.serve.launch import Models, load_models, make_engine, make_follower
-from specserve.serve.programs import wanted
+from specserve.serve.programs.program_list import list_programs
 from specserve.serve.settings import ServeRun
 
 LOST_SECONDS = 2.0  # in which clients read that the engine has ended, and probes that it is not ready
@@ -108,7 +108,7 @@ def _follow(run: ServeRun, follower: Follower) -> None:
         signal.signal(number, lambda *_: follower.leave())
     runner = make_follower(_load(run, has_tokenizer=False), run, follower)
     console.print(f"process {jax.process_index()} of {jax.process_count()} does what the first one says")
-    runner.follow(follower)
+    ranks.follow(runner, follower.frames())
 
 
 def _serve(run: ServeRun, leader: Leader | None) -> None:
@@ -128,7 +128,7 @@ def _serve_requests(run: ServeRun, leader: Leader | None, kv_events: Publisher |
         engine = make_engine(models, run, on_warmup, leader=leader, watcher=kv_events)
     del models  # the engine has packed what it needs of them
     if run.warmup_only:
-        console.print(f"{len(wanted.programs(engine.runner))} programs are compiled and cached")
+        console.print(f"{len(list_programs(engine.runner))} programs are compiled and cached")
         return
 
     gc.collect()

@@ -31,16 +31,17 @@ from specserve.serve.engine.engine import Engine, EngineOptions
 from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.engine.pages import Watcher
 from specserve.serve.engine.swap import LoadedHead
-from specserve.serve.fleet.ranks import Follower, Leader
-from specserve.serve.programs import wanted
+from specserve.serve.fleet.ranks import Follower, Leader, LeadingRunner
+from specserve.serve.programs import program_list
 from specserve.serve.programs.calibrate import cost_file, describe_costs, finish, step_costs
+from specserve.serve.programs.compile_queue import ProgressLog, compile_all
 from specserve.serve.programs.placement import bytes_per_page
-from specserve.serve.programs.programs import Announcer, Program, compile_all
 from specserve.serve.programs.runner import Runner
-from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH
+from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH, make_shapes
 from specserve.serve.settings import ServeRun
 from specserve.serve.startup import check_numbers, check_state_fits
 from specserve.speculative.controller import Controller
+from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import DynamicTree, Tree, chain
 from specserve.tokenizer import Tokenizer, check_files
 
@@ -66,8 +67,8 @@ class Models:
     fingerprint: str = ""  # of the target's weights
     head_fingerprint: str = ""
     head_acceptance: Sequence[float] = ()  # by depth, from the head's own evaluation; unknown where empty
-    mesh: Mesh | None = None  # what both are spread over; None: one device
-    draft: DraftInfo | None = None  # what is told of the head
+    mesh: Mesh | None = None  # the mesh that both are spread over; None: one device
+    draft: DraftInfo | None = None  # the head's name and promise
     quantization: str = "none"  # of the target's weights, as `load_target` takes it
     draft_quantization: DraftQuantization | Literal[""] = ""  # asked for; empty: as a head's notes say
 
@@ -85,7 +86,7 @@ def load_models(
     quantization: Quantization | Literal[""] = "",  # of the target; empty: as when the head was trained
     draft_quantization: DraftQuantization | Literal[""] = "",  # of the head; empty: as its notes say
     is_checked: bool = False,  # every weight must be a number
-    mesh: Mesh | None = None,  # what to spread both over
+    mesh: Mesh | None = None,  # the mesh to spread both over
 ) -> Models:
     """Find and load target and head; the head's notes know its target. Raises ConfigError or CheckpointError."""
     is_carried = draft == CARRIED
@@ -209,25 +210,18 @@ def make_engine(
             "the state of its recurrent layers"
         )
     runner = _make_runner(models, run, leader, is_coupled=is_coupled)
-    programs = wanted.programs(runner)
-    first = [program for program in programs if program.is_plain or not _is_early(run)]
+    programs = program_list.list_programs(runner)
+    first = [program for program in programs if runner.shapes.is_plain(program) or not _is_early(run)]
     late = [program for program in programs[len(first) :] if not program.is_for_masks]
-    done, say = itertools.count(1), Announcer(len(first), "before serving")
+    done, log = itertools.count(1), ProgressLog(len(first), "before serving")
 
-    def report(program: Program) -> None:
-        on_warmup(next(done), len(programs), program.name)
-        say(program)
+    def report(program: StepProgram) -> None:
+        label = runner.shapes.label(program)
+        on_warmup(next(done), len(programs), label)
+        log(label)
 
     logger.info("compiling %d programs before serving, and %d while serving", len(first), len(late))
-    compile_all(
-        runner.compiled,
-        first,
-        is_wanted=runner.has_room_for,
-        on_compiled=report,
-        meanwhile=lambda: models.tokenizer,
-    )
-    if leader is not None:
-        leader.trees, runner.leader = runner.shapes.trees, leader
+    compile_all(runner.compile, first, on_compiled=report, meanwhile=lambda: models.tokenizer)
     check_numbers(runner, models.target)
     make_controller = _controller_maker(run, models.fingerprint, models.head_fingerprint, models.head_acceptance)
     controller = Controller({}) if run.speculation == "auto" else None
@@ -269,9 +263,9 @@ def _controller_maker(
 
 
 def make_follower(models: Models, run: ServeRun, follower: Follower) -> Runner:
-    """Make the runner of a process that is not the first one, compiled. `Runner.follow` runs it."""
+    """Make the runner of a process that is not the first one, compiled. `ranks.follow` runs it."""
     runner = _make_runner(models, run, follower)
-    compile_all(runner.compiled, wanted.programs(runner), is_wanted=runner.has_room_for)
+    compile_all(runner.compile, program_list.list_programs(runner))
     return runner
 
 
@@ -338,15 +332,21 @@ def make_runner(
     if longest < 2:
         raise ConfigError("--max-model-len must be at least 2: one token to ask, one to answer")
     num_pages = _num_pages(models, run, longest)
-    return Runner(
-        models.target,
-        models.head,
+    shapes = make_shapes(
         trees,
+        models.target.config,
+        models.mesh,
         num_slots=run.max_slots,
         max_model_len=longest,
         page_size=run.page_size,
-        num_pages=num_pages if rank is None else rank.least(num_pages),
+        num_pages=rank.least(num_pages) if rank else num_pages,
         is_deterministic=run.deterministic,
+    )
+    make = functools.partial(LeadingRunner, rank) if isinstance(rank, Leader) else Runner
+    return make(
+        models.target,
+        models.head,
+        shapes,
         is_coupled=is_coupled,
         has_constrained=run.constrained,
         mesh=models.mesh,

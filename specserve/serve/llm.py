@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict
 
 from specserve import config, host
 from specserve.errors import CapacityError, ConfigError, RequestError
@@ -19,32 +19,8 @@ from specserve.serve.launch import load_models, make_engine
 from specserve.serve.progress import answer_bar, warmup_bar
 from specserve.serve.requests.completion import CompletionOutput
 from specserve.serve.requests.request import PromptToken, SamplingParams
-from specserve.serve.settings import ServeRun
+from specserve.serve.settings import ENGINE, PROGRAM, ServeRun
 from specserve.tokenizer import Tokenizer
-
-
-class EngineSettings(TypedDict, total=False):
-    """The settings of `specserve serve` that concern the engine; see docs/serving.md."""
-
-    quantization: str
-    draft_quantization: str
-    kv_cache_dtype: str
-    mesh: str
-    check_weights: bool
-    max_slots: int
-    max_model_len: int
-    page_size: int
-    cache_tokens: int
-    cache_gb: float
-    cache_fraction: float
-    prefix_cache: bool
-    schedule: str
-    prefill_tokens: int
-    max_queue: int
-    deterministic: bool
-    constrained: bool
-    early_ready: bool
-    watchdog_seconds: float
 
 
 class TextPrompt(TypedDict):
@@ -78,7 +54,8 @@ class LLM:
     thread.
 
     `target` is a preset, a Hugging Face folder or a hub id, `draft` the folder of a head; without either it is the
-    bundled pair. `tokenizer=None` serves folders that have none, by token ids alone. `progress` shows bars while
+    bundled pair. `settings` are those of `specserve serve` that concern programs or the engine (`settings.ServeRun`).
+    `tokenizer=None` serves folders that have none, by token ids alone. `progress` shows bars while
     programs compile and answers are made. Raises ConfigError or CheckpointError.
     """
 
@@ -90,7 +67,7 @@ class LLM:
         speculation: str = "auto",
         tokenizer: bool | None = True,
         progress: bool = True,
-        **settings: Unpack[EngineSettings],
+        **settings: Any,
     ) -> None:
         given = {
             "target": str(target),
@@ -100,7 +77,7 @@ class LLM:
             "early_ready": False,
             **settings,
         }
-        of_server = {leaf.name for leaf in config.leaves(ServeRun)} - set(EngineSettings.__annotations__)
+        of_server = {leaf.name for leaf in config.leaves(ServeRun) if leaf.scope not in (PROGRAM, ENGINE)}
         if foreign := sorted(of_server.intersection(settings)):
             raise ConfigError(f"{', '.join(foreign)}: a setting of the HTTP server; LLM listens to nobody")
         run = config.resolve(ServeRun, arguments=given)

@@ -1,20 +1,31 @@
 """The settings of a server: one schema for YAML, `--set` and flags (see `config`)."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from specserve.config import RULES, setting
+from specserve.config import RULES, leaves, setting
 from specserve.drafters.registry import CARRIED
 from specserve.drafters.words import SPECULATIONS
+from specserve.errors import ConfigError
 
 ToolParser = Literal["auto", "none", "hermes", "qwen3-coder", "llama3", "mistral", "glm", "deepseek", "harmony"]
 ReasoningParser = Literal["auto", "none", "think", "mistral", "harmony"]
 
 
+# The scopes of settings, from which the lists of those that concern the same thing are made.
+PROGRAM = "program"  # programs and the state: all processes of a server must agree on them
+ENGINE = "engine"  # one engine, besides its programs
+PROCESS = "process"  # a server over several processes, or the command's own process
+CLUSTER = "cluster"  # the Ray cluster
+FLEET = "fleet"  # the replicas on it
+LISTENER = "listener"  # the address, which the cluster's proxies have in place of a replica
+
+
 @dataclass(frozen=True, config=RULES)
 class ServeRun:
-    """The settings of `specserve serve`."""
+    """The settings of `specserve serve`. Those without a scope concern the HTTP layer."""
 
     target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
     draft: str = setting(
@@ -24,46 +35,62 @@ class ServeRun:
     )
     quantization: Literal["", "none", "stored", "int8", "fp8"] = setting(
         "",
+        scope=PROGRAM,
         help="8-bit weights of the target: int8 or fp8 rounds them at load, stored keeps a checkpoint's own, none "
         "restores floats; empty: as the head was trained, else none",
     )
     draft_quantization: Literal["", "none", "int8", "fp8"] = setting(
         "",
+        scope=PROGRAM,
         help="8-bit matrices of the draft head, rounded at load: tokens stay the same, and a draft reads half of "
         "the bytes; empty: as the head's notes say, else none",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
         "auto",
+        scope=PROGRAM,
         help="the target's committed keys and values: as it is computed, or in 8 bits with a scale per entry "
         "and KV head, which halves or quarters the cache",
     )
     mesh: str = setting(
-        "", help="devices to spread the models over, by axis, such as data=2,tensor=4,expert=1; empty: one device"
+        "",
+        scope=PROGRAM,
+        help="devices to spread the models over, by axis, such as data=2,tensor=4,expert=1; empty: one device",
     )
     coordinator: str = setting(
-        "", help="host:port of the first process of a server over several; auto: what the cluster says"
+        "", scope=PROCESS, help="host:port of the first process of a server over several; auto: what the cluster says"
     )
-    num_processes: int = setting(1, help="processes of the server, with a coordinator's address", ge=1)
-    process_id: int = setting(0, help="which of them this is; the first one, 0, answers requests", ge=0)
-    join_seconds: int = setting(300, help="to wait for all of them to come; who is missing is logged", ge=1)
-    ray: bool = setting(False, help="serve with replicas on Ray Serve, which needs the extra `scale`")
+    num_processes: int = setting(1, scope=PROCESS, help="processes of the server, with a coordinator's address", ge=1)
+    process_id: int = setting(0, scope=PROCESS, help="which of them this is; the first one, 0, answers requests", ge=0)
+    join_seconds: int = setting(
+        300, scope=PROCESS, help="to wait for all of them to come; who is missing is logged", ge=1
+    )
+    ray: bool = setting(False, scope=CLUSTER, help="serve with replicas on Ray Serve, which needs the extra `scale`")
     ray_address: str = setting(
-        "", help="host:port of a running Ray cluster, or auto; empty: one on this machine that ends with the command"
+        "",
+        scope=CLUSTER,
+        help="host:port of a running Ray cluster, or auto; empty: one on this machine that ends with the command",
     )
-    replicas: int = setting(1, help="engines behind one address, with --ray", ge=1)
-    min_replicas: int = setting(0, help="with max_replicas, the fewest; 0: 1", ge=0)
-    max_replicas: int = setting(0, help="replicas by load, up to so many, in place of a fixed number; 0: fixed", ge=0)
-    replica_resources: str = setting("cpu=1", help="what Ray gives each replica: cpu=8,gpu=1 or cpu=1,TPU=4")
-    check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
+    replicas: int = setting(1, scope=FLEET, help="engines behind one address, with --ray", ge=1)
+    min_replicas: int = setting(0, scope=FLEET, help="with max_replicas, the fewest; 0: 1", ge=0)
+    max_replicas: int = setting(
+        0, scope=FLEET, help="replicas by load, up to so many, in place of a fixed number; 0: fixed", ge=0
+    )
+    replica_resources: str = setting(
+        "cpu=1", scope=FLEET, help="what Ray gives each replica: cpu=8,gpu=1 or cpu=1,TPU=4"
+    )
+    check_weights: bool = setting(
+        False, scope=ENGINE, help="refuse a target with weights that are not numbers (reads them all)"
+    )
     speculation: str = setting(
         "auto",
+        scope=PROGRAM,
         help=f"auto, by what each way costs and brings here; {SPECULATIONS}",
     )
     served_model_name: str = setting(
         "", help="the model's name for clients; empty: the target's, of a folder its last part"
     )
-    host: str = setting("127.0.0.1", help="address to listen on")
-    port: int = setting(8000, help="port to listen on; 0: any free one", ge=0, le=65535)
+    host: str = setting("127.0.0.1", scope=LISTENER, help="address to listen on")
+    port: int = setting(8000, scope=LISTENER, help="port to listen on; 0: any free one", ge=0, le=65535)
     tool_parser: ToolParser = setting(
         "auto",
         help="how the target calls tools; auto: as its chat template does; none: requests may not have tools",
@@ -83,8 +110,12 @@ class ServeRun:
     cors_origins: tuple[str, ...] = setting(
         (), help="origins whose web pages may use the server, such as https://chat.example.com; *: any; empty: none"
     )
-    ssl_certfile: str = setting("", help="serve TLS with this certificate chain, a PEM file; empty: plain HTTP")
-    ssl_keyfile: str = setting("", help="the certificate's private key, a PEM file; empty: it is in ssl_certfile")
+    ssl_certfile: str = setting(
+        "", scope=LISTENER, help="serve TLS with this certificate chain, a PEM file; empty: plain HTTP"
+    )
+    ssl_keyfile: str = setting(
+        "", scope=LISTENER, help="the certificate's private key, a PEM file; empty: it is in ssl_certfile"
+    )
     max_connections: int = setting(
         1000, help="open connections; beyond, only /health, /ready and /version are answered", ge=1, le=100_000
     )
@@ -92,29 +123,49 @@ class ServeRun:
         False, help="let requests have unknown fields: they are counted, logged once each, and not read"
     )
     docs: bool = setting(False, help="serve a page of the API at /docs")
-    max_slots: int = setting(8, help="sequences that run at once", ge=1)
-    max_model_len: int = setting(0, help="prompt and answer together; 0: the target's context, at most 4,096", ge=0)
-    page_size: int = setting(32, help="tokens per cache page", ge=1)
-    cache_tokens: int = setting(0, help="tokens the cache holds; 0: what cache_gb or cache_fraction allow", ge=0)
-    cache_gb: float = setting(0.0, help="memory of the cache in GB (1e9 bytes); 0: by cache_fraction", ge=0)
-    cache_fraction: float = setting(
-        0.0, help="share of the memory that is free after loading; 0: max_slots times max_model_len", ge=0, lt=1
+    max_slots: int = setting(8, scope=PROGRAM, help="sequences that run at once", ge=1)
+    max_model_len: int = setting(
+        0, scope=PROGRAM, help="prompt and answer together; 0: the target's context, at most 4,096", ge=0
     )
-    prefix_cache: bool = setting(True, help="keep the pages of finished sequences for prompts that begin alike")
-    schedule: Literal["fcfs", "longest-prefix"] = setting("fcfs", help="who is admitted first among equal priorities")
-    prefill_tokens: int = setting(0, help="prompt tokens per round, between two steps; 0: one largest chunk", ge=0)
+    page_size: int = setting(32, scope=PROGRAM, help="tokens per cache page", ge=1)
+    cache_tokens: int = setting(
+        0, scope=PROGRAM, help="tokens the cache holds; 0: what cache_gb or cache_fraction allow", ge=0
+    )
+    cache_gb: float = setting(
+        0.0, scope=PROGRAM, help="memory of the cache in GB (1e9 bytes); 0: by cache_fraction", ge=0
+    )
+    cache_fraction: float = setting(
+        0.0,
+        scope=PROGRAM,
+        help="share of the memory that is free after loading; 0: max_slots times max_model_len",
+        ge=0,
+        lt=1,
+    )
+    prefix_cache: bool = setting(
+        True, scope=ENGINE, help="keep the pages of finished sequences for prompts that begin alike"
+    )
+    schedule: Literal["fcfs", "longest-prefix"] = setting(
+        "fcfs", scope=ENGINE, help="who is admitted first among equal priorities"
+    )
+    prefill_tokens: int = setting(
+        0, scope=ENGINE, help="prompt tokens per round, between two steps; 0: one largest chunk", ge=0
+    )
     max_queue: int = setting(
-        256, help="sequences that may wait, shared out among the clients that wait; more get a 503", ge=1
+        256, scope=ENGINE, help="sequences that may wait, shared out among the clients that wait; more get a 503", ge=1
     )
     allow_load_draft: bool = setting(
         False, help="let clients change how the server speculates: POST /v1/load_draft and /v1/speculation"
     )
     allow_priority: bool = setting(False, help="let requests choose their priority; else it must be 0")
     deterministic: bool = setting(
-        False, help="one shape for every step, so that batch mates, prefix hits and speculation change no bit (slower)"
+        False,
+        scope=PROGRAM,
+        help="one shape for every step, so that batch mates, prefix hits and speculation change no bit (slower)",
     )
     constrained: bool = setting(
-        True, help="take grammars (JSON schemas and the like); their speculative steps are programs of their own"
+        True,
+        scope=PROGRAM,
+        help="take grammars (JSON schemas and the like); their speculative steps are programs of their own",
     )
     enable_per_request_metrics: bool = setting(
         False, help="put times into the replies: in the queue, to the first token, of generation; and tokens per second"
@@ -139,11 +190,13 @@ class ServeRun:
         "map", help="events with named fields, as vLLM's are, or as arrays, which readers of its older versions expect"
     )
     early_ready: bool = setting(
-        True, help="serve as soon as plain decoding can, and compile the other programs meanwhile; else wait for all"
+        True,
+        scope=ENGINE,
+        help="serve as soon as plain decoding can, and compile the other programs meanwhile; else wait for all",
     )
     drain_seconds: float = setting(30.0, help="on SIGTERM, let running requests end for so long", ge=0)
-    watchdog_seconds: float = setting(60.0, help="report a step that takes longer; 0: never", ge=0)
-    warmup_only: bool = setting(False, help="compile everything into the cache folder and exit")
+    watchdog_seconds: float = setting(60.0, scope=ENGINE, help="report a step that takes longer; 0: never", ge=0)
+    warmup_only: bool = setting(False, scope=PROCESS, help="compile everything into the cache folder and exit")
 
 
 @dataclass(frozen=True, config=RULES)
@@ -161,3 +214,16 @@ class HeadRun(TargetRun):
     """The settings of a target with one head."""
 
     draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
+
+
+def names_of(*scopes: str) -> list[str]:
+    """List the settings of `ServeRun` of these scopes, in the order of definition."""
+    return [leaf.name for leaf in leaves(ServeRun) if leaf.scope in scopes]
+
+
+def check_unset(run: ServeRun, names: Iterable[str], why: str) -> None:
+    """Check that these settings have their defaults. Raises ConfigError, which names the first that has not, and ends
+    with `why`."""
+    for name in names:
+        if getattr(run, name) != getattr(ServeRun(), name):
+            raise ConfigError(f"--{name.replace('_', '-')} {why}")

@@ -7,7 +7,7 @@ to speculation or back, since that may have been a mistake, and then more and mo
 
 A chain of length K is expected to emit 1 + sum over d <= K of p_1 ... p_d tokens, where p_d is the sequence's
 acceptance at depth d, estimated while serving. A tree's acceptance at each depth is 1 - (1 - p)^lift, with a lift of
-its own that is estimated as well. Where the draft says how sure it is of a sequence, that moves p as far as it has
+its own that is estimated as well. Where the draft gives a confidence in a sequence, that moves p as far as it has
 proved right (`confidence`). Plain decoding is one of the choices, so a head that does not pay costs nothing but the
 looks.
 
@@ -21,11 +21,12 @@ from typing import Self
 import numpy as np
 
 from specserve.speculative.confidence import Calibration, Surety
-from specserve.speculative.costs import ServedCosts, Shape
+from specserve.speculative.costs import ServedCosts
+from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import StaticTree, Tree
 
 MAX_DEPTH = 16  # acceptance beyond is taken for that at this depth
-UNKNOWN_PRIOR = 0.5  # acceptance where a head says nothing of its own
+UNKNOWN_PRIOR = 0.5  # acceptance where a head has none of its own evaluation
 SLOT_RATE, PRIOR_RATE, LIFT_RATE = 0.08, 0.01, 0.02  # how fast estimates follow what is seen
 LOOK_STEPS = 64  # after so many steps, one looks whether another way would pay more by now
 FIRST_LOOK_STEPS = 8  # the same after speculation has begun or ended; then twice as many, up to that
@@ -39,7 +40,7 @@ class Estimate:
 
     accept_rate: np.ndarray  # [MAX_DEPTH] float64
     max_depth: int = MAX_DEPTH  # draft tokens that its request lets a step accept
-    surety: Surety | None = None  # how sure the draft is of it; None where it says nothing
+    surety: Surety | None = None  # how sure the draft is of it; None where it gives no confidence
 
 
 @dataclass(eq=False)
@@ -70,8 +71,8 @@ def _lifted(rates: np.ndarray, lift: float) -> np.ndarray:
 
 
 @dataclass(eq=False)
-class _Way:
-    """The way that steps of one kind go at present, and when they look at another."""
+class _Present:
+    """The tree that steps of one kind take at present, and when they look at another."""
 
     tree: Tree | None
     num_looks: int = 0
@@ -83,17 +84,17 @@ class _Way:
 class Controller:
     """Chooses trees by measured costs and estimated acceptance.
 
-    `costs` are seconds per step; a shape that has none is never chosen. `prior` is the head's own acceptance by depth,
+    `costs` are seconds per step; one that has none is never chosen. `prior` is the head's own acceptance by depth,
     from its evaluation.
     """
 
-    costs: Mapping[Shape, float]
+    costs: Mapping[StepProgram, float]
     prior: Sequence[float] = ()
     calibration: Calibration = field(default_factory=Calibration)
     is_following: bool = True  # whether speculation may pay soon, so that the draft should keep up with plain steps
     _lift: dict[Tree, float] = field(default_factory=dict)
-    # By batch size and the ways that there are: steps with a token mask have fewer, and a schedule of their own.
-    _ways: dict[tuple[int, frozenset[Tree | None]], _Way] = field(default_factory=dict)
+    # By batch size and the trees that there are: steps with a token mask have fewer, and a schedule of their own.
+    _present: dict[tuple[int, frozenset[Tree | None]], _Present] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._served = ServedCosts(self.costs)
@@ -118,70 +119,60 @@ class Controller:
         tokens included."""
         return float(len(estimates)) if tree is None else self._tokens(self._forecast(estimates), tree)
 
-    def choose(
-        self, estimates: Sequence[Estimate], trees: Sequence[Tree | None], batch_size: int, width: int
-    ) -> Tree | None:
-        """The tree for the next step of these sequences, out of `trees`, which are those compiled for the batch bucket.
-        None stands for plain decoding."""
-        known = [tree for tree in trees if (batch_size, width, tree) in self.costs]
+    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram]) -> StepProgram:
+        """The next step of these sequences, out of `choices`, which are those compiled for the batch bucket and the
+        width. One without a tree is plain decoding."""
+        known = {program.tree: program for program in choices if program in self.costs}
         if not known:
-            return trees[0]
-        speculative = [tree for tree in known if tree is not None]
-        kind = batch_size, frozenset(known)
-        is_wanted = any(estimate.max_depth for estimate in estimates)  # else it says nothing of whether drafts pay
-        way = self._ways.get(kind) if is_wanted else None
+            return choices[0]
         forecast = self._forecast(estimates)
-        promises = {tree: self._promise(forecast, batch_size, width, tree) for tree in known}
-        if way is not None:
-            promises[way.tree] *= LOYALTY
+        promises = {tree: self._promise(forecast, program) for tree, program in known.items()}
+        kind = choices[0].batch, frozenset(known)
+        is_open = any(estimate.max_depth for estimate in estimates)  # else no draft may be accepted, whatever it pays
+        present = self._present.get(kind) if is_open else None
+        if present is not None:
+            promises[present.tree] *= LOYALTY
         best = max(known, key=promises.__getitem__)
+        speculative = [tree for tree in known if tree is not None]
         self.is_following = any(promises[tree] > NEAR * promises[best] for tree in speculative)
-        if not is_wanted:
-            return best
-        way = self._ways.setdefault(kind, _Way(best))
-        if (best is None) != (way.tree is None):
-            way.num_steps, way.patience = 0, FIRST_LOOK_STEPS
-        way.tree = best
-        way.num_steps += bool(speculative)
-        if way.num_steps >= way.patience:
-            way.num_steps, way.patience = 0, min(2 * way.patience, LOOK_STEPS)
-            way.num_looks += 1
-            look = self._look(forecast, known, way, batch_size, width)
+        if not is_open:
+            return known[best]
+        present = self._present.setdefault(kind, _Present(best))
+        if (best is None) != (present.tree is None):
+            present.num_steps, present.patience = 0, FIRST_LOOK_STEPS
+        present.tree = best
+        present.num_steps += bool(speculative)
+        if present.num_steps >= present.patience:
+            present.num_steps, present.patience = 0, min(2 * present.patience, LOOK_STEPS)
+            present.num_looks += 1
+            look = self._look(forecast, known, present)
             if look != best:
-                return look
+                return known[look]
         for estimate in estimates if best is None else ():
             if estimate.surety is not None:
                 estimate.surety.fade()
-        return best
+        return known[best]
 
-    def _look(
-        self,
-        forecast: _Forecast,
-        known: Sequence[Tree | None],
-        way: _Way,
-        batch_size: int,
-        width: int,
-    ) -> Tree | None:
-        """Return a way to try once. It is the one that would promise most, of those that speculate, if it were off its
-        measured cost no more than others are, whatever its own steps seemed to take. Every second time, and where there
-        is no such way, it is plain decoding."""
-        others = [tree for tree in known if tree not in (None, way.tree)]
-        if way.tree is not None and None in known and (way.num_looks % 2 or not others):
+    def _look(self, forecast: _Forecast, known: Mapping[Tree | None, StepProgram], present: _Present) -> Tree | None:
+        """Return a tree to try once. It is the one that would promise most, if it were off its measured cost no more
+        than others are, whatever its own steps seemed to take. Every second time, and where there is no such tree, it
+        is plain decoding."""
+        others = [tree for tree in known if tree not in (None, present.tree)]
+        if present.tree is not None and None in known and (present.num_looks % 2 or not others):
             return None
 
         def hope(tree: Tree) -> float:
-            return self._tokens(forecast, tree) / self._served.hoped_seconds(batch_size, width, tree)
+            return self._tokens(forecast, tree) / self._served.hoped_seconds(known[tree])
 
-        return max(others, key=hope, default=way.tree)
+        return max(others, key=hope, default=present.tree)
 
-    def speedup(self, estimates: Sequence[Estimate], batch_size: int, width: int, tree: Tree | None) -> float:
+    def speedup(self, estimates: Sequence[Estimate], program: StepProgram) -> float:
         """The tokens per second that the step promises, over those of a plain step. 1 where either cost is unknown."""
-        known = {(batch_size, width, None), (batch_size, width, tree)} <= self.costs.keys()
-        if tree is None or not known or not estimates:
+        plain = StepProgram(program.batch, program.width)
+        if program.tree is None or not estimates or not {plain, program} <= self.costs.keys():
             return 1.0
-        tokens = self.expected_tokens(estimates, tree)
-        plain, seconds = (self._served.seconds(batch_size, width, each) for each in (None, tree))
-        return tokens / len(estimates) * plain / seconds
+        tokens = self.expected_tokens(estimates, program.tree)
+        return tokens / len(estimates) * self._served.seconds(plain) / self._served.seconds(program)
 
     def observe(
         self,
@@ -205,7 +196,7 @@ class Controller:
         surprise = np.zeros_like(forecast.rates)
         surprise[:, : rates.shape[1]] = np.where(is_seen, is_accepted - rates, 0.0)
         lift = self._lift_of(tree) * np.prod(1 + LIFT_RATE * surprise.sum(axis=1))
-        # what is deeper than anybody looks goes with the deepest, else a longer chain is never tried
+        # depths that no step has looked at follow the deepest, else a longer chain is never tried
         is_deeper = (depths >= lasts[:, None]) & ((num_seen == lasts) & (lasts > 0))[:, None]
         surprise = np.where(is_deeper, np.take_along_axis(surprise, lasts[:, None] - 1, axis=1), surprise)
         rates = np.clip(forecast.rates + SLOT_RATE * surprise, 0.02, 0.98)
@@ -227,15 +218,15 @@ class Controller:
         for i, estimate in enumerate(estimates):
             if seen := int(num_seen[i]):
                 surprise, number = is_accepted[i, :seen] - foreseen[i, :seen], int(is_accepted[i, :seen].sum())
-                said = confidence[i, :MAX_DEPTH]
-                estimate.surety = self.calibration.observe(estimate.surety, said, surprise, number, MAX_DEPTH)
+                own = confidence[i, :MAX_DEPTH]
+                estimate.surety = self.calibration.observe(estimate.surety, own, surprise, number, MAX_DEPTH)
 
-    def observe_seconds(self, batch_size: int, width: int, tree: Tree | None, seconds: float) -> None:
-        """Learn that a step of this shape took so many seconds in service."""
-        self._served.observe(batch_size, width, tree, seconds)
+    def observe_seconds(self, program: StepProgram, seconds: float) -> None:
+        """Learn that a step took so many seconds in service."""
+        self._served.observe(program, seconds)
 
-    def _promise(self, forecast: _Forecast, batch_size: int, width: int, tree: Tree | None) -> float:
-        return self._tokens(forecast, tree) / self._served.seconds(batch_size, width, tree)
+    def _promise(self, forecast: _Forecast, program: StepProgram) -> float:
+        return self._tokens(forecast, program.tree) / self._served.seconds(program)
 
     def _tokens(self, forecast: _Forecast, tree: Tree | None) -> float:
         return float(len(forecast.rates)) if tree is None else forecast.tokens(tree.depth, self._lift_of(tree))

@@ -4,20 +4,19 @@ The seconds of a step are modelled as (cost measured at start) x (the moment) x 
 factor for all steps: a machine that others use, or that is hot, is slower for all of them alike, and changes within
 seconds. The factor of each batch size and tree hardly changes: in service the host works beside the device, and a start
 on a busy machine may have measured anything. Both logarithms are followed by a Kalman filter that keeps a variance for
-each of them, but no covariances. So a step that runs all the time says much about the moment and little about itself,
-one that has not been seen for long says much about itself, and ways to speculate stay comparable when they are seen at
-different moments. The noises below are shares of a step's time, and so the same for fast and slow machines.
+each of them, but no covariances. So a step that runs all the time teaches much about the moment and little about
+itself, one that has not been seen for long teaches much about itself, and ways to speculate stay comparable when they
+are seen at different moments. The noises below are shares of a step's time, and so the same for fast and slow machines.
 
-This is host code, like the controller that asks it.
+This is host code, like the controller, which uses it.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import Tree
-
-Shape = tuple[int, int, Tree | None]  # batch size, page-table width, tree: what a step's cost depends on
 
 # standard deviations of logarithms
 UNKNOWN = 0.4  # of a factor before anything is seen: half as much again is common, twice as much is rare
@@ -40,30 +39,31 @@ class _Factor:
 class ServedCosts:
     """Seconds of steps in service, by what they cost when they were measured."""
 
-    measured: Mapping[Shape, float]
+    measured: Mapping[StepProgram, float]
     _moment: _Factor = field(default_factory=_Factor)
     _own: dict[tuple[int, Tree | None], _Factor] = field(default_factory=dict)  # by batch size and tree
     _num_seen: int = 0
 
-    def seconds(self, batch_size: int, width: int, tree: Tree | None) -> float:
-        """Return what such a step takes by all that is known. KeyError where it was never measured."""
-        own = self._own.get((batch_size, tree))
-        off = own.mean if own else self._usual(batch_size, tree)
-        return self.measured[batch_size, width, tree] * math.exp(self._moment.mean + off)
+    def seconds(self, program: StepProgram) -> float:
+        """Return what a step takes by all that is known. KeyError where it was never measured."""
+        own = self._own.get((program.batch, program.tree))
+        off = own.mean if own else self._usual(program)
+        return self.measured[program] * math.exp(self._moment.mean + off)
 
-    def hoped_seconds(self, batch_size: int, width: int, tree: Tree | None) -> float:
-        """Return what such a step would take if it were off its measured cost no more than others are, whatever its own
+    def hoped_seconds(self, program: StepProgram) -> float:
+        """Return what a step would take if it were off its measured cost no more than others are, whatever its own
         steps seemed to take."""
-        own, off = self._own.get((batch_size, tree)), self._usual(batch_size, tree)
-        off = min(own.mean, off) if own else off
-        return self.measured[batch_size, width, tree] * math.exp(self._moment.mean + off)
+        own, off = self._own.get((program.batch, program.tree)), self._usual(program)
+        if own:
+            off = min(own.mean, off)
+        return self.measured[program] * math.exp(self._moment.mean + off)
 
-    def observe(self, batch_size: int, width: int, tree: Tree | None, seconds: float) -> None:
-        """Learn that a step of this shape took so many seconds. Steps that were never measured say nothing."""
-        cost = self.measured.get((batch_size, width, tree))
+    def observe(self, program: StepProgram, seconds: float) -> None:
+        """Learn that a step took so many seconds. Steps that were never measured are ignored."""
+        cost = self.measured.get(program)
         if cost is None or seconds <= 0:
             return
-        own = self._own.setdefault((batch_size, tree), _Factor(self._usual(batch_size, tree)))
+        own = self._own.setdefault((program.batch, program.tree), _Factor(self._usual(program)))
         self._num_seen += 1
         own.variance = min(own.variance + OWN_DRIFT**2 * (self._num_seen - own.last_seen), UNKNOWN**2)
         own.last_seen = self._num_seen
@@ -77,12 +77,13 @@ class ServedCosts:
             factor.mean += gain * surprise
             factor.variance *= 1.0 - gain
 
-    def _usual(self, batch_size: int, tree: Tree | None) -> float:
+    def _usual(self, program: StepProgram) -> float:
         """Return the logarithm of the factor that is expected of a step that has not run in service: the mean of
         similar steps where they were faster than measured, or half of it where they were slower, so that the step is
         tried before one that has proved expensive. Similar steps are those of the same kind, plain or speculative, or
         else all."""
-        seen = {other: factor.mean for (size, other), factor in self._own.items() if size == batch_size}
-        alike = [mean for other, mean in seen.items() if (other is None) == (tree is None)] or [*seen.values()]
-        mean = sum(alike) / len(alike) if alike else 0.0
+        seen = {other: factor.mean for (size, other), factor in self._own.items() if size == program.batch}
+        is_plain = program.tree is None
+        alike = [mean for other, mean in seen.items() if (other is None) == is_plain] or [*seen.values()] or [0.0]
+        mean = sum(alike) / len(alike)
         return min(mean, 0.5 * mean)

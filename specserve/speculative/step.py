@@ -144,7 +144,7 @@ def prefill(
     width: int,  # pages of each sequence that attention reads; all that is committed must lie in them
     is_scored: bool = False,
 ) -> tuple[SlotState, StepResult]:
-    """Run one chunk of each prompt, and draw the token after it. With `is_scored`, also tell how likely each of the
+    """Run one chunk of each prompt, and draw the token after it. With `is_scored`, also return how likely each of the
     prompt's tokens was."""
     now = _gather(state, slots, width)
     offset = jnp.arange(chunk)
@@ -187,7 +187,7 @@ def decode(
     *,
     width: int,  # pages of each sequence that attention reads; all that is committed must lie in them
 ) -> tuple[SlotState, StepResult]:
-    """Run one plain decoding step: draw one token for each slot, and tell the drafter."""
+    """Run one plain decoding step: draw one token for each slot, and let the drafter observe it."""
     now = _gather(state, slots, width)
     nodes = _single_nodes(state, now, now.seq_lens)
     index = now.seq_lens[:, None]
@@ -306,8 +306,8 @@ def verify_tree(
     state = _emit(state, slots, now.seq_lens + 1, verdict.token_ids, committed.is_kept)
     result = _result(now, accepted(logits), verdict.token_ids, verdict.n_accepted, proposal.source)
     parents = None if is_chain else proposal.parents
-    told = {"node_ids": proposal.token_ids, "parents": parents, "confidence": proposal.confidence}
-    return state, dataclasses.replace(result, **told)
+    proposed = {"node_ids": proposal.token_ids, "parents": parents, "confidence": proposal.confidence}
+    return state, dataclasses.replace(result, **proposed)
 
 
 def remember(
@@ -361,12 +361,12 @@ def _commit(
     weights: Weights,
     state: SlotState,
     now: _Now,
-    new: Any,  # what the target's layers leave behind, of [batch, n] tokens
+    new: Any,  # the entries that the target's layers leave behind, of [batch, n] tokens
     committed: Committed,
     after: After,
     path: jax.Array | None = None,  # [batch, m] int32, which of the n tokens those committed are; None: all
 ) -> SlotState:
-    """Write the kept entries to the target's cache, and tell the drafter."""
+    """Write the kept entries to the target's cache, and let the drafter observe it."""
     cache = state.cache.write(new, now.view.page_table, committed.index, committed.is_kept, now.slots, path)
     draft = state.draft
     if config.drafter:

@@ -108,6 +108,6 @@ def test_every_part_of_a_joint_head_learns(tmp_path: Path, shallow_target: Targe
     with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
         trainer.train()
     assert load_head(tmp_path / "run", shallow_target, dtype="float32").drafter == drafter
-    after = jax.tree.map(np.array, trainer.state.params)
+    after = jax.tree.map(np.array, trainer.learner.state.params)
     for (path, old), new in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
         assert not np.array_equal(old, new), jax.tree_util.keystr(path)

@@ -20,8 +20,8 @@ from specserve.eval.verify.proof import ProofPlan, Prover
 from specserve.eval.verify.report import ProofReport
 from specserve.eval.verify.rule import WholeText
 from specserve.eval.verify.runners import make_bench
-from specserve.serve.engine.handles import HostResult
 from specserve.serve.launch import Models
+from specserve.serve.programs.results import HostResult
 from specserve.serve.programs.runner import Runner
 from specserve.speculative import sampling, step
 
@@ -107,9 +107,7 @@ def test_a_draft_that_did_not_catch_up_is_found(
     runner: Runner, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It costs acceptance and changes no token."""
-    run = runner.compiled.run
-    monkeypatch.setattr(Runner, "catch_up_call", lambda *_args: None)
-    monkeypatch.setattr(runner.compiled, "run", lambda call: run(call) if call else runner.state)
+    monkeypatch.setattr(Runner, "_catch_up", lambda *_args: None)
     report = prove(runner, tiny_target, "chain:3", plan=ProofPlan(max_tokens=21, draws=80), num_prompts=5)
     assert [test.what for test in report.failed] == ["other drafts after plain steps"], report.tests
     assert not sum(row.num_bugs for row in report.rows)

@@ -13,6 +13,7 @@ from specserve.checkpoints.load import Target
 from specserve.kernels.large_pages import empty_in_large_pages, give_back_zeros
 from specserve.serve.programs.placement import bytes_per_token
 from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import make_shapes
 
 
 def test_arrays_in_large_pages_are_arrays_of_their_own() -> None:
@@ -72,7 +73,8 @@ def test_a_server_holds_no_memory_for_pages_that_nobody_has_used(tiny_target: Ta
     own, sizes = psutil.Process(), []
     for num_pages in (64, 64 + (256 << 20) // (4 * bytes_per_token(tiny_target.config, None))):
         before = own.memory_info().rss
-        runner = Runner(tiny_target, None, [None], num_slots=1, max_model_len=64, page_size=4, num_pages=num_pages)
+        fixed = {"num_slots": 1, "max_model_len": 64, "page_size": 4}
+        runner = Runner(tiny_target, None, make_shapes([None], tiny_target.config, num_pages=num_pages, **fixed))
         jax.block_until_ready(runner.state)
         sizes.append(own.memory_info().rss - before)
         assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(runner.state.cache))

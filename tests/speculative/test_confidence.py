@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from specserve.speculative.confidence import MOST_TRUST
-from specserve.speculative.controller import Controller
+from specserve.speculative.controller import Controller, Estimate
+from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import DynamicTree, Tree, chain
 
 WIDTH = 8
@@ -32,8 +33,15 @@ FALSE: dict[str, Says] = {
 }
 
 
+def _choose(controller: Controller, estimates: Sequence[Estimate], batch: int) -> Tree | None:
+    return controller.choose(estimates, [StepProgram(batch, WIDTH, tree) for tree in TREES]).tree
+
+
 def _costs(batch: int) -> dict:
-    return {(batch, WIDTH, tree): 1 + (0.05 * tree.depth + 0.06 * tree.num_nodes if tree else 0) for tree in TREES}
+    return {
+        StepProgram(batch, WIDTH, tree): 1 + (0.05 * tree.depth + 0.06 * tree.num_nodes if tree else 0)
+        for tree in TREES
+    }
 
 
 def _serve(controller: Controller, says: Says | None, batch: int, num_steps: int, seed: int) -> list[tuple]:
@@ -43,7 +51,7 @@ def _serve(controller: Controller, says: Says | None, batch: int, num_steps: int
     estimates = [controller.start(None) for _ in range(batch)]
     rates, before = [EASY] * batch, []
     for _ in range(num_steps):
-        tree = controller.choose(estimates, TREES, batch, WIDTH)
+        tree = _choose(controller, estimates, batch)
         for row, tree_before, n_accepted, confidence in before:
             said_of_it = None if confidence is None else confidence[None]
             controller.observe([estimates[row]], tree_before, np.array([n_accepted]), said_of_it)
@@ -65,7 +73,9 @@ def _serve(controller: Controller, says: Says | None, batch: int, num_steps: int
 
 
 def _rate(found: Sequence[tuple], batch: int) -> float:
-    return sum(tokens for *_, tokens in found) / sum(_costs(batch)[batch, WIDTH, tree] for _, tree, _ in found)
+    return sum(tokens for *_, tokens in found) / sum(
+        _costs(batch)[StepProgram(batch, WIDTH, tree)] for _, tree, _ in found
+    )
 
 
 def _depth(found: Sequence[tuple], rate: float) -> float:
@@ -119,13 +129,13 @@ def test_what_was_promised_is_held_against_what_was_kept() -> None:
 
 
 def test_a_draft_that_is_not_asked_is_soon_as_sure_as_ever() -> None:
-    controller = Controller({(1, WIDTH, None): 1.0, (1, WIDTH, chain(2)): 9.0}, (0.5,))
+    controller = Controller({StepProgram(1, WIDTH, None): 1.0, StepProgram(1, WIDTH, chain(2)): 9.0}, (0.5,))
     estimate = controller.start(None)
     for confidence in (0.5, 0.01):
         controller.observe([estimate], chain(2), np.array([0]), np.full(2, confidence, np.float32)[None])
     assert estimate.surety is not None
     off = estimate.surety.off[0]
     assert off < -1
-    chosen = [controller.choose([estimate], TREES, 1, WIDTH) for _ in range(10)]
+    chosen = [_choose(controller, [estimate], 1) for _ in range(10)]
     assert chosen.count(None) == 9, "all but one look"
     assert abs(estimate.surety.off[0]) < 0.02 * abs(off)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.speculative.controller import LOOK_STEPS, LOYALTY, MAX_DEPTH, Controller, Estimate
+from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import DynamicTree, Tree, chain, static_tree
 
 WIDTH = 8
@@ -17,9 +18,22 @@ CHAINS: tuple[Tree | None, ...] = (None, *[chain(depth) for depth in range(1, 8)
 TREES: tuple[Tree | None, ...] = (*CHAINS, DynamicTree(4, 2, 7), static_tree((3, 2, 1)))
 
 
+def _choose(
+    controller: Controller,
+    estimates: Sequence[Estimate],
+    trees: Sequence[Tree | None],
+    batch: int,
+    width: int = WIDTH,
+) -> Tree | None:
+    return controller.choose(estimates, [StepProgram(batch, width, tree) for tree in trees]).tree
+
+
 def _costs(draft: float, node: float, trees: Sequence[Tree | None] = CHAINS, batch: int = 1) -> dict:
     """Seconds of a step, where a plain one takes 1: so much for each pass of the draft, and for each node."""
-    return {(batch, WIDTH, tree): 1.0 + (draft * tree.depth + node * tree.num_nodes if tree else 0.0) for tree in trees}
+    return {
+        StepProgram(batch, WIDTH, tree): 1.0 + (draft * tree.depth + node * tree.num_nodes if tree else 0.0)
+        for tree in trees
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +69,12 @@ def _serve(
     estimates = [controller.start(None) for _ in range(batch)]
     lengths = [0] * batch
     for step in range(num_steps):
-        tree = controller.choose(estimates, CHAINS, batch, WIDTH)
+        tree = _choose(controller, estimates, CHAINS, batch)
         chosen.append(tree)
         if costs:
-            seconds = costs[batch, WIDTH, tree] * (10 if rng.random() < 0.02 else 1 + 0.1 * rng.random())
+            seconds = costs[StepProgram(batch, WIDTH, tree)] * (10 if rng.random() < 0.02 else 1 + 0.1 * rng.random())
             seconds *= moments(step)
-            controller.observe_seconds(batch, WIDTH, tree, seconds)
+            controller.observe_seconds(StepProgram(batch, WIDTH, tree), seconds)
         n_accepted = np.array([head.accept(rng, tree) if tree else 0 for _ in range(batch)])
         if tree:
             controller.observe(estimates, tree, n_accepted)
@@ -72,7 +86,7 @@ def _serve(
 
 
 def _tokens_per_second(head: Head, costs: dict, chosen: Sequence[Tree | None], batch: int = 1) -> float:
-    return sum(map(head.expected_tokens, chosen)) / sum(costs[batch, WIDTH, tree] for tree in chosen)
+    return sum(map(head.expected_tokens, chosen)) / sum(costs[StepProgram(batch, WIDTH, tree)] for tree in chosen)
 
 
 GOOD = [Head((0.9,)), Head((0.75, 0.8, 0.8)), Head((0.8, 0.6, 0.4))]
@@ -134,15 +148,15 @@ def test_the_choice_is_within_its_loyalty_of_the_best(
     rounds: list[list[tuple[list[float], int]]], cost: tuple[float, float], known: set[Tree | None]
 ) -> None:
     """Whatever it chose before; and of what has a cost only. (So few rounds hold no look from plain decoding.)"""
-    costs = {shape: seconds for shape, seconds in _costs(*cost, TREES).items() if shape[2] in known}
+    costs = {shape: seconds for shape, seconds in _costs(*cost, TREES).items() if shape.tree in known}
     controller = Controller(costs)
     for round_ in rounds:
         estimates = _estimates(*zip(*round_, strict=True))
 
         def rate(tree: Tree | None, estimates: list[Estimate] = estimates) -> float:
-            return controller.expected_tokens(estimates, tree) / costs[1, WIDTH, tree]
+            return controller.expected_tokens(estimates, tree) / costs[StepProgram(1, WIDTH, tree)]
 
-        chosen = controller.choose(estimates, TREES, 1, WIDTH)
+        chosen = _choose(controller, estimates, TREES, 1)
         assert chosen in known
         # float64, in another order
         assert rate(chosen) * LOYALTY * (1 + 1e-12) >= max(rate(tree) for tree in known)
@@ -150,20 +164,20 @@ def test_the_choice_is_within_its_loyalty_of_the_best(
 
 def test_without_costs_it_takes_the_first_way() -> None:
     controller = Controller({}, (0.9,))
-    assert controller.choose([controller.start(None)], (chain(3), None), 1, WIDTH) == chain(3)
+    assert _choose(controller, [controller.start(None)], (chain(3), None), 1) == chain(3)
     known = Controller(_costs(0.1, 0.1), (0.9,))
-    assert known.choose([known.start(None)], (chain(3), None), 2, WIDTH) == chain(3), "another batch has other costs"
-    assert known.choose([known.start(None)], (chain(3), None), 1, 2 * WIDTH) == chain(3)
+    assert _choose(known, [known.start(None)], (chain(3), None), 2) == chain(3), "another batch has other costs"
+    assert _choose(known, [known.start(None)], (chain(3), None), 1, 2 * WIDTH) == chain(3)
 
 
 def test_a_request_that_takes_no_draft_tokens_is_decoded_plainly() -> None:
     """Nor is there a look at trees; beside others it counts as one token a step."""
     controller = Controller(_costs(0.05, 0.02), (0.9,))
     alone = [controller.start(0)]
-    assert {controller.choose(alone, CHAINS, 1, WIDTH) for _ in range(300)} == {None}
+    assert {_choose(controller, alone, CHAINS, 1) for _ in range(300)} == {None}
     for tree in TREES:
         assert controller.expected_tokens(alone, tree) == 1.0
-    assert controller.choose([controller.start(2)], CHAINS, 1, WIDTH) == chain(2), "what is deeper is never accepted"
+    assert _choose(controller, [controller.start(2)], CHAINS, 1) == chain(2), "what is deeper is never accepted"
     before = alone[0].accept_rate.copy()
     controller.observe(alone, chain(3), np.array([0]))
     np.testing.assert_array_equal(alone[0].accept_rate, before, "nothing was seen of it")
@@ -177,9 +191,9 @@ def test_the_looks_are_no_matter_of_who_else_asks() -> None:
     def chosen(*between: tuple[int | None, tuple[Tree | None, ...]]) -> list[Tree | None]:
         controller, found = Controller(costs, (0.6,)), []
         for _ in range(3 * LOOK_STEPS):
-            found.append(controller.choose([controller.start(None)], CHAINS, 1, WIDTH))
+            found.append(_choose(controller, [controller.start(None)], CHAINS, 1))
             for max_depth, trees in between:
-                controller.choose([controller.start(max_depth)], trees, 1, WIDTH)
+                _choose(controller, [controller.start(max_depth)], trees, 1)
         return found
 
     alone = chosen()
@@ -235,14 +249,14 @@ def test_a_step_is_learned_from_as_if_each_sequence_came_alone(
 
 
 def test_speedup_is_tokens_over_cost() -> None:
-    controller = Controller({(1, WIDTH, None): 2.0, (1, WIDTH, chain(2)): 3.0})
+    controller = Controller({StepProgram(1, WIDTH, None): 2.0, StepProgram(1, WIDTH, chain(2)): 3.0})
     estimates = _estimates([[0.5], [0.8]], [MAX_DEPTH, MAX_DEPTH])
     assert controller.expected_tokens(estimates[:1], chain(2)) == pytest.approx(1 + 0.5 + 0.25)
     expected = ((1 + 0.5 + 0.25) + (1 + 0.8 + 0.64)) / 2 * 2.0 / 3.0
-    assert controller.speedup(estimates, 1, WIDTH, chain(2)) == pytest.approx(expected)
-    assert controller.speedup(estimates, 1, WIDTH, None) == 1.0
+    assert controller.speedup(estimates, StepProgram(1, WIDTH, chain(2))) == pytest.approx(expected)
+    assert controller.speedup(estimates, StepProgram(1, WIDTH, None)) == 1.0
     for nothing_known in ((2, WIDTH, chain(2)), (1, 1, chain(2)), (1, WIDTH, chain(3))):
-        assert controller.speedup(estimates, *nothing_known) == 1.0
+        assert controller.speedup(estimates, StepProgram(*nothing_known)) == 1.0
 
 
 def test_a_tree_is_credited_with_what_it_accepts_over_a_chain() -> None:
@@ -261,15 +275,21 @@ def test_a_tree_is_credited_with_what_it_accepts_over_a_chain() -> None:
 
 def test_costs_follow_what_steps_take_in_service() -> None:
     """At start a chain of four seems cheap; served, it takes 1.7 times that, and one of two is the better."""
-    costs = {(1, WIDTH, None): 1.0, (1, WIDTH, chain(2)): 1.4, (1, WIDTH, chain(4)): 1.6}
+    costs = {
+        StepProgram(1, WIDTH, None): 1.0,
+        StepProgram(1, WIDTH, chain(2)): 1.4,
+        StepProgram(1, WIDTH, chain(4)): 1.6,
+    }
     controller = Controller(costs, prior=(0.8,))
     estimates, trees = [controller.start(None)], [None, chain(2), chain(4)]
-    assert controller.choose(estimates, trees, 1, WIDTH) == chain(4)
-    assert controller.speedup(estimates, 1, WIDTH, chain(4)) == pytest.approx(3.3616 / 1.6)
+    assert _choose(controller, estimates, trees, 1) == chain(4)
+    assert controller.speedup(estimates, StepProgram(1, WIDTH, chain(4))) == pytest.approx(3.3616 / 1.6)
     for _ in range(2 * LOOK_STEPS):  # a look at another tree shows that it is the chain and not the machine
-        tree = controller.choose(estimates, trees, 1, WIDTH)
-        controller.observe_seconds(1, WIDTH, tree, costs[1, WIDTH, tree] * (1.7 if tree == chain(4) else 1.0))
-    assert controller.choose(estimates, trees, 1, WIDTH) == chain(2)
+        tree = _choose(controller, estimates, trees, 1)
+        controller.observe_seconds(
+            StepProgram(1, WIDTH, tree), costs[StepProgram(1, WIDTH, tree)] * (1.7 if tree == chain(4) else 1.0)
+        )
+    assert _choose(controller, estimates, trees, 1) == chain(2)
 
 
 @pytest.mark.parametrize("head", [Head((0.8, 0.7, 0.6)), Head((0.05,))], ids=["pays", "does not"])
@@ -284,7 +304,7 @@ def test_costs_measured_on_a_busy_machine_do_no_lasting_harm(wrong: str, head: H
         "plain": lambda tree: 1.0 if tree else 5.0,
         "each": lambda _tree: rng.uniform(1.0, 5.0),
     }
-    controller = Controller({shape: cost * factors[wrong](shape[2]) for shape, cost in true.items()})
+    controller = Controller({shape: cost * factors[wrong](shape.tree) for shape, cost in true.items()})
     _serve(controller, head, 1200, costs=true)
     chosen = _serve(controller, head, 600, costs=true, seed=1)
     rate = _tokens_per_second(head, true, chosen)
@@ -320,32 +340,37 @@ def test_a_bad_beginning_is_soon_forgotten() -> None:
     their usual, after others of one sequence had been as ever. Few steps go to a speculation that does not pay."""
     trees, slow = [None, chain(3)], [1.0, 1.7, 1.3, 2.1, 1.4]
     true = {None: 6.8, chain(3): 21.0}
-    costs = {(1, WIDTH, None): 2.3, (1, WIDTH, chain(3)): 4.0, (8, WIDTH, None): 4.9, (8, WIDTH, chain(3)): 17.5}
+    costs = {
+        StepProgram(1, WIDTH, None): 2.3,
+        StepProgram(1, WIDTH, chain(3)): 4.0,
+        StepProgram(8, WIDTH, None): 4.9,
+        StepProgram(8, WIDTH, chain(3)): 17.5,
+    }
     controller = Controller(costs, prior=(0.73, 0.76, 0.78))
     for _ in range(15):
-        controller.observe_seconds(1, WIDTH, None, 2.5)
-        controller.observe_seconds(1, WIDTH, chain(3), 4.6)
+        controller.observe_seconds(StepProgram(1, WIDTH, None), 2.5)
+        controller.observe_seconds(StepProgram(1, WIDTH, chain(3)), 4.6)
     estimates, chosen = [controller.start(None) for _ in range(8)], []
     for step in range(60):
-        chosen.append(controller.choose(estimates, trees, 8, WIDTH))
+        chosen.append(_choose(controller, estimates, trees, 8))
         factor = slow[step] if step < len(slow) else 1.0
-        controller.observe_seconds(8, WIDTH, chosen[-1], factor * true[chosen[-1]])
+        controller.observe_seconds(StepProgram(8, WIDTH, chosen[-1]), factor * true[chosen[-1]])
     assert chosen.count(None) > 50
 
 
 def test_one_slow_step_says_little() -> None:
-    costs = {(1, WIDTH, None): 1.0, (1, WIDTH, chain(2)): 1.4}
+    costs = {StepProgram(1, WIDTH, None): 1.0, StepProgram(1, WIDTH, chain(2)): 1.4}
     controller = Controller(costs, prior=(0.8,))
     for _ in range(20):
-        controller.observe_seconds(1, WIDTH, chain(2), 1.4)
-    controller.observe_seconds(1, WIDTH, chain(2), 140.0)
-    assert controller.choose([controller.start(None)], [None, chain(2)], 1, WIDTH) == chain(2)
+        controller.observe_seconds(StepProgram(1, WIDTH, chain(2)), 1.4)
+    controller.observe_seconds(StepProgram(1, WIDTH, chain(2)), 140.0)
+    assert _choose(controller, [controller.start(None)], [None, chain(2)], 1) == chain(2)
     assert controller.is_following
 
 
 def test_a_draft_far_from_paying_is_not_followed() -> None:
-    costs = {(1, WIDTH, None): 1.0, (1, WIDTH, chain(1)): 1.2}
+    costs = {StepProgram(1, WIDTH, None): 1.0, StepProgram(1, WIDTH, chain(1)): 1.2}
     useless, near = Controller(costs, prior=(0.02,)), Controller(costs, prior=(0.19,))
     for controller, is_following in ((useless, False), (near, True)):
-        assert controller.choose([controller.start(None)], [None, chain(1)], 1, WIDTH) is None
+        assert _choose(controller, [controller.start(None)], [None, chain(1)], 1) is None
         assert controller.is_following == is_following

@@ -24,13 +24,15 @@ from specserve.eval.verify.rule import rule_scores
 from specserve.serve.engine.engine import Engine, EngineOptions
 from specserve.serve.engine.options import Encoder, bad_sequences
 from specserve.serve.engine.pages import Watcher
-from specserve.serve.programs import wanted
+from specserve.serve.programs.compile_queue import compile_all
 from specserve.serve.programs.layouts import make_layouts
-from specserve.serve.programs.programs import compile_all
+from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import make_shapes
 from specserve.serve.requests.grammars import Grammars
 from specserve.serve.requests.request import Delta, FinishReason, Request, SamplingParams, TokenLogprobs
 from specserve.speculative.controller import Controller, Estimate
+from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import Tree
 
 PAGE_SIZE, MAX_LEN, NUM_SLOTS = 8, 96, 4
@@ -150,11 +152,8 @@ class Fixed(Controller):
         super().__init__({})
         self.tree = tree
 
-    def choose(
-        self, estimates: Sequence[Estimate], trees: Sequence[Tree | None], batch_size: int, width: int
-    ) -> Tree | None:
-        assert self.tree in trees
-        return self.tree
+    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram]) -> StepProgram:
+        return next(program for program in choices if program.tree == self.tree)
 
 
 class Dice(Controller):
@@ -164,10 +163,8 @@ class Dice(Controller):
         super().__init__({})
         self.random = random.Random(seed)
 
-    def choose(
-        self, estimates: Sequence[Estimate], trees: Sequence[Tree | None], batch_size: int, width: int
-    ) -> Tree | None:
-        return self.random.choice(trees)
+    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram]) -> StepProgram:
+        return self.random.choice(choices)
 
 
 def greedy(max_tokens: int, **options: object) -> SamplingParams:
@@ -184,31 +181,28 @@ def make_runner(
     has_constrained: bool = True,
     mesh: Mesh | None = None,
     folder: Path | None = None,
+    widths: Sequence[int] = (),  # empty: the widest alone
+    make: Callable[..., Runner] = Runner,
 ) -> Runner:
     """One batch size, one width and one chunk: every other costs programs, and programs are most of a test's time."""
-    trees = [parse_speculation(text) for text in speculations]
-    runner = Runner(
-        target,
-        head,
-        trees,
+    shapes = make_shapes(
+        [parse_speculation(text) for text in speculations],
+        target.config,
+        mesh,
         num_slots=num_slots,
         max_model_len=MAX_LEN,
         page_size=PAGE_SIZE,
         num_pages=num_pages or num_slots * MAX_LEN // PAGE_SIZE,
-        has_constrained=has_constrained,
-        mesh=mesh,
-        folder=folder,
     )
-    widths = runner.shapes.widths[-1:]
-    runner.shapes = dataclasses.replace(
-        runner.shapes, batch_sizes=(num_slots,), widths=widths, chunks=(chunk,), max_rows=1024
+    few = dataclasses.replace(
+        shapes, batch_sizes=(num_slots,), widths=(*widths, shapes.widths[-1]), chunks=(chunk,), max_rows=1024
     )
-    return runner
+    return make(target, head, few, has_constrained=has_constrained, mesh=mesh, folder=folder)
 
 
 def compile_programs(runner: Runner) -> None:
     """Compile every program of it, side by side."""
-    compile_all(runner.compiled, wanted.programs(runner), is_wanted=runner.has_room_for)
+    compile_all(runner.compile, list_programs(runner))
 
 
 def make_engine(
@@ -273,7 +267,7 @@ def serving(engine: Engine) -> Iterator[Engine]:
 def check_idle(engine: Engine) -> None:
     scheduler = engine.rounds.scheduler
     wait_until(
-        lambda: not (scheduler.running or scheduler.waiting or engine.rounds.flights or not engine._inbox.empty())
+        lambda: not (scheduler.running or scheduler.waiting or engine.rounds.in_flight or not engine._inbox.empty())
     )
     assert engine.is_healthy
     scheduler.pool.check()
@@ -291,13 +285,13 @@ SEEDS = range(3)  # of moved weights: seven near-ties in eight are found
 def moved_weights(runner: Runner, target: Target, head: Head, seed: int) -> Iterator[None]:
     """Weights that differ by all that rounding explains. What two programs must agree in may not depend on that: what
     is said, and what is accepted, where tokens of a draft may tie."""
-    layouts = runner.layouts
+    layouts = runner.inputs.layouts
     draft = dataclasses.replace(head, params=jittered(head.params, seed))
-    runner.layouts = make_layouts(dataclasses.replace(target, params=jittered(target.params, seed)), draft)
+    runner.inputs.layouts = make_layouts(dataclasses.replace(target, params=jittered(target.params, seed)), draft)
     try:
         yield
     finally:
-        runner.layouts = layouts
+        runner.inputs.layouts = layouts
 
 
 class Reference:

@@ -184,7 +184,7 @@ def _memory(models: Models, engines: Iterable[Engine]) -> dict[str, int]:
     weights: list[Any] = [models.target.params, models.head.params if models.head else None]
     caches: list[Any] = []
     for engine in engines:
-        weights.append(engine.runner.layouts.distinct)
+        weights.append(engine.runner.inputs.layouts.distinct)
         caches.append((engine.runner.state.cache, engine.runner.state.draft))
     return {"peak_rss": peak, "weights": _num_bytes(weights), "cache": _num_bytes(caches)}
 

@@ -204,7 +204,7 @@ def _with_steps(
         on_progress(f"timing steps of {name}", number, len(timed))
         tree = ways[name]
         step, draft = time_step(runner, tree, context=context, batch=batch_size, repeats=REPEATS)
-        weights = runner.layout_for(batch_size, tree)
+        weights = runner.inputs.layout_for(batch_size, tree)
         work = step_work(config, weights, drafter, tree, batch=batch_size, context=context)
         found.append(Roofline(name, batch_size, context, work, step, draft, peaks))
     result |= {

@@ -2,7 +2,6 @@
 its own; the rest is the target's forward, the draws and the commit. The bound is the time that reading the weights
 takes."""
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,11 +15,12 @@ import numpy as np
 from specserve.errors import ConfigError
 from specserve.host import num_cores
 from specserve.models.target import TargetParams
-from specserve.serve.engine.bursts import within_burst
 from specserve.serve.engine.options import sampler_rows
+from specserve.serve.engine.step_choice import within_burst
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import STEPS_AT_ONCE
 from specserve.serve.requests.request import SamplingParams
+from specserve.speculative.program import StepProgram
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.tree import Tree
 
@@ -83,7 +83,7 @@ def measure_steps(
         times["step"].append(_run_ahead(speculative, tree, 1))
     for runner in (plain, speculative):
         runner.reset()
-    bound = bytes_read(plain.layout_for(1, None).target) / (bandwidth or read_bandwidth())
+    bound = bytes_read(plain.inputs.layout_for(1, None).target) / (bandwidth or read_bandwidth())
     warm = {name: statistics.median(values[1:]) * 1e3 for name, values in times.items()}
     return StepTimes(bound=bound * 1e3, step=warm["step"], draft=warm["draft"], plain=warm["plain"])
 
@@ -129,7 +129,14 @@ def _run_ahead(runner: Runner, tree: Tree | None, batch: int) -> float:
 
 def _run_drafts(runner: Runner, tree: Tree, batch: int) -> float:
     """Seconds of a draft for the first slots, in a stretch of them."""
-    run_draft = functools.partial(runner.draft_alone, runner.shapes.spread(batch), tree)
+    slots, bounds = runner.shapes.spread(batch), runner.bounds
+    padded, width = runner.shapes.pad(slots), bounds.width_of(slots)
+    program = StepProgram(len(padded), width, tree, kind="proposal")
+    runner.compile(program)  # so that it is not counted as a program that a step missed
+
+    def run_draft() -> None:  # no later step depends on a proposal
+        jax.block_until_ready(runner.run(program, padded))
+
     return statistics.mean([_timed(run_draft) for _ in range(STRETCH)][LEAD:])
 
 

@@ -26,6 +26,7 @@ from specserve.serve.requests.completion import Collector, CompletionOutput
 from specserve.serve.requests.request import Delta, SamplingParams
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.controller import Controller, Estimate
+from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import Tree
 
 SHARE = 0.1  # of the logits' own spread: what is called noise and is larger is no rounding
@@ -49,12 +50,11 @@ class _Scripted(Controller):
         super().__init__({})
         self._script = script
 
-    def choose(
-        self, estimates: Sequence[Estimate], trees: Sequence[Tree | None], batch_size: int, width: int
-    ) -> Tree | None:
-        del estimates, batch_size, width
+    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram]) -> StepProgram:
+        del estimates
         tree = self._script()
-        return tree if tree in trees else trees[-1]  # steps with grammars have programs for one tree alone
+        # steps with grammars have programs for one tree alone
+        return next((program for program in choices if program.tree == tree), choices[-1])
 
 
 @dataclass(frozen=True)

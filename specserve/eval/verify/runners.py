@@ -13,11 +13,13 @@ from specserve.eval.verify.judge import Group, ProofSubject
 from specserve.eval.verify.rule import WholeText
 from specserve.mesh import num_parts
 from specserve.serve.launch import Models, choose_trees
-from specserve.serve.programs import wanted
-from specserve.serve.programs.programs import Program, compile_all
+from specserve.serve.programs.compile_queue import compile_all
+from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import make_shapes
 from specserve.serve.settings import ServeRun
 from specserve.serve.startup import check_numbers, check_state_fits
+from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import Tree
 
 NUM_SLOTS = 4  # of each data rank, which has pages of its own: several sequences, so that they can be too few
@@ -84,32 +86,36 @@ def _open(
     on_warmup: Callable[[int, int, str], None],
 ) -> Runner:
     num_slots = NUM_SLOTS * num_parts(models.mesh, "batch")
-    runner = Runner(
-        models.target,
-        models.head,
+    shapes = make_shapes(
         [None, *trees],
+        models.target.config,
+        models.mesh,
         num_slots=num_slots,
         max_model_len=max_model_len,
         page_size=PAGE_SIZE,
         num_pages=num_slots * -(-max_model_len // PAGE_SIZE),
+    )
+    # every way is proved alone and in a batch, also where serve would step large batches plainly
+    batch_sizes = tuple(dict.fromkeys((shapes.batch_sizes[0], num_slots)))
+    rows = num_slots * max(map(shapes.num_nodes, shapes.trees))
+    shapes = dataclasses.replace(
+        shapes, batch_sizes=batch_sizes, widths=shapes.widths[-1:], chunks=shapes.chunks[:CHUNKS], max_rows=rows
+    )
+    runner = Runner(
+        models.target,
+        models.head,
+        shapes,
         has_constrained=models.tokenizer is not None,
         mesh=models.mesh,
         folder=host.cache_folder() / "programs",
         check=functools.partial(check_state_fits, mesh=models.mesh),
     )
-    # every way is proved alone and in a batch, also where serve would step large batches plainly
-    shapes = runner.shapes
-    batch_sizes = tuple(dict.fromkeys((shapes.batch_sizes[0], num_slots)))
-    rows = num_slots * max(map(shapes.num_nodes, shapes.trees))
-    runner.shapes = dataclasses.replace(
-        shapes, batch_sizes=batch_sizes, widths=shapes.widths[-1:], chunks=shapes.chunks[:CHUNKS], max_rows=rows
-    )
-    programs = [program for program in wanted.programs(runner) if program.name != wanted.SCORING]  # nothing asks for it
+    programs = [program for program in list_programs(runner) if not program.is_scored]  # no request needs that one
     done = itertools.count(1)
 
-    def report(program: Program) -> None:
-        on_warmup(next(done), len(programs), program.name)
+    def report(program: StepProgram) -> None:
+        on_warmup(next(done), len(programs), shapes.label(program))
 
-    compile_all(runner.compiled, programs, is_wanted=runner.has_room_for, on_compiled=report)
+    compile_all(runner.compile, programs, on_compiled=report)
     check_numbers(runner, models.target)
     return runner

@@ -25,13 +25,15 @@ from specserve.serve.engine.options import bad_sequences, check_prompt, check_so
 from specserve.serve.engine.pages import Watcher
 from specserve.serve.engine.rounds import Rounds
 from specserve.serve.engine.scheduler import Scheduler
-from specserve.serve.engine.swap import Finish, LoadedHead, Swap, mask_programs, prepare
-from specserve.serve.programs.programs import Announcer, Compiler, Program
+from specserve.serve.engine.swap import Finish, LoadedHead, Swap, prepare
+from specserve.serve.programs.compile_queue import Compiler, ProgressLog
+from specserve.serve.programs.program_list import mask_programs
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.completion import CompletionOutput, answer_all
 from specserve.serve.requests.grammars import Grammars
 from specserve.serve.requests.request import Delta, FinishReason, GrammarSpec, Request, SamplingParams, TokenMask
 from specserve.speculative.controller import Controller
+from specserve.speculative.program import StepProgram
 from specserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -70,8 +72,8 @@ class Engine:
         load_head: Callable[[str], LoadedHead] | None = None,  # to replace the head; None: it stays
         controller: Controller | None = None,  # None: the first of the runner's trees, always
         options: EngineOptions | None = None,
-        late_programs: Sequence[Program] = (),  # to be compiled while plain decoding serves
-        mask_programs: Sequence[Program] = (),  # the same, once a request has a token mask
+        late_programs: Sequence[StepProgram] = (),  # to be compiled while plain decoding serves
+        mask_programs: Sequence[StepProgram] = (),  # the same, once a request has a token mask
         on_compiled: Callable[[Runner], Finish] | None = None,  # then: what is left to do on the engine's thread
         watcher: Watcher | None = None,  # hears what the prefix cache gains and loses
     ) -> None:
@@ -93,7 +95,7 @@ class Engine:
             on_end=self._count_ended,
         )
         self._num_left = len(late_programs)
-        self._has_late, self._has_failed = bool(late_programs), False  # what failed is never asked for
+        self._has_late, self._has_failed = bool(late_programs), False  # a program that failed is never used
         self._compiler = self._in_background(late_programs, self._count_late)
         self._mask_programs = tuple(mask_programs)
         self._on_compiled = on_compiled
@@ -120,7 +122,7 @@ class Engine:
         return self.runner.config.target.vocab_size
 
     @property
-    def _num_pages(self) -> int:  # that a sequence may hold at most: its data rank's
+    def _num_pages(self) -> int:  # a sequence's share at most: its data rank's
         return self.options.num_pages or self.runner.shapes.pages_of_rank
 
     @property
@@ -129,7 +131,7 @@ class Engine:
 
     @property
     def is_healthy(self) -> bool:
-        return not self._has_died and self.runner.is_whole
+        return not self._has_died and self.runner.beyond_repair() is None
 
     @property
     def is_ready(self) -> bool:
@@ -137,21 +139,21 @@ class Engine:
 
     @property
     def speculation(self) -> str:
-        only = self.rounds.only
-        if only is not None:
-            return describe(*only)
-        return "auto" if self.rounds.is_choosing else describe(self.runner.shapes.trees[0])
+        choice = self.rounds.choice
+        if choice.only is not None:
+            return describe(*choice.only)
+        return "auto" if choice.is_choosing else describe(self.runner.shapes.trees[0])
 
     def set_speculation(self, speculation: str) -> None:
         """Speculate in this way from the next step on. No token depends on it. Raises ConfigError for a way that no
         programs were compiled for."""
         ways = {describe(tree): tree for tree in self.runner.shapes.trees}
         if speculation in ways:
-            self.rounds.step_only(ways[speculation])
-        elif speculation == "auto" and self.rounds.is_choosing:
-            self.rounds.step_only()
+            self.rounds.choice.step_only(ways[speculation])
+        elif speculation == "auto" and self.rounds.choice.is_choosing:
+            self.rounds.choice.step_only()
         else:
-            known = ", ".join([*(["auto"] if self.rounds.is_choosing else []), *ways])
+            known = ", ".join([*(["auto"] if self.rounds.choice.is_choosing else []), *ways])
             raise ConfigError(f"no programs are compiled for speculation {speculation[:100]!r}; there are: {known}")
         logger.info("speculation is %s now", self.speculation)
 
@@ -181,8 +183,12 @@ class Engine:
         `stop`."""
         self._is_draining = True
         deadline = time.monotonic() + seconds
-        # asked in this order: a sequence is counted as ended when its listener is already being told
-        while (self._queue.num_open or self.rounds.is_telling) and self.is_healthy and time.monotonic() < deadline:
+        # in this order: a sequence is counted as ended when its listener is already being called
+        while (
+            (self._queue.num_open or self.rounds.delivery.is_notifying)
+            and self.is_healthy
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
 
     def newest_digests(self, most: int) -> list[bytes]:
@@ -211,7 +217,7 @@ class Engine:
         if self.runner.shapes.is_deterministic:
             raise ConfigError("a deterministic server never computes an answer's keys again, so its head stays")
         with self._one_swap:
-            while self._has_late:  # what is compiled and timed for the head before
+            while self._has_late:  # programs of the head before are still compiled or timed
                 self._check_ready()
                 time.sleep(IDLE_SECONDS)
             loaded = self._load_head(folder)
@@ -244,7 +250,7 @@ class Engine:
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
         request_id: str = "",  # as the log names it; empty: a number
-        client: str = "",  # who shares the queue with the others
+        client: str = "",  # the one that shares the queue with the others
     ) -> Request:
         """Queue one sequence. It never waits for the device; a grammar that is not known (`knows_grammar`) is compiled
         first, when those before it are. Raises RequestError, whose param names what does not fit, or CapacityError."""
@@ -281,7 +287,7 @@ class Engine:
             raise RequestError(f"{param}: this engine was started with constrained=False", param=param)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Tell how many tokens the sequence may grow by. Raises RequestError, as `submit` does."""
+        """Return how many tokens the sequence may grow by. Raises RequestError, as `submit` does."""
         if params.n != 1:
             raise RequestError("the engine takes one sequence at a time; submit params.choices()", param="n")
         if params.grammar is not None:
@@ -333,7 +339,7 @@ class Engine:
             runner.shapes.page_pool(watcher, self._num_pages),
             chunks=runner.shapes.chunks,
             max_step=runner.shapes.max_step,
-            cache_lag=runner.cache_lag,
+            cache_lag=runner.config.max_pending,
             prefill_tokens=options.prefill_tokens,
             is_caching=is_caching,
             prefers_cached=options.prefers_cached,
@@ -358,7 +364,7 @@ class Engine:
                     self._look_for_masks()
         except BaseException as error:
             self._has_died = True
-            if not isinstance(error, ProcessError):  # which is said where the process ends
+            if not isinstance(error, ProcessError):  # it is reported where the process ends
                 logger.exception("the engine died")
                 raise
         finally:
@@ -378,8 +384,8 @@ class Engine:
             self._swap_heads()
             return self.rounds.run()
         except Exception as error:
-            if self.runner.leader is not None:  # nobody knows what the other processes have done of it
-                raise self.runner.leader.failed(error) from error
+            if (end := self.runner.beyond_repair(error)) is not None:
+                raise end from error
             logger.exception("a step failed; ending the running requests and rebuilding the cache")
             self.rounds.rebuild(error)
             return True
@@ -404,23 +410,21 @@ class Engine:
             swap.done.set_result(None)
 
     def _in_background(
-        self, programs: Sequence[Program], count: Callable[[Exception | None], None] = lambda _error: None
+        self, programs: Sequence[StepProgram], count: Callable[[Exception | None], None] = lambda _error: None
     ) -> Compiler:
         """Make a compiler of these programs that works while the engine serves. `count` is called on its threads after
         each."""
-        say = Announcer(len(programs), "while serving")
+        log, runner = ProgressLog(len(programs), "while serving"), self.runner
 
-        def on_compiled(program: Program, error: Exception | None) -> None:
+        def on_compiled(program: StepProgram, error: Exception | None) -> None:
             host.give_back_freed_memory()
-            say(program)
+            label = runner.shapes.label(program)
+            log(label)
             if error is not None:
-                logger.error("%s could not be compiled, so it is never used", program.name, exc_info=error)
+                logger.error("%s could not be compiled, so it is never used", label, exc_info=error)
             count(error)
 
-        is_wanted = self.runner.has_room_for
-        return Compiler(
-            *(self.runner.compiled, programs), is_wanted=is_wanted, on_compiled=on_compiled, is_background=True
-        )
+        return Compiler(runner.compile, programs, on_compiled=on_compiled, is_background=True)
 
     def _count_late(self, error: Exception | None) -> None:
         with self._lock:
@@ -442,7 +446,7 @@ class Engine:
         try:
             next(self._finish)
         except StopIteration as end:
-            self.rounds.complete(end.value, is_partial=self._has_failed)
+            self.rounds.choice.complete(end.value, is_partial=self._has_failed)
             self._has_late, self._finish = False, None
             logger.info("all programs are compiled")
 

@@ -138,7 +138,7 @@ def blank_token_rows(vocab_size: int, stop_ids: Sequence[int] = ()) -> TokenRows
 
 def token_rows(
     request: Request,
-    output_ids: Sequence[int],  # what has been emitted before, after a preemption
+    output_ids: Sequence[int],  # tokens emitted before, after a preemption
     stop_ids: Sequence[int],  # EOS ids among them
     bad: Sequence[tuple[int, ...]],
     vocab_size: int,

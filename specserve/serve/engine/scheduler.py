@@ -6,8 +6,9 @@ two steps, and then takes pages as it grows. When there are none left, the young
 for its turn again; what it has said so far is prompt then, and most of it is still cached.
 
 Over a mesh that cuts sequences each data rank has slots and pages of its own (`pages.data_rank`). A sequence is bound
-to a rank while it has a slot: its pages are the rank's, and so is who gives up pages for it. The ranks prefill side by
-side, one prompt each. A prefix draws a prompt to the rank that has it where that saves more tokens than it costs.
+to a rank while it has a slot: its pages are the rank's, and so are the sequences that give up pages for it. The ranks
+prefill side by side, one prompt each. A prefix draws a prompt to the rank that has it where that saves more tokens than
+it costs.
 """
 
 import bisect
@@ -28,17 +29,17 @@ class Sequence:
     """A request in the engine, from its arrival to its end: the only object that scheduler and rounds share."""
 
     request: Request
-    # What the rounds keep. The scheduler only counts the emitted tokens.
+    # The part of the rounds. The scheduler only counts the emitted tokens.
     output: OutputStream
     output_ids: list[int] = field(default_factory=list)  # emitted and read
-    prompt: list[PromptToken] = field(default_factory=list)  # what is known by now of a prompt that is scored
+    prompt: list[PromptToken] = field(default_factory=list)  # the scored tokens so far of a prompt that is scored
     estimate: Estimate | None = None  # how many draft tokens it accepts; None before its first admission
     acceptance: Acceptance = field(default_factory=Acceptance)
     drafts: list[tuple[int, int]] = field(default_factory=list)  # see `SpeculationStats`
     admit_time: float = 0.0  # of the first admission, as all times by time.monotonic; 0: not yet
     first_time: float = 0.0  # of the first token
     last_time: float = 0.0  # of the last one so far
-    # What the scheduler keeps.
+    # The part of the scheduler.
     order: int = -1  # of arrival
     slot: int = -1
     epoch: int = 0  # steps dispatched in an earlier one no longer count
@@ -111,7 +112,7 @@ class Round:
     decode: list[Sequence]
     new_pages: list[tuple[int, int, int]]  # for `decode`: slot, which page of the sequence, page
     prefills: list[tuple[Chunk, ...]]  # of each prefill program: a chunk of one prompt for each data rank that has one
-    most_steps: int = 1  # that `decode` has pages for
+    most_steps: int = 1  # steps that `decode` has pages for
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -133,7 +134,7 @@ class Scheduler:
         *,
         chunks: Seq[int],  # sizes of the prefill programs
         max_step: int,  # tokens that one step emits, at most
-        cache_lag: int = 0,  # last entries of a growing sequence that must not be cached yet
+        cache_lag: int = 0,  # last entries of a growing sequence, which its drafter may not have written yet
         prefill_tokens: int = 0,  # per round; 0: one largest chunk
         is_caching: bool = True,
         prefers_cached: bool = False,  # among equal priorities, the longest cached prefix first
@@ -279,7 +280,7 @@ class Scheduler:
         if self._is_deterministic:
             entries = self._entries(sequence, sequence.request.max_new_tokens)
         # the last token is always run: its logits are wanted
-        is_reading = self.is_caching and not sequence.is_scored  # what is cached has no logits
+        is_reading = self.is_caching and not sequence.is_scored  # cached tokens have no logits
         prompt, salt = token_ids[:-1] if is_reading else [], sequence.request.cache_salt
         for rank in self._ranks_for(prompt, salt, busy):
             if rank in busy:

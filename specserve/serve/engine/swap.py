@@ -10,10 +10,11 @@ import jax
 from specserve.drafters.interface import Head
 from specserve.errors import ConfigError, first_line
 from specserve.serve.engine.interface import DraftInfo
-from specserve.serve.programs import wanted
-from specserve.serve.programs.programs import Announcer, Program, compile_all
+from specserve.serve.programs.compile_queue import ProgressLog, compile_all
+from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
 from specserve.serve.startup import check_swap_fits
+from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import Tree
 
 Finish = Iterator[object]  # a generator; what it returns is the controller to go on with, if it is another
@@ -27,7 +28,7 @@ class LoadedHead:
     acceptance: Sequence[float]  # by depth, from its own evaluation; unknown where empty
     info: DraftInfo
     trees: Sequence[Tree | None] = ()  # the ways to make a step with it; none: those of the head before
-    on_compiled: Callable[[Runner], Finish] | None = None  # what is left to do then, as for `Engine`
+    on_compiled: Callable[[Runner], Finish] | None = None  # the work that is left then, as for `Engine`
 
 
 @dataclass(frozen=True)
@@ -45,26 +46,17 @@ def prepare(runner: Runner, loaded: LoadedHead, *, has_masks: bool, check: Calla
     lowest priority; with `has_masks` also those of token masks. `check` is called now and then, and ends it by
     raising. Raises ConfigError where the head does not fit, and what the compiler raises."""
     beside = runner.with_head(loaded.head, loaded.trees)
-    jax.block_until_ready([weights.draft for weights in beside.layouts.distinct])
+    jax.block_until_ready([weights.draft for weights in beside.inputs.layouts.distinct])
     if beside.compiled is not runner.compiled:
         check_swap_fits(runner, beside)
-        programs = [program for program in wanted.programs(beside) if has_masks or not program.is_for_masks]
-        say = Announcer(len(programs), f"for the head {loaded.info.name}")
+        programs = [program for program in list_programs(beside) if has_masks or not program.is_for_masks]
+        log = ProgressLog(len(programs), f"for the head {loaded.info.name}")
+
+        def on_compiled(program: StepProgram) -> None:
+            log(beside.shapes.label(program))
+
         try:
-            compile_all(
-                *(beside.compiled, programs),
-                is_wanted=beside.has_room_for,
-                on_compiled=say,
-                check=check,
-                is_background=True,
-            )
+            compile_all(beside.compile, programs, on_compiled=on_compiled, check=check, is_background=True)
         except jax.errors.JaxRuntimeError as error:
             raise ConfigError(f"a program for this head cannot be compiled: {first_line(error)}") from error
     return Swap(beside, loaded, Future())
-
-
-def mask_programs(runner: Runner) -> tuple[Program, ...]:
-    """List the programs that requests with token masks need, and that are not compiled yet."""
-    return tuple(
-        each for each in wanted.programs(runner) if each.is_for_masks and each.call().key not in runner.compiled
-    )

@@ -59,7 +59,7 @@ class ReplicaState:
     """The state that a replica reports."""
 
     replica: str  # its id
-    version: int  # how many swaps of the head it has been told to make, of all that the fleet has made
+    version: int  # how many swaps of the head it has been sent, of all that the fleet has made
     folder: str  # of its head; empty: the one that it began with
     draft: DraftInfo | None
     speculation: str
@@ -122,7 +122,7 @@ class Fleet:
         fleet._keep(fleet._watch())
         return fleet
 
-    # What the HTTP layer reads.
+    # The part that the HTTP layer reads.
 
     @property
     def model_name(self) -> str:
@@ -169,13 +169,13 @@ class Fleet:
         self._is_draining = True
 
     async def _look(self) -> bool:
-        """Ask every replica for its state. Tells whether one answered."""
+        """Ask every replica for its state. Returns whether one answered."""
         try:
-            told = await self._tell_all("state")
+            answers = await self._broadcast("state")
         except CapacityError as error:  # not yet, or no longer
             logger.debug("%s", error)
-            told = []
-        states = [state for state in told if isinstance(state, ReplicaState)]
+            answers = []
+        states = [state for state in answers if isinstance(state, ReplicaState)]
         self._states = {state.replica: state for state in states}
         if states:
             self._one = states[0]
@@ -199,7 +199,7 @@ class Fleet:
                 async with self._swap:
                     await self._swap_one(state.replica, self._head.folder, self._head.version)
             if self._speculation and state.speculation != self._speculation:
-                await self._tell(state.replica, "set_speculation", self._speculation)
+                await self._call(state.replica, "set_speculation", self._speculation)
 
     # Requests.
 
@@ -300,16 +300,16 @@ class Fleet:
         except Exception as error:
             request.on_delta(Delta(finish_reason=FinishReason.ERROR, error=str(error)))
 
-    # What changes all replicas.
+    # Changes of all replicas.
 
     def flush_cache(self) -> None:
         """Have every replica forget its cached prefixes."""
-        self._loop.call_soon_threadsafe(lambda: self._keep(_result(self._tell_all("flush_cache"))))
+        self._loop.call_soon_threadsafe(lambda: self._keep(_result(self._broadcast("flush_cache"))))
 
     def set_speculation(self, speculation: str) -> None:
         """Speculate in this way on every replica, as `Engine.set_speculation` does. It must not be called on the event
         loop."""
-        for answer in self._wait(self._tell_all("set_speculation", speculation)):
+        for answer in self._wait(self._broadcast("set_speculation", speculation)):
             if isinstance(answer, Refused):
                 raise answer.error
         self._speculation = speculation
@@ -352,9 +352,9 @@ class Fleet:
         return answer
 
     async def _swap_one(self, replica: str, folder: str, version: int) -> DraftInfo | Refused | None:
-        return await self._tell(replica, "load_draft", folder, version)
+        return await self._call(replica, "load_draft", folder, version)
 
-    async def _tell(self, replica: str, method: str, *args: Any) -> Any:
+    async def _call(self, replica: str, method: str, *args: Any) -> Any:
         """Call a method of one replica. Returns None where it ends meanwhile."""
         call = self._handle.options(method_name=method).remote(*args, to=replica)
         waiting = asyncio.ensure_future(_result(call))
@@ -365,7 +365,7 @@ class Fleet:
                 return None
         return waiting.result()
 
-    async def _tell_all(self, method: str, *args: Any) -> list[Any]:
+    async def _broadcast(self, method: str, *args: Any) -> list[Any]:
         try:
             return await self._handle.broadcast(method, *args).results_async(
                 timeout_s=ANSWER_SECONDS, return_exceptions=True

@@ -37,17 +37,17 @@ _Event = dict[str, Any]
 
 def stored(before: bytes | None, digests: Sequence[bytes], token_ids: Sequence[int], salt: str, size: int) -> _Event:
     """Make the event of pages of that size which can be hit, see `pages.Watcher`."""
-    event: _Event = {"type": "BlockStored", "block_hashes": _told(digests)}
-    event["parent_block_hash"] = None if before is None else _told([before])[0]
+    event: _Event = {"type": "BlockStored", "block_hashes": _numbers(digests)}
+    event["parent_block_hash"] = None if before is None else _numbers([before])[0]
     event |= {"token_ids": token_ids, "block_size": size, "lora_id": None, "medium": _MEDIUM, "lora_name": None}
-    if salt and before is None:  # what else the first hash is of
+    if salt and before is None:  # the rest of what the first hash is of
         event["extra_keys"] = [[salt], *[None] * (len(digests) - 1)]
     return event
 
 
 def removed(digests: Sequence[bytes]) -> _Event:
     """Make the event of pages that are cached no more."""
-    return {"type": "BlockRemoved", "block_hashes": _told(digests), "medium": _MEDIUM}
+    return {"type": "BlockRemoved", "block_hashes": _numbers(digests), "medium": _MEDIUM}
 
 
 def cleared() -> _Event:
@@ -55,14 +55,14 @@ def cleared() -> _Event:
     return {"type": "AllBlocksCleared"}
 
 
-def _told(digests: Sequence[bytes]) -> list[int]:
+def _numbers(digests: Sequence[bytes]) -> list[int]:
     """Return digests as numbers of 64 bits, which is how vLLM publishes hashes."""
     return [int.from_bytes(digest, "big") for digest in digests]
 
 
 class Publisher:
-    """A `pages.Watcher` that publishes the changes it is told of. It is a context manager: all changes before its end
-    are sent.
+    """A `pages.Watcher` that publishes the changes that the pool reports to it. It is a context manager: all changes
+    before its end are sent.
 
     `address` and `replay_address` are where the sockets are found, with the ports that were taken.
     """
@@ -176,14 +176,14 @@ class Publisher:
         assert router is not None
         try:
             while True:
-                asker, *_, wanted = router.recv_multipart()
+                client, *_, requested = router.recv_multipart()
                 with self._lock:
                     kept = list(self._kept)
-                first = int.from_bytes(wanted, "big") if len(wanted) == len(END) else self.num_published
+                first = int.from_bytes(requested, "big") if len(requested) == len(END) else self.num_published
                 for number, payload in kept:
                     if number >= first:
-                        router.send_multipart([asker, b"", self._topic, number.to_bytes(8, "big"), payload])
-                router.send_multipart([asker, b"", b"", END, b""])
+                        router.send_multipart([client, b"", self._topic, number.to_bytes(8, "big"), payload])
+                router.send_multipart([client, b"", b"", END, b""])
         except self._zmq.ContextTerminated:
             router.close()
 

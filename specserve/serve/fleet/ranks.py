@@ -1,8 +1,9 @@
 """A server over several processes: how they find each other, what they must agree on, and that all end with one.
 
-The first process has the requests, the scheduler and the clock. The others have the same models over the same mesh and
-run the plans that the first one sends (`plans`), in its order, so every device takes part in every program. Plans go
-over TCP, where the end of a process is noticed at once, and that of a machine by the kernel's own probes.
+The first process has the requests, the scheduler and the clock, and a `LeadingRunner`, which sends every program that
+it runs to the others before it runs it itself. The others have the same models over the same mesh and `follow`: they
+run the same programs in the same order, so every device takes part in each. Messages go over TCP, where the end of a
+process is noticed at once, and that of a machine by the kernel's own probes.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import signal
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,24 +28,21 @@ from jax.sharding import Mesh
 import specserve
 from specserve.errors import ConfigError
 from specserve.processes import ProcessError
-from specserve.serve.fleet import plans
-from specserve.serve.fleet.plans import Plan
-from specserve.serve.settings import ServeRun
-from specserve.speculative.tree import Proposal, Tree
+from specserve.serve.fleet import messages
+from specserve.serve.programs.runner import Runner
+from specserve.serve.settings import PROGRAM, ServeRun, names_of
+from specserve.speculative.program import StepProgram
+from specserve.speculative.tree import Proposal
 
 CONNECT_SECONDS = 30.0  # for all to connect, once all have joined (`processes.join`)
 SILENCE_SECONDS = 8  # after which a machine that answers no probe is taken for dead
 _ADDRESS_BYTES = 1024
-_SAME = (  # the settings that decide about programs and the state; the first process alone reads the others
-    *("quantization", "draft_quantization", "kv_cache_dtype", "mesh", "speculation", "max_slots", "max_model_len"),
-    *("page_size", "cache_tokens", "cache_gb", "cache_fraction", "deterministic", "constrained", "num_processes"),
-)
 
 Lost = Callable[[ProcessError], None]  # called on a thread of its own, and once: no process goes on alone
 
 
 class _Wire:
-    """The connection of two processes, over which plans go both ways. Messages are read at once, on a thread of its
+    """The connection of two processes, over which messages go both ways. They are read at once, on a thread of its
     own."""
 
     def __init__(self, connection: socket.socket, what: str, on_end: Callable[[str], None]) -> None:
@@ -60,22 +58,28 @@ class _Wire:
         self._thread.start()
 
     def send(self, frame: bytes) -> None:
-        """Send a plan. Raises OSError where nobody is there; the reading thread has reported that already."""
+        """Send a message. Raises OSError where the other side has ended; the reading thread has reported that
+        already."""
         with self._sending:
             self._connection.sendall(frame)
 
-    def tell(self, word: str, *arguments: str) -> None:
-        """Send a message that is no plan, if anybody is there."""
+    def notify(self, word: str, *values: str) -> None:
+        """Send a message if the other side is still there."""
         with contextlib.suppress(OSError):
-            self.send(plans.write(Plan(word, arguments), ()))
+            self.send(messages.write(word, values))
 
-    def take(self, trees: Sequence[Tree | None] = (), proposal: Callable[[], Proposal | None] = lambda: None) -> Plan:
-        """Wait for the next plan, and return it. Raises ProcessError when none will come."""
+    def take(self) -> tuple[bytes, bytes]:
+        """Wait for the next message, and return its two parts. Raises ProcessError when none will come."""
         parts = self._arrived.get()
         if parts is None:
             self._arrived.put(None)
             raise ProcessError(f"{self._what} has ended")
-        return plans.read(*parts, trees, proposal())
+        return parts
+
+    def take_value(self) -> Any:
+        """Wait for the next message, and return its only value."""
+        _, [value] = messages.read(*self.take())
+        return value
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -86,12 +90,12 @@ class _Wire:
         reason = "it closed its connection"
         try:
             with self._connection.makefile("rb") as stream:
-                while len(lengths := stream.read(plans.LENGTHS.size)) == plans.LENGTHS.size:
-                    text, body = (stream.read(length) for length in plans.LENGTHS.unpack(lengths))
+                while len(lengths := stream.read(messages.LENGTHS.size)) == messages.LENGTHS.size:
+                    text, body = (stream.read(length) for length in messages.LENGTHS.unpack(lengths))
                     if text.startswith(_LEAVE):
                         self.on_leave()
                     elif text.startswith(_LOST):
-                        self.on_lost(plans.read(text, body, ()).arguments[0])
+                        self.on_lost(messages.read(text, body)[1][0])
                     else:
                         self._arrived.put((text, body))
         except (OSError, ValueError) as error:
@@ -101,7 +105,7 @@ class _Wire:
         self._on_end(f"{self._what} has ended ({reason})")
 
 
-_LEAVE, _LOST = b'["leave"', b'["lost"'  # how a follower's wish to stop begins, and the first one's word of an end
+_LEAVE, _LOST, _END = b'["leave"', b'["lost"', b'["end"'  # how messages of these words begin
 
 
 class _Rank:
@@ -114,7 +118,7 @@ class _Rank:
         self._is_over = False
 
     def failed(self, error: Exception) -> ProcessError:
-        """Tell the other processes that this server cannot go on after an error of this process. Returns the error to
+        """Notify the other processes that this server cannot go on after an error of this process. Returns the error to
         raise: where another process has ended, that is the reason why this one fails."""
         self._has_gone.wait(1.0)
         return self._give_up(str(error).splitlines()[0] if str(error) else type(error).__name__)
@@ -137,47 +141,45 @@ class _Rank:
             if is_first:
                 self.lost = ProcessError(f"{why}; this server cannot go on, start all of its processes again")
         if is_first:
-            self._tell_all(why)
+            self._notify_all(why)
             threading.Thread(target=self._on_lost, args=(self.lost,), name="ranks-lost", daemon=True).start()
         return self.lost or ProcessError(why)
 
-    def _tell_all(self, why: str) -> None:
-        """Tell all processes that hear of it only through this one."""
+    def _notify_all(self, why: str) -> None:
+        """Notify all processes that learn of it only through this one."""
 
 
 class Leader(_Rank):
-    """The first process, which tells all others what to run."""
+    """The first process, which sends all others what to run."""
 
     def __init__(self, listener: socket.socket, token: str, num_others: int, on_lost: Lost) -> None:
         """Wait until all others are connected. Raises ProcessError."""
         super().__init__(on_lost)
-        self.trees: Sequence[Tree | None] = ()  # that plans may name
         self._wires: dict[int, _Wire] = {}
         listener.settimeout(CONNECT_SECONDS)
         while len(self._wires) < num_others:
             try:
                 connection, _ = listener.accept()
                 connection.settimeout(CONNECT_SECONDS)
-                said, _, number = _line(connection).partition(" ")
+                secret, _, number = _line(connection).partition(" ")
             except OSError as error:
                 there = sorted(self._wires)
                 raise ProcessError(
                     f"of {num_others} other processes only {there} have connected to the first one ({error}); every "
                     "host must be able to reach all ports of the first one's"
                 ) from error
-            if not hmac.compare_digest(said.encode(), token.encode()) or not number.isdecimal():
-                connection.close()  # somebody else
+            if not hmac.compare_digest(secret.encode(), token.encode()) or not number.isdecimal():
+                connection.close()  # a stranger's
                 continue
             wire = _Wire(connection, f"process {number}", self._gone)
             wire.on_leave = _stop
             self._wires[int(number)] = wire
         listener.close()
 
-    def send(self, plan: Plan) -> None:
-        """Have all others run this plan. Raises ProcessError where one of them is not there any more."""
+    def send(self, frame: bytes) -> None:
+        """Send a message to all others. Raises ProcessError where one of them is not there any more."""
         if self.lost is not None:
             raise self.lost
-        frame = plans.write(plan, self.trees)
         for number, wire in self._wires.items():
             try:
                 wire.send(frame)
@@ -187,42 +189,42 @@ class Leader(_Rank):
     def agree(self, facts: Mapping[str, object]) -> None:
         """Check that all processes have the same facts. Raises ConfigError, on all of them, that names those that
         differ."""
-        own = _told(facts)
+        own = _written(facts)
         wrong = [
             f"{name} is {theirs.get(name, 'unknown')} in process {number} and {value} in the first"
-            for number, theirs in ((number, json.loads(text)) for number, text in self._said())
+            for number, theirs in ((number, json.loads(text)) for number, text in self._take_values())
             for name, value in json.loads(own).items()
             if theirs.get(name) != value
         ]
-        self.send(Plan("say", ("; ".join(wrong),)))
+        self.send(messages.write("fact", ("; ".join(wrong),)))
         _refuse("; ".join(wrong))
 
     def least(self, number: int) -> int:
         """Return the smallest of the numbers that the processes give."""
-        smallest = min(number, *(theirs for _, theirs in self._said()))
-        self.send(Plan("say", (smallest,)))
+        smallest = min(number, *(theirs for _, theirs in self._take_values()))
+        self.send(messages.write("fact", (smallest,)))
         return smallest
 
-    def _said(self) -> list[tuple[int, Any]]:
-        return [(number, wire.take().arguments[0]) for number, wire in sorted(self._wires.items())]
+    def _take_values(self) -> list[tuple[int, Any]]:
+        return [(number, wire.take_value()) for number, wire in sorted(self._wires.items())]
 
-    def _tell_all(self, why: str) -> None:
+    def _notify_all(self, why: str) -> None:
         for wire in self._wires.values():  # side by side, as the lost one may never take it
-            threading.Thread(target=wire.tell, args=("lost", why), name="ranks-tell", daemon=True).start()
+            threading.Thread(target=wire.notify, args=("lost", why), name="ranks-notify", daemon=True).start()
 
     def __enter__(self) -> "Leader":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Let all others end as well. After an error nothing is said: then they end with one of their own."""
+        """Let all others end as well. After an error nothing is sent: then they end with one of their own."""
         if kind is None or not issubclass(kind, Exception):
             self._is_over = True
             with contextlib.suppress(ProcessError):
-                self.send(Plan("end"))
+                self.send(messages.write("end"))
 
 
 class Follower(_Rank):
-    """A process that is not the first one, and runs the plans that it gets."""
+    """A process that is not the first one, and runs what that sends."""
 
     def __init__(self, connection: socket.socket, on_lost: Lost) -> None:
         super().__init__(on_lost)
@@ -231,24 +233,59 @@ class Follower(_Rank):
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """Take part in `Leader.agree`, with this process's facts."""
-        self._wire.send(plans.write(Plan("say", (_told(facts),)), ()))
-        _refuse(self._wire.take().arguments[0])
+        self._wire.send(messages.write("fact", (_written(facts),)))
+        _refuse(self._wire.take_value())
 
     def least(self, number: int) -> int:
         """Take part in `Leader.least`, with this process's number."""
-        self._wire.send(plans.write(Plan("say", (number,)), ()))
-        return self._wire.take().arguments[0]
+        self._wire.send(messages.write("fact", (number,)))
+        return self._wire.take_value()
 
-    def plans(self, trees: Sequence[Tree | None], proposal: Callable[[], Proposal | None]) -> Iterator[Plan]:
-        """Yield all plans that are to be run, until the first process ends. `proposal` gives the last one that was
-        made. Raises ProcessError when the first process has ended without saying so."""
-        while (plan := self._wire.take(trees, proposal)).name != "end":
-            yield plan
+    def frames(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the two parts of each message of what is to be run, until the first process ends. Raises ProcessError
+        when it has ended without a message."""
+        while not (parts := self._wire.take())[0].startswith(_END):
+            yield parts
         self._is_over = True
 
     def leave(self) -> None:
-        """Tell the first process that this one is to stop, so that it drains and ends all of them."""
-        self._wire.tell("leave")
+        """Ask the first process to drain and to end all processes, because this one is to stop."""
+        self._wire.notify("leave")
+
+
+class LeadingRunner(Runner):
+    """The runner of the first process, which has all others run what it runs."""
+
+    def __init__(self, leader: Leader, *models_and_shapes: Any, **options: Any) -> None:
+        """Take what `Runner` takes, besides the leader."""
+        self._leader = leader
+        super().__init__(*models_and_shapes, **options)
+
+    def run(self, program: StepProgram, *values: Any) -> Any:
+        self._leader.send(messages.write("run", (program, *values), self.shapes.trees))
+        return super().run(program, *values)
+
+    def forget_answers(self) -> None:
+        self._leader.send(messages.write("forget_answers"))
+        super().forget_answers()
+
+    def beyond_repair(self, error: Exception | None = None) -> Exception | None:
+        """Return why this server cannot go on: another process has ended, or a step has failed, of which the other
+        processes may have done more or less."""
+        return self._leader.lost if error is None else self._leader.failed(error)
+
+
+def follow(runner: Runner, frames: Iterable[tuple[bytes, bytes]]) -> None:
+    """Run what a `LeadingRunner` has sent, in its order; `frames` are those of `Follower.frames`."""
+    proposal: Proposal | None = None
+    for text, body in frames:
+        word, values = messages.read(text, body, runner.shapes.trees, proposal)
+        if word == "forget_answers":
+            runner.forget_answers()
+            continue
+        result = runner.run(*values)
+        if isinstance(result, Proposal):
+            proposal = result
 
 
 def connect(coordinator: str, on_lost: Lost) -> Leader | Follower | None:
@@ -257,7 +294,7 @@ def connect(coordinator: str, on_lost: Lost) -> Leader | Follower | None:
     if jax.process_count() == 1:
         return None
     is_first, dual = jax.process_index() == 0, socket.has_dualstack_ipv6()
-    told = np.zeros(_ADDRESS_BYTES, np.uint8)
+    address = np.zeros(_ADDRESS_BYTES, np.uint8)
     listener, token = None, ""
     if is_first:
         family = socket.AF_INET6 if dual else socket.AF_INET
@@ -265,36 +302,37 @@ def connect(coordinator: str, on_lost: Lost) -> Leader | Follower | None:
         token, port = secrets.token_hex(16), listener.getsockname()[1]
         hosts = [coordinator.rpartition(":")[0].strip("[]")] if coordinator != "auto" else _own_addresses()
         text = json.dumps([hosts[:8], port, token]).encode()
-        told[: len(text)] = np.frombuffer(text, np.uint8)
-    told = np.asarray(multihost_utils.broadcast_one_to_all(told), np.uint8)
+        address[: len(text)] = np.frombuffer(text, np.uint8)
+    address = np.asarray(multihost_utils.broadcast_one_to_all(address), np.uint8)
     if listener is not None:
         return Leader(listener, token, jax.process_count() - 1, on_lost)
-    hosts, port, token = json.loads(told.tobytes().rstrip(b"\0"))
+    hosts, port, token = json.loads(address.tobytes().rstrip(b"\0"))
     return Follower(_reach(hosts, port, f"{token} {jax.process_index()}\n".encode()), on_lost)
 
 
 def check_mesh(mesh: Mesh | None) -> None:
     """Check that every device of every process has a part in the mesh. Raises ConfigError."""
-    wanted, found = jax.device_count(), 1 if mesh is None else mesh.size
-    if jax.process_count() > 1 and found != wanted:
+    expected, found = jax.device_count(), 1 if mesh is None else mesh.size
+    if jax.process_count() > 1 and found != expected:
         raise ConfigError(
-            f"{jax.process_count()} processes need a mesh over all of their {wanted} devices, got one over {found}; "
-            f"give --mesh, such as tensor={wanted}"
+            f"{jax.process_count()} processes need a mesh over all of their {expected} devices, got one over {found}; "
+            f"give --mesh, such as tensor={expected}"
         )
 
 
 def facts_of(run: ServeRun) -> dict[str, object]:
     """Return the facts that must be alike before anything is loaded."""
-    settings = {f"--{name.replace('_', '-')}": getattr(run, name) for name in _SAME}
+    names = [*names_of(PROGRAM), "num_processes"]  # the first process alone reads the others
+    settings = {f"--{name.replace('_', '-')}": getattr(run, name) for name in names}
     return {"the version of specserve": specserve.__version__, "that of jax": jax.__version__, **settings}
 
 
 def _stop() -> None:
-    """Stop this process as if it had been told to stop itself: it drains."""
+    """Stop this process as a signal to it would: it drains."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _told(facts: Mapping[str, object]) -> str:
+def _written(facts: Mapping[str, object]) -> str:
     return json.dumps({name: _short(str(value)) for name, value in facts.items()})
 
 
@@ -346,8 +384,8 @@ def _probe(connection: socket.socket) -> None:
     """Have the kernel ask whether the other machine is there, when nothing else is sent; and send at once."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    wanted = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": (SILENCE_SECONDS - 2) // 2}
-    wanted["TCP_USER_TIMEOUT"] = SILENCE_SECONDS * 1000  # milliseconds, of what was sent and not acknowledged
-    for name, value in wanted.items():
+    options = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": (SILENCE_SECONDS - 2) // 2}
+    options["TCP_USER_TIMEOUT"] = SILENCE_SECONDS * 1000  # milliseconds, of what was sent and not acknowledged
+    for name, value in options.items():
         if hasattr(socket, name):  # not everywhere all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -27,12 +27,12 @@ from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.fleet.fleet import Fleet, Refused, ReplicaState, Taken
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.keys import read_api_keys
-from specserve.serve.http.transport.mailbox import Mailbox
 from specserve.serve.http.transport.server import bind_listener, check_tls
+from specserve.serve.http.transport.threads import CallQueue
 from specserve.serve.http.transport.tracing import Tracing
 from specserve.serve.launch import find_names, load_models, make_engine, read_tokenizer
 from specserve.serve.requests.request import Delta, SamplingParams
-from specserve.serve.settings import ServeRun
+from specserve.serve.settings import CLUSTER, FLEET, LISTENER, PROCESS, ServeRun, check_unset, names_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ REPORT_SECONDS = 1.0  # between two reports
 HEALTH_SECONDS = 2.0  # between two questions whether a replica's engine is well
 PATIENCE_SECONDS = 10.0  # after which a deployment that is not ready says what it waits for, again and again
 END_SECONDS = 15.0  # for processes to end, once they have drained
-_OUTSIDE = {"ray", "ray_address", "host", "port", "ssl_certfile", "ssl_keyfile"}  # of Ray's own, not of a replica's
 
 
 class EngineReplica:
@@ -66,7 +65,7 @@ class EngineReplica:
             mesh=parse_mesh(run.mesh, SERVING_AXES),
         )
         self._engine = self._ending.enter_context(make_engine(models, run, lambda *_: None))
-        self._mailbox: Mailbox | None = None
+        self._mailbox: CallQueue | None = None
         self._id = load("ray.serve").get_replica_context().replica_tag
 
     def check_health(self) -> None:
@@ -109,9 +108,9 @@ class EngineReplica:
         pages: tuple[bytes, ...] = (),  # noqa: ARG002 (the router's)
     ) -> AsyncIterator[Taken | Refused | list[Delta]]:
         """Yield first whether the engine takes the request, and if so its deltas, as lists of those that came
-        together. A caller who cancels this cancels the sequence."""
+        together. A caller that cancels this cancels the sequence."""
         if self._mailbox is None:
-            self._mailbox = Mailbox(asyncio.get_running_loop())
+            self._mailbox = CallQueue(asyncio.get_running_loop())
         post, arrivals = self._mailbox.post, asyncio.Queue[Delta]()
         version = self._version
         submit = functools.partial(self._engine.submit, **options)
@@ -144,10 +143,10 @@ class EngineReplica:
         self._version = version
         try:
             if folder != self._folder:
-                if not (wanted := folder or self._first_folder):
+                if not (source := folder or self._first_folder):
                     self._is_beyond_help = True  # a layer of the target's cannot be read again: begin anew
                     return None
-                await asyncio.to_thread(self._engine.load_draft, wanted)
+                await asyncio.to_thread(self._engine.load_draft, source)
                 self._folder = folder
         except SpecServeError as error:
             return Refused.of(error)
@@ -233,15 +232,12 @@ def _number(run: ServeRun) -> dict[str, Any]:
 
 def check(run: ServeRun) -> None:
     """Check that these settings are possible for replicas. Raises ConfigError."""
-    for name in ("coordinator", "num_processes", "process_id", "join_seconds", "warmup_only"):
-        if getattr(run, name) != getattr(ServeRun(), name):
-            raise ConfigError(f"--{name.replace('_', '-')} does not go with --ray, which starts processes of its own")
-    for name in ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic"):
-        if getattr(run, name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} does not go with --ray, which routes by its replicas' own reports; it is "
-                "for servers behind another router"
-            )
+    check_unset(run, names_of(PROCESS), "does not go with --ray, which starts processes of its own")
+    check_unset(
+        run,
+        ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic"),
+        "does not go with --ray, which routes by its replicas' own reports; it is for servers behind another router",
+    )
     if not run.port:
         raise ConfigError("--port 0 does not go with --ray: every machine of the cluster listens there; give a number")
     if run.min_replicas and not run.max_replicas:
@@ -255,10 +251,7 @@ def check(run: ServeRun) -> None:
 
 def check_none(run: ServeRun) -> None:
     """Check that no setting for replicas is given without `--ray`. Raises ConfigError."""
-    plain = ServeRun()
-    for name in ("ray_address", "replicas", "min_replicas", "max_replicas", "replica_resources"):
-        if getattr(run, name) != getattr(plain, name):
-            raise ConfigError(f"--{name.replace('_', '-')} needs --ray, which starts replicas")
+    check_unset(run, names_of(CLUSTER, FLEET), "needs --ray, which starts replicas")
 
 
 def actor_options(resources: str) -> dict[str, Any]:
@@ -286,14 +279,13 @@ def settings_of(args: Mapping[str, Any]) -> ServeRun:
 def deployment_of(run: ServeRun) -> dict[str, Any]:
     """Return this deployment as Ray Serve's YAML has it, for `serve deploy` and a RayService. Raises ConfigError."""
     check(run)
-    plain = asdict(ServeRun())
+    plain, of_ray = asdict(ServeRun()), {*names_of(CLUSTER, LISTENER)}
     args = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in asdict(run).items()
-        if value != plain[name] and name not in _OUTSIDE
+        if value != plain[name] and name not in of_ray
     }
-    options = {"host": run.host, "port": run.port}
-    options |= {name: getattr(run, name) for name in ("ssl_certfile", "ssl_keyfile") if getattr(run, name)}
+    options = {name: getattr(run, name) for name in names_of(LISTENER) if getattr(run, name)}
     return {
         "proxy_location": "EveryNode",
         "http_options": options,
@@ -324,18 +316,18 @@ class Deployment:
     def __enter__(self) -> "Deployment":
         """Deploy, and wait until it serves. Raises ConfigError where it cannot."""
         run = self._run
-        wanted = deployment_of(run)
+        deployment = deployment_of(run)
         check_tls(run.ssl_certfile, run.ssl_keyfile)
         if not run.ray_address:
-            bind_listener(run.host, run.port).close()  # what cannot be is said before minutes of loading
+            bind_listener(run.host, run.port).close()  # an impossible setting is reported before minutes of loading
             resolve_target(find_names(run.target, run.draft)[0], needs_weights=False)
         self._ray, self._serve = connect(run.ray_address), load("ray.serve")
         for number in (signal.SIGTERM, signal.SIGINT):  # now, since Ray has put its own handlers there
             signal.signal(number, lambda *_: self.is_stopped.set())
         try:
             self._check_room()
-            [app] = wanted["applications"]
-            self._serve.start(proxy_location=wanted["proxy_location"], http_options=wanted["http_options"])
+            [app] = deployment["applications"]
+            self._serve.start(proxy_location=deployment["proxy_location"], http_options=deployment["http_options"])
             self._is_there = True
             target = self._serve.RunTarget(application(app["args"]), name=NAME, route_prefix=app["route_prefix"])
             self._serve.run_many(
@@ -365,8 +357,8 @@ class Deployment:
         number = run.replicas if not run.max_replicas else max(1, run.min_replicas)
         options = actor_options(run.replica_resources)
         there = self._ray.cluster_resources()
-        wanted = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
-        for name, amount in wanted.items():
+        needed = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
+        for name, amount in needed.items():
             if amount * number > there.get(name, 0):
                 text = f"{number} replicas of {amount:g} {name} need {amount * number:g}, the cluster has "
                 text += f"{there.get(name, 0):g}; lower --replicas or --replica-resources {run.replica_resources}"

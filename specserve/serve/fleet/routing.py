@@ -13,7 +13,7 @@ from typing import Any
 from specserve.cluster import load
 
 TARGET_USE = 0.7  # of a replica's slots or pages, whichever is fuller, that autoscaling aims at
-FRESH_SECONDS = 5.0  # how long a prompt counts as cached where it was sent, until the replica's own report tells
+FRESH_SECONDS = 5.0  # how long a prompt counts as cached where it was sent, until the replica's own report has it
 
 
 class PrefixRouter(load("ray.serve.request_router").RequestRouter):
@@ -60,10 +60,10 @@ class PrefixRouter(load("ray.serve.request_router").RequestRouter):
         return found
 
     def _num_held(self, replica: Any, pages: Sequence[bytes]) -> int:
-        key, told = replica.replica_id, replica.routing_stats.get("pages", ())
+        key, reported = replica.replica_id, replica.routing_stats.get("pages", ())
         report = self._reports.get(key)
-        if report is None or report[0] is not told:
-            report = self._reports[key] = told, frozenset(told)
+        if report is None or report[0] is not reported:
+            report = self._reports[key] = reported, frozenset(reported)
         sent, oldest = self._sent.get(key, {}), time.monotonic() - FRESH_SECONDS
         number = 0
         for number, page in enumerate(pages, 1):

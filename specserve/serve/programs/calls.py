@@ -1,11 +1,9 @@
 """The functions that the server runs on the device, ready to be compiled. This is the only file of the server that
-calls `jax.jit`.
-
-Each method says which function with which arguments; nothing is compiled or run here.
+calls `jax.jit`. Nothing is compiled or run here.
 """
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,24 +12,30 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from specserve.mesh import on_mesh
-from specserve.serve.fleet.plans import Plan
 from specserve.serve.programs.placement import Placement
 from specserve.speculative import step
 from specserve.speculative.drafter import Weights
+from specserve.speculative.program import Kind, StepProgram
 from specserve.speculative.repeat import repeat
-from specserve.speculative.step import Admission, SlotState, StepConfig, StepResult
-from specserve.speculative.tree import Proposal, Tree
+from specserve.speculative.step import SlotState, StepConfig, StepResult
+from specserve.speculative.tree import Tree
+
+_STATIC: Mapping[Kind, tuple[str, ...]] = {  # the fields of a program that its function takes as static arguments
+    "prefill": ("chunk", "width", "is_scored"),
+    "step": ("tree", "width"),
+    "proposal": ("tree", "width"),
+    "verification": ("tree", "width"),
+}
 
 
 @dataclass(frozen=True)
 class Call:
-    """A jitted function with its arguments. Calls with the same `key` run the same compiled program."""
+    """A jitted function with its arguments. Calls of the same program run the same compiled code."""
 
-    key: Hashable
+    program: StepProgram
     function: Any  # jitted
     arguments: tuple[Any, ...]  # pytrees of arrays, or of their shapes
     static: dict[str, Any] = field(default_factory=dict)
-    plan: Plan | None = None  # how other processes make it
 
     def lower(self) -> jax.stages.Lowered:
         """Trace the function for arguments of these shapes. Their values are not read, so donated arrays will do."""
@@ -47,8 +51,17 @@ def shape_of(x: jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic) -> j
 class Calls:
     """The calls of one runner. The state that a call takes is donated; the new state is the first of its results."""
 
-    def __init__(self, config: StepConfig, place: Placement, state: SlotState | None) -> None:
-        """`state` says where the arrays of the state live; None: on the default device."""
+    def __init__(
+        self,
+        config: StepConfig,
+        place: Placement,
+        state: SlotState | None,
+        *,
+        sizes: Mapping[str, int],
+        most_steps: int,
+    ) -> None:
+        """`state` gives the places of the arrays of the state; None: the default device. `sizes` are those of an empty
+        state (`step.init_state`), and `most_steps` is the number of steps that one call makes, at most."""
         whole: NamedSharding | None = place.whole
         both = (state, whole)
 
@@ -57,109 +70,26 @@ class Calls:
             bound = functools.partial(on_mesh(place.mesh, function), config)
             return jax.jit(bound, donate_argnums=donated, static_argnames=static, out_shardings=outputs)
 
-        sizes = "num_slots", "num_pages", "page_size", "max_pages", "num_ranks"
-        self._begin = jit(step.init_state, None, state, *sizes)
-        self._admit = jit(step.admit, 0, state)
-        self._extend = jit(_extend, 0, whole)
-        self._remember = jit(step.remember, 0, state)
-        self._catch_up = jit(step.catch_up, 1, state)
-        self._prefill = jit(step.prefill, 1, both, "chunk", "width", "is_scored")
-        self._decode = jit(step.decode, 1, both, "width")
-        self._speculate = jit(step.speculate, 1, both, "tree", "width")
-        self._steps = jit(_steps, 1, both, "tree", "width", "most")
-        self._propose = jit(step.propose_tree, 1, both, "tree", "width")
-        self._verify = jit(step.verify_tree, 1, both, "tree", "width")
+        self._always: Mapping[Kind, Mapping[str, Any]] = {"empty state": sizes, "step": {"most": most_steps}}
+        self._functions: Mapping[Kind, Any] = {
+            # one program: the cache must not be whole on one device of a mesh, not for a moment
+            "empty state": jit(step.init_state, None, state, *sizes),
+            "admission": jit(step.admit, 0, state),
+            "page table": jit(_extend, 0, whole),
+            "recall": jit(step.remember, 0, state),
+            "catch-up": jit(step.catch_up, 1, state),
+            "prefill": jit(step.prefill, 1, both, *_STATIC["prefill"]),
+            "step": jit(_steps, 1, both, *_STATIC["step"], "most"),
+            "proposal": jit(step.propose_tree, 1, both, *_STATIC["proposal"]),
+            "verification": jit(step.verify_tree, 1, both, *_STATIC["verification"]),
+        }
 
-    def begin(self, **sizes: int) -> Call:
-        """Make an empty state of these sizes (`step.init_state`) in one program: the cache must not be whole on one
-        device of a mesh, not for a moment."""
-        return Call("begin", self._begin, (), sizes)
-
-    def admit(self, state: SlotState, slot: jax.Array, new: Admission) -> Call:
-        """Give a slot, [] int32, to a new sequence (`step.admit`)."""
-        return Call("admit", self._admit, (state, slot, new))
-
-    def extend(self, page_table: jax.Array, entries: jax.Array) -> Call:
-        """Set entries of the page table: `entries`, [3, n] int32, are slots, columns and pages."""
-        return Call("extend", self._extend, (page_table, entries))
-
-    def remember(self, state: SlotState, slot: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array) -> Call:
-        """Let the drafter keep the answer in a slot (`step.remember`); all four are [] int32."""
-        return Call("remember", self._remember, (state, slot, start, last, number))
-
-    def catch_up(self, layout: Weights, state: SlotState, slots: jax.Array, *, number: int) -> Call:
-        """Let the drafter read what plain steps have left pending in `slots`, [batch] int32 (`step.catch_up`); `number`
-        tells the layouts of the weights apart."""
-        return Call(("catch up", number, len(slots)), self._catch_up, (layout, state, slots))
-
-    def prefill(
-        self,
-        layout: Weights,
-        state: SlotState,
-        slots: jax.Array,
-        num_tokens: jax.Array,
-        is_last: jax.Array,
-        allowed: jax.Array,
-        *,
-        chunk: int,
-        width: int,
-        is_scored: bool = False,
-    ) -> Call:
-        arguments = layout, state, slots, num_tokens, is_last, allowed
-        static = {"chunk": chunk, "width": width, "is_scored": is_scored}
-        return Call(("prefill", *static.values()), self._prefill, arguments, static)
-
-    def step(
-        self,
-        layout: Weights,
-        state: SlotState,
-        slots: jax.Array,
-        allowed: jax.Array,  # read by plain steps alone
-        *,
-        tree: Tree | None,
-        width: int,
-    ) -> Call:
-        """Make one step, plain or over a tree (`step.decode`, `step.speculate`)."""
-        if tree is None:
-            return Call(("decode", len(slots), width), self._decode, (layout, state, slots, allowed), {"width": width})
-        static = {"tree": tree, "width": width}
-        return Call(("speculate", len(slots), tree, width), self._speculate, (layout, state, slots), static)
-
-    def steps(
-        self,
-        layout: Weights,
-        state: SlotState,
-        slots: jax.Array,
-        num_steps: jax.Array,
-        allowed: jax.Array,  # read by plain steps alone
-        *,
-        tree: Tree | None,
-        width: int,
-        most: int,
-    ) -> Call:
-        """Make `num_steps` such steps in a row ([] int32, 1 to `most`), see `repeat`."""
-        static = {"tree": tree, "width": width, "most": most}
-        key = ("steps", len(slots), *static.values())
-        return Call(key, self._steps, (layout, state, slots, num_steps, allowed), static)
-
-    def propose(self, layout: Weights, state: SlotState, slots: jax.Array, *, tree: Tree, width: int) -> Call:
-        static = {"tree": tree, "width": width}
-        key = ("propose", len(slots), *static.values())
-        return Call(key, self._propose, (layout, state, slots), static)
-
-    def verify(
-        self,
-        layout: Weights,
-        state: SlotState,
-        slots: jax.Array,
-        proposal: Proposal,
-        allowed: jax.Array,
-        *,
-        tree: Tree,
-        width: int,
-    ) -> Call:
-        arguments, static = (layout, state, slots, proposal, allowed), {"tree": tree, "width": width}
-        return Call(("verify", len(slots), tree, width), self._verify, arguments, static)
+    def make(self, program: StepProgram, arguments: tuple[Any, ...]) -> Call:
+        """Return the call of a program with these arguments (`inputs.Inputs` makes them)."""
+        kind = program.kind
+        static = {name: getattr(program, name) for name in _STATIC.get(kind, ())}
+        static.update(self._always.get(kind, {}))
+        return Call(program, self._functions[kind], arguments, static)
 
 
 def _steps(

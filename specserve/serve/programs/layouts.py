@@ -43,7 +43,7 @@ class Layouts:
     one: Weights  # steps of one row
     few: Weights  # up to FEW_ROWS
     many: Weights  # and more: prompts too
-    arrange: tuple[Arrange, Arrange, Arrange]  # what made each of them of parameters as they were loaded
+    arrange: tuple[Arrange, Arrange, Arrange]  # the functions that made each of them of parameters as they were loaded
     mesh: Mesh | None = None
 
     def with_head(self, head: Head) -> "Layouts":
@@ -102,11 +102,6 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
     return Layouts(one, few, plain, (for_one, for_few, as_loaded), mesh)
 
 
-def loaded_weights(target: Target, head: Head | None) -> Weights:
-    """The weights as they were loaded, which every backend multiplies with."""
-    return Weights(target.params, None if head is None else head.weights())
-
-
 def _draft_weights(head: Head, mesh: Mesh | None) -> DraftWeights:
     """The head's weights, with matrices of 8 bits as wider numbers of the same values where that is quicker: a head is
     small, so what counts is time."""
@@ -121,7 +116,7 @@ def _widened(leaf: jax.Array | QuantizedMatrix) -> jax.Array | QuantizedMatrix:
         return leaf
     if not native.is_available():
         return dequantize(leaf, jnp.dtype(jnp.float32))
-    return QuantizedMatrix(leaf.values.astype(jnp.bfloat16), leaf.scale, leaf.block)  # which holds 8 bits exactly
+    return QuantizedMatrix(leaf.values.astype(jnp.bfloat16), leaf.scale, leaf.block)  # bfloat16 holds 8 bits exactly
 
 
 def _is_on_one_cpu(mesh: Mesh | None) -> bool:

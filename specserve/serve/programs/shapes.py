@@ -5,6 +5,7 @@ Deterministic serving is the case in which every list has one entry. Over a mesh
 rows for each data rank, in the order of the ranks (`pages.data_rank`).
 """
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +13,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from specserve.drafters.speculation import describe
 from specserve.drafters.words import OWN_TEXT
 from specserve.errors import ConfigError
+from specserve.mesh import num_parts
+from specserve.models.config import ModelConfig
 from specserve.serve.engine.pages import PagePool, Watcher, data_rank
+from specserve.serve.programs.placement import reads_by_page
+from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import Tree, chain
 
 CPU_CHUNKS, DEVICE_CHUNKS = (16, 32, 64, 128, 256), (64, 256, 1024)  # prompt tokens per prefill program
@@ -44,7 +51,7 @@ class Shapes:
     verified_depth: int = 0  # deterministic: every step verifies a chain of this length
     accepts_nothing: bool = False  # deterministic plain decoding: a chain of which nothing may be accepted
     num_ranks: int = 1  # data ranks: it divides slots, pages and every batch
-    most_steps: int = 1  # that one call of a program makes, one after another
+    most_steps: int = 1  # steps that one call of a program makes, one after another
 
     @property
     def is_deterministic(self) -> bool:
@@ -141,10 +148,6 @@ class Shapes:
         numbers, lasts = (tuple(self.in_rows(slots, each, self.num_ranks, 0).tolist()) for each in others)
         return self.pad(slots, self.num_ranks), numbers, lasts
 
-    def no_prompts(self, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]:
-        """The same of nothing but padding."""
-        return (self.num_slots,) * self.num_ranks, (chunk,) * self.num_ranks, (True,) * self.num_ranks
-
     def spread(self, number: int) -> list[int]:
         """So many slots, as evenly of all data ranks as can be."""
         each = self.num_slots // self.num_ranks
@@ -170,6 +173,52 @@ class Shapes:
             return True
         return self.max_rows == CPU_ROWS and tree.num_nodes == CPU_CHAIN and rows <= CPU_CHAIN_ROWS
 
+    @functools.cached_property
+    def _step_programs(self) -> dict[tuple[int, int], tuple[StepProgram, ...]]:
+        return {}  # by batch size and width: the host asks for them in every round
+
+    def step_programs(self, batch_size: int, width: int) -> tuple[StepProgram, ...]:
+        """The steps of this batch bucket and width that are compiled, one for each of `trees_for`."""
+        sizes = batch_size, width
+        if sizes not in self._step_programs:
+            self._step_programs[sizes] = tuple(StepProgram(*sizes, tree) for tree in self.trees_for(batch_size))
+        return self._step_programs[sizes]
+
+    def prefill(self, width: int, chunk: int, *, is_scored: bool = False) -> StepProgram:
+        """The prefill of chunks of this size, a prompt for each data rank."""
+        return StepProgram(self.num_ranks, width, kind="prefill", chunk=chunk, is_scored=is_scored)
+
+    def constrained_step(self, batch_size: int, tree: Tree) -> tuple[StepProgram, StepProgram]:
+        """The proposal and the verification of a step with token masks."""
+        sizes = batch_size, self.max_pages, tree
+        return StepProgram(*sizes, kind="proposal"), StepProgram(*sizes, kind="verification")
+
+    def is_plain(self, program: StepProgram) -> bool:
+        """Return whether a program is needed before anything can be served. The largest of plain decoding can serve
+        everything."""
+        is_widest, plain_step = (
+            program.width == self.widths[-1],
+            StepProgram(self.num_slots, self.widths[-1], self.plain),
+        )
+        if program.kind == "prefill":
+            return is_widest and program.chunk == self.chunks[-1]
+        return program == plain_step or program.kind in ("empty state", "admission", "page table", "recall")
+
+    def is_optional(self, program: StepProgram) -> bool:
+        """Return whether a program only adds a choice."""
+        return program.kind == "step" and program.tree not in (self.trees[0], self.plain)
+
+    def label(self, program: StepProgram) -> str:
+        """Return the name of a program for people, in logs and in the files of costs."""
+        way, contexts = describe(program.tree), f"contexts up to {program.width * self.page_size}"
+        return {
+            "step": f"{way} for {program.batch}, {contexts}",
+            "prefill": "scoring of prompts" if program.is_scored else f"prefill of {program.chunk}, {contexts}",
+            "catch-up": f"catching up for {program.batch}",
+            "proposal": f"constrained {way} for {program.batch}: proposal",
+            "verification": f"constrained {way} for {program.batch}: verification",
+        }.get(program.kind, program.kind)
+
     def constrained_tree(self, batch_size: int) -> Tree | None:
         """Return the tree of steps with a constrained sequence: the longest chain of up to CONSTRAINED_DEPTH, or else
         the first way that is no plain step."""
@@ -190,23 +239,24 @@ def check_shared_out(what: str, number: int, num_ranks: int) -> None:
 
 def make_shapes(
     trees: Sequence[Tree | None],
+    target: ModelConfig,
+    mesh: Mesh | None = None,
     *,
     num_slots: int,
     max_model_len: int,
     page_size: int,
     num_pages: int,
-    is_recurrent: bool,
-    reads_by_page: bool,  # attention reads the pages that a sequence has, whatever the width
-    is_deterministic: bool,
-    num_ranks: int = 1,
+    is_deterministic: bool = False,
 ) -> Shapes:
-    """For the default backend. Deterministic steps take one tree at most, a chain of at most DETERMINISTIC_DEPTH.
-    Raises ConfigError where the number of data ranks does not divide the slots or the pages."""
+    """Choose the shapes of a server's steps for a target on the default backend. `trees` are the ways to make a step,
+    None being plain decoding. Deterministic steps take one tree at most, a chain of at most DETERMINISTIC_DEPTH. Raises
+    ConfigError where the number of data ranks does not divide the slots or the pages."""
+    num_ranks = num_parts(mesh, "batch")
     check_shared_out("--max-slots", num_slots, num_ranks)
     check_shared_out("number of cache pages", num_pages, num_ranks)
     assert trees, "a server needs at least one way to make a step"
     max_pages = -(-max_model_len // page_size)
-    chunks = prefill_chunks(max_model_len, is_recurrent)
+    chunks = prefill_chunks(max_model_len, target.is_recurrent)
     max_rows = CPU_ROWS if jax.default_backend() == "cpu" else DEVICE_ROWS
     if is_deterministic:
         assert len(trees) == 1, "deterministic steps have one shape"
@@ -221,7 +271,8 @@ def make_shapes(
             most_steps=most_steps(),
         )
     batch_sizes = make_batch_sizes(num_slots, num_ranks)
-    widths = (max_pages,) if reads_by_page else page_widths(max_pages)
+    by_page = reads_by_page(target, num_pages, page_size, mesh)  # with any width
+    widths = (max_pages,) if by_page else page_widths(max_pages)
     return Shapes(
         *(tuple(trees), num_slots, max_model_len, page_size, num_pages),
         *(batch_sizes, widths, chunks, max_rows),

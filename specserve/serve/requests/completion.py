@@ -119,7 +119,7 @@ def answer_all(
                 return
             request = submit(i, collector.listener(i))
             requests.append(request)
-            if is_over.is_set():  # who has set it may have gone through the list before
+            if is_over.is_set():  # the thread that has set it may have gone through the list before
                 request.cancel()
 
     # an interrupt reaches the main thread alone, so none falls between a submission and its place in the list

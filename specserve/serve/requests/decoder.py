@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 from specserve.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no UTF-8 (yet)
+REPLACEMENT = "\ufffd"  # decoders write it for bytes that are no UTF-8 (yet)
 
 
 class IncrementalDecoder:

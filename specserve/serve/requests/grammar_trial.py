@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-CPU_SECONDS = 2  # that one grammar may take: the system counts whole ones
+CPU_SECONDS = 2  # bytes that one grammar may take: the system counts whole ones
 MEMORY_BYTES = 2**29  # address space, beside the tokenizer's
 STACK_BYTES = 3 * 2**19  # less than the 2 MiB that threads have at least, of which some compile it afterwards
 ANSWER_SECONDS = 30.0  # by the clock, in which a process must start, or answer: also one that sleeps is ended
@@ -126,9 +126,9 @@ class _Process:
         try:
             stdin.write(json.dumps(question) + "\n")
             stdin.flush()
-            told = stdout.readline()
-            if told.endswith("\n"):
-                return json.loads(told)
+            line = stdout.readline()
+            if line.endswith("\n"):
+                return json.loads(line)
             self._process.wait()
         except BrokenPipeError:
             self._process.wait()
@@ -160,7 +160,7 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 
 def _serve() -> None:
-    """Read a tokenizer, then grammars, a line each, and tell what is wrong with each of them, until there are no
+    """Read a tokenizer, then grammars, a line each, and report what is wrong with each of them, until there are no
     more."""
     tokenizer = words(*json.loads(sys.stdin.readline()))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -198,7 +198,7 @@ def _limit(what: int, amount: int) -> None:
 
 
 def _address_space() -> int:
-    """Bytes. Where the system does not tell, there is no bound on memory, but for that of the time."""
+    """Bytes. Where the system does not report it, there is no bound on memory, but for that of the time."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -207,7 +207,10 @@ def _address_space() -> int:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGINT):  # who stops a server may tell all its processes; it ends with stdin
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # a signal that stops a server may reach all its processes; it ends with stdin
         signal.signal(number, signal.SIG_IGN)
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_run)

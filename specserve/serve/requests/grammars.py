@@ -33,7 +33,7 @@ class Grammars:
         grammar is refused."""
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, sorted(eos_ids)
         self._matchers, self._refusals = _Kept(), _Kept()  # matchers that no sequence has advanced; reasons
-        self._compiling = threading.Lock()  # one after another: who waits may want the same
+        self._compiling = threading.Lock()  # one after another: a request that waits may have the same
 
     def knows(self, spec: GrammarSpec) -> bool:
         """Return whether `compile` takes or refuses the grammar at once: it waits for no other, and compiles none."""

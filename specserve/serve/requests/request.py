@@ -86,7 +86,7 @@ class SamplingParams:
     stop_token_ids: TokenIds = ()
     include_stop_str_in_output: bool = False  # the text ends with the stop string, or the text of the stop token id
     ignore_eos: bool = False
-    grammar: GrammarSpec | None = None  # what the answer must follow, to its end
+    grammar: GrammarSpec | None = None  # the grammar that the answer must follow, to its end
     skip_special_tokens: bool = True  # they are no text
     shown_special_ids: TokenIds = ()  # special tokens that are text all the same
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # of each token, and of so many likely ones
@@ -185,7 +185,7 @@ class PromptToken:
 
 class TokenMask(Protocol):
     """The tokens that may come next in one sequence, by a grammar, a schema or a list of choices. It is called on the
-    engine's thread, in turn. An exception ends that request alone; the client is told what a RequestError says."""
+    engine's thread, in turn. An exception ends that request alone; the client gets the text of a RequestError."""
 
     def masks(self, parents: Sequence[int], token_ids: Sequence[int]) -> np.ndarray:  # [node, ceil(vocab / 8)] uint8
         """Return a bit for each token, 1 where it may follow a node of a proposed tree; bit i of byte j is that of
@@ -227,7 +227,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None: something else did
     error: str | None = None
-    is_refused: bool = False  # with an error: the request's own options brought it about, so its client is told
+    is_refused: bool = False  # with an error: the request's own options brought it about, so its client gets it
     stats: SpeculationStats | None = None  # set on the last delta
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token id, when the request asked for them
     prompt: tuple[PromptToken, ...] = ()  # all of it, in the first delta with tokens, when the request asked for it
@@ -249,7 +249,7 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str  # prefixes are shared only between requests of one salt
     token_mask: TokenMask | None
     request_id: str  # as the log names it; empty: a number
-    client: str  # who shares the queue with the others
+    client: str  # the one that shares the queue with the others
 
 
 @dataclass(eq=False)
@@ -263,7 +263,7 @@ class Request:
     seed: int
     on_delta: Callable[[Delta], None]  # called on the engine's thread; must not block
     priority: int = 0  # lower runs first, as in vLLM
-    client: str = ""  # who shares the queue with the others
+    client: str = ""  # the one that shares the queue with the others
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
     token_mask: TokenMask | None = None
     stop_ids: frozenset[int] = frozenset()  # any of them ends it: its stop token ids, and the model's EOS ids

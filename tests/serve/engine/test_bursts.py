@@ -1,10 +1,10 @@
 """Steps that run at once are steps that run one by one."""
 
-import dataclasses
 import itertools
 import random
 from collections import deque
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from specserve.checkpoints.load import Target
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval.bench.step_times import prefill
-from specserve.serve.engine.bursts import BURST_SECONDS, Bursts
-from specserve.serve.engine.handles import HostResult, StepHandle
-from specserve.serve.engine.ledger import Ledger
 from specserve.serve.engine.options import blank_token_rows, sampler_rows
+from specserve.serve.engine.step_choice import BURST_SECONDS, Bursts
+from specserve.serve.programs.results import HostResult, StepHandle
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import STEPS_AT_ONCE
+from specserve.serve.programs.slot_bounds import SlotBounds
 from specserve.serve.requests.request import SamplingParams
-from specserve.speculative.tree import Tree
+from specserve.speculative.program import StepProgram
+from specserve.speculative.tree import Tree, chain
 
 PARAMS = (
     SamplingParams(temperature=0.0, logprobs=3),
@@ -107,12 +108,11 @@ def test_a_plain_server_makes_as_many_as_its_program_can(runner: Runner, tiny_ta
 
 def test_a_burst_stays_in_the_program_of_its_first_step(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wider page table is another program, which may not be compiled yet, and takes another time."""
-    runner = make_runner(tiny_target, None, "off")
-    runner.shapes = dataclasses.replace(runner.shapes, widths=(2, 4, runner.shapes.widths[-1]))
+    runner = make_runner(tiny_target, None, "off", widths=(2, 4))
     run, seen = runner.step, []
 
     def step(slots: Sequence[int], tree: Tree | None, *, num_steps: int, **more: Any) -> StepHandle:
-        seen.append((num_steps, runner.width_of(slots), runner.width_of(slots, num_steps - 1)))
+        seen.append((num_steps, runner.bounds.width_of(slots), runner.bounds.width_of(slots, num_steps - 1)))
         return run(slots, tree, num_steps=num_steps, **more)
 
     monkeypatch.setattr(runner, "step", step)
@@ -128,7 +128,7 @@ def test_a_burst_stays_in_the_program_of_its_first_step(tiny_target: Target, mon
 @given(seconds=st.lists(st.floats(0.001, 0.03), min_size=1, max_size=4), most=st.integers(1, STEPS_AT_ONCE))
 def test_a_burst_is_over_soon(seconds: list[float], most: int) -> None:
     """Steps of which nothing is known, and those that take long, run alone."""
-    bursts, shape = Bursts(), (1, 8, None)
+    bursts, shape = Bursts(), StepProgram(1, 8)
     assert bursts.num_steps(shape, most) == 1
     for each in seconds:
         bursts.observe(shape, each)
@@ -136,7 +136,7 @@ def test_a_burst_is_over_soon(seconds: list[float], most: int) -> None:
     assert 1 <= number <= most
     assert number == 1 or number * min(seconds) <= BURST_SECONDS * (1 + 1e-9)
     assert number == most or (number + 1) * max(seconds) >= BURST_SECONDS * (1 - 1e-9)
-    assert bursts.num_steps((2, 8, None), most) == 1, "steps of another shape take another time"
+    assert bursts.num_steps(StepProgram(2, 8), most) == 1, "steps of another shape take another time"
 
 
 @given(
@@ -148,18 +148,19 @@ def test_the_host_never_takes_a_sequence_for_shorter_than_it_is(
     steps: list[tuple[int, int]], ahead: int, rng: random.Random
 ) -> None:
     """Nor for longer, when every step has been read."""
-    ledger, length, unread = Ledger(1, 8), 20, deque()
-    ledger.begin(0, 0)
-    ledger.prefilled(0, length)
+    shapes: Any = SimpleNamespace(num_slots=1)
+    bounds, length, unread = SlotBounds(shapes, 8), 20, deque()
+    bounds.begin(0, 0)
+    bounds.prefilled(0, length)
     for depth, number in steps:
         accepted = rng.randint(0, depth * number)
-        unread.append((ledger.stepped((0,), depth, number), accepted))
+        unread.append((bounds.stepped((0,), chain(depth) if depth else None, number), accepted))
         length += number + accepted
-        assert ledger.num_entries((0,)) >= length
+        assert bounds.num_entries((0,)) >= length
         while len(unread) > ahead:
             on_read, accepted = unread.popleft()
             on_read(np.array([accepted]))
-            assert ledger.num_entries((0,)) >= length
+            assert bounds.num_entries((0,)) >= length
     for on_read, accepted in unread:
         on_read(np.array([accepted]))
-    assert ledger.num_entries((0,)) == length
+    assert bounds.num_entries((0,)) == length

@@ -16,11 +16,12 @@ from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CapacityError, RequestError
 from specserve.kernels import native
-from specserve.serve.engine.bursts import Bursts
 from specserve.serve.engine.engine import Engine, EngineOptions
-from specserve.serve.engine.handles import HostResult
-from specserve.serve.programs import wanted
+from specserve.serve.engine.step_choice import Bursts
+from specserve.serve.programs.program_list import list_programs
+from specserve.serve.programs.results import HostResult
 from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import make_shapes
 from specserve.serve.requests.request import FinishReason, SamplingParams
 from specserve.speculative.tree import Tree
 from specserve.tokenizer import Tokenizer
@@ -34,10 +35,10 @@ TREE = parse_speculation("tree:2x4x8")
 def runner(tiny_target: Target, tiny_head: Head) -> Runner:
     """Two slots, warmed up; every test puts an engine of its own on it."""
     sizes = {"num_slots": 2, "max_model_len": MAX_LEN, "page_size": PAGE_SIZE, "num_pages": NUM_PAGES}
-    runner = Runner(tiny_target, tiny_head, [TREE], **sizes)
-    runner.shapes = dataclasses.replace(runner.shapes, chunks=(16, 64))
+    shapes = dataclasses.replace(make_shapes([TREE], tiny_target.config, **sizes), chunks=(16, 64))
+    runner = Runner(tiny_target, tiny_head, shapes)
     compile_programs(runner)
-    assert len(runner.compiled) == len(wanted.programs(runner))
+    assert len(runner.compiled) == len(list_programs(runner))
     return runner
 
 
@@ -85,7 +86,7 @@ def test_more_requests_than_slots_are_served_in_turn(engine: Engine, answer: lis
 
 def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
     before = len(engine.runner.compiled)
-    assert before == len(wanted.programs(engine.runner))
+    assert before == len(list_programs(engine.runner))
     rng = random.Random(1)
     prompts = [[rng.randrange(64) for _ in range(rng.randrange(1, 40))] for _ in range(8)]
     params = [
@@ -107,7 +108,8 @@ def test_growing_into_wider_page_tables_changes_nothing(
     reads no more of a table than a sequence has, so there is one."""
     tree = parse_speculation("ngram:2")
     with native.left_out():
-        runner = Runner(tiny_target, None, [tree], num_slots=1, max_model_len=56, page_size=2, num_pages=28)
+        sizes = {"num_slots": 1, "max_model_len": 56, "page_size": 2, "num_pages": 28}
+        runner = Runner(tiny_target, None, make_shapes([tree], tiny_target.config, **sizes))
         assert runner.shapes.widths == (8, 28)
         with Engine(runner, pydoc_tokenizer, model_name="tiny", eos_ids=()) as engine:
             [completion] = engine.generate([PROMPT], greedy(40))
@@ -190,14 +192,9 @@ def test_without_a_tokenizer_there_are_no_words(runner: Runner, params: Sampling
 
 
 def test_a_request_larger_than_the_cache_is_refused(runner: Runner, pydoc_tokenizer: Tokenizer) -> None:
-    engine = _engine(runner, pydoc_tokenizer)
-    before = runner.shapes
-    runner.shapes = dataclasses.replace(before, num_pages=3)
-    try:
-        with pytest.raises(RequestError, match="need 4 cache pages, the server has 3"):
-            engine.submit([1] * 20, greedy(6), Inbox())
-    finally:
-        runner.shapes = before
+    engine = _engine(runner, pydoc_tokenizer, num_pages=3)
+    with pytest.raises(RequestError, match="need 4 cache pages, the server has 3"):
+        engine.submit([1] * 20, greedy(6), Inbox())
 
 
 def test_the_context_can_be_filled_to_the_last_token(engine: Engine) -> None:

@@ -5,7 +5,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 from engines import VOCAB, Ask, Dice, Fixed, Reference, greedy, make_engine, run, serving, submit, wait_until
@@ -14,12 +14,14 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CapacityError
 from specserve.serve.engine import engine as engine_module
 from specserve.serve.engine.engine import Engine
-from specserve.serve.engine.handles import StepHandle
-from specserve.serve.programs import wanted
-from specserve.serve.programs.programs import Call, Program, Programs, compile_all
+from specserve.serve.programs.calls import Call
+from specserve.serve.programs.compile_queue import CompiledPrograms, compile_all
+from specserve.serve.programs.program_list import list_programs
+from specserve.serve.programs.results import StepHandle
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import Delta, FinishReason, SamplingParams
 from specserve.speculative.controller import Controller
+from specserve.speculative.program import StepProgram
 
 CHAIN = parse_speculation("chain:3")
 PROMPTS = [tuple((7 * i + 3 * j) % VOCAB for j in range(10 + 5 * i)) for i in range(8)]
@@ -239,31 +241,39 @@ def test_stopping_does_not_wait_for_a_stuck_device_for_ever(
     engine.stop()
 
 
+def _compile_late(
+    compile_one: Callable[[StepProgram], None],
+    released: threading.Event,
+    masks_released: threading.Event,
+    program: StepProgram,
+) -> None:
+    assert (masks_released if program.is_for_masks else released).wait(60)
+    compile_one(program)
+
+
 def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the largest plain programs alone, for every batch; the others follow, and then what is chosen."""
     released, masks_released, seen = threading.Event(), threading.Event(), []
-    whole, partial = runner.compiled, Programs()
-
-    def waiting(programs: Sequence[Program], event: threading.Event) -> list[Program]:
-        def wait_and_call(program: Program) -> Call:
-            assert event.wait(60)
-            return program.call()
-
-        return [dataclasses.replace(each, call=functools.partial(wait_and_call, each)) for each in programs]
+    whole, partial = runner.compiled, CompiledPrograms()
 
     def on_compiled(_runner: Runner) -> Iterator[object]:
-        seen.append(engine.rounds.is_partial)
+        seen.append(engine.rounds.choice.is_partial)
         yield
         return Fixed(parse_speculation("static:2x1"))
 
     # nothing is compiled anew: what the runner has is given to it again
-    monkeypatch.setattr(partial, "compile", lambda call: partial._compiled.setdefault(call.key, whole.compile(call)))
+    def compile_again(call: Call) -> object:
+        return partial._compiled.setdefault(call.program, whole.compile(call))
+
+    monkeypatch.setattr(partial, "compile", compile_again)
     monkeypatch.setattr(runner, "compiled", partial)
     runner.reset()
-    programs = wanted.programs(runner)
-    compile_all(partial, [program for program in programs if program.is_plain])
-    late = [program for program in programs if not program.is_plain and not program.is_for_masks]
+    programs = list_programs(runner)
+    plain = [program for program in programs if runner.shapes.is_plain(program)]
+    compile_all(runner.compile, plain)
     for_masks = [program for program in programs if program.is_for_masks]
+    late = [program for program in programs if program not in (*plain, *for_masks)]
+    monkeypatch.setattr(runner, "compile", functools.partial(_compile_late, runner.compile, released, masks_released))
     constrained = [dataclasses.replace(ask, is_constrained=True) for ask in ASKS[:3]]
     engine = Engine(
         runner,
@@ -271,8 +281,8 @@ def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, monkeypat
         model_name="tiny",
         eos_ids=(2,),
         controller=Controller({}),
-        late_programs=waiting(late, released),
-        mask_programs=waiting(for_masks, masks_released),
+        late_programs=late,
+        mask_programs=for_masks,
         on_compiled=on_compiled,
     )
     with engine:
@@ -281,12 +291,12 @@ def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, monkeypat
         assert set(engine.stats().num_steps_by_speculation) == {"off"}
         assert engine.stats().num_programs_left == len(late)
         released.set()
-        wait_until(lambda: not engine.rounds.is_partial)
+        wait_until(lambda: not engine.rounds.choice.is_partial)
         assert engine.stats().num_programs_left == 0
         again = run(engine, ASKS[:3])
         assert set(engine.stats().num_steps_by_speculation) == {"off", "static:2x1"}
         assert len(partial) == len(programs) - len(for_masks), "nobody has asked for them"
-        engine.rounds.controller = Fixed(CHAIN)
+        engine.rounds.choice.controller = Fixed(CHAIN)
         plainly = run(engine, constrained)
         assert set(engine.stats().num_steps_by_speculation) == {"off", "static:2x1"}
         masks_released.set()
@@ -300,10 +310,13 @@ def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, monkeypat
     assert len(partial) == len(programs)
 
 
-def test_a_program_that_cannot_be_compiled_is_never_used(runner: Runner, caplog: pytest.LogCaptureFixture) -> None:
-    def fail() -> Call:
+def test_a_program_that_cannot_be_compiled_is_never_used(
+    runner: Runner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_program: StepProgram) -> None:
         raise RuntimeError("no such instruction")
 
+    monkeypatch.setattr(runner, "compile", fail)
     runner.reset()
     engine = Engine(
         runner,
@@ -311,11 +324,11 @@ def test_a_program_that_cannot_be_compiled_is_never_used(runner: Runner, caplog:
         model_name="tiny",
         eos_ids=(2,),
         controller=Fixed(CHAIN),
-        late_programs=[Program("the late one", False, fail)],
+        late_programs=[StepProgram(1, 1, CHAIN)],
     )
     with caplog.at_level(logging.INFO), serving(engine):
         wait_until(lambda: "all programs are compiled" in caplog.text)
-        assert "the late one could not be compiled" in caplog.text
-        assert engine.rounds.is_partial, "steps are made of those that are there"
+        assert f"{runner.shapes.label(StepProgram(1, 1, CHAIN))} could not be compiled" in caplog.text
+        assert engine.rounds.choice.is_partial, "steps are made of those that are there"
         run(engine, ASKS[:1])
         assert set(engine.stats().num_steps_by_speculation) == {"chain:3"}

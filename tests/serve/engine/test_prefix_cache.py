@@ -112,13 +112,13 @@ def test_the_answer_is_cached_with_its_question(
 ) -> None:
     """What steps of the first turn wrote, aux hidden states and draft entries included, serves the second as if it had
     been prefilled; plain steps leave tokens behind that the draft has not consumed."""
-    controller = engine.rounds.controller
+    controller = engine.rounds.choice.controller
     first = Ask(PROMPT[:13], PARAMS[1])
     if first_turn == "plain":
-        engine.rounds.complete(Fixed(None), is_partial=False)
+        engine.rounds.choice.complete(Fixed(None), is_partial=False)
     inbox = run(engine, [first])[0]
     reference.check(first, inbox)
-    engine.rounds.complete(controller, is_partial=False)
+    engine.rounds.choice.complete(controller, is_partial=False)
     prompt = (*first.prompt, *inbox.token_ids, 7, 8, 9, 10)
     second = [Ask(prompt, SamplingParams(max_tokens=30, seed=seed, ignore_eos=True)) for seed in range(4)]
     hits = [run(engine, [ask])[0] for ask in second]

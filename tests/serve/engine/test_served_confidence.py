@@ -16,6 +16,7 @@ from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.controller import Controller, Estimate
+from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import Tree
 
 MARKOV = {"markov_rank": 4, "confidence": "state and token", "has_confidence_bias": True, "foresees_anchor": True}
@@ -27,18 +28,16 @@ class Listener(Controller):
     """One that trusts what it is told, and remembers it."""
 
     def __init__(self) -> None:
-        super().__init__({(2, width, tree): 1 + 0.25 * tree.depth for tree in TREES for width in range(99)})
+        super().__init__({StepProgram(2, width, tree): 1 + 0.25 * tree.depth for tree in TREES for width in range(99)})
         self.said: dict[int, list[tuple[float, int]]] = {}  # by sequence: how sure of the first draft; accepted
         self.chosen: list[tuple[float, int]] = []  # by how much rows are surer than usual, together; depth
 
-    def choose(
-        self, estimates: Sequence[Estimate], trees: Sequence[Tree | None], batch_size: int, width: int
-    ) -> Tree | None:
+    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram]) -> StepProgram:
         self.calibration.trust = 1.0
-        tree = super().choose(estimates, trees, batch_size, width)
-        assert tree is not None
-        self.chosen.append((sum(each.surety.off[0] for each in estimates if each.surety), tree.depth))
-        return tree
+        program = super().choose(estimates, choices)
+        assert program.tree is not None
+        self.chosen.append((sum(each.surety.off[0] for each in estimates if each.surety), program.tree.depth))
+        return program
 
     def observe(
         self, estimates: Sequence[Estimate], tree: Tree, n_accepted: np.ndarray, confidence: np.ndarray | None = None

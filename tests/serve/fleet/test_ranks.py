@@ -1,7 +1,7 @@
 """One server over several processes: what the first one's devices run, the others' run too; and all end together."""
 
 import contextlib
-import json
+import functools
 import os
 import re
 import shutil
@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import jax
 import numpy as np
 import pytest
 import tiny
-from engines import PATIENCE, Ask, Dice, Reference, make_engine, make_runner, submit, wait_until
+from engines import PATIENCE, Ask, Dice, Reference, compile_programs, make_engine, make_runner, submit, wait_until
 from served import SCRIPT, environment, free_ports, write_folder
 
 from specserve.checkpoints.load import Target
@@ -29,40 +29,47 @@ from specserve.drafters.interface import Head
 from specserve.errors import ConfigError
 from specserve.interop.head import save_head
 from specserve.processes import ProcessError
-from specserve.serve.fleet import plans, ranks
-from specserve.serve.fleet.plans import Plan
-from specserve.serve.fleet.ranks import Follower, Leader
-from specserve.serve.programs.runner import Runner
+from specserve.serve.fleet import messages, ranks
+from specserve.serve.fleet.ranks import Follower, Leader, LeadingRunner
 from specserve.serve.requests.request import SamplingParams
-from specserve.speculative.tree import Proposal, Tree
+from specserve.speculative.program import Kind, StepProgram
+from specserve.speculative.tree import chain
+
+TREE = chain(3)
 
 
 class Tape:
-    """Stands for the first process: it writes down what the others would be sent. And for another, which reads it."""
+    """Stands for the first process: it keeps the frames that the others would be sent. And for another, which reads
+    them."""
 
     lost = None
 
-    def __init__(self, trees: Sequence[Tree | None]) -> None:
-        self.trees, self.frames = trees, list[bytes]()
+    def __init__(self) -> None:
+        self.sent = list[bytes]()
 
-    def send(self, plan: Plan) -> None:
-        self.frames.append(plans.write(plan, self.trees))
+    def send(self, frame: bytes) -> None:
+        self.sent.append(frame)
 
-    def plans(self, trees: Sequence[Tree | None], proposal: Callable[[], Proposal | None]) -> Iterator[Plan]:
-        for frame in self.frames:
-            begin = plans.LENGTHS.size
-            length, _ = plans.LENGTHS.unpack(frame[:begin])
-            yield plans.read(frame[begin : begin + length], frame[begin + length :], trees, proposal())
+    def frames(self) -> Iterator[tuple[bytes, bytes]]:
+        for frame in self.sent:
+            begin = messages.LENGTHS.size
+            length, _ = messages.LENGTHS.unpack(frame[:begin])
+            yield frame[begin : begin + length], frame[begin + length :]
 
 
-def test_what_follows_the_plans_has_the_same_state(
-    runner: Runner, tiny_target: Target, tiny_head: Head, kept: Path | None, rng: np.random.Generator
+def test_what_follows_has_the_same_state(
+    tiny_target: Target, tiny_head: Head, kept: Path | None, rng: np.random.Generator
 ) -> None:
-    """Bit for bit, though it is told nothing but plans: after every kind of step in any order, options, token masks,
+    """Bit for bit, though it gets nothing but messages: after every kind of step in any order, options, token masks,
     prompts that are scored, requests that go away, and a cache that is flushed."""
     ways = "tree:3x3x8", "chain:3", "static:2x1", "head+suffix:3", "off"
+    tape = Tape()
+    lead = functools.partial(LeadingRunner, tape)
+    runner = make_runner(tiny_target, tiny_head, *ways, folder=kept, make=lead)
     twin = make_runner(tiny_target, tiny_head, *ways, folder=kept)
-    engine, tape = make_engine(runner, Dice(3)), Tape(runner.shapes.trees)
+    compile_programs(runner)
+    assert not tape.sent, "each process makes its own empty state"
+    engine = make_engine(runner, Dice(3))
     options: list[dict[str, Any]] = [
         {},
         {"temperature": 0.0, "logprobs": 2},
@@ -70,26 +77,23 @@ def test_what_follows_the_plans_has_the_same_state(
         {"logit_bias": {7: 3.0}, "min_tokens": 4},
         {"prompt_logprobs": 1, "speculation": 0},
     ]
-    runner.leader = tape  # type: ignore[assignment]
-    try:
-        with engine:
-            for turn in range(2):
-                asked = []
-                for i in range(12):
-                    prompt = tuple(rng.integers(3, 64, int(rng.integers(1, 40))).tolist())
-                    params = SamplingParams(seed=i, max_tokens=20, **options[i % len(options)])
-                    asked.append(submit(engine, Ask(prompt, params, is_constrained=i % 5 == turn)))
-                for request, _ in asked[::4]:
-                    request.cancel()
-                for _, inbox in asked:
-                    inbox.wait()
-                engine.flush_cache()
-        state = jax.tree.map(np.asarray, runner.state)
-    finally:
-        runner.leader = None
-    twin.follow(tape)  # type: ignore[arg-type]
-    told = {json.loads(frame[plans.LENGTHS.size :].split(b"]", 1)[0].split(b",")[0][1:]) for frame in tape.frames}
-    assert told == {*plans.MAKERS, "forget_answers"}
+    with engine:
+        for turn in range(2):
+            asked = []
+            for i in range(12):
+                prompt = tuple(rng.integers(3, 64, int(rng.integers(1, 40))).tolist())
+                params = SamplingParams(seed=i, max_tokens=20, **options[i % len(options)])
+                asked.append(submit(engine, Ask(prompt, params, is_constrained=i % 5 == turn)))
+            for request, _ in asked[::4]:
+                request.cancel()
+            for _, inbox in asked:
+                inbox.wait()
+            engine.flush_cache()
+    state = jax.tree.map(np.asarray, runner.state)
+    ranks.follow(twin, tape.frames())
+    sent = [messages.read(*frame, runner.shapes.trees) for frame in tape.frames()]
+    assert {word for word, _ in sent} == {"run", "forget_answers"}
+    assert {values[0].kind for word, values in sent if word == "run"} == {*get_args(Kind)} - {"empty state"}
     for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(twin.state), strict=True):
         assert np.array_equal(ours, np.asarray(theirs), equal_nan=True)
 
@@ -149,13 +153,12 @@ def test_processes_that_differ_are_refused_by_name() -> None:
             assert "--page-size is 16 in process 1 and 32 in the first" in str(error)
             assert "--mesh" not in str(error)
         with leader:
-            leader.send(Plan("x", (1, (2, 3), np.arange(3)), {"y": True}))
-        [plan] = follower.plans((), lambda: None)
-        assert (plan.name, plan.arguments[:2], plan.arguments[2].tolist(), plan.options) == (
-            *("x", (1, (2, 3)), [0, 1, 2]),
-            {"y": True},
-        )
-        assert not lost, "the end was told"
+            leader.send(messages.write("x", (1, (2, 3), np.arange(3), True, StepProgram(2, 8, TREE)), (None, TREE)))
+        [frame] = follower.frames()
+        word, (*numbers, array, flag, program) = messages.read(*frame, (None, TREE))
+        assert (word, numbers, array.tolist(), flag) == ("x", [1, (2, 3)], [0, 1, 2], True)
+        assert program == StepProgram(2, 8, TREE)
+        assert not lost, "the end was sent"
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -168,12 +171,12 @@ def test_the_end_of_one_process_is_told_to_the_others(is_first: bool, monkeypatc
         if is_first:
             leader._wires[1].close()
             with pytest.raises(ProcessError, match="the first process has ended"):
-                next(follower.plans((), lambda: None))
+                next(follower.frames())
         else:
             follower._wire.close()
         wait_until(lambda: leader.lost is not None)
         with pytest.raises(ProcessError, match="process 1 has ended"):
-            leader.send(Plan("x"))
+            leader.send(messages.write("x"))
         assert "start all of its processes again" in str(leader.lost)
         wait_until(lambda: len(lost) == 2)
 

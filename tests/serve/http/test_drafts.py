@@ -11,8 +11,8 @@ from engines import VOCAB, Ask, Dice, Fixed, Inbox, make_engine, run, serving
 from fakes import STORY, USER
 
 from specserve.drafters.speculation import parse_speculation
-from specserve.serve.engine.handles import HostResult
-from specserve.serve.engine.results import draft_tree
+from specserve.serve.engine.delivery import draft_tree
+from specserve.serve.programs.results import HostResult
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import Delta, SamplingParams
 

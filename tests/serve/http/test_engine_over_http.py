@@ -20,12 +20,12 @@ from fakes import FakeTemplate
 from specserve.checkpoints.load import Target
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine.engine import Engine
-from specserve.serve.engine.handles import StepHandle
 from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.engine.scheduler import Sequence
 from specserve.serve.engine.swap import LoadedHead
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
+from specserve.serve.programs.results import StepHandle
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import FinishReason, Request, SamplingParams
 from specserve.serve.settings import ServeRun

@@ -45,7 +45,7 @@ from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.launch import Models
 from specserve.serve.programs.calls import Call
-from specserve.serve.programs.programs import Programs
+from specserve.serve.programs.compile_queue import CompiledPrograms
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import SamplingParams
 from specserve.serve.settings import ServeRun
@@ -153,9 +153,9 @@ def test_a_head_that_cannot_be_compiled_or_run_leaves_the_old_one(
     head, way = _others(tiny_target)["blocks"]
     engine = make_engine(runner)
     engine._load_head = lambda name: LoadedHead(head, (), DraftInfo(name), (parse_speculation(way), None))
-    reset, make, asks = Runner.reset, Programs._make, _asks()
+    reset, make, asks = Runner.reset, CompiledPrograms._make, _asks()
 
-    def cannot_compile(programs: Programs, call: Call) -> object:
+    def cannot_compile(programs: CompiledPrograms, call: Call) -> object:
         if call.static.get("tree") is not None:
             raise jax.errors.JaxRuntimeError("INTERNAL: no such instruction")
         return make(programs, call)
@@ -168,7 +168,7 @@ def test_a_head_that_cannot_be_compiled_or_run_leaves_the_old_one(
     with serving(engine):
         engine.set_speculation("off")
         for name, owner, attribute, fault, message in (
-            ("compiling", Programs, "_make", cannot_compile, "cannot be compiled: .*no such instruction"),
+            ("compiling", CompiledPrograms, "_make", cannot_compile, "cannot be compiled: .*no such instruction"),
             ("beginning", Runner, "reset", cannot_begin, "cannot run this head.*out of memory"),
             ("memory", startup, "free_memory", lambda _mesh: -(10**9), "-1.00 GB are free"),
         ):
@@ -197,12 +197,12 @@ def test_a_server_that_stops_gives_up_loading(
     engine, is_compiling, released = make_engine(runner), threading.Event(), threading.Event()
     engine._load_head = lambda name: LoadedHead(head, (), DraftInfo(name), (parse_speculation(way), None))
 
-    def wait(_programs: Programs, _call: Call) -> object:
+    def wait(_programs: CompiledPrograms, _call: Call) -> object:
         is_compiling.set()
         assert released.wait(PATIENCE)
         return None
 
-    monkeypatch.setattr(Programs, "_make", wait)
+    monkeypatch.setattr(CompiledPrograms, "_make", wait)
     with ThreadPoolExecutor(1) as pool:
         try:
             with engine:

@@ -20,6 +20,7 @@ from specserve.serve.engine.engine import Engine
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import make_shapes
 from specserve.tokenizer import Tokenizer
 
 pytestmark = [
@@ -44,7 +45,8 @@ def http(pydoc_target: Target, pydoc_head: Head) -> Iterator[httpx.Client]:
     backend = transformers.PreTrainedTokenizerFast.from_pretrained(str(BUNDLED_FOLDER))
     backend.chat_template = TEMPLATE
     tree = parse_speculation("tree:3x3x8")
-    runner = Runner(pydoc_target, pydoc_head, [tree], num_slots=4, max_model_len=512, page_size=16, num_pages=4 * 32)
+    sizes = {"num_slots": 4, "max_model_len": 512, "page_size": 16, "num_pages": 4 * 32}
+    runner = Runner(pydoc_target, pydoc_head, make_shapes([tree], pydoc_target.config, **sizes))
     with Engine(
         runner, Tokenizer(backend, pydoc_target.eos_ids), model_name="m", eos_ids=pydoc_target.eos_ids
     ) as engine:

@@ -17,7 +17,6 @@ from specserve.models.families import model_config
 from specserve.models.params import init_params, is_spec
 from specserve.models.target import TargetParams, target_spec
 from specserve.serve.programs import shapes
-from specserve.serve.programs.runner import Runner
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 ROUTED: dict[str, Any] = EXPERTS | {
@@ -127,7 +126,7 @@ def test_chunks_are_as_long_as_prompts_and_layers_let_them_be(monkeypatch: pytes
 
     def chunks(case: str, max_model_len: int = 2048) -> tuple[int, ...]:
         sizes = {"num_slots": 1, "num_pages": 4, "page_size": 16, "max_model_len": max_model_len}
-        return Runner(make_target(case), None, [None], **sizes).shapes.chunks
+        return shapes.make_shapes([None], make_target(case).config, **sizes).chunks
 
     assert (chunks("dense"), chunks("delta nets")) == ((64, 256, 1024), (64, 256))
     assert (chunks("dense", 64), chunks("dense", 65)) == ((64,), (64, 256))

@@ -17,6 +17,7 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine.engine import Engine, EngineOptions
 from specserve.serve.programs.layouts import make_layouts
 from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import make_shapes
 from specserve.serve.requests.completion import CompletionOutput
 from specserve.serve.requests.request import SamplingParams
 from specserve.tokenizer import Tokenizer
@@ -57,22 +58,11 @@ def prompts(pydoc_tokenizer: Tokenizer) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def runner(pydoc_target: Target, pydoc_head: Head) -> Runner:
     """Every way to step over one state: a program is compiled when a test asks for it."""
-    runner = Runner(
-        pydoc_target,
-        pydoc_head,
-        [None, *TREES.values()],
-        num_slots=8,
-        max_model_len=128,
-        page_size=16,
-        num_pages=8 * 8,
-        has_constrained=False,
-    )
+    sizes = {"num_slots": 8, "max_model_len": 128, "page_size": 16, "num_pages": 8 * 8}
+    shapes = make_shapes([None, *TREES.values()], pydoc_target.config, **sizes)
     # more chunks cost programs; growing from one width into the next is tested on a tiny target (test_engine)
-    shapes = runner.shapes
-    runner.shapes = dataclasses.replace(
-        shapes, batch_sizes=(1, 8), widths=shapes.widths[-1:], chunks=(64,), max_rows=1024
-    )
-    return runner
+    few = dataclasses.replace(shapes, batch_sizes=(1, 8), widths=shapes.widths[-1:], chunks=(64,), max_rows=1024)
+    return Runner(pydoc_target, pydoc_head, few, has_constrained=False)
 
 
 def _engine(runner: Runner, target: Target, speculation: str, tokenizer: Tokenizer) -> Engine:
@@ -122,10 +112,10 @@ def test_speculative_output_equals_plain_output(
     quality: str,
 ) -> None:
     head: Head = request.getfixturevalue("pydoc_head" if quality == "trained" else "random_pydoc_head")
-    speculative_engine.runner.layouts = make_layouts(pydoc_target, head)  # weights are traced: nothing compiles
+    speculative_engine.runner.inputs.layouts = make_layouts(pydoc_target, head)  # weights are traced: nothing compiles
     speculative_engine.flush_cache()  # of draft entries by another head
     together = list(range(len(prompts)))
-    groups = [[i] for i in ALONE] if speculative_engine.rounds.controller.tree == TREES[LONELY] else [together]
+    groups = [[i] for i in ALONE] if speculative_engine.rounds.choice.controller.tree == TREES[LONELY] else [together]
     tau = []
     for group in groups:
         completions = speculative_engine.generate([prompts[i] for i in group], [PARAMS[i] for i in group])

@@ -14,8 +14,8 @@ from storms import storm
 from specserve.errors import ConfigError, RequestError
 from specserve.kernels.pages import is_by_page
 from specserve.mesh import num_parts
-from specserve.serve.programs import wanted
 from specserve.serve.programs.placement import state_bytes
+from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
 
 FEW_PAGES = 14  # of a data rank, for two sequences of up to twelve
@@ -94,18 +94,18 @@ def test_no_page_travels_and_none_is_copied(model: str, text: str, way: str) -> 
     pages = [leaf for leaf in runner.state.cache.layers if is_by_page(leaf)]
     own = min(layer.k.addressable_shards[0].data.size for layer in pages)
     num_collectives = 0
-    for program in wanted.programs(runner):
-        if program.name == "empty state":
+    for program in list_programs(runner):
+        if program.kind == "empty state":
             continue
-        compiled = program.call().lower().compile()
+        compiled = runner.call(program).lower().compile()
         found = _COLLECTIVE.findall(compiled.as_text() or "")
         num_collectives += len(found)
         for shapes in found:
             given = sum(math.prod(map(int, shape.split(","))) for shape in _SHAPE.findall(shapes))
-            assert given < own / 4, f"{program.name}: a collective gives {shapes}"
+            assert given < own / 4, f"{program}: a collective gives {shapes}"
         memory = compiled.memory_analysis()
         assert memory is not None
-        assert memory.temp_size_in_bytes < 4 * own, f"{program.name} copies its pages"
+        assert memory.temp_size_in_bytes < 4 * own, f"{program} copies its pages"
     assert num_collectives, "the text of programs is not read as it is written"
 
 

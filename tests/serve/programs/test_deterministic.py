@@ -16,7 +16,7 @@ from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine.engine import Engine, EngineOptions
 from specserve.serve.programs.runner import Runner
-from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH
+from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH, make_shapes
 from specserve.serve.requests.completion import CompletionOutput
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative import step
@@ -35,17 +35,16 @@ def make(tiny_target: Target, tiny_head: Head) -> Callable[[str], Runner]:
 
 
 def _runner(target: Target, head: Head, speculation: str) -> Runner:
-    return Runner(
-        target,
-        head,
+    shapes = make_shapes(
         (parse_speculation(speculation),),
+        target.config,
         num_slots=NUM_SLOTS,
         max_model_len=MAX_LEN,
         page_size=PAGE_SIZE,
         num_pages=2 * NUM_SLOTS * MAX_LEN // PAGE_SIZE,
         is_deterministic=True,
-        has_constrained=False,
     )
+    return Runner(target, head, shapes, has_constrained=False)
 
 
 def _engine(runner: Runner, *, is_caching: bool = True) -> Engine:
@@ -135,6 +134,6 @@ def test_every_way_to_step_is_of_one_shape(make: Callable[[str], Runner]) -> Non
         assert tree is not None
         propose = functools.partial(step.propose_tree, runner.config, tree=tree, width=runner.shapes.max_pages)
         slots = jax.ShapeDtypeStruct((NUM_SLOTS,), np.int32)
-        _, proposal = jax.eval_shape(propose, runner.layouts.many, state=runner.state, slots=slots)
+        _, proposal = jax.eval_shape(propose, runner.inputs.layouts.many, state=runner.state, slots=slots)
         found.add(proposal.token_ids.shape)
     assert found == {(NUM_SLOTS, 1 + DETERMINISTIC_DEPTH)}

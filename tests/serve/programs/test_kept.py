@@ -26,13 +26,14 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.kernels import native
 from specserve.pytree import pytree, static
 from specserve.serve.engine.options import sampler_rows
-from specserve.serve.programs import kept
+from specserve.serve.programs import program_cache
 from specserve.serve.programs.calls import Call
-from specserve.serve.programs.kept import KeptPrograms
-from specserve.serve.programs.programs import Programs
-from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.compile_queue import CompiledPrograms
+from specserve.serve.programs.program_cache import ProgramCache
+from specserve.serve.programs.runner import EMPTY_STATE, Runner
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.drafter import Weights
+from specserve.speculative.program import StepProgram
 
 
 @pytest.fixture(autouse=True)
@@ -64,17 +65,17 @@ class _Bound:
 
     def call(self, x: Any = None, pages: Any = None, width: int = 2) -> Call:
         x, pages = jnp.arange(1.0, 4.0) if x is None else x, jnp.zeros((4, 3)) if pages is None else pages
-        return Call(("step", width), self.function, (x, pages), {"width": width})
+        return Call(StepProgram(width=width), self.function, (x, pages), {"width": width})
 
 
-def _kept(folder: Path, *facts: str) -> KeptPrograms:
-    return KeptPrograms(folder, facts, jax.devices()[:1])
+def _kept(folder: Path, *facts: str) -> ProgramCache:
+    return ProgramCache(folder, facts, jax.devices()[:1])
 
 
 def test_a_later_process_traces_nothing(tmp_path: Path) -> None:
     first, second = _Bound(), _Bound()
-    pages, out = Programs(_kept(tmp_path / "programs")).run(first.call())
-    other_pages, other = Programs(_kept(tmp_path / "programs")).run(second.call())
+    pages, out = CompiledPrograms(_kept(tmp_path / "programs")).run(first.call())
+    other_pages, other = CompiledPrograms(_kept(tmp_path / "programs")).run(second.call())
     assert (first.num_traced, second.num_traced) == (1, 0)
     assert np.array_equal(pages, other_pages)
     assert (out.label, out.total.tobytes()) == (other.label, other.total.tobytes())
@@ -87,7 +88,7 @@ def test_what_is_donated_is_updated_in_place(tmp_path: Path) -> None:
     for _process in range(2):
         pages = jnp.zeros((4, 3))
         place = pages.unsafe_buffer_pointer()
-        new, _ = Programs(_kept(tmp_path)).run(_Bound().call(pages=pages))
+        new, _ = CompiledPrograms(_kept(tmp_path)).run(_Bound().call(pages=pages))
         assert pages.is_deleted()
         assert new.unsafe_buffer_pointer() == place
 
@@ -95,7 +96,7 @@ def test_what_is_donated_is_updated_in_place(tmp_path: Path) -> None:
 def test_another_shape_than_the_program_has_is_refused(tmp_path: Path) -> None:
     """As by a program that was compiled here."""
     for _process in range(2):
-        programs = Programs(_kept(tmp_path))
+        programs = CompiledPrograms(_kept(tmp_path))
         programs.compile(_Bound().call())
         with pytest.raises(TypeError):
             programs.run(_Bound().call(x=jnp.zeros(4)))
@@ -107,10 +108,10 @@ MISSES: dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {
     "structure": lambda _patch: {"x": (jnp.zeros(3),)},
     "static argument": lambda _patch: {"width": 3},
     "XLA's flags": lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true") or {},
-    "code": lambda patch: patch.setattr(kept, "_code", lambda: "another") or {},
+    "code": lambda patch: patch.setattr(program_cache, "_code", lambda: "another") or {},
     "processor": lambda patch: patch.setattr(host, "processor", lambda: "another") or {},
     "cores": lambda patch: patch.setattr(host, "num_cores", lambda: 1000) or {},
-    "JAX": lambda patch: patch.setattr(kept.metadata, "version", lambda name: name) or {},
+    "JAX": lambda patch: patch.setattr(program_cache.metadata, "version", lambda name: name) or {},
     "instruction set": lambda patch: patch.setattr(native, "describe", lambda: "another") or {},
     "kernels": lambda patch: patch.setattr(native, "is_available", lambda: "another") or {},
 }
@@ -147,7 +148,7 @@ def test_settings_of_jax_count(tmp_path: Path, name: str, value: object) -> None
 
 
 def test_code_that_is_traced_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept.specserve, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(program_cache.specserve, "__file__", str(tmp_path / "__init__.py"))
     native_folder = tmp_path / "kernels" / "native"
     native_folder.mkdir(parents=True)
     (tmp_path / "models").mkdir()
@@ -157,19 +158,19 @@ def test_code_that_is_traced_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for text in ("x = 1", "x = 2"):
             (tmp_path / file).write_text(text)
             (tmp_path / "cli" / "serve.py").write_text(text)
-            found.add(kept._code.__wrapped__())
+            found.add(program_cache._code.__wrapped__())
         assert len(found) == 2
     (tmp_path / "mesh.py").rename(tmp_path / "pytree.py")
-    assert kept._code.__wrapped__() not in found
+    assert program_cache._code.__wrapped__() not in found
     (tmp_path / "cli" / "serve.py").write_text("what is not traced")
     (tmp_path / "pytree.py").rename(tmp_path / "mesh.py")
-    assert kept._code.__wrapped__() in found
+    assert program_cache._code.__wrapped__() in found
 
 
 def test_all_that_is_traced_is_known() -> None:
     """What the server's functions import, and what that imports."""
-    folder = Path(kept.specserve.__file__).parent
-    known = {path for pattern in kept.TRACED for path in folder.glob(pattern)}
+    folder = Path(program_cache.specserve.__file__).parent
+    known = {path for pattern in program_cache.TRACED for path in folder.glob(pattern)}
     found, left = set[Path](), [folder / "serve" / "programs" / "calls.py"]
     while left:
         path = left.pop()
@@ -204,22 +205,22 @@ def _renamed(data: bytes) -> bytes:
 def test_a_file_that_cannot_be_used_is_said_and_made_again(
     tmp_path: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    Programs(_kept(tmp_path)).run(_Bound().call())
+    CompiledPrograms(_kept(tmp_path)).run(_Bound().call())
     [file] = tmp_path.iterdir()
     file.write_bytes(damage(file.read_bytes()))
     again, mended = _Bound(), _Bound()
-    _, out = Programs(_kept(tmp_path)).run(again.call())
+    _, out = CompiledPrograms(_kept(tmp_path)).run(again.call())
     assert out.total == pytest.approx(2 * np.sin([1, 2, 3]).sum())
     assert again.num_traced == 1
     [record] = caplog.records
     assert "cannot be used, its program is compiled anew" in record.getMessage()
-    Programs(_kept(tmp_path)).run(mended.call())
+    CompiledPrograms(_kept(tmp_path)).run(mended.call())
     assert mended.num_traced == 0
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    programs = Programs(_kept(tmp_path / "file" / "programs"))
+    programs = CompiledPrograms(_kept(tmp_path / "file" / "programs"))
     for width in (1, 2, 3):
         programs.run(_Bound().call(width=width))
     [record] = caplog.records
@@ -229,33 +230,33 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: py
 def test_a_folder_that_may_only_be_read_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Programs(_kept(tmp_path)).run(_Bound().call())
+    CompiledPrograms(_kept(tmp_path)).run(_Bound().call())
 
     def refuse(_path: Path) -> None:
         raise PermissionError
 
     monkeypatch.setattr(os, "utime", refuse)
     again = _Bound()
-    Programs(_kept(tmp_path)).run(again.call())
+    CompiledPrograms(_kept(tmp_path)).run(again.call())
     assert again.num_traced == 0
     assert not caplog.records
 
 
 def test_what_was_not_used_for_longest_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [_Bound().call(width=width) for width in range(4)]
-    programs, paths = Programs(_kept(tmp_path)), [_kept(tmp_path)._path(call) for call in calls]
+    programs, paths = CompiledPrograms(_kept(tmp_path)), [_kept(tmp_path)._path(call) for call in calls]
     for i, call in enumerate(calls[:3]):
         programs.compile(call)
         os.utime(paths[i], (i, i))
     assert _kept(tmp_path).load(calls[0]) is not None  # used now
-    monkeypatch.setattr(kept, "LARGEST_BYTES", int(3.5 * paths[0].stat().st_size))
+    monkeypatch.setattr(program_cache, "LARGEST_BYTES", int(3.5 * paths[0].stat().st_size))
     programs.compile(calls[3])
     assert [path.exists() for path in paths] == [True, False, True, True]
 
 
 def test_files_that_others_take_away_do_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "taken").symlink_to(tmp_path / "away")
-    Programs(_kept(tmp_path)).run(_Bound().call())
+    CompiledPrograms(_kept(tmp_path)).run(_Bound().call())
     assert not caplog.records
 
 
@@ -269,8 +270,8 @@ def test_what_a_cache_of_jax_had_is_not_kept(tmp_path: Path, caplog: pytest.LogC
     compilation_cache.reset_cache()
     try:
         for _process in range(2):
-            Programs(_kept(tmp_path / "first")).run(_Bound().call())  # JAX keeps it, too
-            _, out = Programs(_kept(tmp_path / "second")).run(_Bound().call())
+            CompiledPrograms(_kept(tmp_path / "first")).run(_Bound().call())  # JAX keeps it, too
+            _, out = CompiledPrograms(_kept(tmp_path / "second")).run(_Bound().call())
             assert out.total == pytest.approx(2 * np.sin([1, 2, 3]).sum())
         assert len(list((tmp_path / "first").iterdir())) == 1
         assert not (tmp_path / "second").exists()
@@ -310,27 +311,30 @@ def test_a_server_s_programs_are_kept(
 
     first = _answers(make())
     with monkeypatch.context() as patch:
-        patch.setattr(Call, "lower", lambda call: pytest.fail(f"{call.key} was traced"))
+        patch.setattr(Call, "lower", lambda call: pytest.fail(f"{call.program} was traced"))
         runner = make()
         again = _answers(runner)
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(first, again, strict=True))
     deeper = dataclasses.replace(runner.config, max_depth=runner.config.max_depth + 1)
-    other = KeptPrograms(tmp_path, (repr(deeper), str(runner.place)), runner.place.devices)
-    assert runner.compiled._kept is not None
-    assert runner.compiled._kept.load(runner.beginning) is not None
-    assert other.load(runner.beginning) is None, "the functions' own config counts"
+    other = ProgramCache(tmp_path, (repr(deeper), str(runner.place)), runner.place.devices)
+    assert runner.compiled._cache is not None
+    assert runner.compiled._cache.load(runner.call(EMPTY_STATE)) is not None
+    assert other.load(runner.call(EMPTY_STATE)) is None, "the functions' own config counts"
 
 
 def test_layouts_of_other_shapes_are_other_programs(tiny_target: Target, tiny_head: Head, tmp_path: Path) -> None:
-    """In memory they are told by number, which says nothing of them to another process."""
+    """In memory a number tells them apart, which means nothing to another process."""
     runner = make_runner(tiny_target, tiny_head, "chain:3", "off", has_constrained=False, folder=tmp_path)
-    layout, programs = runner.layouts.one, _kept(tmp_path)
+    layout, programs = runner.inputs.layouts.one, _kept(tmp_path)
     wider = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape, 2), x.dtype), layout)
     assert isinstance(wider, Weights)
     slots = runner.place.slots((0,))
     layouts = enumerate((layout, dataclasses.replace(layout), wider))
-    calls = [runner.calls.catch_up(each, runner.state, slots, number=number) for number, each in layouts]
-    assert len({call.key for call in calls}) == 3
+    calls = [
+        runner._calls.make(StepProgram(1, kind="catch-up", layout=number), (each, runner.state, slots))
+        for number, each in layouts
+    ]
+    assert len({call.program for call in calls}) == 3
     same, copy, other = (programs._path(call) for call in calls)
     assert same == copy
     assert same != other

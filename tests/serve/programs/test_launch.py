@@ -2,19 +2,16 @@
 
 import dataclasses
 import gc
-import json
 import logging
-import math
 import time
 import weakref
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import carried
+import engines
 import jax
-import jax.numpy as jnp
 import pytest
 import tiny
 from spread import mesh_of
@@ -38,16 +35,14 @@ from specserve.serve.launch import (
     make_runner,
     with_cache_dtype,
 )
-from specserve.serve.programs import calibrate, wanted
-from specserve.serve.programs.calibrate import AGAIN_ROUNDS, IN_A_ROW, ROUNDS, describe_costs, finish, step_costs
+from specserve.serve.programs import program_list
 from specserve.serve.programs.placement import bytes_per_token, state_bytes
-from specserve.serve.programs.programs import Program
-from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH
+from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH, Shapes
 from specserve.serve.requests.request import SamplingParams
 from specserve.serve.settings import ServeRun
-from specserve.speculative.drafter import Weights
+from specserve.speculative.program import StepProgram
 from specserve.speculative.step import StepConfig
-from specserve.speculative.tree import Tree, chain, static_tree
+from specserve.speculative.tree import chain
 
 
 @pytest.fixture
@@ -208,8 +203,8 @@ def test_cache_sizes(models: Models, headless: Models, monkeypatch: pytest.Monke
     [
         (ServeRun(speculation="chain:3", max_slots=2, early_ready=False), [], False),
         (ServeRun(speculation="chain:3", max_slots=2, deterministic=True), [], False),
-        (ServeRun(speculation="chain:3", max_slots=2), ["step", "too much", "constrained"], False),
-        (ServeRun(speculation="auto", max_slots=2), ["step", "too much", "constrained"], True),
+        (ServeRun(speculation="chain:3", max_slots=2), ["step", "constrained"], False),
+        (ServeRun(speculation="auto", max_slots=2), ["step", "constrained"], True),
     ],
     ids=["whole", "deterministic", "early", "early auto"],
 )
@@ -218,33 +213,46 @@ def test_what_is_compiled_before_serving_and_what_later(
 ) -> None:
     ran: list[str] = []
     programs = [
-        Program(name, is_plain, lambda name=name: name)  # type: ignore[arg-type, return-value]
-        for name, is_plain in (("admission", True), ("plain step", True), ("step", False), ("too much", False))
-    ] + [Program("constrained", False, lambda: "constrained", is_for_masks=True)]  # type: ignore[arg-type, return-value]
-    asked: dict[str, Any] = {}
+        SimpleNamespace(name=name, is_plain=is_plain, is_for_masks=name == "constrained")
+        for name, is_plain in (("admission", True), ("plain step", True), ("step", False), ("constrained", False))
+    ]
+    asked: list[Shapes] = []
 
-    def make_runner(_target: Target, _head: Head, trees: tuple[Tree | None, ...], **settings: Any) -> SimpleNamespace:
-        asked.update(settings, trees=trees)
-        return SimpleNamespace(
-            has_room_for=lambda program: program.name != "too much",
-            compiled=SimpleNamespace(compile=ran.append),
-        )
+    def make_fake(_target: Target, _head: Head, shapes: Shapes, **_settings: Any) -> SimpleNamespace:
+        asked.append(shapes)
+        names = SimpleNamespace(is_plain=lambda program: program.is_plain, label=lambda program: program.name)
+        return SimpleNamespace(shapes=names, compile=lambda program: ran.append(program.name))
 
     monkeypatch.setattr(launch.host, "num_cores", lambda: 1)
-    monkeypatch.setattr(launch, "Runner", make_runner)
-    monkeypatch.setattr(wanted, "programs", lambda _runner: programs)
+    monkeypatch.setattr(launch, "Runner", make_fake)
+    monkeypatch.setattr(program_list, "list_programs", lambda _runner: programs)
     monkeypatch.setattr(launch, "Engine", lambda _runner, _tokenizer, **settings: SimpleNamespace(**settings))
     reported: list[tuple[int, int, str]] = []
     monkeypatch.setattr(launch, "check_numbers", lambda *_models: None)
     engine: Any = make_engine(models, run, lambda *report: reported.append(report))
     early = [program.name for program in programs if program.name not in late]
-    assert ran == [name for name in early if name != "too much"], "what the process has no room for is left out"
-    assert reported[: len(early)] == [(i + 1, 5, name) for i, name in enumerate(early)]
+    assert ran == early
+    assert reported[: len(early)] == [(i + 1, 4, name) for i, name in enumerate(early)]
     assert [program.name for program in (*engine.late_programs, *engine.mask_programs)] == late
-    assert [program.name for program in engine.mask_programs] == late[2:], "nobody has asked for them yet"
+    assert [program.name for program in engine.mask_programs] == late[1:], "nobody has asked for them yet"
     assert (engine.controller is not None) == has_controller, "one that knows no costs yet, and takes the first way"
-    assert asked["trees"] == choose_trees(models, run)
-    assert (asked["max_model_len"], asked["num_pages"], asked["num_slots"]) == (512, 2 * 512 // 32, 2)
+    [shapes] = asked
+    assert shapes.trees == choose_trees(models, run) or shapes.is_deterministic
+    assert (shapes.max_model_len, shapes.num_pages, shapes.num_slots) == (512, 2 * 512 // 32, 2)
+
+
+def test_what_the_process_has_no_room_for_is_left_out(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of choices alone; and the list of programs has it no more."""
+    runner = engines.make_runner(tiny_target, None, "off", "ngram:2", "ngram:3", has_constrained=False)
+    monkeypatch.setattr(launch.host, "free_memory_maps", lambda: 1)
+    plain, *more = runner.shapes.step_programs(runner.shapes.num_slots, runner.shapes.widths[-1])
+    for program in (plain, *more):
+        runner.compile(program)
+    assert [program in runner.compiled for program in (plain, *more)] == [True, False, False]
+    assert not set(more) & set(program_list.list_programs(runner))
+    assert caplog.text.count("no more ways to speculate are compiled") == 1
 
 
 def test_another_head_speculates_as_the_settings_say(tmp_path: Path) -> None:
@@ -274,7 +282,9 @@ def test_a_server_that_began_without_a_head_goes_on_with_one(tmp_path: Path) -> 
         lookups = set(engine.stats().num_steps_by_speculation)
         assert engine.load_draft("mtp").name == "mtp"
         deadline = time.monotonic() + 600
-        while not engine.rounds.controller.costs.keys() >= {(1, 2, tree) for tree in engine.runner.shapes.trees}:
+        while not engine.rounds.choice.controller.costs.keys() >= {
+            StepProgram(1, 2, tree) for tree in engine.runner.shapes.trees
+        }:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         for way in engine.runner.shapes.trees:
@@ -311,157 +321,6 @@ def test_heads_are_found_or_missed_with_a_reason(tmp_path: Path) -> None:
     assert not found.head_fingerprint
 
 
-class _FakeRunner(SimpleNamespace):
-    """Programs that take as long as they say, on a clock of their own, where they follow their like and nothing
-    disturbs them, which is so once."""
-
-    def __init__(self, seconds: dict[tuple[int, int, Tree | None], float], clock: list[float]) -> None:
-        super().__init__(state=jnp.zeros(1), shapes="shapes", config="config", place="here")
-        self.layouts = SimpleNamespace(one=Weights(jnp.zeros(1), None))
-        self.seconds, self.clock, self.ran = seconds, clock, []
-
-    def programs(self) -> list[Program]:
-        nothing: Any = None
-        others = [Program("admission", True, nothing, lambda: self.ran.append("admission"))]
-        return others + [
-            Program(self.name(shape), shape[2] is None, nothing, lambda shape=shape: self.run(shape), shape)
-            for shape in [*self.seconds, MISSING]
-        ]
-
-    def is_compiled(self, *shape: Any) -> bool:
-        return shape != MISSING
-
-    @staticmethod
-    def name(shape: tuple[int, int, Tree | None]) -> str:
-        return f"{describe(shape[2])} for {shape[0]}, {shape[1]}"
-
-    def run(self, shape: tuple[int, int, Tree | None]) -> None:
-        self.ran.append(shape)
-        is_disturbed = self.ran.count(shape) != 3 * IN_A_ROW or self.ran[-2:] != [shape, shape]
-        self.clock[0] += self.seconds[shape] * (1 + is_disturbed * len(self.ran))
-
-
-MISSING = (2, 32, chain(7))  # could not be compiled
-SECONDS = {(1, 8, None): 0.010, (1, 8, chain(3)): 0.014, (2, 8, None): 0.011, (1, 32, None): 0.012}
-
-
-@pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> _FakeRunner:
-    clock = [0.0]
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(wanted, "programs", _FakeRunner.programs)
-    monkeypatch.setattr(wanted, "is_compiled", _FakeRunner.is_compiled)
-    return _FakeRunner(SECONDS, clock)
-
-
-def _in_a_row(shapes: Iterable[Any]) -> list[Any]:
-    return [shape for shape in shapes for _ in range(IN_A_ROW)]
-
-
-def _costs(runner: Any, file: Path | None) -> dict[Any, float]:
-    return finish(step_costs(runner, file))
-
-
-def test_costs_are_measured_and_remembered(runner: Any, tmp_path: Path) -> None:
-    file = tmp_path / "costs" / "x.json"
-    costs = _costs(runner, file)
-    assert costs == pytest.approx(SECONDS), "the least disturbed run tells what a step costs"
-    assert runner.ran == _in_a_row(SECONDS) * ROUNDS, "they take turns, and what is no step, or missing, is not timed"
-    assert [path.name for path in file.parent.iterdir()] == ["x.json"]
-    runner.ran.clear()
-    assert _costs(runner, file) == pytest.approx(costs)
-    ordered = sorted(SECONDS, key=SECONDS.__getitem__)
-    assert runner.ran == _in_a_row(ordered) * AGAIN_ROUNDS, "looked at again, for a moment"
-    runner.ran.clear()
-    assert _costs(runner, None) == pytest.approx(SECONDS)
-
-
-def test_looking_again_takes_about_a_second(runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = _costs(runner, tmp_path / "x.json")
-    runner.ran.clear()
-    monkeypatch.setattr(calibrate, "AGAIN_SECONDS", IN_A_ROW * AGAIN_ROUNDS * (0.010 + 0.011) + 1e-6)
-    assert _costs(runner, tmp_path / "x.json") == pytest.approx(costs)
-    assert runner.ran == _in_a_row([(1, 8, None), (2, 8, None)]) * AGAIN_ROUNDS, "the cheapest"
-
-
-def test_costs_of_a_busy_machine_do_not_stay(runner: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And those of a quiet one are not forgotten on a busy one."""
-    file = tmp_path / "x.json"
-    runner.seconds = {shape: 1.5 * seconds for shape, seconds in SECONDS.items()}
-    assert _costs(runner, file)[1, 8, None] == pytest.approx(0.015)
-    runner.seconds = SECONDS
-    runner.ran.clear()
-    with caplog.at_level(logging.INFO):
-        assert _costs(runner, file) == pytest.approx(SECONDS)
-    assert "busy machine" in caplog.text
-    assert len(runner.ran) == IN_A_ROW * len(SECONDS) * (AGAIN_ROUNDS + ROUNDS), "every step is timed again"
-    runner.seconds = {shape: 3 * seconds for shape, seconds in SECONDS.items()}
-    assert _costs(runner, file) == pytest.approx(SECONDS)
-
-
-DAMAGE: dict[str, Callable[[str], str]] = {
-    "cut off": lambda text: text[:20],
-    "empty": lambda _text: "",
-    "a list": lambda _text: "[]",
-    "null": lambda _text: "null",
-    "of other programs": lambda _text: "{}",
-    "not numbers": lambda text: json.dumps(dict.fromkeys(json.loads(text), "fast")),
-    "nulls": lambda text: json.dumps(dict.fromkeys(json.loads(text))),
-    "no numbers": lambda text: json.dumps(dict.fromkeys(json.loads(text), math.nan)),
-    "no time at all": lambda text: json.dumps(dict.fromkeys(json.loads(text), 0.0)),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_file_is_measured_again(
-    runner: Any, tmp_path: Path, damage: Callable[[str], str], caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "x.json"
-    costs = _costs(runner, file)
-    file.write_text(damage(file.read_text()))
-    runner.ran.clear()
-    assert _costs(runner, file) == pytest.approx(costs)
-    assert runner.ran
-    assert "damaged" in caplog.text
-    runner.ran.clear()
-    assert _costs(runner, file) == pytest.approx(costs)
-    assert len(runner.ran) == IN_A_ROW * len(SECONDS) * AGAIN_ROUNDS, "and mended"
-
-
-def test_a_folder_that_cannot_be_written_is_a_warning(
-    runner: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert _costs(runner, tmp_path / "file" / "x.json") == pytest.approx(SECONDS)
-    assert "cannot be kept" in caplog.text
-
-
-def test_the_file_depends_on_what_costs_depend_on(runner: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = calibrate.cost_file("target head", runner)
-    assert tmp_path in first.parents
-    assert calibrate.cost_file("target head", runner) == first
-    others = {calibrate.cost_file("another head", runner)}
-    for name, value in (
-        ("shapes", "others"),
-        ("config", "another"),
-        ("place", "mesh"),
-        ("seconds", {(1, 8, None): 1.0}),
-        ("layouts", SimpleNamespace(one=Weights(jnp.ones(1, jnp.int8), None))),  # other bits of the same files
-        ("layouts", SimpleNamespace(one=Weights(jnp.ones(1), jnp.ones(1, jnp.int8)))),
-    ):
-        before = getattr(runner, name)
-        setattr(runner, name, value)
-        others.add(calibrate.cost_file("target head", runner))
-        setattr(runner, name, before)
-    assert len(others | {first}) == 8
-
-
-def test_costs_in_one_line() -> None:
-    costs = SECONDS | {(1, 8, static_tree((2, 1))): 0.02}
-    assert describe_costs(costs) == "batch 1: off 10.0, chain:3 14.0, static:2x1 20.0; batch 2: off 11.0"
-
-
 def test_what_was_loaded_is_dropped_once_it_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By whoever makes one engine alone. A layout takes over what it does not change, as norms and embeddings."""
     tiny.write_target(tmp_path, tiny.TARGET, seed=0)
@@ -477,7 +336,7 @@ def test_what_was_loaded_is_dropped_once_it_is_packed(tmp_path: Path, monkeypatc
     assert params() is None
     is_changed = jax.default_backend() == "cpu"  # elsewhere the programs take what was loaded
     assert [matrix() is None for matrix in matrices] == [is_changed] * len(matrices)
-    assert engine.runner.layouts.one.target.embedding.shape == (64, engine.runner.config.target.d_model)
+    assert engine.runner.inputs.layouts.one.target.embedding.shape == (64, engine.runner.config.target.d_model)
 
 
 def test_the_tokenizer_is_read_while_programs_are_compiled(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

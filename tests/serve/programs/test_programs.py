@@ -3,7 +3,7 @@
 import logging
 import sys
 import threading
-from collections.abc import Hashable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 from specserve import host
-from specserve.serve.programs import programs as programs_module
+from specserve.serve.programs import compile_queue
 from specserve.serve.programs.calls import Call
-from specserve.serve.programs.programs import Announcer, Compiler, Program, Programs, compile_all
+from specserve.serve.programs.compile_queue import CompiledPrograms, Compiler, ProgressLog, compile_all
+from specserve.speculative.program import StepProgram
+
+SCALE = StepProgram(7)
 
 
 class _Function:
@@ -35,38 +38,48 @@ class _Function:
         return lambda x: x + 1
 
 
-def _program(key: Hashable, function: _Function) -> Program:
-    return Program(f"program {key}", False, lambda: Call(key, function, (jnp.zeros(2),)))
+def _compile_all(compiled: CompiledPrograms, functions: Sequence[_Function], **options: Any) -> None:
+    """Program i has the i-th function and the batch size i."""
+    compile_all(*_queue(compiled, functions), **options)
+
+
+def _queue(compiled: CompiledPrograms, functions: Sequence[_Function]) -> tuple[Any, list[StepProgram]]:
+    def compile_one(program: StepProgram) -> None:
+        compiled.compile(Call(program, functions[program.batch], (jnp.zeros(2),)))
+
+    return compile_one, [StepProgram(i) for i in range(len(functions))]
 
 
 def test_a_call_never_compiles_what_is_there() -> None:
     """Also where its arrays were given away: only their shapes are read before."""
-    compiled, donating = Programs(), jax.jit(lambda x, y: x * y, donate_argnums=0)
+    compiled, donating = CompiledPrograms(), jax.jit(lambda x, y: x * y, donate_argnums=0)
     gone = jnp.ones(3)
     donating(gone, 2.0).block_until_ready()
-    call = Call("scale", donating, (gone, jnp.float32(3)))
+    call = Call(SCALE, donating, (gone, jnp.float32(3)))
     compiled.compile(call)
-    assert "scale" in compiled
-    out = compiled.run(Call("scale", donating, (jnp.ones(3), jnp.float32(3))))
+    assert SCALE in compiled
+    out = compiled.run(Call(SCALE, donating, (jnp.ones(3), jnp.float32(3))))
     assert out.tolist() == [3, 3, 3]
     assert (len(compiled), compiled.num_missed) == (1, 0)
     with pytest.raises(TypeError):  # another shape under the same key is a mistake, and no reason to compile
-        compiled.run(Call("scale", donating, (jnp.ones(4), jnp.float32(3))))
+        compiled.run(Call(SCALE, donating, (jnp.ones(4), jnp.float32(3))))
 
 
 def test_what_is_missing_is_compiled_when_it_is_asked_for_and_counted() -> None:
-    compiled, function = Programs(), _Function()
-    call = Call("late", function, (np.int32(1),))
+    compiled, function = CompiledPrograms(), _Function()
+    call = Call(StepProgram(), function, (np.int32(1),))
     assert [compiled.run(call) for _ in range(2)] == [2, 2]
     assert (function.num_lowered, compiled.num_missed) == (1, 1)
 
 
 def test_who_asks_for_what_is_on_its_way_waits_for_it() -> None:
     gate = threading.Event()
-    compiled, function = Programs(), _Function(gate)
-    compiler = Compiler(compiled, [_program("slow", function)]).start()
+    compiled, function = CompiledPrograms(), _Function(gate)
+    compiler = Compiler(*_queue(compiled, [function])).start()
     results: list[Any] = []
-    asking = threading.Thread(target=lambda: results.append(compiled.run(Call("slow", function, (np.int32(1),)))))
+    asking = threading.Thread(
+        target=lambda: results.append(compiled.run(Call(StepProgram(), function, (np.int32(1),))))
+    )
     asking.start()
     gate.set()
     asking.join(60)
@@ -85,58 +98,54 @@ def test_compiling_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
             barrier.wait()
             return super().compile()
 
-    compiled = Programs()
-    compile_all(compiled, [_program(i, Together()) for i in range(6)])
+    compiled = CompiledPrograms()
+    _compile_all(compiled, [Together() for _ in range(6)])
     assert len(compiled) == 6
 
 
 def test_the_first_failure_is_raised_and_nothing_more_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "num_cores", lambda: 1)
-    compiled, last = Programs(), _Function()
-    each = [_program(0, _Function()), _program(1, _Function(error=RuntimeError("no room"))), _program(2, last)]
+    compiled, last = CompiledPrograms(), _Function()
     with pytest.raises(RuntimeError, match="no room"):
-        compile_all(compiled, each)
+        _compile_all(compiled, [_Function(), _Function(error=RuntimeError("no room")), last])
     assert (len(compiled), last.num_lowered) == (1, 0)
-    compiled.compile(_program(1, _Function()).call())
+    compiled.compile(Call(StepProgram(1), _Function(), (jnp.zeros(2),)))
     assert len(compiled) == 2, "and what failed may be tried again"
 
 
 def test_in_the_background_one_failure_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "num_cores", lambda: 1)
-    compiled, ended = Programs(), []
-    each = [_program(0, _Function(error=RuntimeError("no room"))), _program(1, _Function()), _program(2, _Function())]
+    compiled, ended = CompiledPrograms(), []
     compiler = Compiler(
-        compiled,
-        each,
-        is_wanted=lambda program: program.name != "program 2",
-        on_compiled=lambda program, error: ended.append((program.name, error is not None)),
+        *_queue(compiled, [_Function(error=RuntimeError("no room")), _Function()]),
+        on_compiled=lambda program, error: ended.append((program.batch, error is not None)),
         is_background=True,
     )
     assert compiler.start().join(60)
-    assert ended == [("program 0", True), ("program 1", False), ("program 2", False)]
-    assert list(compiled._compiled) == [1], "and what is not wanted is left out"
+    assert ended == [(0, True), (1, False)]
+    assert list(compiled._compiled) == [StepProgram(1)]
 
 
 def test_a_compiler_that_is_stopped_ends_after_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "num_cores", lambda: 1)
-    gate, compiled, last = threading.Event(), Programs(), _Function()
-    compiler = Compiler(compiled, [_program(0, _Function(gate)), _program(1, last)]).start()
+    gate, last = threading.Event(), _Function()
+    compiler = Compiler(*_queue(CompiledPrograms(), [_Function(gate), last])).start()
     assert host.is_compiling()
     compiler.stop()
     assert not compiler.join(0.05)
     gate.set()
-    programs_module.end_all()
+    compile_queue.end_all()
     assert not host.is_compiling()
     assert last.num_lowered == 0
 
 
 def test_progress_reaches_the_log_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     clock = [0.0]
-    say = Announcer(5, "while serving", lambda: clock[0])
+    log = ProgressLog(5, "while serving", lambda: clock[0])
     with caplog.at_level(logging.INFO):
         for i in range(5):
             clock[0] += 6
-            say(_program(i, _Function()))
+            log(f"program {i}")
     assert [record.getMessage() for record in caplog.records] == [
         "while serving: 2 of 5 programs are compiled, 3 are left; the last one was program 1",
         "while serving: 4 of 5 programs are compiled, 1 are left; the last one was program 3",
@@ -155,14 +164,14 @@ def test_something_else_is_done_meanwhile(monkeypatch: pytest.MonkeyPatch) -> No
     """And if that fails nobody waits for programs."""
     monkeypatch.setattr(host, "num_cores", lambda: 1)
     gate, last = threading.Event(), _Function()
-    compile_all(Programs(), [_program(0, _Function(gate))], meanwhile=gate.set)
+    _compile_all(CompiledPrograms(), [_Function(gate)], meanwhile=gate.set)
     gate.clear()
 
     def fail() -> None:
         raise ValueError("no tokenizer")
 
     with pytest.raises(ValueError, match="no tokenizer"):
-        compile_all(Programs(), [_program(0, _Function(gate)), _program(1, last)], meanwhile=fail)
+        _compile_all(CompiledPrograms(), [_Function(gate), last], meanwhile=fail)
     gate.set()
-    programs_module.end_all()
+    compile_queue.end_all()
     assert last.num_lowered == 0

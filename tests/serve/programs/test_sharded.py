@@ -6,6 +6,7 @@ from engines import Dice, Reference, compile_programs, make_engine, make_runner,
 from spread import CASES, head_of, mesh_of, spread_head, spread_target, target_of
 
 from specserve.kernels import native
+from specserve.speculative.program import StepProgram
 
 QUICK = ("latents", "data=2,tensor=2,expert=2", "chain:2")
 DENSE = ("dense", "data=2,tensor=4", "tree:2x2x4")
@@ -56,8 +57,6 @@ def test_each_device_steps_its_own_sequences(text: str, way: str) -> None:
         alone = make_runner(target_of("experts"), head_of("experts"), way)
         runner = make_runner(spread_target("experts", mesh), spread_head("experts", mesh), way, mesh=mesh)
         tree, width = runner.shapes.trees[-1], runner.shapes.widths[-1]
-        steps = ((alone, (0,)), (runner, (0, 1, 2, 3)))
-        one, four = (
-            each.step_call(slots, tree, width).lower().compile().cost_analysis()["flops"] for each, slots in steps
-        )
+        steps = (alone.call(StepProgram(1, width, tree)), runner.call(StepProgram(4, width, tree)))
+        one, four = (call.lower().compile().cost_analysis()["flops"] for call in steps)
     assert one / 4 < four < 2 * one

@@ -22,6 +22,7 @@ from specserve.models.params import is_spec
 from specserve.serve import launch, startup
 from specserve.serve.launch import Models, load_models, make_engine
 from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import make_shapes
 from specserve.serve.settings import ServeRun
 from specserve.serve.startup import check_numbers, check_state_fits
 from specserve.speculative.step import init_state
@@ -39,7 +40,7 @@ def _runner_of(target: Target, head: Head | None, **sizes: Any) -> tuple[Any, An
         raise Refused
 
     with pytest.raises(Refused):
-        Runner(target, head, [parse_speculation("chain:3")], check=note, **sizes)
+        Runner(target, head, make_shapes([parse_speculation("chain:3")], target.config, **sizes), check=note)
     config, shapes = found
     return config, shapes
 

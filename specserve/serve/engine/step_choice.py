@@ -1,0 +1,169 @@
+"""The choice of the next step: which compiled program, and how many steps of it at once."""
+
+import logging
+from collections.abc import Sequence as Seq
+
+from specserve.drafters.speculation import describe
+from specserve.serve.engine.scheduler import Sequence
+from specserve.serve.programs import program_list
+from specserve.serve.programs.results import HostResult
+from specserve.serve.programs.runner import Runner
+from specserve.speculative.controller import Controller, Estimate
+from specserve.speculative.program import StepProgram
+from specserve.speculative.tree import Tree
+
+logger = logging.getLogger(__name__)
+
+BURST_SECONDS = 0.02  # a reader sees no pauses of this length
+_RATE = 0.2  # how fast what a step takes is followed
+
+
+class Bursts:
+    """The number of steps that are dispatched at once, by the seconds of steps in service.
+
+    Whatever the host does for a call of a program (arguments, dispatch, reading the result) it does once for all steps
+    of the call, and beside a step of two milliseconds that is much. But no token is handed out before the call is over.
+    A request that comes meanwhile waits for it, and for the one that is dispatched behind it. So a burst is as many
+    steps as end within BURST_SECONDS.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[StepProgram, float] = {}
+
+    def observe(self, program: StepProgram, seconds: float) -> None:
+        """Learn that a step took so many seconds."""
+        known = self._seconds.get(program, seconds)
+        self._seconds[program] = known + _RATE * (seconds - known)
+
+    def num_steps(self, program: StepProgram, most: int) -> int:
+        """Return how many such steps to dispatch at once: 1 to `most`, and 1 where none has been seen."""
+        seconds = self._seconds.get(program)
+        return 1 if seconds is None else within_burst(seconds, most)
+
+
+def within_burst(seconds: float, most: int) -> int:
+    """Return how many steps that take so many seconds each to dispatch at once: 1 to `most`."""
+    return max(1, min(most, int(BURST_SECONDS / seconds)))
+
+
+class StepChoice:
+    """Chooses steps for the sequences that decode, by what the operator and the controller want, out of the programs
+    that are compiled."""
+
+    def __init__(self, runner: Runner, controller: Controller | None, *, is_partial: bool) -> None:
+        """Without a controller every step is over the first of the runner's trees."""
+        self.controller = controller or Controller({})
+        self.is_choosing = controller is not None
+        self.only: tuple[Tree | None] | None = None  # the one tree that the operator wants; None: any
+        self.is_partial = is_partial  # not every program is compiled, so that steps are made of those that are
+        self._runner, self._bursts = runner, Bursts()
+        self._prior: Seq[float] | None = None  # acceptance by depth of a head that took the first one's place
+        self._num_tokens = self._plain_tokens = (
+            0.0  # tokens that steps were expected to emit, and plain ones in their time
+        )
+
+    def complete(self, controller: Controller | None, *, is_partial: bool) -> None:
+        """Note that every program is compiled, or has failed to compile; then steps are still made of those that are
+        there. The controller is one that knows what the steps cost."""
+        if controller is not None:
+            controller.calibration, self.controller = self.controller.calibration, controller
+        self.is_partial = is_partial
+        if self._prior is not None:  # the controller was made of what the first head promises
+            self.controller.expect(self._prior)
+
+    def use_head(self, runner: Runner, prior: Seq[float]) -> None:
+        """Go on with a runner with another head, of this acceptance by depth."""
+        self._runner, self._bursts, self._prior = runner, Bursts(), prior
+        if self.only and self.only[0] not in runner.shapes.trees:
+            logger.warning("the new head has no programs for %s: the server's own choice holds", describe(*self.only))
+            self.only = None
+        self.controller.expect(prior)
+
+    def step_only(self, *tree: Tree | None) -> None:
+        """Make every step over this tree from now on (None: plainly); without one, as the server chooses."""
+        self.only = (tree[0],) if tree else None
+
+    @property
+    def is_following(self) -> bool:
+        """Return whether the draft is to keep up with plain steps. While programs are missing, that by which it would
+        catch up may be one of them."""
+        return not self.is_partial and (not self.is_choosing or self.controller.is_following)
+
+    @property
+    def estimated_speedup(self) -> float:
+        """The tokens that steps were expected to emit, over those of plain steps in the same time."""
+        return self._num_tokens / self._plain_tokens if self._plain_tokens else 1.0
+
+    def estimate(self, sequence: Sequence) -> Estimate:
+        """Return how the sequence accepts draft tokens. At its first admission that is what is known of the drafter by
+        then."""
+        if sequence.estimate is None:
+            sequence.estimate = self.controller.start(sequence.request.params.speculation)
+        return sequence.estimate
+
+    def choose(self, decode: Seq[Sequence], slots: Seq[int], most_steps: int) -> tuple[StepProgram, int]:
+        """Return the next step of these sequences, and how many of them to make at once."""
+        program = self._program(decode, self._choices(slots))
+        num_steps = self._bursts.num_steps(program, most_steps)
+        num_steps = self._runner.bounds.num_alike(slots, program.tree, num_steps)
+        if self.is_choosing and self.only is None:
+            estimates = [self.estimate(sequence) for sequence in decode]
+            tokens = num_steps * self.controller.expected_tokens(estimates, program.tree)
+            self._num_tokens += tokens
+            self._plain_tokens += tokens / max(self.controller.speedup(estimates, program), 1e-9)
+        return program, num_steps
+
+    def _choices(self, slots: Seq[int]) -> Seq[StepProgram]:
+        shapes = self._runner.shapes
+        return shapes.step_programs(shapes.batch_size_of(slots), self._runner.bounds.width_of(slots))
+
+    def _program(self, decode: Seq[Sequence], choices: Seq[StepProgram]) -> StepProgram:
+        plain = StepProgram(choices[0].batch, choices[0].width, self._runner.shapes.plain)
+        if self.is_partial:
+            choices = [each for each in choices if program_list.is_compiled(self._runner, each)]
+            if not choices:  # a larger plain one is
+                return plain
+        if self.only is not None:  # large batches are stepped plainly, where its programs are not compiled for them
+            return next((each for each in choices if each.tree == self.only[0]), plain)
+        if not self.is_choosing:
+            return choices[0]
+        return self.controller.choose([self.estimate(each) for each in decode], choices)
+
+    def choose_constrained(self, decode: Seq[Sequence], slots: Seq[int]) -> StepProgram:
+        """Return the next step of sequences of which some have token masks."""
+        sizes, shapes = self._choices(slots)[0], self._runner.shapes
+        tree = shapes.constrained_tree(sizes.batch)
+        plain, speculative = StepProgram(sizes.batch, sizes.width), StepProgram(sizes.batch, sizes.width, tree)
+        if tree is None or None not in shapes.trees:
+            return speculative
+        if self.only == (None,):
+            return plain
+        if self.is_partial or not program_list.is_constrained_compiled(self._runner, sizes.batch, tree):
+            return plain
+        if not self.is_choosing:
+            return speculative
+        return self.controller.choose([self.estimate(sequence) for sequence in decode], (plain, speculative))
+
+    def observe_seconds(self, program: StepProgram, seconds: float) -> None:
+        """Learn that a step took so many seconds in service."""
+        self.controller.observe_seconds(program, seconds)
+        self._bursts.observe(program, seconds)
+
+    def observe(self, tree: Tree | None, result: HostResult, sequences: dict[int, Sequence]) -> None:
+        """Count what a step accepted of the sequences in its rows, and learn from it."""
+        if tree is None or self._runner.shapes.accepts_nothing:
+            for sequence in sequences.values():
+                sequence.acceptance = sequence.acceptance.after_step()
+            return
+        rows, estimates = list(sequences), [self.estimate(sequence) for sequence in sequences.values()]
+        n_accepted, confidence = result.n_accepted[rows], result.confidence
+        for sequence, estimate, number in zip(sequences.values(), estimates, n_accepted.tolist(), strict=True):
+            num_draft_tokens = tree.num_nodes if estimate.max_depth else 0  # 0: the request wants none
+            if num_draft_tokens:
+                sequence.drafts.append((num_draft_tokens, number))
+            sequence.acceptance = sequence.acceptance.after_step(
+                number, depth=tree.depth, num_draft_tokens=num_draft_tokens
+            )
+        if confidence is not None:
+            confidence = confidence[rows]
+        self.controller.observe(estimates, tree, n_accepted, confidence)

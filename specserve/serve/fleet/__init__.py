@@ -1,0 +1,5 @@
+"""Several processes or replicas as one server.
+
+`ranks` and `messages`: one server whose mesh spans processes. `replicas`, `routing` and `fleet`: engines behind one
+address on Ray Serve. `kv_events`: reports of the prefix cache to other routers.
+"""

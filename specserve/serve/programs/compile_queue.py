@@ -1,0 +1,212 @@
+"""Compiled programs, made ahead of the steps that need them, on several threads side by side, and then only called.
+
+Nothing is ever run in order to be compiled, and what is called is the compiled program itself: no call can compile by
+accident. A program that is missing when it is asked for is compiled there and then, and counted.
+"""
+
+import atexit
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from specserve import host
+from specserve.serve.programs.calls import Call
+from specserve.serve.programs.program_cache import ProgramCache
+from specserve.speculative.program import StepProgram
+
+logger = logging.getLogger(__name__)
+
+MAX_THREADS = 8  # threads side by side: tracing is Python, so more would wait for each other
+LOG_SECONDS = 10.0
+CHECK_SECONDS = 0.2
+
+
+class CompiledPrograms:
+    """The programs that are compiled. Every method may be called from any thread."""
+
+    def __init__(self, cache: ProgramCache | None = None) -> None:
+        """`cache` has those that earlier processes have compiled."""
+        self._cache = cache
+        self._compiled: dict[StepProgram, Any] = {}
+        self._in_progress: dict[StepProgram, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self.num_missed = 0  # compiled because a call needed them
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def __contains__(self, program: StepProgram) -> bool:
+        return program in self._compiled
+
+    def first(self, programs: Iterator[StepProgram]) -> StepProgram:
+        """Return the first that is compiled, of programs that do the same, the cheapest first. It is the first of all
+        when every program is; until then larger ones serve."""
+        cheapest = next(programs)
+        return next((each for each in itertools.chain((cheapest,), programs) if each in self._compiled), cheapest)
+
+    def run(self, call: Call) -> Any:
+        """Call the program, which is compiled first if it is missing."""
+        compiled = self._compiled.get(call.program)
+        if compiled is None:
+            self.num_missed += 1
+            compiled = self.compile(call)
+        return compiled(*call.arguments)
+
+    def compile(self, call: Call) -> Any:
+        """Return the program, compiled by now; one that another thread is compiling is waited for."""
+        with self._lock:
+            found = self._compiled.get(call.program)
+            future, is_ours = self._in_progress.get(call.program), False
+            if found is None and future is None:
+                future = self._in_progress[call.program] = Future()
+                is_ours = True
+        if found is not None:
+            return found
+        assert future is not None
+        if is_ours:
+            try:
+                future.set_result(self._make(call))
+            except BaseException as error:
+                future.set_exception(error)
+            with self._lock:
+                del self._in_progress[call.program]
+                if future.exception() is None:
+                    self._compiled[call.program] = future.result()
+        return future.result()
+
+    def _make(self, call: Call) -> Any:
+        if self._cache is None:
+            return call.lower().compile()
+        found = self._cache.load(call)
+        return self._cache.compile(call) if found is None else found
+
+
+class Compiler:
+    """Compiles programs on threads of its own, in the order given, each by `compile_one`. `on_compiled` is called on
+    these threads after each, with what went wrong or None."""
+
+    def __init__(
+        self,
+        compile_one: Callable[[StepProgram], object],
+        programs: Sequence[StepProgram],
+        *,
+        on_compiled: Callable[[StepProgram, Exception | None], None] = lambda _program, _error: None,
+        is_background: bool = False,  # at the lowest priority, where the system lets threads have one
+    ) -> None:
+        self._programs, self._compile_one = deque(programs), compile_one
+        self._on_compiled, self._is_background = on_compiled, is_background
+        number = min(host.num_cores(), MAX_THREADS, len(programs))
+        # daemons: an interpreter that ends must not wait for programs that are not needed any more (see `end_all`)
+        self._threads = [
+            threading.Thread(target=self._run, name=host.COMPILER_THREAD, daemon=True) for _ in range(number)
+        ]
+        _compilers.add(self)
+
+    def start(self) -> "Compiler":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait for the threads, at most so long. Returns whether they have ended."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def stop(self) -> None:
+        """Begin no other program. What is being compiled cannot be interrupted."""
+        self._programs.clear()
+
+    def _run(self) -> None:
+        if self._is_background:
+            host.lower_priority()
+        while True:
+            try:
+                program = self._programs.popleft()
+            except IndexError:
+                return
+            error = None
+            try:
+                self._compile_one(program)
+            except Exception as failure:
+                error = failure
+            self._on_compiled(program, error)
+
+
+_compilers: weakref.WeakSet[Compiler] = weakref.WeakSet()
+
+
+def end_all() -> None:
+    """Stop every compiler and wait for what is being compiled: an interpreter that ends under a compiling thread aborts
+    the process. Called when a process ends, unless it leaves by `host.leave`."""
+    for compiler in list(_compilers):
+        compiler.stop()
+    for compiler in list(_compilers):
+        compiler.join()
+
+
+atexit.register(end_all)
+
+
+def compile_all(
+    compile_one: Callable[[StepProgram], object],
+    programs: Sequence[StepProgram],
+    *,
+    on_compiled: Callable[[StepProgram], None] = lambda _program: None,
+    meanwhile: Callable[[], object] = lambda: None,
+    check: Callable[[], object] = lambda: None,
+    is_background: bool = False,
+) -> None:
+    """Compile these side by side and wait; `meanwhile` is called on this thread once, and `check` now and then. Raises
+    what they raise, or what the first program that fails raises."""
+    failures: list[Exception] = []
+
+    def done(program: StepProgram, error: Exception | None) -> None:
+        if error is not None:
+            failures.append(error)
+            compiler.stop()
+        on_compiled(program)
+
+    compiler = Compiler(compile_one, programs, on_compiled=done, is_background=is_background)
+    try:
+        compiler.start()
+        meanwhile()
+        while not compiler.join(CHECK_SECONDS):
+            check()
+    except BaseException:  # such as an interrupt: the others are not needed any more
+        compiler.stop()
+        raise
+    if failures:
+        raise failures[0]
+
+
+class ProgressLog:
+    """A count of the compiled programs, which is logged now and then."""
+
+    def __init__(self, total: int, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._what, self._clock = total, what, clock
+        self._num_done, self._last, self._lock = 0, clock(), threading.Lock()
+
+    def __call__(self, label: str) -> None:
+        """Count one more compiled program, and its label as the last."""
+        with self._lock:
+            self._num_done += 1
+            now = self._clock()
+            if self._num_done < self._total and now - self._last >= LOG_SECONDS:
+                self._last = now
+                logger.info(
+                    "%s: %d of %d programs are compiled, %d are left; the last one was %s",
+                    self._what,
+                    self._num_done,
+                    self._total,
+                    self._total - self._num_done,
+                    label,
+                )

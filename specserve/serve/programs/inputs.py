@@ -1,0 +1,173 @@
+"""The arguments of compiled programs, made of what the host knows: slots, numbers, token ids and masks.
+
+Arguments that are left out stand for nothing but padding. A program is compiled for the shapes of those, and a step
+over them changes nothing, which is how steps are timed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from specserve.serve.engine.options import blank_token_rows, sampler_rows
+from specserve.serve.programs.layouts import Layouts
+from specserve.serve.programs.placement import Placement
+from specserve.serve.programs.shapes import Shapes
+from specserve.serve.requests.request import SamplingParams
+from specserve.speculative.drafter import Weights
+from specserve.speculative.program import Kind, StepProgram
+from specserve.speculative.sampling import SamplerRows, TokenRows
+from specserve.speculative.step import Admission, SlotState
+from specserve.speculative.tree import Proposal, Tree
+
+PAGES_AT_ONCE = 32  # page-table entries that one call sets
+
+Slots = tuple[int, ...]  # of a padded batch: past the last slot where a row is padding
+
+
+class Inputs:
+    """Makes the arguments of a runner's programs, for the shapes and the layouts of the weights that it has."""
+
+    def __init__(
+        self, shapes: Shapes, layouts: Layouts, place: Placement, *, vocab_size: int, eos_ids: Sequence[int]
+    ) -> None:
+        self.layouts = layouts
+        self._shapes, self._place, self._num_bytes = shapes, place, -(-vocab_size // 8)
+        # of requests without an option that names a token: by whether the target's own ids end them
+        self._blank_tokens = {
+            ends: place.put(blank_token_rows(vocab_size, eos_ids if ends else ())) for ends in (False, True)
+        }
+        self._everything_allowed: dict[int, jax.Array] = {}  # by batch size: most steps have no mask
+        self._makers: dict[Kind, Callable[..., tuple[Any, ...]]] = {
+            "empty state": lambda _program, _state: (),
+            "admission": self._admission,
+            "page table": self._page_table,
+            "recall": self._recall,
+            "catch-up": self._catch_up,
+            "prefill": self._prefill,
+            "step": self._step,
+            "proposal": self._proposal,
+            "verification": self._verification,
+        }
+
+    def of(self, program: StepProgram, state: SlotState, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of a program over a state. `values` are those of the method for its kind, below."""
+        return self._makers[program.kind](program, state, *values)
+
+    def layout_for(self, batch: int, tree: Tree | None) -> Weights:
+        """Return the weights that a step of so many sequences takes."""
+        return self.layouts.for_rows(batch * self._shapes.num_nodes(tree))
+
+    def _admission(
+        self,
+        _program: StepProgram,
+        state: SlotState,
+        slot: int = 0,
+        token_ids: Sequence[int] | np.ndarray = (),  # the prompt, and the answer so far
+        pages: Sequence[int] | np.ndarray = (),
+        num_cached: int = 0,
+        rows: SamplerRows | None = None,  # [1], see `options`
+        tokens: TokenRows | None = None,  # None: no option names a token
+        promise: float = 0.0,
+        ends: bool = False,
+    ) -> tuple[Any, ...]:
+        """Fill a slot; see `Runner.admit`."""
+        shapes = self._shapes
+        page_row: Any = np.full(shapes.max_pages, shapes.num_pages, np.int32)
+        page_row[: len(pages)] = pages
+        history: Any = np.zeros(shapes.max_pages * shapes.page_size, np.int32)
+        history[: len(token_ids)] = token_ids
+        rows = rows or sampler_rows(SamplingParams(), 0)
+        if shapes.accepts_nothing:
+            nothing: Any = np.zeros(1, np.int32)
+            rows = dataclasses.replace(rows, max_depth=nothing)
+        cached: Any = np.int32(num_cached)
+        promised: Any = np.float32(promise)
+        new = Admission(page_row, history, cached, rows, tokens or self._blank_tokens[ends], promised)
+        return state, self._place.scalar(slot), self._place.put(new)
+
+    def _page_table(
+        self, _program: StepProgram, state: SlotState, entries: np.ndarray | None = None
+    ) -> tuple[Any, ...]:
+        """Set entries of the page table, [3, PAGES_AT_ONCE] int32: slots, columns and pages."""
+        if entries is None:
+            entries = np.zeros((3, PAGES_AT_ONCE), np.int32)
+        return state.page_table, self._place.put(entries)
+
+    def _recall(
+        self, _program: StepProgram, state: SlotState, slot: int = 0, start: int = 0, last: int = 0, number: int = 0
+    ) -> tuple[Any, ...]:
+        """Have the drafter keep the answer in a slot, from `start` to `last`, as its `number`-th."""
+        return state, *map(self._place.scalar, (slot, start, last, number))
+
+    def _catch_up(self, program: StepProgram, state: SlotState, slots: Slots = ()) -> tuple[Any, ...]:
+        """Have the drafter read what plain steps have left pending."""
+        return self.layouts.distinct[program.layout], state, self._slots(program, slots)
+
+    def _prefill(
+        self,
+        program: StepProgram,
+        state: SlotState,
+        slots: Slots = (),  # one for each data rank
+        num_tokens: tuple[int, ...] = (),
+        is_last: tuple[bool, ...] = (),
+        allowed: np.ndarray | None = None,
+    ) -> tuple[Any, ...]:
+        """Run the next `num_tokens` tokens of a prompt in each slot, which `is_last` or not."""
+        return (
+            self.layouts.many,
+            state,
+            self._slots(program, slots),
+            self._place.slots(num_tokens or (program.chunk,) * program.batch),
+            self._place.flags(is_last or (True,) * program.batch),
+            self._allowed(program.batch, allowed),
+        )
+
+    def _step(
+        self,
+        program: StepProgram,
+        state: SlotState,
+        slots: Slots = (),
+        num_steps: int = 1,
+        allowed: np.ndarray | None = None,  # of plain steps
+    ) -> tuple[Any, ...]:
+        """Make steps one after another."""
+        layout, bits = self.layout_for(program.batch, program.tree), self._allowed(program.batch, allowed)
+        return layout, state, self._slots(program, slots), self._place.scalar(num_steps), bits
+
+    def _proposal(self, program: StepProgram, state: SlotState, slots: Slots = ()) -> tuple[Any, ...]:
+        """Propose a tree for each sequence."""
+        return self.layout_for(program.batch, program.tree), state, self._slots(program, slots)
+
+    def _verification(
+        self,
+        program: StepProgram,
+        state: SlotState,
+        slots: Slots = (),
+        proposal: Proposal | None = None,
+        allowed: np.ndarray | None = None,  # [batch, node, bytes] uint8
+    ) -> tuple[Any, ...]:
+        """Verify proposed trees."""
+        assert program.tree is not None
+        layout, padded = self.layout_for(program.batch, program.tree), self._slots(program, slots)
+        if proposal is not None:
+            return layout, state, padded, proposal, self._allowed(program.batch, allowed)
+        shape, batch = self._place.shape, program.batch
+        of_nodes = shape(batch, 1 + program.tree.num_nodes)
+        bits = shape(batch, self._shapes.num_nodes(program.tree), self._num_bytes, dtype=np.uint8)
+        return layout, state, padded, Proposal(of_nodes, of_nodes, of_nodes, shape(batch)), bits
+
+    def _slots(self, program: StepProgram, slots: Slots) -> jax.Array:
+        return self._place.slots(slots or (self._shapes.num_slots,) * program.batch)
+
+    def _allowed(self, batch: int, allowed: np.ndarray | None) -> jax.Array:
+        """Return the mask of tokens that a step of so many sequences may draw, [batch, node, bytes] uint8. None allows
+        every token at every node."""
+        if allowed is not None:
+            return self._place.put(allowed)
+        if batch not in self._everything_allowed:
+            everything = np.full((batch, 1, self._num_bytes), 255, np.uint8)
+            self._everything_allowed[batch] = self._place.put(everything)
+        return self._everything_allowed[batch]

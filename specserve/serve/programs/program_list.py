@@ -1,0 +1,60 @@
+"""The programs that a server needs, in the order of need, and whether those of a step are compiled yet."""
+
+import itertools
+from collections.abc import Iterator
+
+from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import Shapes
+from specserve.speculative.program import StepProgram
+from specserve.speculative.tree import Tree
+
+
+def list_programs(runner: Runner) -> list[StepProgram]:
+    """List every program, in the order of need. Plain decoding can serve everything with the largest ones, those of
+    which `Shapes.is_plain` holds, if not in the fastest way. Programs that only token masks need come last."""
+    shapes = runner.shapes
+    found = [StepProgram(kind="empty state"), StepProgram(kind="admission"), StepProgram(kind="page table")]
+    if runner.remembers:
+        found.append(StepProgram(kind="recall"))
+    for width in shapes.widths:
+        found += [StepProgram(size, width, shapes.plain) for size in shapes.batch_sizes]
+        found += [shapes.prefill(width, chunk) for chunk in shapes.chunks]
+    found.append(shapes.prefill(shapes.widths[-1], shapes.chunks[-1], is_scored=True))
+    if _catches_up(runner):
+        sizes = itertools.product(shapes.batch_sizes, range(len(runner.inputs.layouts.distinct)))
+        found += [StepProgram(size, kind="catch-up", layout=number) for size, number in sizes]
+    for width, size in itertools.product(shapes.widths, shapes.batch_sizes):
+        found += [each for each in shapes.step_programs(size, width) if each.tree != shapes.plain]
+    found.sort(key=lambda program: not shapes.is_plain(program))
+    found += _constrained_programs(shapes) if runner.has_constrained else ()
+    return [program for program in found if program not in runner.left_out]
+
+
+def _catches_up(runner: Runner) -> bool:
+    return bool(runner.config.max_pending) and len(runner.shapes.trees) > 1  # one tree alone never leaves too much
+
+
+def _constrained_programs(shapes: Shapes) -> Iterator[StepProgram]:
+    """Yield speculative steps with token masks, in two parts each. Plain steps take masks as they are."""
+    for size in shapes.batch_sizes:
+        tree = shapes.constrained_tree(size)
+        if tree is not None:
+            yield from shapes.constrained_step(size, tree)
+
+
+def is_compiled(runner: Runner, program: StepProgram) -> bool:
+    """Return whether a step runs at once, also where the drafter must catch up before it."""
+    needed = [program]
+    if program.tree is not None and _catches_up(runner):
+        needed.append(runner.catch_up_for(program.batch, program.tree))
+    return all(each in runner.compiled for each in needed)
+
+
+def is_constrained_compiled(runner: Runner, batch_size: int, tree: Tree) -> bool:
+    """Return whether a step of so many sequences, some with token masks, may speculate by this tree at once."""
+    return all(program in runner.compiled for program in runner.shapes.constrained_step(batch_size, tree))
+
+
+def mask_programs(runner: Runner) -> tuple[StepProgram, ...]:
+    """List the programs that requests with token masks need, and that are not compiled yet."""
+    return tuple(each for each in list_programs(runner) if each.is_for_masks and each not in runner.compiled)

@@ -1,0 +1,2 @@
+"""Requests and answers as host data. Read `request` (options, requests and deltas), `output` and `decoder` (tokens to
+text), `completion` (whole answers), `grammars` (token masks)."""

@@ -1,0 +1,180 @@
+"""The costs of steps are measured once, kept in a file, and measured again where that was made on a busy machine."""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from specserve.drafters.speculation import describe
+from specserve.serve.programs import calibrate, program_list
+from specserve.serve.programs.calibrate import AGAIN_ROUNDS, IN_A_ROW, ROUNDS, describe_costs, finish, step_costs
+from specserve.speculative.drafter import Weights
+from specserve.speculative.program import StepProgram
+from specserve.speculative.tree import chain, static_tree
+
+
+class _FakeRunner(SimpleNamespace):
+    """Programs that take as long as they say, on a clock of their own, where they follow their like and nothing
+    disturbs them, which is so once."""
+
+    def __init__(self, seconds: dict[StepProgram, float], clock: list[float]) -> None:
+        super().__init__(state=jnp.zeros(1), shapes=_Names("shapes"), config="config", place="here")
+        self.inputs = _inputs(Weights(jnp.zeros(1), None))
+        self.seconds, self.clock, self.ran = seconds, clock, []
+
+    def programs(self) -> list[StepProgram]:
+        return [StepProgram(kind="admission"), *self.seconds, MISSING]
+
+    def is_compiled(self, program: StepProgram) -> bool:
+        return program != MISSING
+
+    def run(self, program: StepProgram) -> None:
+        self.ran.append(program)
+        is_disturbed = self.ran.count(program) != 3 * IN_A_ROW or self.ran[-2:] != [program, program]
+        self.clock[0] += self.seconds[program] * (1 + is_disturbed * len(self.ran))
+
+
+class _Names(str):
+    """In place of shapes."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def label(program: StepProgram) -> str:
+        return f"{program.kind} {describe(program.tree)} for {program.batch}, {program.width}"
+
+
+def _inputs(weights: Weights) -> SimpleNamespace:
+    return SimpleNamespace(layouts=SimpleNamespace(one=weights))
+
+
+MISSING = StepProgram(2, 32, chain(7))  # could not be compiled
+SECONDS = {
+    StepProgram(1, 8): 0.010,
+    StepProgram(1, 8, chain(3)): 0.014,
+    StepProgram(2, 8): 0.011,
+    StepProgram(1, 32): 0.012,
+}
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> _FakeRunner:
+    clock = [0.0]
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(program_list, "list_programs", _FakeRunner.programs)
+    monkeypatch.setattr(program_list, "is_compiled", _FakeRunner.is_compiled)
+    return _FakeRunner(SECONDS, clock)
+
+
+def _in_a_row(shapes: Iterable[Any]) -> list[Any]:
+    return [shape for shape in shapes for _ in range(IN_A_ROW)]
+
+
+def _costs(runner: Any, file: Path | None) -> dict[Any, float]:
+    return finish(step_costs(runner, file))
+
+
+def test_costs_are_measured_and_remembered(runner: Any, tmp_path: Path) -> None:
+    file = tmp_path / "costs" / "x.json"
+    costs = _costs(runner, file)
+    assert costs == pytest.approx(SECONDS), "the least disturbed run tells what a step costs"
+    assert runner.ran == _in_a_row(SECONDS) * ROUNDS, "they take turns, and what is no step, or missing, is not timed"
+    assert [path.name for path in file.parent.iterdir()] == ["x.json"]
+    runner.ran.clear()
+    assert _costs(runner, file) == pytest.approx(costs)
+    ordered = sorted(SECONDS, key=SECONDS.__getitem__)
+    assert runner.ran == _in_a_row(ordered) * AGAIN_ROUNDS, "looked at again, for a moment"
+    runner.ran.clear()
+    assert _costs(runner, None) == pytest.approx(SECONDS)
+
+
+def test_looking_again_takes_about_a_second(runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = _costs(runner, tmp_path / "x.json")
+    runner.ran.clear()
+    monkeypatch.setattr(calibrate, "AGAIN_SECONDS", IN_A_ROW * AGAIN_ROUNDS * (0.010 + 0.011) + 1e-6)
+    assert _costs(runner, tmp_path / "x.json") == pytest.approx(costs)
+    assert runner.ran == _in_a_row([StepProgram(1, 8), StepProgram(2, 8)]) * AGAIN_ROUNDS, "the cheapest"
+
+
+def test_costs_of_a_busy_machine_do_not_stay(runner: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And those of a quiet one are not forgotten on a busy one."""
+    file = tmp_path / "x.json"
+    runner.seconds = {shape: 1.5 * seconds for shape, seconds in SECONDS.items()}
+    assert _costs(runner, file)[StepProgram(1, 8)] == pytest.approx(0.015)
+    runner.seconds = SECONDS
+    runner.ran.clear()
+    with caplog.at_level(logging.INFO):
+        assert _costs(runner, file) == pytest.approx(SECONDS)
+    assert "busy machine" in caplog.text
+    assert len(runner.ran) == IN_A_ROW * len(SECONDS) * (AGAIN_ROUNDS + ROUNDS), "every step is timed again"
+    runner.seconds = {shape: 3 * seconds for shape, seconds in SECONDS.items()}
+    assert _costs(runner, file) == pytest.approx(SECONDS)
+
+
+DAMAGE: dict[str, Callable[[str], str]] = {
+    "cut off": lambda text: text[:20],
+    "empty": lambda _text: "",
+    "a list": lambda _text: "[]",
+    "null": lambda _text: "null",
+    "of other programs": lambda _text: "{}",
+    "not numbers": lambda text: json.dumps(dict.fromkeys(json.loads(text), "fast")),
+    "nulls": lambda text: json.dumps(dict.fromkeys(json.loads(text))),
+    "no numbers": lambda text: json.dumps(dict.fromkeys(json.loads(text), math.nan)),
+    "no time at all": lambda text: json.dumps(dict.fromkeys(json.loads(text), 0.0)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_file_is_measured_again(
+    runner: Any, tmp_path: Path, damage: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "x.json"
+    costs = _costs(runner, file)
+    file.write_text(damage(file.read_text()))
+    runner.ran.clear()
+    assert _costs(runner, file) == pytest.approx(costs)
+    assert runner.ran
+    assert "damaged" in caplog.text
+    runner.ran.clear()
+    assert _costs(runner, file) == pytest.approx(costs)
+    assert len(runner.ran) == IN_A_ROW * len(SECONDS) * AGAIN_ROUNDS, "and mended"
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    runner: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert _costs(runner, tmp_path / "file" / "x.json") == pytest.approx(SECONDS)
+    assert "cannot be kept" in caplog.text
+
+
+def test_the_file_depends_on_what_costs_depend_on(runner: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = calibrate.cost_file("target head", runner)
+    assert tmp_path in first.parents
+    assert calibrate.cost_file("target head", runner) == first
+    others = {calibrate.cost_file("another head", runner)}
+    for name, value in (
+        ("shapes", _Names("others")),
+        ("config", "another"),
+        ("place", "mesh"),
+        ("seconds", {StepProgram(1, 8): 1.0}),
+        ("inputs", _inputs(Weights(jnp.ones(1, jnp.int8), None))),  # other bits of the same files
+        ("inputs", _inputs(Weights(jnp.ones(1), jnp.ones(1, jnp.int8)))),
+    ):
+        before = getattr(runner, name)
+        setattr(runner, name, value)
+        others.add(calibrate.cost_file("target head", runner))
+        setattr(runner, name, before)
+    assert len(others | {first}) == 8
+
+
+def test_costs_in_one_line() -> None:
+    costs = SECONDS | {StepProgram(1, 8, static_tree((2, 1))): 0.02}
+    assert describe_costs(costs) == "batch 1: off 10.0, chain:3 14.0, static:2x1 20.0; batch 2: off 11.0"
