@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from specserve.eval.bench.server_process import ServerProcess
+from server_process import ServerProcess
 
 SAMPLE_SECONDS = 5.0
 SETTLE_SECONDS = 60.0  # in which the programs for grammars are compiled
@@ -130,7 +130,6 @@ def main() -> None:
     flags = ["--speculation", options.speculation, *options.serve.split()]
     seen: Counter[str] = Counter()
     with ServerProcess(flags) as server:
-        server.wait_until_ready()
         server.wait_until_complete()
         time.sleep(SAMPLE_SECONDS)
         print(f"at start, with its programs: {server.resident_bytes / 1e6:,.0f} MB", flush=True)

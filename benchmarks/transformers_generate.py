@@ -1,5 +1,5 @@
 """`specserve bench engine` with transformers' own `generate` as further arms: one stream, greedy, plain and with prompt
-lookup. Its options are those of `specserve bench engine`; a cell with more clients or a temperature is ours alone.
+lookup. Its options are those of `specserve bench engine`; with more clients or a temperature it measures ours alone.
 
 Run from the checkout: `python benchmarks/transformers_generate.py --concurrency 1 --temperature 0`. Where there is no
 torch, the first run makes an environment that has it, and the benchmark runs there with the packages of this one.
@@ -19,7 +19,7 @@ from environments import environment
 
 from specserve.cli.bench import BenchRun, measure_engine
 from specserve.cli.options import command
-from specserve.eval.bench.cells import TimedAnswer
+from specserve.eval.bench.comparison import TimedAnswer
 from specserve.host import cache_folder
 from specserve.mesh import default_dtype
 from specserve.serve.engine.interface import EngineStats

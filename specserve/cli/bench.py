@@ -1,24 +1,21 @@
-"""`specserve bench`: how fast the engine is, from one client to many, and how fast its kernels."""
+"""`specserve bench engine`: how fast the engine is, from one client to many."""
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import jax
 from rich.markup import escape
 
 from specserve.checkpoints.tensors import write_json
 from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import DataError
-from specserve.eval.bench.cells import BenchArm, BenchPlan, Cell
+from specserve.eval.bench.comparison import BenchArm, BenchSize, Comparison
 from specserve.eval.bench.engine import BenchReport, run_bench
-from specserve.eval.bench.kernels import measure_bounds, measure_kernels
 from specserve.eval.bench.synthetic import bench_models
 from specserve.eval.prompts import load_chats, random_length, random_prompts
-from specserve.eval.report import bench_lines, bench_table, coupling_table, kernels_table
-from specserve.eval.settings import BenchRun, KernelsRun
+from specserve.eval.report import bench_lines, bench_table, coupling_table
+from specserve.eval.settings import BenchRun
 from specserve.provenance import collect
 from specserve.serve.launch import Models
 
@@ -28,42 +25,17 @@ def engine(run: BenchRun) -> None:
     measure_engine(run)
 
 
-def kernels(run: KernelsRun) -> None:
-    """Time each kernel of this backend beside XLA's own operations, over the shapes asked for."""
-    bounds = measure_bounds()
-    device = jax.devices()[0].device_kind
-    rows = []
-    with Bars() as progress:
-        timing = progress.add("timing")
-        for row in measure_kernels(run, bounds):
-            rows.append(row)
-            progress.update(timing, advance=1, note=f"{row.work.kernel} {row.work.shape}")
-    bounds = bounds.raised_by(rows)
-    rows = [row.within(bounds) for row in rows]
-    console.print(
-        f"{escape(device)}: {bounds.bytes_per_second / 1e9:,.0f} GB/s read, "
-        f"{bounds.flops_per_second / 1e12:,.2f} TFLOP/s multiplied",
-        highlight=False,
-    )
-    for _, of_kernel in itertools.groupby(rows, key=lambda row: row.work.kernel):
-        console.print(kernels_table(list(of_kernel)))
-    if run.output:
-        facts = {"device": device, **asdict(bounds), "rows": [row.to_json() for row in rows]}
-        write_json(Path(run.output), {**facts, "settings": asdict(run), "provenance": collect()})
-        console.print(f"report written to {escape(run.output)}")
-
-
 def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, BenchArm]] | None = None) -> None:
     """Run the benchmark, print its tables and write its report. `others` makes further arms of the target's folder, by
     name. Raises ConfigError, CheckpointError or DataError."""
     for name in run.arms:
         if name != "auto":
-            parse_speculation(name)  # a wrong one is said before minutes of work
+            parse_speculation(name)  # a wrong one is reported before minutes of work
     run = replace(run, input_len=random_length(run.bench, run.input_len, run.max_model_len - run.max_tokens))
-    plan = BenchPlan(run.concurrency, run.temperature, run.rounds, run.requests, run.max_tokens, run.seed)
+    size = BenchSize(run.concurrency, run.temperature, run.rounds, run.requests, run.max_tokens, run.seed)
     models = bench_models(run)
     further = others(models.target.folder) if others else {}
-    report = _measure(run, models, _prompts(run, models, plan), plan, further)
+    report = _measure(run, models, _prompts(run, models, size), size, further)
     _show(report)
     if run.output:
         draft = models.draft.name if models.draft else ""
@@ -72,11 +44,11 @@ def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, BenchArm
         console.print(f"report written to {escape(run.output)}")
 
 
-def _prompts(run: BenchRun, models: Models, plan: BenchPlan) -> list[list[int]]:
+def _prompts(run: BenchRun, models: Models, size: BenchSize) -> list[list[int]]:
     if run.input_len:
-        return random_prompts(range(1, models.target.config.vocab_size), plan.num_prompts, run.input_len, run.seed)
+        return random_prompts(range(1, models.target.config.vocab_size), size.num_prompts, run.input_len, run.seed)
     assert models.tokenizer is not None
-    chats = load_chats(run.bench, plan.num_prompts, run.history)
+    chats = load_chats(run.bench, size.num_prompts, run.history)
     rendered = [models.tokenizer.render_chat(chat) for chat in chats]
     prompts = [prompt for prompt in rendered if len(prompt) + run.max_tokens <= run.max_model_len]
     if not prompts:
@@ -90,7 +62,7 @@ def _prompts(run: BenchRun, models: Models, plan: BenchPlan) -> list[list[int]]:
 
 
 def _measure(
-    run: BenchRun, models: Models, prompts: list[list[int]], plan: BenchPlan, others: Mapping[str, BenchArm]
+    run: BenchRun, models: Models, prompts: list[list[int]], size: BenchSize, others: Mapping[str, BenchArm]
 ) -> BenchReport:
     with Bars() as progress:
         compiling = progress.add("compiling")
@@ -100,16 +72,16 @@ def _measure(
         def on_warmup(arm: str, done: int, total: int, name: str) -> None:
             progress.update(compiling, completed=done, total=total, note=f"{arm}: {name}")
 
-        def on_round(cell: Cell) -> None:
-            rates = ", ".join(f"{name} {result.rates[-1]:.0f}" for name, result in cell.arms.items())
-            note = f"{cell.concurrency} clients, T={cell.temperature:g}: {rates} tokens/s"
+        def on_round(comparison: Comparison) -> None:
+            rates = ", ".join(f"{name} {result.rates[-1]:.0f}" for name, result in comparison.arms.items())
+            note = f"{comparison.concurrency} clients, T={comparison.temperature:g}: {rates} tokens/s"
             progress.update(asking, advance=1, note=note)
 
         return run_bench(
             models,
             run.arms,
             prompts,
-            plan,
+            size,
             max_model_len=run.max_model_len,
             others=others,
             has_coupling=run.coupling,
@@ -119,8 +91,8 @@ def _measure(
 
 
 def _show(report: BenchReport) -> None:
-    for temperature in report.plan.temperatures:
-        console.print(bench_table(report.cells, temperature))
+    for temperature in report.size.temperatures:
+        console.print(bench_table(report.comparisons, temperature))
     if report.couplings:
         console.print(coupling_table(report.couplings))
     for line in bench_lines(report):

@@ -20,7 +20,7 @@ TOP = 12  # operations of a trace that are shown
 
 
 def latency(run: LatencyRun) -> None:
-    """Answer one batch again and again, and say how long it takes and where the time goes."""
+    """Answer one batch again and again, and print how long it takes and where the time goes."""
     found = _measure(run)
     result = found.result
     ends = ", ".join(f"p{p} {seconds:.3f}" for p, seconds in result["percentiles"].items())
@@ -33,7 +33,7 @@ def latency(run: LatencyRun) -> None:
 
 
 def throughput(run: ThroughputRun) -> None:
-    """Answer many prompts as fast as the engine can, and say how fast that is and where the time goes."""
+    """Answer many prompts as fast as the engine can, and print how fast that is and where the time goes."""
     run = bench_offline.with_length(run)
     found = _measure(run)
     result = found.result
@@ -48,7 +48,7 @@ def throughput(run: ThroughputRun) -> None:
 
 def _measure(run: LatencyRun | ThroughputRun) -> Measured:
     if run.speculation != "auto":
-        parse_speculation(run.speculation)  # a wrong one is said before minutes of work
+        parse_speculation(run.speculation)  # a wrong one is reported before minutes of work
     models = bench_models(run)
     with Bars() as progress:
         if isinstance(run, LatencyRun):

@@ -25,7 +25,7 @@ from specserve.eval.client import Client
 SPECULATION = "chain:3"
 SPECULATION_HELP = f"As of `serve`: chain:3, tree:4x2x7, auto, off, ... (default: {SPECULATION})"
 HELP = """\
-/speculation [WAY]  say how it speculates, or change it: off, chain:3, auto, ...
+/speculation [WAY]  show how it speculates, or change it: off, chain:3, auto, ...
 /reset              forget the conversation
 /help               this
 Ctrl-C stops an answer, Ctrl-D leaves. Tokens on green were proposed by the
@@ -43,7 +43,7 @@ def chat(
     api_key: Annotated[str, typer.Option(help="Of the server.", envvar="SPECSERVE_API_KEY")] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
-    """Talk until the input ends. An error that a server tells ends a filter, and only the answer of a conversation."""
+    """Talk until the input ends. An error of the server ends a filter, and only the answer of a conversation."""
     start(log_level)
     if url and (target or draft or speculation):
         raise ConfigError(
@@ -66,7 +66,7 @@ def converse(talk: ServerChat, console: Console, read: Callable[[str], str]) -> 
     with contextlib.suppress(ImportError):  # line editing and history for `input`, where Python has it
         importlib.import_module("readline")
     console.print(
-        f"[bold]{talk.model}[/], speculation {talk.speculation or 'unknown'}; /help says more",
+        f"[bold]{talk.model}[/], speculation {talk.speculation or 'unknown'}; /help shows more",
         style="dim",
         highlight=False,
     )
@@ -93,14 +93,14 @@ def answer(talk: ServerChat, console: Console, message: str) -> None:
     with AnswerView(console) as view:
         try:
             for token in talk.ask(message):
-                view.push(token, talk.told)
+                view.push(token, talk.answer)
         except KeyboardInterrupt:
             view.note = "stopped"
-        view.finish(talk.told)
+        view.finish(talk.answer)
 
 
 def _obey(talk: ServerChat, line: str) -> str:
-    """Do what a line with a slash says, and return the text to answer."""
+    """Run the command of a line with a slash, and return the text to answer."""
     name, _, rest = line.partition(" ")
     if name == "/reset":
         talk.reset()
@@ -108,7 +108,7 @@ def _obey(talk: ServerChat, line: str) -> str:
     if name == "/speculation":
         if rest.strip():
             talk.speculate(rest.strip())
-        return f"speculation is {talk.speculation or 'the choice of a server that does not tell it'}"
+        return f"speculation is {talk.speculation or 'the choice of a server that does not report it'}"
     if name == "/help":
         return HELP
     raise ConfigError(f"{name}: no such command; /help lists them")

@@ -41,7 +41,7 @@ class AnswerView:
             self._print(self._line)
             self._line = Text()
 
-    def push(self, token: Token, told: AnswerSoFar) -> None:
+    def push(self, token: Token, answer: AnswerSoFar) -> None:
         """Add a token."""
         style = DEPTH_STYLES[min(token.depth, len(DEPTH_STYLES) - 1)]
         self._line.append(token.text.replace("\t", "    "), f"{REASONING} {style}" if token.is_reasoning else style)
@@ -51,17 +51,17 @@ class AnswerView:
         now = time.monotonic()
         if self._live and now - self._drawn_time >= SECONDS_PER_FRAME:  # drawing must not slow what it shows
             self._drawn_time = now
-            self._live.update(Group(self._line, Text(status(told), "dim")), refresh=True)
+            self._live.update(Group(self._line, Text(status(answer), "dim")), refresh=True)
 
-    def finish(self, told: AnswerSoFar) -> None:
+    def finish(self, answer: AnswerSoFar) -> None:
         """Print what is left of the answer, and what is known of it."""
         if self._live:
             self._live.update(Text(), refresh=True)
             self._live.stop()
         self._print(self._line)
         self._line = Text()
-        told_last = ", ".join(filter(None, (status(told), self.note, _ending(told))))
-        self._console.print(Text(told_last, "dim"), highlight=False)
+        last = ", ".join(filter(None, (status(answer), self.note, _ending(answer))))
+        self._console.print(Text(last, "dim"), highlight=False)
 
     def _split(self) -> tuple[list[Text], Text]:
         """Split the answer into the lines to which nothing can be added any more, and the line that grows."""
@@ -73,16 +73,16 @@ class AnswerView:
         self._console.print(line, soft_wrap=not self._live, highlight=False)
 
 
-def status(told: AnswerSoFar) -> str:
+def status(answer: AnswerSoFar) -> str:
     """Return one line of status: tokens, how many of them were the draft's, tau and speed."""
-    if not told.depths:
-        return f"{told.num_pieces} pieces; this server does not tell where tokens come from"
-    accepted = sum(depth > 0 for depth in told.depths)
-    parts = [f"{len(told.depths)} tokens, {accepted} by the draft", f"tau {told.acceptance.tau:.2f}"]
-    if told.tokens_per_second is not None:
-        parts.append(f"{told.tokens_per_second:.0f} tokens/s")
+    if not answer.depths:
+        return f"{answer.num_pieces} pieces; this server does not report where tokens come from"
+    accepted = sum(depth > 0 for depth in answer.depths)
+    parts = [f"{len(answer.depths)} tokens, {accepted} by the draft", f"tau {answer.acceptance.tau:.2f}"]
+    if answer.tokens_per_second is not None:
+        parts.append(f"{answer.tokens_per_second:.0f} tokens/s")
     return ", ".join(parts)
 
 
-def _ending(told: AnswerSoFar) -> str:
-    return "cut at --max-tokens or the context" if told.finish == "length" else ""
+def _ending(answer: AnswerSoFar) -> str:
+    return "cut at --max-tokens or the context" if answer.finish == "length" else ""

@@ -13,7 +13,7 @@ from specserve.speculative.acceptance import Acceptance
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of an answer: one token where the server tells them apart, else whatever came in one event."""
+    """A piece of an answer: one token where the server separates them, else whatever came in one event."""
 
     text: str
     depth: int  # 0 is the target's own draw, d a draft token that was accepted at depth d of its tree
@@ -24,9 +24,9 @@ class Token:
 class AnswerSoFar:
     """The facts about an answer so far: its tokens, their depths, and its acceptance."""
 
-    depths: list[int] = field(default_factory=list)  # of its tokens; empty where the server does not tell
+    depths: list[int] = field(default_factory=list)  # of its tokens; empty where the server does not report them
     acceptance: Acceptance = field(default_factory=Acceptance)  # of the steps that are whole
-    num_pieces: int = 0  # tokens where they are told apart
+    num_pieces: int = 0  # tokens where the server separates them
     finish: str = ""  # the finish_reason
     _num_open: int = 0  # draft tokens of a step whose own token is still to come
     _first_time: float = 0.0
@@ -57,7 +57,7 @@ class AnswerSoFar:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The tokens per second after the first token. None where the server does not tell tokens apart, or there is
+        """The tokens per second after the first token. None where the server does not separate tokens, or there is
         one alone."""
         seconds = self._last_time - self._first_time
         return (len(self.depths) - 1) / seconds if len(self.depths) > 1 and seconds > 0 else None
@@ -75,12 +75,12 @@ class ServerChat:
         self._bound: int | None = None  # draft tokens that a step may accept for us
         self._is_ours = self._told_speculation() is not None
         self.messages: list[dict[str, str]] = list(self._start)
-        self.told = AnswerSoFar()
+        self.answer = AnswerSoFar()
 
     @property
     def speculation(self) -> str | None:
         """The server's way to speculate, and the bound on it for our own requests. None where the server does
-        not say."""
+        not report it."""
         own = self._told_speculation()
         return own if own is None or self._bound is None else f"{own}, of which {self._bound} draft tokens at most"
 
@@ -109,7 +109,7 @@ class ServerChat:
     def ask(self, message: str) -> Iterator[Token]:
         """Send a message and yield the answer as it comes. Both become part of the conversation with the first piece
         of the answer, and stay part of it where the iteration is given up later."""
-        self.told = AnswerSoFar()
+        self.answer = AnswerSoFar()
         asked = {"role": "user", "content": message}
         body: dict[str, Any] = {
             **self._options,
@@ -128,7 +128,7 @@ class ServerChat:
                     for choice in event.get("choices", ()):
                         yield from self._tokens(choice, content)
         finally:
-            if self.told.num_pieces:
+            if self.answer.num_pieces:
                 self.messages += [asked, {"role": "assistant", "content": "".join(content)}]
 
     def _tokens(self, choice: dict[str, Any], content: list[str]) -> Iterator[Token]:
@@ -145,8 +145,8 @@ class ServerChat:
             found = [Token(reasoning, 0, is_reasoning=True), Token(text, 0)]
             found = [token for token in found if token.text]
         if found:
-            self.told.take(depths, len(found))
+            self.answer.take(depths, len(found))
         if choice.get("finish_reason"):
-            self.told.finish = choice["finish_reason"]
-            self.told.end()
+            self.answer.finish = choice["finish_reason"]
+            self.answer.end()
         yield from found

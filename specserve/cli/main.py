@@ -21,7 +21,7 @@ class Root(LazyGroup):
         ),
         "doctor": Lazy(
             "specserve.cli.doctor:doctor",
-            "Say what this machine has, what is wrong with it, and the fix. Exit status 1 where there are errors.",
+            "Show what this machine has, what is wrong with it, and the fix. Exit status 1 where there are errors.",
         ),
         "train": Lazy(
             "specserve.cli.train:train",
@@ -63,8 +63,8 @@ class Root(LazyGroup):
         ),
         "import": Lazy(
             "specserve.cli.checkpoints:import_",
-            "Read a head from elsewhere and write it as ours. What is wrong and can be mended without guessing is "
-            "mended.",
+            "Read a head from elsewhere and write it as ours. What is wrong and can be repaired without guessing "
+            "is repaired.",
         ),
         "inspect": Lazy(
             "specserve.cli.checkpoints:inspect",
@@ -83,11 +83,6 @@ class BenchCommands(LazyGroup):
             "Measure plain decoding, fixed speculations and `auto` on the same questions in one process, in turns.",
             "specserve.eval.settings:BenchRun",
         ),
-        "serve": Lazy(
-            "specserve.cli.bench_load:serve",
-            "Put a running server, or one of its own, under load; results have the keys of `vllm bench serve`.",
-            "specserve.eval.settings:ServeBenchRun",
-        ),
         "latency": Lazy(
             "specserve.cli.bench_offline:latency",
             "Time one batch again and again, its steps in parts, and their share of what the machine can do.",
@@ -97,17 +92,6 @@ class BenchCommands(LazyGroup):
             "specserve.cli.bench_offline:throughput",
             "Time many prompts that are all there from the beginning, and the engine's steps as `latency` does.",
             "specserve.eval.settings:ThroughputRun",
-        ),
-        "startup": Lazy(
-            "specserve.cli.bench_load:startup",
-            "Measure when a server is ready, has answered and has every program: a first start, and one from kept "
-            "programs.",
-            "specserve.eval.settings:StartupRun",
-        ),
-        "kernels": Lazy(
-            "specserve.cli.bench:kernels",
-            "Time each kernel of this backend beside XLA's own operations.",
-            "specserve.eval.settings:KernelsRun",
         ),
     }
 
@@ -145,7 +129,7 @@ class DataCommands(LazyGroup):
         ),
         "regenerate": Lazy(
             "specserve.cli.data:regenerate",
-            "Have the target answer the questions of a data set itself: what it says is what a draft must predict.",
+            "Have the target answer the questions of a data set itself: its own answers are what a draft must predict.",
             "specserve.answers.settings:RegenerateRun",
         ),
         "capture": Lazy(

@@ -65,7 +65,7 @@ def cli_parameters(schema: type) -> list[inspect.Parameter]:
     root = OTHERS if leaves[0].rank else None
     for leaf in leaves:
         assert leaf.flag not in parameters, f"{schema.__name__}: {leaf.name} and another setting share {leaf.flag}"
-        # what an empty default means is said by the help text
+        # the help text explains an empty default
         has_default = not leaf.field.is_required() and leaf.default not in ("", ())
         option = typer.Option(
             f"{leaf.flag}/--no-{leaf.flag[2:]}" if leaf.field.annotation is bool else leaf.flag,

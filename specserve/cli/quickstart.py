@@ -1,6 +1,5 @@
 """`specserve quickstart`: the whole loop on the bundled target, offline, in minutes."""
 
-import itertools
 import logging
 import shlex
 import warnings
@@ -16,11 +15,11 @@ from specserve.checkpoints.source import BUNDLED
 from specserve.cli.options import start
 from specserve.cli.progress import bar_columns, console
 from specserve.cli.training_bar import TrainingBar
-from specserve.eval.acceptance import SpeculationReport
-from specserve.eval.bench.cells import PLAIN, ArmResult, Cell, EngineArm, TimedAnswer, run_round
+from specserve.eval.acceptance import SpeculationReport, converse, reader, warm_up
+from specserve.eval.bench.comparison import PLAIN, EngineArm
 from specserve.eval.bench.step_times import StepTimes, measure_steps
 from specserve.eval.client import Client
-from specserve.eval.prompts import load_questions
+from specserve.eval.prompts import Question, load_questions
 from specserve.eval.report import summary_table
 from specserve.interop.formats import BUNDLED_HEAD_FOLDER
 from specserve.serve.engine.engine import Engine
@@ -28,14 +27,13 @@ from specserve.serve.engines import measured_engine
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.launch import Models, load_models
-from specserve.serve.requests.request import SamplingParams
 from specserve.train.run.folder import RunFolder
 from specserve.train.run.observers import observing
 from specserve.train.run.prepare import prepare
 from specserve.train.settings import DataSettings, DraftSettings, EvalSettings, TrainRun, TrainSettings
 
 SPECULATION = "chain:3"
-WAYS = (SPECULATION, "auto")
+SPECULATIONS = (SPECULATION, "auto")
 NUM_QUESTIONS, MAX_TOKENS, CONTEXT = 8, 128, 512
 LIBRARIES = ("absl", "datasets", "huggingface_hub", "jax", "orbax", "transformers")
 PAYS = 1.05  # a gain below is none
@@ -54,7 +52,7 @@ def quickstart(
     _train(minutes, output)
 
     console.rule("2. evaluate it on held-out questions, plain and speculative side by side")
-    questions = [question.turns[0] for question in load_questions("pydoc", NUM_QUESTIONS)]
+    questions = load_questions("pydoc", NUM_QUESTIONS)
     heads = [("just trained", output)] + ([("shipped", BUNDLED_HEAD_FOLDER)] if BUNDLED_HEAD_FOLDER.is_dir() else [])
     rows: list[tuple[str, SpeculationReport]] = []
     plain, times, answer = None, None, ""
@@ -62,7 +60,7 @@ def quickstart(
         for name, folder in heads:
             models = load_models(BUNDLED, str(folder))
             plain = plain or _engine(models, PLAIN, progress, PLAIN).start()
-            speculative = {way: _engine(models, way, progress, f"{name}, {way}") for way in WAYS}
+            speculative = {text: _engine(models, text, progress, f"{name}, {text}") for text in SPECULATIONS}
             if times is None:
                 times = _time_steps(models, speculative[SPECULATION], progress)
             with speculative[SPECULATION], speculative["auto"]:
@@ -72,8 +70,8 @@ def quickstart(
                     questions,
                     lambda taus, task=task: progress.update(task, advance=1, note=taus),
                 )
-                answer = answer or _serve_and_ask(speculative["auto"], questions[0])
-            rows += [(f"{name}, {way}", report) for way, report in found.items()]
+                answer = answer or _serve_and_ask(speculative["auto"], questions[0].turns[0])
+            rows += [(f"{name}, {text}", report) for text, report in found.items()]
         if plain:
             plain.stop()
 
@@ -152,46 +150,27 @@ def _time_steps(models: Models, speculative: Engine, progress: Progress) -> Step
     return times
 
 
-class _Way(EngineArm):
-    """An engine that forgets every prompt before the next, so that no arm gains from having been asked before."""
-
-    def ask(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
-        concurrency: int,
-        on_done: Callable[[int], None] = lambda _number: None,
-    ) -> tuple[list[TimedAnswer], float]:
-        self.forget()
-        return super().ask(prompts, params, concurrency, on_done)
-
-
 def compare(
-    engines: dict[str, Engine], questions: Sequence[str], on_question: Callable[[str], None] = lambda _taus: None
+    engines: dict[str, Engine], questions: Sequence[Question], on_question: Callable[[str], None] = lambda _taus: None
 ) -> dict[str, SpeculationReport]:
     """Ask every running engine the questions, in turns, one at a time; a report of each that speculates, beside the one
     named "off". `on_question` hears the tau of each so far. Raises SpecServeError where an engine fails."""
-    arms = {name: _Way(engine) for name, engine in engines.items()}
-    cell = Cell(0.0, 1, {name: ArmResult() for name in arms})
-    prompts = [engines[PLAIN].tokenizer.render_chat([{"role": "user", "content": text}]) for text in questions]
-    for arm in arms.values():  # first touches of memory are not measured
-        arm.ask(prompts[:1], [SamplingParams(temperature=0.0, max_tokens=8)], 1)
-    for number, prompt in enumerate(prompts):
-        room = min(MAX_TOKENS, engines[PLAIN].max_model_len - len(prompt))
-        run_round(arms, [prompt], [SamplingParams(temperature=0.0, max_tokens=room)], cell, number)
-        spoken = itertools.islice(cell.arms.items(), 1, None)
-        on_question(", ".join(f"{name} tau {result.acceptance.tau:.2f}" for name, result in spoken))
-    return {
-        name: SpeculationReport("pydoc", name, 0.0, 1, cell.arms[PLAIN], result)
-        for name, result in cell.arms.items()
-        if name != PLAIN
-    }
+    arms = {name: EngineArm(engine) for name, engine in engines.items()}
+    reports = [SpeculationReport("pydoc", name, 0.0, 1) for name in engines if name != PLAIN]
+    read = reader(engines[PLAIN], MAX_TOKENS)
+    warm_up(arms.values(), questions[0], read)
+
+    def on_answer() -> None:
+        on_question(", ".join(f"{report.name} tau {report.acceptance.tau:.2f}" for report in reports))
+
+    converse(arms, questions, reports, read, on_answer=on_answer)
+    return {report.name: report for report in reports}
 
 
 def explain(report: SpeculationReport, times: StepTimes) -> str:
-    """Say where a gain comes from, or why there is none: the tokens of a step, and what it costs beside a plain one."""
+    """Explain a gain, or why there is none: the tokens of a step, and what it costs beside a plain one."""
     tau, cost = report.speculative.acceptance.tau, times.step / times.plain
-    said = (
+    text = (
         f"Why {report.speculative.ratio:.2f}x: on this machine a plain step takes {times.plain:.1f} ms and emits one "
         f"token; a step of {report.speculation} takes {times.step:.1f} ms, of which {times.draft:.1f} are the draft's, "
         f"and emits {tau:.2f} (tau), so it can gain {tau:.2f} x {times.plain:.1f} / {times.step:.1f} = "
@@ -199,10 +178,10 @@ def explain(report: SpeculationReport, times: StepTimes) -> str:
     )
     if tau / cost < PAYS:
         return (
-            f"{said} It pays above tau {cost:.2f}: longer training raises tau, and auto turns to plain decoding where "
+            f"{text} It pays above tau {cost:.2f}: longer training raises tau, and auto turns to plain decoding where "
             "drafts do not pay."
         )
-    return f"{said} Longer training raises tau, and beside a larger target a draft costs less."
+    return f"{text} Longer training raises tau, and beside a larger target a draft costs less."
 
 
 def _serve_and_ask(engine: Engine, question: str) -> str:

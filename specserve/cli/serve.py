@@ -28,12 +28,12 @@ from specserve.serve.programs.program_list import list_programs
 from specserve.serve.settings import ServeRun
 
 LOST_SECONDS = 2.0  # in which clients read that the engine has ended, and probes that it is not ready
-_telling = threading.Lock()
+_ending = threading.Lock()
 
 
 def serve(run: ServeRun) -> None:
     """Load the models, compile their programs, and serve until SIGTERM or Ctrl-C; in this process, or as one of several
-    that run this command, of which the first one serves and the others do as it says; or as replicas on Ray Serve."""
+    that run this command, of which the first one serves and the others follow it; or as replicas on Ray Serve."""
     if run.ray:
         _serve_replicas(run)
         return
@@ -83,7 +83,7 @@ def _leave(error: ProcessError) -> None:
 def _end(error: Exception) -> None:
     """End this process with one error, of whichever thread reports first. An orderly end would wait for the other
     processes, and they for this one."""
-    with _telling:
+    with _ending:
         report_error(error)
         os._exit(processes.exit_status(error))
 
@@ -103,7 +103,7 @@ def _load(run: ServeRun, *, has_tokenizer: bool) -> Models:
 
 
 def _follow(run: ServeRun, follower: Follower) -> None:
-    """Run what the first process says, until it ends. A signal to this process asks the first one to end."""
+    """Run what the first process broadcasts, until it ends. A signal to this process asks the first one to end."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: follower.leave())
     runner = make_follower(_load(run, has_tokenizer=False), run, follower)
@@ -122,7 +122,7 @@ def _serve_requests(run: ServeRun, leader: Leader | None, kv_events: Publisher |
     api_keys = read_api_keys(run)
     check_tls(run.ssl_certfile, run.ssl_keyfile)
     tracing = Tracing(run.otlp_endpoint) if run.otlp_endpoint else None
-    listener = bind_listener(run.host, run.port)  # a taken port is said before minutes of loading
+    listener = bind_listener(run.host, run.port)  # a taken port is reported before minutes of loading
     models = _load(run, has_tokenizer=True)
     with warmup_bar() as on_warmup:
         engine = make_engine(models, run, on_warmup, leader=leader, watcher=kv_events)
@@ -136,7 +136,7 @@ def _serve_requests(run: ServeRun, leader: Leader | None, kv_events: Publisher |
 
     def drain(seconds: float) -> None:
         engine.drain(seconds)
-        engine.stop()  # what has not ended by now is told so, before its connection is cut
+        engine.stop()  # what has not ended by now gets an error before its connection is cut
 
     with engine, tracing or nullcontext():
         server = HttpServer(

@@ -14,7 +14,7 @@ from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import describe
 from specserve.eval.report import table
 from specserve.eval.settings import VerifyRun
-from specserve.eval.verify.proof import ProofPlan, Prover
+from specserve.eval.verify.proof import ProofSize, Prover
 from specserve.eval.verify.report import FALSE_ALARMS, Mismatch, ProofReport
 from specserve.eval.verify.runners import load_prompts, make_bench, ways_to_prove
 from specserve.provenance import collect
@@ -26,7 +26,7 @@ SHOWN_BUGS, SHOWN_TIES = 5, 2
 
 
 def verify(run: VerifyRun) -> None:
-    """Have plain decoding and every way to speculate answer the same requests, and tell where they differ. Exit status
+    """Have plain decoding and every way to speculate answer the same requests, and show where they differ. Exit status
     1 where a difference is a bug."""
     models = load(run, run.draft)
     trees = ways_to_prove(models, run.speculation)
@@ -37,13 +37,13 @@ def verify(run: VerifyRun) -> None:
         "draft": models.draft.name if models.draft else "",
         "ways": list(map(describe, trees)),
     }
-    told = {**facts, **report.to_json(), "settings": dataclasses.asdict(run), "provenance": collect()}
+    found_json = {**facts, **report.to_json(), "settings": dataclasses.asdict(run), "provenance": collect()}
     if run.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(found_json, indent=2))
     else:
         _show(report)
     if run.output:
-        write_json(Path(run.output), told)
+        write_json(Path(run.output), found_json)
         if not run.json:
             console.print(f"report written to {escape(run.output)}")
     if report.num_bugs:
@@ -53,7 +53,7 @@ def verify(run: VerifyRun) -> None:
 def _prove(run: VerifyRun, models: Models, trees: list[Tree], prompts: list[list[int]]) -> ProofReport:
     report = ProofReport()
     longest = max(map(len, prompts)) + 2 * run.max_tokens + 1
-    plan = ProofPlan(run.max_tokens, run.draws, run.seed)
+    size = ProofSize(run.max_tokens, run.draws, run.seed)
     with Bars() as bars:
         compiling, asking = bars.add("compiling programs"), bars.add("answering, tokens")
 
@@ -64,7 +64,7 @@ def _prove(run: VerifyRun, models: Models, trees: list[Tree], prompts: list[list
             bars.update(asking, completed=done, total=total, note=what)
 
         bench = make_bench(models, trees, max_model_len=longest, on_warmup=on_warmup)
-        Prover(bench, prompts, plan, report, on_progress).run()
+        Prover(bench, prompts, size, report, on_progress).run()
     return report
 
 

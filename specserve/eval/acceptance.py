@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specserve.errors import DataError, RequestError
-from specserve.eval.bench.cells import PLAIN, ArmResult, BenchArm, Cell, EngineArm, run_round
+from specserve.eval.bench.comparison import ArmResult, BenchArm, Comparison, EngineArm, run_round
 from specserve.eval.intervals import Interval, median_interval, tau_difference, tau_interval
 from specserve.eval.prompts import Question
 from specserve.serve.engine.engine import Engine
@@ -39,14 +39,14 @@ class SpeculationReport:
     categories: dict[Unit, str] = field(default_factory=dict)  # of units of one category
     rounds: list[str] = field(default_factory=list)  # the category of each round, empty where there are several
     num_skipped: int = 0  # turns that do not fit the context
-    tells: str = "all"  # of acceptance: all; "no depths"; "mean", without counts; "nothing". Engines tell all
-    tells_each: bool = True  # of each answer; else of what was asked together
-    told_mean: float | None = None  # tau, of an arm that tells a mean alone
+    detail: str = "all"  # of acceptance: all; "no depths"; "mean", without counts; "nothing". Engines report all
+    is_per_answer: bool = True  # of each answer; else of what was asked together
+    reported_mean: float | None = None  # tau, of an arm that reports a mean alone
     notes: list[str] = field(default_factory=list)  # what a reader of the figures has to know
 
     @property
     def name(self) -> str:
-        """The name that tells this report from the others of an evaluation at the same temperature and concurrency."""
+        """The name that this report alone has in an evaluation, at the same temperature and concurrency."""
         return ", ".join(filter(None, (self.draft, self.speculation)))
 
     @property
@@ -54,22 +54,27 @@ class SpeculationReport:
         return self.speculative.acceptance
 
     @property
+    def has_counts(self) -> bool:
+        """Return whether the arm reports how many steps and accepted tokens there were."""
+        return self.detail in ("all", "no depths")
+
+    @property
     def tau(self) -> float | None:
         """The mean number of tokens that a step emits, or None where the arm does not report it."""
-        return self.acceptance.tau if self.tells in ("all", "no depths") else self.told_mean
+        return self.acceptance.tau if self.has_counts else self.reported_mean
 
     @property
     def accept_rate(self) -> tuple[float, ...]:
         """The acceptance at depth d given acceptance at depth d - 1. It is empty where the arm does not report it."""
-        return self.acceptance.accept_rate if self.tells == "all" else ()
+        return self.acceptance.accept_rate if self.detail == "all" else ()
 
     @property
     def tau_interval(self) -> Interval | None:
         """The 95% interval of tau over questions, or None where there is one question or the arm reports no counts."""
-        return tau_interval([*self.by_unit.values()]) if self.tells in ("all", "no depths") else None
+        return tau_interval([*self.by_unit.values()]) if self.has_counts else None
 
     @property
-    def is_yardstick(self) -> bool:
+    def is_baseline(self) -> bool:
         """Return whether this is the arm that the others are compared with, as the first of several servers is. Then
         it has no gain."""
         return self.plain is self.speculative
@@ -77,12 +82,12 @@ class SpeculationReport:
     @property
     def gain(self) -> float | None:
         """The ratio of tokens per second to those of plain decoding in the same round, as the median over rounds."""
-        return None if self.is_yardstick or not self.speculative.ratios else self.speculative.ratio
+        return None if self.is_baseline or not self.speculative.ratios else self.speculative.ratio
 
     @property
     def gain_interval(self) -> Interval | None:
         """The 95% interval of the gain over rounds."""
-        return None if self.is_yardstick else median_interval(self.speculative.ratios)
+        return None if self.is_baseline else median_interval(self.speculative.ratios)
 
     @property
     def by_category(self) -> dict[str, Acceptance]:
@@ -98,7 +103,7 @@ class SpeculationReport:
         picks = [name == category for name in self.rounds]
         arms = self.plain.rates, self.speculative.rates, self.speculative.ratios
         plain, speculative, ratios = (list(itertools.compress(values, picks)) for values in arms)
-        is_compared = bool(ratios) and not self.is_yardstick
+        is_compared = bool(ratios) and not self.is_baseline
         return CategoryReport(
             sum(units, Acceptance()),
             tau_interval(units),
@@ -110,8 +115,7 @@ class SpeculationReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON. Figures that an arm does not report are null."""
-        has_counts = self.tells in ("all", "no depths")
-        by_category = {name: self.of_category(name).to_json() for name in self.by_category} if has_counts else {}
+        by_category = {name: self.of_category(name).to_json() for name in self.by_category if self.has_counts}
         return {
             "bench": self.bench,
             "draft": self.draft,
@@ -121,18 +125,18 @@ class SpeculationReport:
             "tau": self.tau,
             "tau_interval": _json(self.tau_interval),
             "accept_rate": self.accept_rate,
-            "accepted_per_depth": self.acceptance.accepted_per_depth if self.tells == "all" else None,
-            "num_steps": self.acceptance.num_steps if has_counts else None,
-            "num_accepted": self.acceptance.num_accepted if has_counts else None,
+            "accepted_per_depth": self.acceptance.accepted_per_depth if self.detail == "all" else None,
+            "num_steps": self.acceptance.num_steps if self.has_counts else None,
+            "num_accepted": self.acceptance.num_accepted if self.has_counts else None,
             "by_category": by_category,
-            "plain_tokens_per_second": None if self.is_yardstick else self.plain.tokens_per_second,
+            "plain_tokens_per_second": None if self.is_baseline else self.plain.tokens_per_second,
             "tokens_per_second": self.speculative.tokens_per_second,
             "gain": self.gain,
             "gain_interval": _json(self.gain_interval),
-            "gain_by_round": [] if self.is_yardstick else self.speculative.ratios,
+            "gain_by_round": [] if self.is_baseline else self.speculative.ratios,
             "tokens": self.speculative.num_tokens,
             "answers": self.speculative.num_answers,
-            "identical_answers": None if self.is_yardstick else self.speculative.num_identical,
+            "identical_answers": None if self.is_baseline else self.speculative.num_identical,
             "skipped_prompts": self.num_skipped,
             "notes": self.notes,
         }
@@ -182,8 +186,8 @@ class Difference:
 
     def to_json(self) -> dict[str, Any]:
         names = {"of": self.of.draft, "to": self.to.draft, "speculation": self.of.speculation}
-        cell = {"temperature": self.of.temperature, "concurrency": self.of.concurrency}
-        return {**names, **cell, "difference": self.value, "interval": _json(self.interval)}
+        comparison = {"temperature": self.of.temperature, "concurrency": self.of.concurrency}
+        return {**names, **comparison, "difference": self.value, "interval": _json(self.interval)}
 
 
 def differences(reports: Sequence[SpeculationReport]) -> list[Difference]:
@@ -193,28 +197,9 @@ def differences(reports: Sequence[SpeculationReport]) -> list[Difference]:
     found = []
     for report in reports:
         to = first.setdefault((report.speculation, report.temperature, report.concurrency), report)
-        if to is not report and {to.tells, report.tells} <= {"all", "no depths"} and [*to.by_unit] == [*report.by_unit]:
+        if to is not report and to.has_counts and report.has_counts and [*to.by_unit] == [*report.by_unit]:
             found.append(Difference(report, to))
     return found
-
-
-def evaluate(
-    plain: Engine,
-    speculative: Engine,
-    questions: Sequence[Question],
-    report: SpeculationReport,
-    *,
-    max_tokens: int,
-    seed: int = 0,
-    on_answer: Callable[[SpeculationReport], None] = lambda _report: None,
-) -> SpeculationReport:
-    """Have every conversation twice, through two engines that run over the same target. Fills and returns `report`,
-    and calls `on_answer` with it after every group of questions. Raises DataError where the target has no chat
-    template, or no prompt fits its context, and SpecServeError where an engine fails on an answer."""
-    arms: dict[str, BenchArm] = {PLAIN: EngineArm(plain), report.name: EngineArm(speculative)}
-    read = reader(plain, max_tokens)
-    converse(arms, questions, [report], read, seed=seed, on_answer=lambda: on_answer(report))
-    return report
 
 
 def reader(engine: Engine, max_tokens: int) -> Read:
@@ -233,7 +218,7 @@ def reader(engine: Engine, max_tokens: int) -> Read:
 
 
 def converse(
-    arms: Mapping[str, BenchArm],  # the first is the yardstick, whose answers the conversations go on with
+    arms: Mapping[str, BenchArm],  # the first is the baseline, whose answers the conversations go on with
     questions: Sequence[Question],
     reports: Sequence[SpeculationReport],  # at one temperature and concurrency; each of an arm that it names
     read: Read,
@@ -243,26 +228,26 @@ def converse(
 ) -> None:
     """Have every conversation once with each arm, in turns, and fill the reports. Raises DataError where no prompt
     fits, SpecServeError where an arm fails."""
-    yardstick, size = next(iter(arms)), reports[0].concurrency
-    cell = _cell(yardstick, reports)
-    for arm in arms.values():  # what was asked in another cell helps nobody
+    baseline, size = next(iter(arms)), reports[0].concurrency
+    comparison = _comparison(baseline, reports)
+    for arm in arms.values():  # earlier comparisons must not help
         arm.forget()
     chats = [_Chat(i, question) for i, question in enumerate(questions)]
     for number, group in enumerate(_groups(chats, size)):
         prompts = [(chat, *found) for chat in group if (found := chat.next_turn(read))]
         params = [
-            SamplingParams(max_tokens=room, temperature=cell.temperature, seed=seed + i)
+            SamplingParams(max_tokens=room, temperature=comparison.temperature, seed=seed + i)
             for i, (_, _, room) in enumerate(prompts)
         ]
         num_answered, answers = 0, {}
         if prompts:
-            answers = run_round(arms, [prompt for _, prompt, _ in prompts], params, cell, number)
+            answers = run_round(arms, [prompt for _, prompt, _ in prompts], params, comparison, number)
             for i, (chat, _, _) in enumerate(prompts):
                 if any(given[i].error for given in answers.values()):
                     chat.is_over = True
                     continue
                 num_answered += 1
-                chat.messages.append({"role": "assistant", "content": answers[yardstick][i].text})
+                chat.messages.append({"role": "assistant", "content": answers[baseline][i].text})
         for report in reports:
             report.num_skipped += len(group) - num_answered
             if num_answered:
@@ -271,7 +256,7 @@ def converse(
                 categories = {chat.question.category for chat, _, _ in prompts}
                 report.rounds.append(categories.pop() if len(categories) == 1 else "")
         on_answer()
-    if not cell.arms[yardstick].num_answers:
+    if not comparison.arms[baseline].num_answers:
         raise DataError(f"{reports[0].bench}: none of the prompts fits the context, or all were refused")
 
 
@@ -282,12 +267,12 @@ def warm_up(arms: Iterable[EngineArm], question: Question, read: Read) -> None:
             arm.ask([found[0]], [SamplingParams(max_tokens=min(8, found[1]), temperature=0.0)], 1)
 
 
-def _cell(yardstick: str, reports: Sequence[SpeculationReport]) -> Cell:
+def _comparison(baseline: str, reports: Sequence[SpeculationReport]) -> Comparison:
     own = {report.name: report.speculative for report in reports}
-    results = {yardstick: own.get(yardstick, reports[0].plain), **own}
+    results = {baseline: own.get(baseline, reports[0].plain), **own}
     for report in reports:
-        report.plain = results[yardstick]
-    return Cell(reports[0].temperature, reports[0].concurrency, results, yardstick)
+        report.plain = results[baseline]
+    return Comparison(reports[0].temperature, reports[0].concurrency, results, baseline)
 
 
 def _groups(chats: Sequence["_Chat"], size: int) -> "itertools.chain[list[_Chat]]":
@@ -304,10 +289,10 @@ def _groups(chats: Sequence["_Chat"], size: int) -> "itertools.chain[list[_Chat]
 def _note(report: SpeculationReport, chats: Sequence["_Chat"], found: Sequence[Acceptance]) -> None:
     """Count the accepted draft tokens of one group of questions. The counts are kept for each question, or for the
     whole group where the arm reports no more."""
-    units = [[chat] for chat in chats] if report.tells_each else [chats]
+    units = [[chat] for chat in chats] if report.is_per_answer else [chats]
     for i, unit in enumerate(units):
         key = tuple(chat.number for chat in unit)
-        report.by_unit[key] += found[i] if report.tells_each else sum(found, Acceptance())
+        report.by_unit[key] += found[i] if report.is_per_answer else sum(found, Acceptance())
         if len({chat.question.category for chat in unit}) == 1:
             report.categories[key] = unit[0].question.category
 

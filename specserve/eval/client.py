@@ -1,4 +1,4 @@
-"""A client of a running server, for JSON, streams of events, and plain text. `eval.bench.streams` is for a load."""
+"""A client of a running server, for JSON, streams of events, and plain text."""
 
 import json
 from collections.abc import Generator, Iterable, Iterator

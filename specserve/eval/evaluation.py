@@ -1,12 +1,32 @@
-"""The results of one evaluation, and how they compare with published figures."""
+"""`specserve eval`: every head with every speculation setting, or every server, at every temperature and concurrency;
+and how the results compare with published figures."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specserve.eval.acceptance import Difference, SpeculationReport, differences
-from specserve.eval.bench.step_times import StepTimes
+from rich.progress import TaskID
+
+from specserve.drafters.speculation import parse_speculation
+from specserve.errors import ConfigError
+from specserve.eval.acceptance import Difference, Read, SpeculationReport, converse, differences, reader, warm_up
+from specserve.eval.bench.comparison import PLAIN, BenchArm, EngineArm
+from specserve.eval.bench.step_times import StepTimes, measure_steps
 from specserve.eval.intervals import Interval
+from specserve.eval.prompts import Question, load_questions
+from specserve.eval.remote import ServerArm, read_chats
+from specserve.eval.settings import EvalRun
+from specserve.serve.engine.engine import Engine
+from specserve.serve.engines import load, measured_engine, with_draft
+from specserve.serve.launch import Models
+from specserve.serve.progress import Bars
+
+SPECULATIONS = ("chain:3", "auto")  # where the settings name none
+BUNDLED_NAME = "bundled"
+CONTEXT = 128  # committed tokens where steps are timed
+OF_A_SERVER = ("draft", "target", "quantization", "draft_quantization", "mesh", "speculation", "max_model_len")
 
 
 @dataclass(frozen=True)
@@ -17,7 +37,7 @@ class Evaluation:
     num_questions: int
     target: str
     reports: Sequence[SpeculationReport]
-    steps: Mapping[str, StepTimes]  # of ways in which a head proposes one tree, by name
+    steps: Mapping[str, StepTimes]  # by name, where a head proposes one tree
 
     @property
     def differences(self) -> list[Difference]:
@@ -33,6 +53,155 @@ class Evaluation:
             "differences": [difference.to_json() for difference in self.differences],
             "steps": {name: times.to_json() for name, times in self.steps.items()},
         }
+
+
+def evaluate(run: EvalRun) -> Evaluation:
+    """Have all conversations. Raises ConfigError for settings that cannot be measured, before minutes of work, and
+    CheckpointError, DataError or SpecServeError where a model, a bench or an arm fails."""
+    _check(run)
+    if run.server:
+        return _evaluate_servers(run)
+    return _evaluate_heads(run)
+
+
+def _check(run: EvalRun) -> None:
+    given = [f"--{name.replace('_', '-')}" for name in OF_A_SERVER if getattr(run, name)]
+    if run.server and given:
+        raise ConfigError(f"{given[0]} with --server: the server has its own already; leave {given[0]} out")
+    if run.api_key and not run.server:
+        raise ConfigError("--api-key is for a --server; give that too, or leave it out")
+    for name in ("temperature", "concurrency"):
+        if not getattr(run, name):
+            raise ConfigError(f"--{name} is empty; give at least one")
+    for speculation in run.speculation:
+        if speculation != "auto" and parse_speculation(speculation) is None:
+            raise ConfigError(f"--speculation {speculation}: there is nothing to evaluate; give a chain or a tree")
+    number = len(_conditions(run)) * len(dict.fromkeys(run.server) or _pairs(run))
+    if run.expect and len(run.expect) != number:
+        raise ConfigError(
+            f"--expect has {len(run.expect)} numbers, and this evaluation has {number} rows; give one for each, or "
+            "narrow it with --speculation, --temperature and --concurrency"
+        )
+
+
+def _conditions(run: EvalRun) -> list[tuple[float, int]]:
+    """List the temperatures with the concurrencies."""
+    return list(itertools.product(dict.fromkeys(run.temperature), dict.fromkeys(run.concurrency)))
+
+
+def _uses_head(speculation: str) -> bool:
+    """Return whether it needs a head. `auto` has one where there is one."""
+    tree = None if speculation == "auto" else parse_speculation(speculation)
+    return tree is None or tree.uses_head
+
+
+def _pairs(run: EvalRun) -> list[tuple[str, str]]:
+    """List every head, as it was given, with every speculation setting; one that needs no head once, with none."""
+    pairs = itertools.product(dict.fromkeys(run.draft) or [""], run.speculation or SPECULATIONS)
+    return list(dict.fromkeys((head if _uses_head(text) else "", text) for head, text in pairs))
+
+
+def _evaluate_servers(run: EvalRun) -> Evaluation:
+    questions = load_questions(run.bench, run.limit)
+    with contextlib.ExitStack() as stack:
+        arms = {url: stack.enter_context(contextlib.closing(ServerArm(url, run.api_key))) for url in run.server}
+
+        def describe(reports: Sequence[SpeculationReport]) -> None:
+            for each in reports:
+                arms[each.name].describe(each)
+
+        reports = [
+            [SpeculationReport(run.bench, "", *where, draft=name) for name in arms] for where in _conditions(run)
+        ]
+        found = _converse_all(run, questions, arms, reports, read_chats(run.max_tokens), describe)
+    return Evaluation(run.bench, len(questions), " and ".join(arm.model for arm in arms.values()), found, {})
+
+
+@dataclass(frozen=True)
+class _HeadArm:
+    """The models that an engine runs, and the names of its head and of its speculation setting."""
+
+    models: Models
+    head: str
+    speculation: str
+
+
+def _evaluate_heads(run: EvalRun) -> Evaluation:
+    questions = load_questions(run.bench, run.limit)
+    first, *others = dict.fromkeys(run.draft or ("",))
+    models = {first: load(run, first)}
+    models |= {head: with_draft(models[first], head) for head in others}
+    arms: dict[str, _HeadArm] = {}
+    for head, speculation in _pairs(run):
+        if models[first].head is None and speculation != "auto" and _uses_head(speculation):
+            raise ConfigError(
+                f"--speculation {speculation}: there is no head for {models[first].name}; give one with --draft"
+            )
+        label = head
+        if not head and _uses_head(speculation) and models[first].head is not None:
+            label = BUNDLED_NAME
+        name = ", ".join(filter(None, (label, speculation)))
+        arms[name] = _HeadArm(models[head or first], label, speculation)
+    engines, steps = _engines(run, {PLAIN: _HeadArm(models[first], "", PLAIN), **arms})
+    with contextlib.ExitStack() as stack:
+        running = {name: EngineArm(stack.enter_context(engine)) for name, engine in engines.items()}
+        reports = [
+            [SpeculationReport(run.bench, arm.speculation, *where, draft=arm.head) for arm in arms.values()]
+            for where in _conditions(run)
+        ]
+        read = reader(engines[PLAIN], run.max_tokens)
+        warm_up(running.values(), questions[0], read)
+        found = _converse_all(run, questions, running, reports, read)
+    return Evaluation(run.bench, len(questions), models[first].name, found, steps)
+
+
+def _engines(run: EvalRun, arms: Mapping[str, _HeadArm]) -> tuple[dict[str, Engine], dict[str, StepTimes]]:
+    """Make an engine for each arm, over the same loaded target, the plain one first; and measure where the time of a
+    step goes, where a head proposes one tree. Each setting has an engine of its own, as a server that was started with
+    it: in a shared one, plain decoding would keep a draft up to date, and lookups would find the answers of others."""
+    engines: dict[str, Engine] = {}
+    steps: dict[str, StepTimes] = {}
+    with Bars() as bars:
+        for name, arm in arms.items():
+            task = bars.add(f"{name}: compiling")
+
+            engines[name] = measured_engine(
+                arm.models,
+                arm.speculation,
+                num_slots=max(run.concurrency),
+                max_model_len=run.max_model_len,
+                on_warmup=lambda done, total, text, task=task: bars.update(
+                    task, completed=done, total=total, note=text
+                ),
+            )
+            if arm.speculation not in (PLAIN, "auto") and _uses_head(arm.speculation):
+                steps[name] = measure_steps(engines[PLAIN].runner, engines[name].runner, context=CONTEXT)
+    return engines, steps
+
+
+def _converse_all(
+    run: EvalRun,
+    questions: Sequence[Question],
+    arms: Mapping[str, BenchArm],
+    reports: Sequence[Sequence[SpeculationReport]],  # of each condition
+    read: Read,
+    describe: Callable[[Sequence[SpeculationReport]], None] = lambda _reports: None,
+) -> list[SpeculationReport]:
+    """Have every conversation at every temperature and concurrency, and fill the reports."""
+    with Bars() as bars:
+        for some in reports:
+            describe(some)
+            total = sum(len(question.turns) for question in questions)
+            task = bars.add(f"T={some[0].temperature:g}, {some[0].concurrency} at once: answering", total=total)
+
+            def on_answer(some: Sequence[SpeculationReport] = some, task: TaskID = task) -> None:
+                describe(some)
+                taus = " ".join(f"{each.tau:.2f}" for each in some if each.tau is not None)
+                done = some[0].speculative.num_answers + some[0].num_skipped
+                bars.update(task, completed=done, note=f"tau {taus}")
+
+            converse(arms, questions, some, read, seed=run.seed, on_answer=on_answer)
+    return list(itertools.chain.from_iterable(reports))
 
 
 @dataclass(frozen=True)
@@ -61,12 +230,11 @@ class TauVerdict:
         )
 
     def to_json(self) -> dict[str, Any]:
-        interval = self.interval and self.interval.to_json()
         return {
             "name": self.name,
             "expected": self.expected,
             "tau": self.tau,
-            "interval": interval,
+            "interval": self.interval and self.interval.to_json(),
             "holds": self.holds,
         }
 
@@ -74,9 +242,8 @@ class TauVerdict:
 def verdicts(reports: Sequence[SpeculationReport], expected: Sequence[float]) -> list[TauVerdict]:
     """Compare each report with its own published tau. The list is empty where no taus are given."""
     pairs = zip(reports, expected, strict=True) if expected else ()
-    return [TauVerdict(full_name(report), value, report.tau, report.tau_interval) for report, value in pairs]
-
-
-def full_name(report: SpeculationReport) -> str:
-    """Return a name that tells a report from all others of its evaluation."""
-    return f"{report.name}, T={report.temperature:g}, {report.concurrency} at once"
+    found = []
+    for each, value in pairs:
+        name = f"{each.name}, T={each.temperature:g}, {each.concurrency} at once"
+        found.append(TauVerdict(name, value, each.tau, each.tau_interval))
+    return found

@@ -33,13 +33,13 @@ def bootstrap(
     seed: int = 0,
 ) -> Interval | None:
     """Return the interval of a statistic over `count` independent measurements. The statistic is called with the
-    indices of the measurements to use. None where there are fewer than two, because one measurement says nothing of
+    indices of the measurements to use. None where there are fewer than two, because one measurement does not show
     how others would vary."""
     if count < 2:
         return None
     drawn = np.random.default_rng(seed).integers(0, count, (NUM_DRAWS, count))
-    edge = (1 - COVERAGE) / 2
-    low, high = np.quantile(statistic(drawn), [edge, 1 - edge])
+    tail = (1 - COVERAGE) / 2
+    low, high = np.quantile(statistic(drawn), [tail, 1 - tail])
     return Interval(float(low), float(high))
 
 

@@ -18,7 +18,7 @@ from specserve.errors import ConfigError, DataError
 
 PYDOC, SPEED_BENCH = "pydoc", "speed-bench"
 RANDOM = "random"  # prompts of random token ids, for benchmarks alone
-RANDOM_LENGTH = 128  # tokens of such a prompt where nobody says how many
+RANDOM_LENGTH = 128  # tokens of such a prompt where none is given
 MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # of SPEED-Bench, instead of most of its questions
 ROW = '{"question_id": 1, "category": "writing", "turns": ["..."]}'
 
@@ -50,7 +50,7 @@ def _alpaca(row: Raw) -> list[str]:
 
 
 # A bench is asked as those who publish heads ask it: the row's own text as the user's turn, without a system prompt and
-# without examples. Where they do not agree, docs/evaluation.md says what is done here.
+# without examples. Where they do not agree, docs/evaluation.md describes what is done here.
 BENCHES = {
     "mt-bench": QuestionSet(
         HubDataset("HuggingFaceH4/mt_bench_prompts", "apache-2.0"),
@@ -147,19 +147,19 @@ def load_prompts(
         limit *= 4
 
 
-def random_length(bench: str, input_len: int, room: int | None = None, *, flag: str = "--bench") -> int:
+def random_length(bench: str, input_len: int, room: int) -> int:
     """Return the tokens of each random prompt that --input-len asks for, which is 0 where nobody has given it, and 0
-    for a bench that asks in words. `room` is the most that fit before an answer, None where nobody knows yet; `flag`
-    is how the bench was given. Raises ConfigError for a length that would be ignored, or does not fit."""
+    for a bench that asks in words. `room` is the most that fit before an answer. Raises ConfigError for a length that
+    would be ignored, or does not fit."""
     if bench != RANDOM:
         if input_len:
             raise ConfigError(
-                f"--input-len is the length of random prompts, and {flag} is {bench}: leave it out, or give {flag} "
+                f"--input-len is the length of random prompts, and --bench is {bench}: leave it out, or give --bench "
                 f"{RANDOM}"
             )
         return 0
     length = input_len or RANDOM_LENGTH
-    if room is not None and length > room:
+    if length > room:
         raise ConfigError(
             f"--input-len {length}: --max-model-len leaves room for prompts of {max(0, room)} tokens before an answer; "
             "raise it, or shorten either"

@@ -11,7 +11,7 @@ from typing import Any
 
 from specserve.errors import ConfigError, SpecServeError
 from specserve.eval.acceptance import Messages, Read, SpeculationReport
-from specserve.eval.bench.cells import TimedAnswer
+from specserve.eval.bench.comparison import TimedAnswer
 from specserve.eval.client import Client, RefusedError, UnreachableError
 from specserve.eval.series import DRAFTS, OWN_STEPS, TOKENS, Series
 from specserve.serve.engine.interface import EngineStats
@@ -37,7 +37,7 @@ def parse_counts(text: str) -> Counts | None:
 
 
 class ServerArm:
-    """An arm that asks one server. `kind` says where its acceptance comes from: `counters` of /metrics, `timings` of
+    """An arm that asks one server. `kind` names where its acceptance comes from: `counters` of /metrics, `timings` of
     each answer (llama.cpp), the `mean` that SGLang keeps, or `nothing`."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
@@ -48,11 +48,11 @@ class ServerArm:
         except ConfigError as error:
             raise ConfigError(f"--server {url}: {error}") from error
         self.kind = "nothing"
-        self.told_mean: float | None = None
+        self.reported_mean: float | None = None
         self.num_refused, self.refusal = 0, ""  # questions that do not fit the context
         if self._counts() is not None:
             self.kind = "counters"
-        else:  # what an answer tells is only known from one, which also warms the server up
+        else:  # what an answer reports is only known from one, which also warms the server up
             self._answer([{"role": "user", "content": "Count to twenty."}], SamplingParams(max_tokens=32, seed=0))
             self._look_for_mean()
             self.num_refused = 0
@@ -96,12 +96,12 @@ class ServerArm:
 
     def describe(self, report: SpeculationReport) -> None:
         """Describe in the report what acceptance figures the server gives."""
-        report.tells = {"counters": "all", "timings": "no depths"}.get(self.kind, self.kind)
-        report.tells_each = self.kind == "timings"
-        report.told_mean = self.told_mean
+        report.detail = {"counters": "all", "timings": "no depths"}.get(self.kind, self.kind)
+        report.is_per_answer = self.kind == "timings"
+        report.reported_mean = self.reported_mean
         notes = {
             "mean": "tau is the server's own mean over all that it has answered, so there is no interval",
-            "nothing": "the server does not tell its acceptance: no counters in /metrics, no timings in its answers",
+            "nothing": "the server does not report its acceptance: no counters in /metrics, no timings in its answers",
         }
         report.notes = [notes[self.kind]] if self.kind in notes else []
         if self.kind == "counters" and report.concurrency > 1:
@@ -121,7 +121,7 @@ class ServerArm:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        answer = TimedAnswer(begin=time.perf_counter(), num_told=0)
+        answer = TimedAnswer(begin=time.perf_counter(), num_reported=0)
         try:
             for chunk in self._client.events("/v1/chat/completions", body):
                 self._take(answer, chunk)
@@ -131,8 +131,8 @@ class ServerArm:
             answer.error = self.refusal = str(error)  # it does not fit the context
             self.num_refused += 1
             return answer
-        if answer.arrivals and not answer.num_told:
-            raise SpecServeError(f"{self.url}: an answer has no usage, so nobody knows how many tokens it took")
+        if answer.arrivals and not answer.num_reported:
+            raise SpecServeError(f"{self.url}: an answer has no usage, so the number of its tokens is unknown")
         answer.arrivals = answer.arrivals or [time.perf_counter() - answer.begin]
         return answer
 
@@ -144,7 +144,7 @@ class ServerArm:
                 answer.arrivals.append(time.perf_counter() - answer.begin)
             answer.text += delta.get("content") or ""
         if usage := chunk.get("usage"):
-            answer.num_told = int(usage["completion_tokens"])
+            answer.num_reported = int(usage["completion_tokens"])
         timings = chunk.get("timings") or {}
         if "draft_n" in timings and self.kind in ("nothing", "timings"):  # llama.cpp, where it has drafted
             self.kind = "timings"
@@ -171,7 +171,7 @@ class ServerArm:
 
     def _look_for_mean(self) -> None:
         if self.kind in ("nothing", "mean") and (mean := self._mean()) is not None:
-            self.kind, self.told_mean = "mean", mean
+            self.kind, self.reported_mean = "mean", mean
 
     def _mean(self) -> float | None:
         """Return SGLang's mean, or None where there is none, as before its first answer."""

@@ -7,9 +7,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from specserve.eval.acceptance import Difference, SpeculationReport
-from specserve.eval.bench.cells import ArmResult, Cell
+from specserve.eval.bench.comparison import ArmResult, Comparison
 from specserve.eval.bench.engine import AUTO, BenchReport, Coupling
-from specserve.eval.bench.kernels import KernelTimes
 from specserve.eval.bench.step_times import StepTimes
 from specserve.eval.intervals import Interval
 from specserve.speculative.acceptance import Acceptance
@@ -19,9 +18,9 @@ def summary_table(rows: Sequence[tuple[str, SpeculationReport]], title: str) -> 
     """Make a table with a row for each head and way to speculate: tau, acceptance by depth, the speed of both arms and
     the gain, and below tau and the gain their 95% intervals. Temperature and concurrency are shown where there are
     several."""
-    cells = {(report.temperature, report.concurrency) for _, report in rows}
+    comparisons = {(report.temperature, report.concurrency) for _, report in rows}
     where = [("T", [r.temperature for _, r in rows]), ("at\nonce", [r.concurrency for _, r in rows])]
-    where = [(name, values) for name, values in where if len(cells) > 1 and len(set(values)) > 1]
+    where = [(name, values) for name, values in where if len(comparisons) > 1 and len(set(values)) > 1]
     names = ("tau", "accepted\nby depth", "plain\ntokens/s", "tokens/s", "gain", "same\nanswers")
     shown = table(title, ("head",), (*(name for name, _ in where), *names))
     for i, (name, report) in enumerate(rows):
@@ -30,17 +29,17 @@ def summary_table(rows: Sequence[tuple[str, SpeculationReport]], title: str) -> 
             *[f"{values[i]:g}" for _, values in where],
             _with_interval(report.tau, report.tau_interval),
             " ".join(f"{rate:.2f}" for rate in report.accept_rate),
-            "" if report.is_yardstick else f"{report.plain.tokens_per_second:.0f}",
+            "" if report.is_baseline else f"{report.plain.tokens_per_second:.0f}",
             f"{report.speculative.tokens_per_second:.0f}",
-            "" if report.is_yardstick else _with_interval(report.gain, report.gain_interval, "x"),
-            "" if report.is_yardstick else f"{report.speculative.num_identical}/{report.speculative.num_answers}",
+            "" if report.is_baseline else _with_interval(report.gain, report.gain_interval, "x"),
+            "" if report.is_baseline else f"{report.speculative.num_identical}/{report.speculative.num_answers}",
         )
     return shown
 
 
 def _with_interval(value: float | None, interval: Interval | None, unit: str = "") -> str:
     if value is None:
-        return "not told"
+        return "unknown"
     return f"{value:.2f}{unit}" + (f"\n{interval.low:.2f}-{interval.high:.2f}" if interval else "")
 
 
@@ -73,15 +72,15 @@ def difference_table(found: Sequence[Difference]) -> Table:
     return shown
 
 
-def bench_table(cells: Sequence[Cell], temperature: float) -> Table:
+def bench_table(comparisons: Sequence[Comparison], temperature: float) -> Table:
     """Make a table with a row for each arm and concurrency. Latencies are in milliseconds, as median and 99th
     percentile."""
     numbers = ("tokens/s", "to plain", "tau", "first token\np50  p99", "next tokens\np50  p99", "host", "same\nanswers")
     shown = table(f"temperature {temperature:g}", ("clients", "speculation"), numbers)
-    for cell in cells:
-        if cell.temperature == temperature:
-            for i, (name, result) in enumerate(cell.arms.items()):
-                shown.add_row("" if i else str(cell.concurrency), name, *_bench_row(result))
+    for comparison in comparisons:
+        if comparison.temperature == temperature:
+            for i, (name, result) in enumerate(comparison.arms.items()):
+                shown.add_row("" if i else str(comparison.concurrency), name, *_bench_row(result))
             shown.add_section()
     return shown
 
@@ -133,8 +132,8 @@ def bench_lines(report: BenchReport) -> list[str]:
     )
     lines.append(f"late compiles: {report.num_late_compiles}; answers unlike the plain arm's: {report.num_different}")
     if (worst := report.worst(AUTO)) is not None:
-        ratio, cell = worst
-        lines.append(f"auto at its worst: {ratio:.2f}x plain ({cell.concurrency} clients, T={cell.temperature:g})")
+        ratio, found = worst
+        lines.append(f"auto at its worst: {ratio:.2f}x plain ({found.concurrency} clients, T={found.temperature:g})")
     return lines
 
 
@@ -155,22 +154,3 @@ def step_line(times: StepTimes) -> str:
         f"bound of {times.bound:.2f} ms); speculative step {times.step:.2f} ms "
         f"= draft {times.draft:.2f} + verify {times.verify:.2f}"
     )
-
-
-def kernels_table(rows: Sequence[KernelTimes]) -> Table:
-    """Make a table with a row for each shape of one kernel. Times are in milliseconds."""
-    shape = list(rows[0].work.shape)
-    numbers = (*shape, "own", "XLA", "to XLA", "MB", "of bound")
-    shown = table(rows[0].work.kernel, ("path",), numbers)
-    for row in rows:
-        own = row.own_ms
-        shown.add_row(
-            row.work.path or "XLA",
-            *[f"{row.work.shape[key]:,}" for key in shape],
-            "" if own is None else f"{own:.3f}",
-            f"{row.xla_ms:.3f}",
-            "" if own is None else f"{row.xla_ms / own:.2f}x",
-            f"{row.work.num_bytes / 1e6:,.1f}",
-            f"{row.bound_ms / (row.xla_ms if own is None else own):.0%}",
-        )
-    return shown

@@ -35,11 +35,11 @@ class EvalRun(TargetRun):
         help="address of a running server (ours, vLLM, SGLang, llama.cpp) to measure instead; of several, the first "
         "is what the others are compared with",
     )
-    api_key: str = setting("", help="what the server wants to be told")
+    api_key: str = setting("", help="key of the server")
     expect: tuple[float, ...] = setting(
         (), help="published tau, one for each row of the table; exit status 1 where one is outside the interval"
     )
-    output: str = setting("", help="write the JSON report here, and a page for people beside it (.html)")
+    output: str = setting("", help="write the JSON report here")
 
 
 RANDOM_WEIGHTS = (
@@ -68,48 +68,6 @@ class BenchRun(HeadRun):
     coupling: bool = setting(True, help="also measure what it brings that the draft ranks with the target's noise")
     seed: int = setting(0, help="of the sampling", ge=0)
     output: str = setting("", help="write the JSON report here")
-
-
-@dataclass(frozen=True, config=RULES)
-class ServeBenchRun:
-    """The settings of `specserve bench serve`; flags that `vllm bench serve` has too mean what they mean there."""
-
-    base_url: str = setting("", help="address of a running server; empty: --host and --port, or a server of its own")
-    host: str = setting("", help="host of a running server, without --base-url")
-    port: int = setting(0, help="port of a running server, without --base-url; 0: 8000", ge=0, le=65535)
-    api_key: str = setting("", help="bearer token of the server; empty: OPENAI_API_KEY, if any")
-    model: str = setting("", help="the model's name on the server; empty: the first that it lists")
-    dataset_name: str = setting("pydoc", help="what is asked: a bench as of `eval`, as chats; or random token ids")
-    input_len: int = setting(0, help="tokens of a random prompt; 0: 128", ge=0)
-    output_len: int = setting(128, help="longest answer", ge=1)
-    num_prompts: int = setting(100, help="requests; where a bench has fewer questions they come again", ge=1)
-    request_rate: str = setting("inf", help="requests per second, a Poisson process; inf: all at once")
-    burstiness: float = setting(1.0, help="shape of the gaps between requests: below 1 in bursts, above evenly", gt=0)
-    max_concurrency: int = setting(0, help="requests under way at once, at most; 0: any", ge=0)
-    temperature: Temperature = setting(0.0, help="0 is greedy")
-    ignore_eos: bool = setting(False, help="answers go on to the longest; servers other than OpenAI's take this")
-    metric_percentiles: tuple[float, ...] = setting((99.0,), help="percentiles of the latencies")
-    seed: int = setting(0, help="of the times, the random prompts and the sampling", ge=0)
-    target: str = setting("", help="of a server of its own, as of `serve`; so are the next four")
-    draft: str = setting("", help="folder of a draft head")
-    speculation: str = setting("", help="how it speculates; empty: as `serve` does by itself, and so for the others")
-    max_slots: int = setting(0, help="sequences that run at once; 0: as many as `serve` takes by itself", ge=0)
-    max_model_len: int = setting(0, help="prompt and answer together", ge=0)
-    output: str = setting("", help="write the results here, as JSON with vLLM's keys")
-
-
-@dataclass(frozen=True, config=RULES)
-class StartupRun:
-    """The settings of `specserve bench startup`."""
-
-    target: str = setting("", help="as of `serve`, and so are the next four")
-    draft: str = setting("", help="folder of a draft head")
-    speculation: str = setting("auto", help="how the server speculates")
-    max_slots: int = setting(8, help="sequences that run at once", ge=1)
-    max_model_len: int = setting(0, help="prompt and answer together", ge=0)
-    num_iters_cold: int = setting(1, help="starts with nothing kept, each of which compiles everything", ge=1)
-    num_iters_warm: int = setting(1, help="starts from kept programs", ge=1)
-    output: str = setting("", help="write the results here, as JSON with vLLM's keys")
 
 
 @dataclass(frozen=True, config=RULES)
@@ -154,34 +112,12 @@ class ThroughputRun(_OfflineRun):
 
 
 @dataclass(frozen=True, config=RULES)
-class KernelsRun:
-    """The settings of `specserve bench kernels`."""
-
-    kernels: tuple[str, ...] = setting((), help="which kernels to time: attention, experts, products; none named: all")
-    batch: tuple[PositiveInt, ...] = setting((1, 8, 32), help="sequences")
-    queries: tuple[PositiveInt, ...] = setting((1, 4, 16, 64), help="query tokens of each sequence")
-    entries: tuple[PositiveInt, ...] = setting((256, 2048), help="committed entries of each sequence")
-    heads: int = setting(32, help="query heads", ge=1)
-    kv_heads: int = setting(8, help="KV heads, a divisor of heads", ge=1)
-    head_dim: int = setting(128, help="channels of a head", ge=1)
-    page_size: int = setting(32, help="tokens per cache page", ge=1)
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
-    num_experts: int = setting(128, help="of a mixture; the defaults are those of Qwen3-30B-A3B", ge=2)
-    top_k: int = setting(8, help="experts that a token chooses", ge=1)
-    d_model: int = setting(2048, help="channels that experts read and write", ge=1)
-    expert_d_ff: int = setting(768, help="hidden channels of an expert", ge=1)
-    target: str = setting("pydoc", help="preset, or folder of a config.json: whose matrices `products` multiplies by")
-    rows: tuple[PositiveInt, ...] = setting((1, 2, 4, 8, 16, 64, 256), help="rows of these products")
-    seconds: float = setting(0.3, help="how long each kernel and shape is timed, after it was compiled", gt=0)
-    output: str = setting("", help="write the JSON report here")
-
-
-@dataclass(frozen=True, config=RULES)
 class VerifyRun(HeadRun):
     """The settings of `specserve verify`."""
 
     speculation: tuple[str, ...] = setting(
-        ("auto", f"{ALL_TEXT}:3"), help="ways to put to the proof, as for serve; auto: all that it would choose from"
+        ("auto", f"{ALL_TEXT}:3"),
+        help="what to prove, as for serve; auto: all that it would choose from",
     )
     bench: str = setting("pydoc", help="what is asked, as of `eval`")
     limit: int = setting(4, help="questions that are asked, evenly spread", ge=1)

@@ -106,7 +106,7 @@ def test_accepted_tokens_have_the_colour_of_their_depth() -> None:
 
 def test_a_conversation_sends_what_was_said_before(talk: ServerChat, fake_engine: FakeEngine) -> None:
     assert "".join(token.text for token in talk.ask("one")) == STORY
-    assert talk.told.finish == "stop"
+    assert talk.answer.finish == "stop"
     assert [token.depth for token in talk.ask("two")][:2] == [1, 0]
     prompt = bytes(fake_engine.requests[-1].prompt_ids).decode()
     assert prompt.startswith(f"<user>one<assistant>{STORY}<user>two")
@@ -158,7 +158,7 @@ def test_speculation_is_changed_or_bounded(talk: ServerChat, changeable: ServerC
     talk.speculate("off")
     answered = list(talk.ask("hi"))
     assert {token.depth for token in answered} == {0}
-    assert talk.told.acceptance.tau == 1
+    assert talk.answer.acceptance.tau == 1
     with pytest.raises(RefusedError, match="operator"):
         talk.speculate("tree:3x3x8")
     with pytest.raises(ConfigError):

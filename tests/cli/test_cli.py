@@ -100,7 +100,7 @@ def test_every_command_is_where_the_table_says(group: type[LazyGroup]) -> None:
         (("eval", "--bench", "missing.jsonl"), "missing.jsonl"),
         (("plan", "serve"), "--devices (devices) must be given: kind and number of chips"),
         (("chat", "--url", "http://localhost:1", "--speculation", "off"), "--speculation, or --url"),
-        (("bench", "serve", "--port", "9", "--draft", "ckpt"), "--draft is for a server of its own"),
+        (("serve", "--speculation", "tuned"), "speculation 'tuned' is not understood; expected off; chain:K"),
     ],
 )
 def test_wrong_input_is_one_line_that_names_the_fix(

@@ -4,9 +4,7 @@ status."""
 import dataclasses
 import functools
 import json
-import re
 import socket
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,9 @@ import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
+from specserve.cli import doctor
+from specserve.cli.doctor import MachineCheck
 from specserve.cli.main import app
-from specserve.eval import installation
-from specserve.eval.installation import MachineCheck
 from specserve.kernels import check, native, paged, paged_gpu
 from specserve.kernels.paged import PagedPrefix
 
@@ -29,21 +27,13 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setattr(installation.hub, "absence", lambda: "no network in tests")
+    monkeypatch.setattr(doctor.hub, "absence", lambda: "no network in tests")
 
 
 def found(run: Callable[[MachineCheck], None], *arguments: Any) -> MachineCheck:
     checked = MachineCheck("one")
     run(checked, *arguments)
     return checked
-
-
-def test_what_the_package_requires_is_looked_at() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    stated = [re.split(r"[<>=]", text)[0] for text in project["dependencies"]]
-    assert set(stated) <= installation.REQUIRED.keys()
-    own = {"cuda", "cuda12", "tpu", "wandb", "tensorboard", "otlp"}
-    assert set(installation.EXTRAS) == own <= project["optional-dependencies"].keys()
 
 
 def test_a_sound_machine_has_no_errors_and_a_broken_one_exits_with_1() -> None:
@@ -54,7 +44,7 @@ def test_a_sound_machine_has_no_errors_and_a_broken_one_exits_with_1() -> None:
     told = json.loads(sound.stdout)
     assert told["is_sound"]
     by_name = {each["name"]: each for each in told["checks"]}
-    assert not by_name["port"]["facts"]["is_free"]
+    assert "is taken" in by_name["port"]["text"]
     assert by_name["port"]["findings"][0]["fix"]
     assert all(each["text"] for each in told["checks"])
     Path("rich.py").touch()
@@ -69,34 +59,32 @@ def test_what_stands_before_an_installed_module_is_found(tmp_path: Path, monkeyp
     other = tmp_path / "other"
     for folder in ("datasets", "specserve"):
         (other / folder).mkdir(parents=True)
-    assert not found(installation.check_names).findings
-    monkeypatch.setenv("PYTHONPATH", f"{Path(installation.__file__).parents[2]}:{other}")
-    assert not found(installation.check_names).findings
+    assert not found(doctor.check_names).findings
+    monkeypatch.setenv("PYTHONPATH", f"{Path(doctor.__file__).parents[2]}:{other}")
+    assert not found(doctor.check_names).findings
     (other / "specserve" / "__init__.py").touch()
     Path("datasets.py").touch()
-    said = [finding.what for finding in found(installation.check_names).findings]
+    said = [finding.what for finding in found(doctor.check_names).findings]
     assert len(said) == 2
     assert str(Path("datasets.py").resolve()) in said[0]
     assert str(other / "specserve") in said[1]
 
 
 def test_versions_that_specserve_does_not_run_on_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = installation._version
-    monkeypatch.setattr(installation.metadata, "requires", lambda _name: ["jax>=0.10,<0.13", "numpy>=1; extra == 'x'"])
+    installed = doctor._version
+    monkeypatch.setattr(doctor.metadata, "requires", lambda _name: ["jax>=0.10,<0.13", "numpy>=1; extra == 'x'"])
     for version, number in (("0.12.1", 0), ("0.13.0", 1), (None, 1)):
-        monkeypatch.setattr(
-            installation, "_version", lambda name, own=version: own if name == "jax" else installed(name)
-        )
-        findings = found(installation.check_versions).findings
+        monkeypatch.setattr(doctor, "_version", lambda name, own=version: own if name == "jax" else installed(name))
+        findings = found(doctor.check_versions).findings
         assert len(findings) == number, version
         assert all("pip install 'jax" in finding.fix for finding in findings)
 
 
 def test_a_cache_that_cannot_be_written_is_found(tmp_path: Path) -> None:
-    assert not found(installation.check_cache).findings
+    assert not found(doctor.check_cache).findings
     (tmp_path / "cache" / "specserve").rmdir()
     (tmp_path / "cache" / "specserve").write_text("a file")
-    assert "XDG_CACHE_HOME" in found(installation.check_cache).findings[0].fix
+    assert "XDG_CACHE_HOME" in found(doctor.check_cache).findings[0].fix
 
 
 def test_kernels_that_are_off_by_more_than_rounding_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +99,7 @@ def test_kernels_that_are_off_by_more_than_rounding_are_found(monkeypatch: pytes
     monkeypatch.setattr(
         check, "matmul", lambda x, w: product(x, w) * (1.001 if isinstance(w, check.PackedMatrix) else 1.0)
     )
-    wrong = found(installation.check_kernels)
+    wrong = found(doctor.check_kernels)
     assert len(wrong.findings) == 3
     assert {finding.level for finding in wrong.findings} == {"error"}
 
@@ -138,7 +126,7 @@ def test_the_kernel_of_gpus_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_native_kernels_the_fix_is_said() -> None:
     with native.left_out():
-        findings = found(installation.check_kernels).findings
+        findings = found(doctor.check_kernels).findings
     assert [finding.level for finding in findings] == ["warning"]
     assert findings[0].fix
 
@@ -148,7 +136,7 @@ def test_a_check_that_fails_is_a_finding_and_the_others_go_on(monkeypatch: pytes
         raise ImportError("cannot import name 'x' from 'jax'\nmore")
 
     for name in ("versions", "devices", "memory", "kernels", "hub"):
-        monkeypatch.setattr(installation, f"check_{name}", fail)
-    checks = list(installation.examine(("127.0.0.1", 0)))
+        monkeypatch.setattr(doctor, f"check_{name}", fail)
+    checks = list(doctor.examine("127.0.0.1", 0))
     assert [check.name for check in checks if check.findings] == ["versions", "devices", "memory", "kernels", "hub"]
     assert "cannot import name" in checks[1].findings[0].what

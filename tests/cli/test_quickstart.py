@@ -6,8 +6,9 @@ from rich.console import Console
 
 from specserve.cli import quickstart
 from specserve.eval.acceptance import SpeculationReport
-from specserve.eval.bench.cells import ArmResult
+from specserve.eval.bench.comparison import ArmResult
 from specserve.eval.bench.step_times import StepTimes
+from specserve.eval.prompts import Question
 from specserve.eval.report import summary_table
 from specserve.speculative.acceptance import Acceptance
 
@@ -27,12 +28,16 @@ def test_a_gain_is_explained_by_tau_and_the_costs_of_steps(accepted: tuple[int, 
     assert "3.0 are the draft's" in said
 
 
+def _question(text: str) -> Question:
+    return Question(text, "x", (text,))
+
+
 def test_every_way_is_asked_the_same_beside_plain_decoding() -> None:
     """Nobody knows a question before it is asked: caches are forgotten in between."""
     with FakeEngine() as plain, FakeEngine() as chain, FakeEngine() as auto:
         heard: list[str] = []
         engines = {"off": plain, "chain:3": chain, "auto": auto}
-        found = quickstart.compare(engines, ["one", "two"], heard.append)  # type: ignore[arg-type]
+        found = quickstart.compare(engines, [_question("one"), _question("two")], heard.append)  # type: ignore[arg-type]
         asked = [[request.prompt_ids for request in engine.requests] for engine in (plain, chain, auto)]
         assert asked[0] == asked[1] == asked[2]
         assert {request.params.temperature for request in chain.requests} == {0.0}

@@ -11,8 +11,8 @@ from specserve.answers.regenerate import AnswerSettings, regenerate
 from specserve.checkpoints.load import Target
 from specserve.data.conversations import Conversation, Message
 from specserve.drafters.interface import Head
-from specserve.eval.acceptance import SpeculationReport, evaluate
-from specserve.eval.bench.cells import ArmResult
+from specserve.eval.acceptance import SpeculationReport, converse, reader
+from specserve.eval.bench.comparison import ArmResult, EngineArm
 from specserve.eval.bench.step_times import measure_steps
 from specserve.eval.prompts import Question
 from specserve.eval.report import summary_table
@@ -51,8 +51,10 @@ def test_arms_agree_and_the_books_balance(pair: tuple[Engine, Engine], tmp_path:
     """One test for one pair of engines: an engine starts once."""
     plain, speculative = pair
     with plain, speculative:
-        report = evaluate(plain, speculative, QUESTIONS, SpeculationReport("x", "chain:2", 0.0, 2), max_tokens=24)
-        sampled = evaluate(plain, speculative, QUESTIONS, SpeculationReport("x", "chain:2", 1.0, 1), max_tokens=24)
+        report, sampled = SpeculationReport("x", "chain:2", 0.0, 2), SpeculationReport("x", "chain:2", 1.0, 1)
+        for found in (report, sampled):
+            arms = {"off": EngineArm(plain), "chain:2": EngineArm(speculative)}
+            converse(arms, QUESTIONS, [found], reader(plain, 24))
         _regeneration_is_the_same_with_speculation(plain, speculative, tmp_path)
     for found in (report, sampled):
         assert found.speculative.num_answers == found.speculative.num_identical == 3

@@ -14,10 +14,9 @@ from specserve.cli.bench import measure_engine
 from specserve.cli.bench_offline import throughput
 from specserve.errors import ConfigError, DataError
 from specserve.eval import prompts
-from specserve.eval.bench import serve as bench_serve
 from specserve.eval.bench.offline import latency_prompts, throughput_prompts
 from specserve.eval.prompts import BENCHES, Question, load_prompts, load_questions
-from specserve.eval.settings import BenchRun, LatencyRun, ServeBenchRun, ThroughputRun
+from specserve.eval.settings import BenchRun, LatencyRun, ThroughputRun
 from specserve.serve.launch import Models
 from specserve.tokenizer import Tokenizer
 
@@ -122,9 +121,6 @@ def test_the_benchmarks_find_prompts_with_nothing_but_their_defaults(
     asked = throughput_prompts(models, run)
     assert len(set(map(tuple, asked))) == len(asked) == run.num_prompts
     assert max(map(len, asked)) + run.output_len <= run.max_model_len
-    served = ServeBenchRun()
-    chats = bench_serve.load_prompts(served)
-    assert len({json.dumps(chat) for chat in chats}) == len(chats) == served.num_prompts
 
 
 def test_a_bench_with_few_prompts_that_fit_asks_them_again(tmp_path: Path, pydoc_tokenizer: Tokenizer) -> None:
@@ -158,12 +154,11 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("length", [128, 512])
 def test_a_length_that_would_be_ignored_is_refused_though_it_is_the_usual_one(length: int) -> None:
     """What is given is told from what is not: the default is no length that anybody gives."""
-    for refused, flag in (
-        (lambda: measure_engine(BenchRun(input_len=length)), "--bench"),
-        (lambda: throughput(ThroughputRun(input_len=length)), "--bench"),
-        (lambda: bench_serve.load_prompts(ServeBenchRun(input_len=length)), "--dataset-name"),
+    for refused in (
+        lambda: measure_engine(BenchRun(input_len=length)),
+        lambda: throughput(ThroughputRun(input_len=length)),
     ):
-        with pytest.raises(ConfigError, match=rf"--input-len is the length of random prompts, and {flag} is pydoc"):
+        with pytest.raises(ConfigError, match="--input-len is the length of random prompts, and --bench is pydoc"):
             refused()
 
 
@@ -184,7 +179,5 @@ def test_random_prompts_have_the_length_that_is_asked_for() -> None:
     vocabulary = SimpleNamespace(target=SimpleNamespace(config=SimpleNamespace(vocab_size=50)))
     for given, expected in ((0, prompts.RANDOM_LENGTH), (7, 7)):
         asked = throughput_prompts(vocabulary, ThroughputRun(bench="random", input_len=given))  # type: ignore[arg-type]
-        served = bench_serve.load_prompts(ServeBenchRun(dataset_name="random", input_len=given))
-        for found, ids in ((asked, range(1, 50)), (served, bench_serve.RANDOM_IDS)):
-            assert {len(prompt) for prompt in found} == {expected}
-            assert all(token_id in ids for prompt in found for token_id in prompt)
+        assert {len(prompt) for prompt in asked} == {expected}
+        assert all(token_id in range(1, 50) for prompt in asked for token_id in prompt)

@@ -19,8 +19,9 @@ from specserve.data.dataset import Prompt
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
+from specserve.eval import evaluation
 from specserve.eval.acceptance import SpeculationReport, converse, reader
-from specserve.eval.bench.cells import EngineArm
+from specserve.eval.bench.comparison import EngineArm
 from specserve.eval.prompts import Question
 from specserve.eval.remote import ServerArm, read_chats
 from specserve.eval.settings import EvalRun
@@ -127,7 +128,7 @@ def test_the_command_measures_a_server_and_judges_what_was_published(
     run = EvalRun(bench=str(path), server=(f"{url}/v1",), api_key="hush", max_tokens=MAX_TOKENS, output=str(output))
     command.evaluate(run)
     found = json.loads(output.read_text())
-    assert "hush" not in output.read_text() + output.with_suffix(".html").read_text()
+    assert "hush" not in output.read_text()
     (report,) = found["reports"]
     low, high = report["tau_interval"]
     assert low <= report["tau"] <= high
@@ -151,8 +152,8 @@ def test_two_heads_are_compared_on_one_target(
 ) -> None:
     models = Models("tiny", tiny_target, tiny_head, ChatLetters)  # type: ignore[arg-type]
     other = tiny.random_head(tiny_target.config, seed=5)
-    monkeypatch.setattr(command, "load", lambda _run, _draft: models)
-    monkeypatch.setattr(command, "with_draft", lambda models, _draft: dataclasses.replace(models, head=other))
+    monkeypatch.setattr(evaluation, "load", lambda _run, _draft: models)
+    monkeypatch.setattr(evaluation, "with_draft", lambda models, _draft: dataclasses.replace(models, head=other))
     path, output = tmp_path / "questions.jsonl", tmp_path / "found.json"
     path.write_text("\n".join(json.dumps({"turns": q.turns}) for q in QUESTIONS))
     ways = {"draft": ("a", "b"), "speculation": ("chain:2", "ngram:2"), "temperature": (0.0, 1.0)}
@@ -165,10 +166,7 @@ def test_two_heads_are_compared_on_one_target(
     by_name = {(r["draft"], r["speculation"], r["temperature"], r["concurrency"]): r for r in found["reports"]}
     assert len(found["differences"]) == 2
     for difference in found["differences"]:
-        cell = difference["temperature"], difference["concurrency"]
-        taus = [by_name[name, "chain:2", *cell]["tau"] for name in ("b", "a")]
+        comparison = difference["temperature"], difference["concurrency"]
+        taus = [by_name[name, "chain:2", *comparison]["tau"] for name in ("b", "a")]
         assert difference["difference"] == pytest.approx(taus[0] - taus[1])
         assert difference["interval"][0] <= difference["interval"][1]
-    page = output.with_suffix(".html").read_text()
-    assert "<script" not in page
-    assert "Between heads" in page

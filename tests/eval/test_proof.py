@@ -16,7 +16,7 @@ from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval.verify import rule
 from specserve.eval.verify.judge import Group, ProofSubject
-from specserve.eval.verify.proof import ProofPlan, Prover
+from specserve.eval.verify.proof import ProofSize, Prover
 from specserve.eval.verify.report import ProofReport
 from specserve.eval.verify.rule import WholeText
 from specserve.eval.verify.runners import make_bench
@@ -26,14 +26,14 @@ from specserve.serve.programs.runner import Runner
 from specserve.speculative import sampling, step
 
 PROMPTS = [tuple(random.Random(i).choices(range(3, VOCAB), k=9 + 5 * i)) for i in range(5)]
-PLAN = ProofPlan(max_tokens=15, draws=80)
+PLAN = ProofSize(max_tokens=15, draws=80)
 
 
-def prove(runner: Runner, target: Target, *ways: str, plan: ProofPlan = PLAN, num_prompts: int = 2) -> ProofReport:
+def prove(runner: Runner, target: Target, *ways: str, size: ProofSize = PLAN, num_prompts: int = 2) -> ProofReport:
     report = ProofReport()
     trees = [tree for way in ways if (tree := parse_speculation(way))]
     bench = ProofSubject(target, Letters(), WholeText(target), [Group(trees, lambda: runner)])  # type: ignore[arg-type]
-    Prover(bench, PROMPTS[:num_prompts], plan, report).run()
+    Prover(bench, PROMPTS[:num_prompts], size, report).run()
     return report
 
 
@@ -63,7 +63,7 @@ def test_a_check_that_nothing_was_put_to_is_not_passed(
         return right(self, *args, is_caching=False, **more)
 
     monkeypatch.setattr(Prover, "_answer", answer)
-    report = prove(runner, tiny_target, "static:2x1", plan=dataclasses.replace(PLAN, draws=40), num_prompts=1)
+    report = prove(runner, tiny_target, "static:2x1", size=dataclasses.replace(PLAN, draws=40), num_prompts=1)
     assert not report.num_bugs
     assert [row.check for row in report.untested] == ["prefix hits", "preemption", "preemption, all options"]
     assert all(row.note.startswith("not tested: 0 ") for row in report.untested)
@@ -79,7 +79,7 @@ def test_every_check_is_put_to_each_data_rank() -> None:
     tree, report = parse_speculation("ngram:2"), ProofReport()
     assert tree is not None
     prompts = [prompt[: 4 + 3 * i] for i, prompt in enumerate(PROMPTS[:4])]
-    Prover(make_bench(models, [tree], max_model_len=60), prompts, ProofPlan(max_tokens=18, draws=40), report).run()
+    Prover(make_bench(models, [tree], max_model_len=60), prompts, ProofSize(max_tokens=18, draws=40), report).run()
     assert not report.num_bugs, report.to_json()
     assert not report.untested, [(row.way, row.check, row.note) for row in report.untested]
     assert any("pages of each of 4 data ranks" in row.note for row in report.rows)
@@ -96,7 +96,7 @@ def test_a_wrong_bonus_token_is_found_and_called_a_bug(
         return [*accepted, (bonus + 1) % VOCAB if accepted else bonus]
 
     monkeypatch.setattr(HostResult, "emitted", wrong)
-    report = prove(runner, tiny_target, "static:2x1", plan=dataclasses.replace(PLAN, draws=40), num_prompts=1)
+    report = prove(runner, tiny_target, "static:2x1", size=dataclasses.replace(PLAN, draws=40), num_prompts=1)
     found = [each for each in report.mismatches if each.verdict == "bug"]
     assert {each.kind for each in found} == {"token"}, report.rows
     assert "static:2x1" in {each.way for each in found} <= {"static:2x1", "static:2x1 or off at each step"}
@@ -108,7 +108,7 @@ def test_a_draft_that_did_not_catch_up_is_found(
 ) -> None:
     """It costs acceptance and changes no token."""
     monkeypatch.setattr(Runner, "_catch_up", lambda *_args: None)
-    report = prove(runner, tiny_target, "chain:3", plan=ProofPlan(max_tokens=21, draws=80), num_prompts=5)
+    report = prove(runner, tiny_target, "chain:3", size=ProofSize(max_tokens=21, draws=80), num_prompts=5)
     assert [test.what for test in report.failed] == ["other drafts after plain steps"], report.tests
     assert not sum(row.num_bugs for row in report.rows)
 
@@ -122,7 +122,7 @@ def test_a_rule_that_draws_too_coldly_is_found_by_its_distribution(
     monkeypatch.setattr(sampling, "noise", lambda *args: right(*args) / 2)
     monkeypatch.setattr(rule, "_scores", jax.jit(lambda *args: scores(*args)))  # traced anew
     runner = make_runner(tiny_target, None, "off", "ngram:2", has_constrained=False)
-    report = prove(runner, tiny_target, "ngram:2", plan=ProofPlan(max_tokens=9))
+    report = prove(runner, tiny_target, "ngram:2", size=ProofSize(max_tokens=9))
     assert not report.mismatches
     assert {(test.way, test.what) for test in report.failed} == {
         (way, f"distribution of {what}")
@@ -188,7 +188,7 @@ def test_a_planted_fault_is_found_and_called_a_bug(
 ) -> None:
     plant(monkeypatch)
     runner = make_runner(tiny_target, tiny_head, "off", way, has_constrained=False)
-    report = prove(runner, tiny_target, way, plan=dataclasses.replace(PLAN, draws=40))
+    report = prove(runner, tiny_target, way, size=dataclasses.replace(PLAN, draws=40))
     found = [each for each in report.mismatches if each.verdict == "bug"]
     assert found, report.rows
     assert {each.kind for each in found} <= kinds

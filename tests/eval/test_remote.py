@@ -97,7 +97,7 @@ def test_each_kind_of_server_is_read_where_it_tells(connect: Callable[[Handler],
     assert [report.speculative.num_answers for report in found.values()] == [3, 4, 4, 4]
     assert found["vllm"].num_skipped == 1
     notes = [" ".join(report.notes) for report in found.values()]
-    for said, expected in zip(notes, ("too long", "", "own mean", "does not tell"), strict=True):
+    for said, expected in zip(notes, ("too long", "", "own mean", "does not report"), strict=True):
         assert expected in said
     assert json.loads(json.dumps(found["plain"].to_json()))["tau"] is None
     assert set(found["plain"].by_category) <= {"a", "b"}

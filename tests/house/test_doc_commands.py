@@ -4,6 +4,7 @@
 <!-- tested: tests/x/test_y.py -->  that file tests the same, on models that are smaller
 <!-- not run: hub: words -->        it needs a model hub (or: device, long, network); the words may be left out
 <!-- not run: synopsis -->          it is a form to be filled in, of which only the flags are looked at
+<!-- not run: gone -->              in the log alone: the command that made a figure, and has been removed since
 """
 
 import ast
@@ -33,11 +34,11 @@ from specserve.cli.options import flags_from
 
 SHELL = ("sh", "bash", "shell", "console")
 MARK = re.compile(
-    r"run|tested: (?P<test>tests/\S+\.py)|not run: (?P<why>hub|device|long|network|synopsis)(: \S.*)?", re.ASCII
+    r"run|tested: (?P<test>tests/\S+\.py)|not run: (?P<why>hub|device|long|network|synopsis|gone)(: \S.*)?", re.ASCII
 )
 OTHERS = {"pip", "git", "cd", "curl", "pytest", "ruff", "pyright", ".ci/run", "mkdocs", "done"}  # not looked into
-OTHERS |= {"docker", "helm", "kubectl", "ray", "sky", "guidellm", "aiperf", "lm_eval", "schemathesis"}
-HISTORY = {"log.md", "CHANGELOG.md"}  # they describe commands that are no more
+OTHERS |= {"docker", "helm", "kubectl", "ray", "sky", "guidellm", "aiperf", "vllm", "lm_eval", "schemathesis"}
+HISTORY = {"CHANGELOG.md", *(page.name for page in (ROOT / "docs" / "log").glob("*.md"))}  # with removed commands
 BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # every engine's layout can hold it
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -167,6 +168,9 @@ def test_commands_say_whether_they_are_run_and_have_the_flags_they_use(fence):
         f"Write one of these on a line of its own right above the fence:\n{__doc__.partition(chr(10))[2]}"
     )
     assert not mark["test"] or (ROOT / mark["test"]).is_file(), f"{fence.where}: there is no {mark['test']}"
+    if mark["why"] == "gone":
+        assert fence.page.name in HISTORY, f"{fence.where}: only the log has commands that are gone"
+        return
     is_form = mark["why"] == "synopsis"
     for words in map(str.split, fence.text.splitlines()) if is_form else simple_commands(fence.text):
         try:

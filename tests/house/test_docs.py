@@ -2,11 +2,14 @@
 
 import importlib.util
 import re
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from command_tables import commands, settings_table
 
-from specserve import config
 from specserve.answers.settings import RegenerateRun
 from specserve.eval.settings import EvalRun
 from specserve.plan.settings import PlanServeRun
@@ -15,40 +18,43 @@ from specserve.train.settings import TrainRun
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "benchmarks/README.md")
-PAGES = [*(ROOT / name for name in OUTSIDE), *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [*(ROOT / name for name in OUTSIDE), *sorted(DOCS.rglob("*.md"))]
+
+
+def _support(name: str) -> str:
+    import support_tables  # needs tests/support on the path
+
+    return getattr(support_tables, name)()
+
+
 SCHEMAS: dict[str, type] = {"serve": ServeRun, "train": TrainRun, "data regenerate": RegenerateRun}  # by command
 SCHEMAS |= {"eval": EvalRun, "plan serve": PlanServeRun}
-PLACES = {"serve": "settings.md", "train": "settings.md", "data regenerate": "data.md"}
-PLACES |= {"eval": "evaluation.md", "plan serve": "scale.md"}
+# the name in a comment of a page -> the maker of the text below it, up to the comment that ends it
+TABLES: dict[str, Callable[[], str]] = {
+    "commands": lambda: commands({of: place(f"settings of {name}").name for name, of in SCHEMAS.items()}),
+    "families": partial(_support, "families"),
+    "weights": partial(_support, "weights"),
+    **{f"settings of {name}": partial(settings_table, schema) for name, schema in SCHEMAS.items()},
+}
 
 
-def _settings(command: str) -> re.Pattern[str]:
-    begin = f"<!-- settings of {command}: rewritten by `python tests/house/test_docs.py` -->\n"
-    return re.compile(f"(?<={re.escape(begin)}).*?(?=<!-- /settings -->)", re.S)
+def between(name: str) -> re.Pattern[str]:
+    begin = f"<!-- {name}: rewritten by `python tests/house/test_docs.py` -->\n"
+    return re.compile(rf"(?<={re.escape(begin)}).*?(?=<!-- /{name.split()[0]} -->)", re.S)
 
 
-def settings_table(schema: type) -> str:
-    rows = ["| setting | flag | default | takes | |", "|---|---|---|---|---|"]
-    for leaf in config.leaves(schema):
-        expected = leaf.expected.replace("|", "\\|")
-        rows.append(f"| `{leaf.name}` | `{leaf.flag}` | {_default(leaf)} | {expected} | {leaf.help} |")
-    return "\n".join(rows) + "\n"
+def place(name: str) -> Path:
+    """Find the one page that has a table."""
+    (page,) = (page for page in PAGES if between(name).search(page.read_text()))
+    return page
 
 
-def _default(leaf: config.Leaf) -> str:
-    if leaf.field.is_required():
-        return "required"
-    value = leaf.default
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "empty" if value in ((), "") else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-@pytest.mark.parametrize("command", SCHEMAS)
-def test_the_settings_table_is_current(command):
-    found = _settings(command).search((ROOT / "docs" / PLACES[command]).read_text())
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_that_is_made_from_the_code_is_current(name):
+    found = between(name).search(place(name).read_text())
     assert found is not None
-    assert found[0] == settings_table(SCHEMAS[command]), "run `python tests/house/test_docs.py` to rewrite the table"
+    assert found[0] == TABLES[name](), "run `python tests/house/test_docs.py` to rewrite the table"
 
 
 def test_the_api_reference_is_current():
@@ -68,13 +74,27 @@ def test_links_resolve(page):
         assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
-def test_the_readme_has_the_two_lines():
+ROOMS = "|".join(sorted(path.name for path in (ROOT / "specserve").iterdir() if path.is_dir()))
+PLACE = re.compile(rf"`((?:specserve|tests|tools|benchmarks|deploy|{ROOMS})/[\w/.]+)`")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "log"], ids=lambda page: page.name)
+def test_files_that_are_named_exist(page):
+    """As `room/file`, be it with .py or with a name in it, and from the package or from the checkout."""
+    for named in PLACE.findall(page.read_text()):
+        names = (named, f"{named}.py", f"{named.rpartition('.')[0]}.py")
+        found = any((folder / name).exists() for folder in (ROOT, ROOT / "specserve") for name in names)
+        assert found or named.endswith("/NAME"), f"{page.name} names {named}, which is not there"
+
+
+def test_the_readme_has_the_lines_that_ci_runs():
     lines = [line.split("  #")[0].strip() for line in (ROOT / "README.md").read_text().splitlines()]
-    assert "pip install -e '.[dev]' && specserve quickstart" in lines
+    assert lines.index("specserve quickstart") == lines.index("pip install -e .") + 1
     assert "pip install -e '.[dev]' && pytest" in lines
 
 
 if __name__ == "__main__":
-    for command, schema in SCHEMAS.items():
-        page, table = ROOT / "docs" / PLACES[command], settings_table(schema)
-        page.write_text(_settings(command).sub(lambda _, table=table: table, page.read_text(), count=1))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    for name, make in TABLES.items():
+        text, page = make(), place(name)
+        page.write_text(between(name).sub(lambda _, text=text: text, page.read_text()))

@@ -13,15 +13,15 @@ import jax
 
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
-from specserve.eval.bench.cells import (
+from specserve.eval.bench.comparison import (
     PLAIN,
     ArmResult,
     BenchArm,
-    BenchPlan,
-    Cell,
+    BenchSize,
+    Comparison,
     EngineArm,
     params_of,
-    run_cells,
+    run_comparisons,
     run_round,
 )
 from specserve.eval.bench.step_times import StepTimes, measure_steps, read_bandwidth
@@ -63,22 +63,22 @@ def measure_coupling(
     coupled: BenchArm,
     uncoupled: BenchArm,
     prompts: Sequence[Sequence[int]],
-    plan: BenchPlan,
+    size: BenchSize,
     temperature: float,
 ) -> Coupling:
     """Measure both arms on the same questions and seeds, one answer at a time. They take turns in being the first."""
     found = Coupling(name, temperature)
     arms = {"coupled": coupled, "uncoupled": uncoupled}
     results = {"coupled": found.coupled, "uncoupled": found.uncoupled}
-    cell = Cell(temperature, 1, results, yardstick="uncoupled")
+    comparison = Comparison(temperature, 1, results, baseline="uncoupled")
     for arm in arms.values():
-        arm.ask(prompts[:1], [params_of(plan, 0.0, 0)], 1)
+        arm.ask(prompts[:1], [params_of(size, 0.0, 0)], 1)
         arm.forget()
     supply = itertools.cycle(prompts)
-    for number in range(plan.num_rounds):
-        asked = list(itertools.islice(supply, plan.num_requests))
-        params = [params_of(plan, temperature, number * plan.num_requests + i) for i in range(len(asked))]
-        run_round(arms, asked, params, cell, number)
+    for number in range(size.num_rounds):
+        asked = list(itertools.islice(supply, size.num_requests))
+        params = [params_of(size, temperature, number * size.num_requests + i) for i in range(len(asked))]
+        run_round(arms, asked, params, comparison, number)
     return found
 
 
@@ -86,8 +86,8 @@ def measure_coupling(
 class BenchReport:
     """The results of the benchmark of the engine."""
 
-    plan: BenchPlan
-    cells: list[Cell] = field(default_factory=list)
+    size: BenchSize
+    comparisons: list[Comparison] = field(default_factory=list)
     couplings: list[Coupling] = field(default_factory=list)
     steps: dict[str, StepTimes] = field(default_factory=dict)  # by arm
     read_bandwidth: float = 0.0  # bytes per second
@@ -97,18 +97,18 @@ class BenchReport:
     @property
     def num_different(self) -> int:
         """The number of answers of our own arms that differ from the plain arm's."""
-        results = [result for cell in self.cells for result in cell.arms.values() if result.must_agree]
-        return sum(result.num_answers - result.num_identical for result in results)
+        results = [result for comparison in self.comparisons for result in comparison.arms.values()]
+        return sum(result.num_answers - result.num_identical for result in results if result.must_agree)
 
-    def worst(self, name: str) -> tuple[float, Cell] | None:
-        """Find the cell where an arm does worst against plain decoding, with its ratio; None where it never ran."""
-        found = [(cell.arms[name].ratio, cell) for cell in self.cells if name in cell.arms]
+    def worst(self, name: str) -> tuple[float, Comparison] | None:
+        """Find the comparison where an arm does worst against plain decoding, with its ratio; None if it never ran."""
+        found = [(each.arms[name].ratio, each) for each in self.comparisons if name in each.arms]
         return min(found, key=lambda pair: pair[0], default=None)
 
     def to_json(self) -> dict[str, Any]:
         worst = self.worst(AUTO)
         return {
-            "cells": [cell.to_json() for cell in self.cells],
+            "cells": [comparison.to_json() for comparison in self.comparisons],
             "auto_worst_ratio_to_plain": worst[0] if worst else None,
             "different_answers": self.num_different,
             "late_compiles": self.num_late_compiles,
@@ -123,20 +123,20 @@ def run_bench(
     models: Models,
     names: Sequence[str],
     prompts: Sequence[Sequence[int]],
-    plan: BenchPlan,
+    size: BenchSize,
     *,
     max_model_len: int,
     others: Mapping[str, BenchArm] | None = None,
     has_coupling: bool = True,
     on_warmup: OnWarmup = lambda _arm, _done, _total, _name: None,
-    on_round: Callable[[Cell], None] = lambda _cell: None,
+    on_round: Callable[[Comparison], None] = lambda _comparison: None,
 ) -> BenchReport:
     """Measure the speculations of `names` against plain decoding, each as an engine of its own over the same loaded
-    models; `others` are further arms. Prompts leave room for `plan.max_tokens`. Raises ConfigError."""
+    models; `others` are further arms. Prompts leave room for `size.max_tokens`. Raises ConfigError."""
     names = [PLAIN, *[name for name in dict.fromkeys(names) if name != PLAIN]]
     if models.head is None and (headed := [name for name in names if _has_draft(name)]):
         raise ConfigError(f"there is no head for {models.name}, and {', '.join(headed)} need one; give it with --draft")
-    report = BenchReport(plan)
+    report = BenchReport(size)
 
     def make(name: str, num_slots: int, *, is_coupled: bool = True) -> Engine:
         label = name if is_coupled else f"{name}, uncoupled"
@@ -149,7 +149,7 @@ def run_bench(
             on_warmup=lambda done, total, program: on_warmup(label, done, total, program),
         )
 
-    engines = {name: make(name, max(plan.concurrencies)) for name in names}
+    engines = {name: make(name, max(size.concurrencies)) for name in names}
     report.read_bandwidth = read_bandwidth()
     for name, engine in engines.items():
         if _has_draft(name):
@@ -161,13 +161,13 @@ def run_bench(
             )
     with ExitStack() as stack:
         arms: dict[str, BenchArm] = {name: EngineArm(stack.enter_context(engine)) for name, engine in engines.items()}
-        report.cells = run_cells({**arms, **(others or {})}, prompts, plan, on_round)
+        report.comparisons = run_comparisons({**arms, **(others or {})}, prompts, size, on_round)
         report.memory = _memory(models, engines.values())  # before further engines are made
         report.num_late_compiles = sum(engine.stats().num_late_compiles for engine in engines.values())
-        temperature = next((t for t in plan.temperatures if t > 0), 1.0)
+        temperature = next((t for t in size.temperatures if t > 0), 1.0)
         for name in filter(_has_draft, names if has_coupling else ()):
             with make(name, 1, is_coupled=False) as engine:
-                coupling = measure_coupling(name, arms[name], EngineArm(engine), prompts, plan, temperature)
+                coupling = measure_coupling(name, arms[name], EngineArm(engine), prompts, size, temperature)
                 report.num_late_compiles += engine.stats().num_late_compiles
             report.couplings.append(coupling)
     return report

@@ -12,7 +12,7 @@ import numpy as np
 
 from specserve.drafters.speculation import describe
 from specserve.errors import DataError
-from specserve.eval.bench.cells import EngineArm, TimedAnswer
+from specserve.eval.bench.comparison import EngineArm, TimedAnswer
 from specserve.eval.bench.roofline import Roofline, measure_peaks, step_work
 from specserve.eval.bench.step_times import steps_timed, time_step
 from specserve.eval.prompts import RANDOM, load_prompts, random_length, random_prompts
@@ -99,8 +99,8 @@ def throughput(
         arm.ask(prompts[:1], params[:1], 1)  # first touches of memory
         arm.forget()
         before = engine.stats()
-        said = lambda done: on_progress("answering", done, len(prompts))  # noqa: E731
-        answers, seconds = arm.ask(prompts, params, len(prompts), said)
+        on_done = lambda done: on_progress("answering", done, len(prompts))  # noqa: E731
+        answers, seconds = arm.ask(prompts, params, len(prompts), on_done)
         after = engine.stats()
         _trace(arm, prompts[:slots], params[:slots], run.profile)
     num_output = sum(len(answer.token_ids) for answer in answers)

@@ -31,7 +31,7 @@ from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.engines import load
 from specserve.serve.launch import Models
 
-PUBLISHED = "bfloat16"  # the dtype of weights where no config.json says another
+PUBLISHED = "bfloat16"  # the dtype of weights where no config.json names another
 _quantize = jax.jit(quantize, static_argnames="to")
 
 
@@ -53,8 +53,8 @@ def bench_models(run: BenchRun | LatencyRun | ThroughputRun) -> Models:
         head, draft = random_head(name, target, mesh=mesh), f"{DEFAULT_KIND}, random weights"
     if run.draft_quantization in ("int8", "fp8"):
         head = dataclasses.replace(head, params=in_eight_bits(head.params, run.draft_quantization))
-    told = f"{name}, random weights"
-    return Models(told, target, head, None, fingerprint=f"random {name}", mesh=mesh, draft=DraftInfo(draft))
+    label = f"{name}, random weights"
+    return Models(label, target, head, None, fingerprint=f"random {name}", mesh=mesh, draft=DraftInfo(draft))
 
 
 def random_target(name: str, *, quantization: Quantization = "none", mesh: Mesh | None = None) -> Target:
@@ -87,7 +87,7 @@ def random_head(name: str, target: Target, *, mesh: Mesh | None = None) -> Head:
 
 
 def _stored_dtype(name: str) -> str:
-    """The dtype of a checkpoint's weights, as its config.json says."""
+    """The dtype of a checkpoint's weights, as its config.json names it."""
     file = Path(name).expanduser() / "config.json"
     raw = read_json(file) if file.is_file() else {}
     return str(raw.get("dtype") or raw.get("torch_dtype") or PUBLISHED)

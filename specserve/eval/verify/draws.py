@@ -1,6 +1,6 @@
 """Chi-square tests of whether tokens are drawn as often as the target's softmax says, and how many draws they take.
 
-A draw is told by where its token falls in the cumulative distribution at its own prefix, the most likely first, at
+A draw is placed where its token falls in the cumulative distribution at its own prefix, the most likely first, at
 random within its own share. Right draws fall evenly over [0, 1] and independently of each other, whatever the
 distributions are (Rosenblatt, Remarks on a multivariate transformation, Ann. Math. Stat. 23, 1952), so draws after
 different prefixes, and several of one answer, are counted in the same NUM_BINS bins.
@@ -56,5 +56,5 @@ def chi_square(way: str, what: str, places: np.ndarray) -> Test:
     counts, _ = np.histogram(places, NUM_BINS, (0.0, 1.0 + 1e-6))
     expected = places.size / NUM_BINS
     statistic = float(((counts - expected) ** 2 / expected).sum())
-    told = f"{places.size} draws, chi-square {statistic:.1f} of {NUM_BINS - 1} degrees"
-    return Test(way, f"distribution of {what}", told, float(chi2.sf(statistic, NUM_BINS - 1)))
+    found = f"{places.size} draws, chi-square {statistic:.1f} of {NUM_BINS - 1} degrees"
+    return Test(way, f"distribution of {what}", found, float(chi2.sf(statistic, NUM_BINS - 1)))

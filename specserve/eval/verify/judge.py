@@ -10,7 +10,7 @@ import numpy as np
 from specserve.checkpoints.load import Target
 from specserve.eval.verify.draws import cells_of
 from specserve.eval.verify.report import Kind, Mismatch, ProofReport
-from specserve.eval.verify.requests import NUM_LOGPROBS, Ask
+from specserve.eval.verify.requests import NUM_LOGPROBS, ProofRequest
 from specserve.eval.verify.rule import WholeText, rule_scores
 from specserve.serve.engine.options import bad_sequences
 from specserve.serve.programs.runner import Runner
@@ -52,44 +52,52 @@ class Judge:
         self._cells: dict[tuple[int, ...], np.ndarray] = {}  # by answer to the prompt of the draws
 
     def find(
-        self, way: str, check: str, ask: Ask, plain: CompletionOutput, answer: CompletionOutput
+        self, way: str, check: str, request: ProofRequest, plain: CompletionOutput, answer: CompletionOutput
     ) -> Mismatch | None:
         """The first difference from plain decoding's answer, if there is one."""
         if answer.finish_reason not in ("stop", "length"):
-            return bug(way, check, ask, "error", "an answer", answer.error or answer.finish_reason)
+            return bug(way, check, request, "error", "an answer", answer.error or answer.finish_reason)
         pairs = enumerate(zip(plain.token_ids, answer.token_ids, strict=False))
         at = next((i for i, (a, b) in pairs if a != b), None)
         if at is not None:
-            return self.judge(way, check, ask, plain, answer, at, plain.token_ids[at], answer.token_ids[at])
+            return self.judge(way, check, request, plain, answer, at, plain.token_ids[at], answer.token_ids[at])
         ends = [(len(each.token_ids), each.finish_reason, each.stop_reason, each.text) for each in (plain, answer)]
         if ends[0] != ends[1]:
             ours, theirs = (f"{number} tokens, {why} {what or ''}: {text[-20:]!r}" for number, why, what, text in ends)
-            return bug(way, check, ask, "end", ours, theirs, min(ends[0][0], ends[1][0]))
+            return bug(way, check, request, "end", ours, theirs, min(ends[0][0], ends[1][0]))
         for i, (ours, theirs) in enumerate(zip(plain.logprobs or (), answer.logprobs or (), strict=True)):
             if not abs(ours.logprob - theirs.logprob) <= LOGPROB_SLACK * self.report.noise:
-                told = (f"log p = {each.logprob:.6f}" for each in (ours, theirs))
-                found = bug(way, check, ask, "log-probability", *told, position=i)
+                logs = (f"log p = {each.logprob:.6f}" for each in (ours, theirs))
+                found = bug(way, check, request, "log-probability", *logs, position=i)
                 return dataclasses.replace(found, plain_top=ours.top, other_top=theirs.top)
         return None
 
     def judge(
-        self, way: str, check: str, ask: Ask, plain: CompletionOutput, answer: CompletionOutput, at: int, a: int, b: int
+        self,
+        way: str,
+        check: str,
+        request: ProofRequest,
+        plain: CompletionOutput,
+        answer: CompletionOutput,
+        at: int,
+        a: int,
+        b: int,
     ) -> Mismatch:
         """Judge a difference. It is a tie if the rounding of products can make the rule draw b in place of its own
         choice, and otherwise a bug. `a` is the token that was drawn otherwise."""
         prefix = plain.token_ids[: at + 1]
-        logits = self.logits(ask, prefix)
-        row = self.scores(ask, prefix, logits)[at]
-        params, noise = ask.params, self.report.noise
+        logits = self.logits(request, prefix)
+        row = self.scores(request, prefix, logits)[at]
+        params, noise = request.params, self.report.noise
         stretch = max(params.repetition_penalty, 1 / params.repetition_penalty) / (params.temperature or 1.0)
         lead = float(row.max() - row[b])
         is_tie = lead <= 2 * noise * stretch
         rng = np.random.default_rng(at)
         for _ in range(NUM_NUDGES if not np.isfinite(lead) and noise else 0):  # what top_p and the like cut off
             nudged = logits + rng.uniform(-noise, noise, logits.shape).astype(np.float32)
-            is_tie = is_tie or int(self.scores(ask, prefix, nudged)[at].argmax()) == b
+            is_tie = is_tie or int(self.scores(request, prefix, nudged)[at].argmax()) == b
         return Mismatch(
-            *(way, check, ask.name, "token", at, self._spell(a), self._spell(b), lead, "tie" if is_tie else "bug"),
+            *(way, check, request.name, "token", at, self._spell(a), self._spell(b), lead, "tie" if is_tie else "bug"),
             plain_top=_top(plain, at, logits[at]),
             other_top=_top(answer, at),
         )
@@ -98,12 +106,12 @@ class Judge:
         tokenizer = self.bench.tokenizer
         return f"{token_id} {tokenizer.decode([token_id], skip_special_tokens=False)!r}" if tokenizer else str(token_id)
 
-    def logits(self, ask: Ask, output_ids: Sequence[int]) -> np.ndarray:  # [n, vocab]
-        [logits] = self.bench.whole_text.logits([[*ask.prompt, *output_ids]])
-        return logits[len(ask.prompt) - 1 : -1]
+    def logits(self, request: ProofRequest, output_ids: Sequence[int]) -> np.ndarray:  # [n, vocab]
+        [logits] = self.bench.whole_text.logits([[*request.prompt, *output_ids]])
+        return logits[len(request.prompt) - 1 : -1]
 
-    def scores(self, ask: Ask, output_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:  # [n, vocab]
-        params, target, tokenizer = ask.params, self.bench.target, self.bench.tokenizer
+    def scores(self, request: ProofRequest, output_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:  # [n, vocab]
+        params, target, tokenizer = request.params, self.bench.target, self.bench.tokenizer
         mask = None
         if params.grammar is not None:
             assert tokenizer is not None, "a grammar without a tokenizer is refused"
@@ -111,7 +119,7 @@ class Judge:
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_ids))
         words = bad_sequences(params.bad_words, tokenizer)
         return rule_scores(
-            ask.prompt, params, output_ids, logits, stop_ids=sorted(ends), bad_sequences=words, mask=mask
+            request.prompt, params, output_ids, logits, stop_ids=sorted(ends), bad_sequences=words, mask=mask
         )
 
     def cells(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -149,6 +157,6 @@ def _top(answer: CompletionOutput, at: int, logits: np.ndarray | None = None) ->
     return tuple((int(i), float(logs[i])) for i in np.argsort(-logs)[:NUM_LOGPROBS])
 
 
-def bug(way: str, check: str, ask: Ask, kind: Kind, plain: str, other: str, position: int = 0) -> Mismatch:
+def bug(way: str, check: str, request: ProofRequest, kind: Kind, plain: str, other: str, position: int = 0) -> Mismatch:
     """Make the record of a difference that no rounding explains."""
-    return Mismatch(way, check, ask.name, kind, position, plain, other, None, "bug")
+    return Mismatch(way, check, request.name, kind, position, plain, other, None, "bug")

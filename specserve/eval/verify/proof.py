@@ -19,7 +19,7 @@ from specserve.errors import SpecServeError
 from specserve.eval.verify.draws import COUNTED_TOKENS, NUM_DRAWS, chi_square, num_answers, places
 from specserve.eval.verify.judge import Judge, ProofSubject, bug, log_sum_exp
 from specserve.eval.verify.report import Mismatch, ProofReport, Row, Test
-from specserve.eval.verify.requests import Ask, base_asks, follow_ups, option_asks
+from specserve.eval.verify.requests import ProofRequest, base_requests, follow_ups, option_requests
 from specserve.serve.engine.engine import Engine, EngineOptions
 from specserve.serve.engine.interface import EngineStats
 from specserve.serve.requests.completion import Collector, CompletionOutput
@@ -35,7 +35,7 @@ Script = Callable[[], Tree | None]  # the tree of the next steps that are dispat
 
 
 @dataclass(frozen=True)
-class ProofPlan:
+class ProofSize:
     """The size of a proof: the tokens of an answer, and the draws of a statistical test."""
 
     max_tokens: int = 32
@@ -59,10 +59,12 @@ class _Scripted(Controller):
 
 @dataclass(frozen=True)
 class _Answers:
-    """The answers of an engine to some asks, in their order."""
+    """The answers of an engine to some requests, in their order."""
 
     of: list[CompletionOutput]
-    drafts: list[list[tuple[int, ...]]]  # of each answer the tokens proposed, step by step, where the ask wants them
+    drafts: list[
+        list[tuple[int, ...]]
+    ]  # the tokens proposed for each answer, step by step, where its request has the tree
     stats: EngineStats
 
     @property
@@ -85,8 +87,8 @@ class _Steps:
                 return
 
     def p_value(self, control: "_Steps") -> float:
-        """The chance of so many differences if they were as frequent, per step, as between two runs that only the shape
-        of their programs tells apart. Given how many there are in both, they would fall on either by its steps."""
+        """The chance of so many differences if they were as frequent, per step, as between two runs that differ only in
+        the shape of their programs. Given how many there are in both, they would fall on either by its steps."""
         from scipy.stats import binomtest  # takes a third of a second to import
 
         total = self.differences + control.differences
@@ -102,15 +104,15 @@ class Prover:
         self,
         bench: ProofSubject,
         prompts: Sequence[Sequence[int]],
-        plan: ProofPlan,
+        size: ProofSize,
         report: ProofReport,
         on_progress: Callable[[str, int, int | None], None] = lambda _what, _done, _total: None,
     ) -> None:
-        self.bench, self.prompts, self.plan, self.report = bench, prompts, plan, report
+        self.bench, self.prompts, self.size, self.report = bench, prompts, size, report
         self._on_progress = on_progress
-        self._plain: dict[int, CompletionOutput] = {}  # by the ask's id
+        self._plain: dict[int, CompletionOutput] = {}  # by the request's id
         self._judge = Judge(bench, report)
-        self._what, self._num_asked = "", 0  # what is being checked; tokens of the answers so far, and in all
+        self._what, self._num_answered = "", 0  # what is being checked; tokens of the answers so far, and in all
         self._total: int | None = None
         self._spread = 0.0  # of the target's logits
 
@@ -120,27 +122,27 @@ class Prover:
         for group in self.bench.groups:
             self._runner = group.open()
             if not self._plain:
-                self._ask_plainly()
+                self._answer_plainly()
                 self._check_plain()
             for tree in group.trees:
                 self._check_way(tree)
             self._check_any(group.trees)
             del self._runner  # two states are never there at once
 
-    # What is asked, and by whom it is answered.
+    # Requests and their answers.
 
     def _begin(self, way: str, check: str) -> None:
         self._what = f"{way}: {check}"
-        self._on_progress(self._what, self._num_asked, self._total)
+        self._on_progress(self._what, self._num_answered, self._total)
 
-    def _count(self, ask: Ask) -> None:
-        self._num_asked += _num_tokens(ask)
-        self._on_progress(self._what, self._num_asked, self._total)
+    def _count(self, request: ProofRequest) -> None:
+        self._num_answered += _num_tokens(request)
+        self._on_progress(self._what, self._num_answered, self._total)
 
     def _answer(
         self,
         script: Script,
-        asks: Sequence[Ask],
+        requests: Sequence[ProofRequest],
         *,
         is_caching: bool,
         is_alone: bool = False,  # one after the other
@@ -156,38 +158,38 @@ class Prover:
             eos_ids=self.bench.target.eos_ids,
             controller=_Scripted(script),
             options=EngineOptions(
-                is_caching=is_caching, max_queue=len(asks), num_pages=num_pages, most_steps=most_steps
+                is_caching=is_caching, max_queue=len(requests), num_pages=num_pages, most_steps=most_steps
             ),
         )
         answers, drafts = [], []
         with engine:
-            for some in [[ask] for ask in asks] if is_alone else [asks]:
-                found = _ask(engine, some, self._count)
+            for some in [[request] for request in requests] if is_alone else [requests]:
+                found = _answers(engine, some, self._count)
                 answers += found[0]
                 drafts += found[1]
             if not engine.is_healthy:
-                raise SpecServeError("the engine died; its log says why")
+                raise SpecServeError("the engine died; see its log")
             return _Answers(answers, drafts, engine.stats())
 
-    def _ask_plainly(self) -> None:
+    def _answer_plainly(self) -> None:
         """Have plain decoding answer everything, one request after the other, without a prefix cache."""
 
-        def answer(asks: Sequence[Ask]) -> list[CompletionOutput]:
-            answers = self._answer(lambda: None, asks, is_caching=False, is_alone=True).of
-            self._plain |= {id(ask): found for ask, found in zip(asks, answers, strict=True)}
+        def answer(requests: Sequence[ProofRequest]) -> list[CompletionOutput]:
+            answers = self._answer(lambda: None, requests, is_caching=False, is_alone=True).of
+            self._plain |= {id(request): found for request, found in zip(requests, answers, strict=True)}
             return answers
 
         self._begin("off", "answers")
-        first = base_asks(self.prompts, self.plan.max_tokens, self.plan.seed)
+        first = base_requests(self.prompts, self.size.max_tokens, self.size.seed)
         answers = answer(first)
         second = follow_ups(first, answers)
         self.first, self.base = first, [*first, *second]
-        self.options = option_asks(
+        self.options = option_requests(
             self.prompts,
             answers[::2],
             self.bench.tokenizer,
-            max_tokens=self.plan.max_tokens,
-            seed=self.plan.seed,
+            max_tokens=self.size.max_tokens,
+            seed=self.size.seed,
             has_grammars=self._runner.has_constrained,
         )
         self._total = self._number_in_all()
@@ -195,14 +197,16 @@ class Prover:
         answer(self.options)
 
     @property
-    def everything(self) -> list[Ask]:
+    def everything(self) -> list[ProofRequest]:
         return [*self.base, *self.options]
 
     def _number_in_all(self) -> int:
         """The tokens of all answers that the checks take, drawn ones included."""
-        first, base, everything = (sum(map(_num_tokens, asks)) for asks in (self.first, self.base, self.everything))
-        drawn = num_answers(self.plan.draws) * (1 + COUNTED_TOKENS)
-        number = everything + base + self.plan.draws + drawn  # plain ones
+        first, base, everything = (
+            sum(map(_num_tokens, requests)) for requests in (self.first, self.base, self.everything)
+        )
+        drawn = num_answers(self.size.draws) * (1 + COUNTED_TOKENS)
+        number = everything + base + self.size.draws + drawn  # plain ones
         for group in self.bench.groups:
             number += everything
             for tree in group.trees:
@@ -216,24 +220,24 @@ class Prover:
         """Measure the noise, and hold plain decoding against the rule and against itself in a batch."""
         self._begin("off", "the rule")
         together = self._answer(lambda: None, self.base, is_caching=False)
-        bests = {id(ask): self._best(ask, other) for ask, other in zip(self.base, together.of, strict=True)}
+        bests = {id(request): self._best(request, other) for request, other in zip(self.base, together.of, strict=True)}
         row = Row("off", "the rule", note=f"noise {self.report.noise:.1e}")
         self.report.rows.append(row)
         if self.report.noise > SHARE * self._spread:
             self._add(row, bug("off", row.check, self.base[0], "log-probability", "one forward", "its steps"))
-        for ask in self.everything:
-            self._check_rule(row, ask, bests[id(ask)] if id(ask) in bests else self._best(ask))
+        for request in self.everything:
+            self._check_rule(row, request, bests[id(request)] if id(request) in bests else self._best(request))
         self._compare("off", "mixed batches", self.base, together)
         self._draw(None)
 
-    def _best(self, ask: Ask, other: CompletionOutput | None = None) -> np.ndarray:  # [token]
+    def _best(self, request: ProofRequest, other: CompletionOutput | None = None) -> np.ndarray:  # [token]
         """Return the token that the rule draws at each place of a plain answer, from one forward over the whole text.
         With the answer that came in a batch, it also measures the noise, and how far the logits spread."""
-        self._on_progress(self._what, self._num_asked, self._total)
-        plain = self._plain[id(ask)]
+        self._on_progress(self._what, self._num_answered, self._total)
+        plain = self._plain[id(request)]
         if not plain.token_ids:
             return np.zeros(0, int)
-        logits = self._judge.logits(ask, plain.token_ids)
+        logits = self._judge.logits(request, plain.token_ids)
         if other is not None:
             self._spread = max(self._spread, float(logits.std(axis=-1).max()))
             logs = logits - log_sum_exp(logits)
@@ -245,24 +249,24 @@ class Prover:
                     break  # what comes after has another prefix
                 known = dict(theirs.top)
                 self._note_noise(np.array([value - known[i] for i, value in ours.top if i in known]))
-        return self._judge.scores(ask, plain.token_ids, logits).argmax(axis=-1)
+        return self._judge.scores(request, plain.token_ids, logits).argmax(axis=-1)
 
     def _note_noise(self, differences: np.ndarray) -> None:
         self.report.noise = max(self.report.noise, float(np.abs(differences).max(initial=0.0)))
         self.report.num_compared += differences.size
 
-    def _check_rule(self, row: Row, ask: Ask, best: np.ndarray) -> None:
+    def _check_rule(self, row: Row, request: ProofRequest, best: np.ndarray) -> None:
         """Check that every token of a plain answer is the one that the rule draws."""
-        answer = self._plain[id(ask)]
+        answer = self._plain[id(request)]
         row.num_answers += 1
         if answer.finish_reason not in ("stop", "length"):
-            self._add(row, bug("off", row.check, ask, "error", "an answer", answer.error or answer.finish_reason))
+            self._add(row, bug("off", row.check, request, "error", "an answer", answer.error or answer.finish_reason))
         row.num_tokens += len(answer.token_ids)
         if not (wrong := np.flatnonzero(best != np.array(answer.token_ids, int))).size:
             return
         at = int(wrong[0])
-        told = int(best[at]), answer.token_ids[at]
-        self._add(row, self._judge.judge("off", row.check, ask, answer, answer, at, *told))
+        tokens = int(best[at]), answer.token_ids[at]
+        self._add(row, self._judge.judge("off", row.check, request, answer, answer, at, *tokens))
 
     def _check_way(self, tree: Tree) -> None:
         way = describe(tree)
@@ -273,7 +277,7 @@ class Prover:
         self._begin(way, "prefix hits")
         hits = self._answer(lambda: tree, self.base, is_caching=True, is_alone=True)
         row = self._compare(way, "prefix hits", self.base, hits)
-        _tell(row, hits.stats.num_prefix_hits, f"{hits.stats.num_prefix_hits:,} tokens hit")
+        _note_events(row, hits.stats.num_prefix_hits, f"{hits.stats.num_prefix_hits:,} tokens hit")
         self._begin(way, "mixed batches")
         together = self._answer(lambda: tree, self.everything, is_caching=False)
         self._compare(way, "mixed batches", self.everything, together)
@@ -289,36 +293,36 @@ class Prover:
     def _check_any(self, trees: Sequence[Tree]) -> None:
         """Check steps that are each done in another way, with all options in a batch, and with sequences that are
         preempted. An option's state must be there again when its sequence goes on, perhaps in another way."""
-        dice = random.Random(self.plan.seed)
+        dice = random.Random(self.size.seed)
         ways = [None, *trees]
         name = "any way at each step" if len(trees) > 1 else f"{describe(trees[0])} or off at each step"
         self._in_few_pages(name, "preemption, all options", lambda: dice.choice(ways), self.everything)
 
-    def _in_few_pages(self, way: str, check: str, script: Script, asks: Sequence[Ask]) -> None:
+    def _in_few_pages(self, way: str, check: str, script: Script, requests: Sequence[ProofRequest]) -> None:
         """Check answers in so few pages that sequences give theirs back, wait, and go on later."""
         self._begin(way, check)
-        pages = 1 + max(-(-ask.num_tokens // self._runner.shapes.page_size) for ask in asks)
-        few = self._answer(script, asks, is_caching=True, num_pages=pages)
-        row = self._compare(way, check, asks, few)
+        pages = 1 + max(-(-request.num_tokens // self._runner.shapes.page_size) for request in requests)
+        few = self._answer(script, requests, is_caching=True, num_pages=pages)
+        row = self._compare(way, check, requests, few)
         ranks = self._runner.shapes.num_ranks
         where = f"{pages} pages" if ranks == 1 else f"{pages} pages of each of {ranks} data ranks"
-        _tell(row, few.stats.num_preemptions, f"{few.stats.num_preemptions} preemptions in {where}")
+        _note_events(row, few.stats.num_preemptions, f"{few.stats.num_preemptions} preemptions in {where}")
 
     def _check_stretch(self, tree: Tree, control: _Steps) -> None:
         """Check plain steps that are followed by speculative ones: the drafter must stand where it would if it had
         been there always."""
         way = describe(tree)
         self._begin(way, "after plain steps")
-        length = self.plan.max_tokens // 3
+        length = self.size.max_tokens // 3
         late, fresh = [], []
-        for ask in self.first:
+        for request in self.first:
             steps = itertools.chain(itertools.repeat(None, length), itertools.repeat(tree))
             # the script is asked once for all steps of a call, and is to be asked for each
-            late.append(self._answer(steps.__next__, [ask], is_caching=False, most_steps=1))
+            late.append(self._answer(steps.__next__, [request], is_caching=False, most_steps=1))
             # the prompt of the fresh run ends before the token that is the root when speculation begins
-            prompt = (*ask.prompt, *self._plain[id(ask)].token_ids[:length])
-            params = dataclasses.replace(ask.params, max_tokens=self.plan.max_tokens - length)
-            fresh.append(self._answer(lambda: tree, [Ask(ask.name, prompt, params)], is_caching=False))
+            prompt = (*request.prompt, *self._plain[id(request)].token_ids[:length])
+            params = dataclasses.replace(request.params, max_tokens=self.size.max_tokens - length)
+            fresh.append(self._answer(lambda: tree, [ProofRequest(request.name, prompt, params)], is_caching=False))
         late, fresh = _joined(late), _joined(fresh)
         self._compare(way, "after plain steps", self.first, late)
         self._compare_drafts(way, "after plain steps", late, fresh, control)
@@ -330,18 +334,18 @@ class Prover:
         for ours, theirs in zip(found.drafts, fresh.drafts, strict=True):
             steps.compare(ours, theirs)
         taus = [_speculative(each).tau for each in (found, fresh)]
-        told = f"{steps.differences} of {len(found.of)} answers, tau {taus[0]:.2f}; of fresh runs {taus[1]:.2f}"
-        self.report.tests.append(Test(way, f"other drafts {what}", told, steps.p_value(control)))
+        found_text = f"{steps.differences} of {len(found.of)} answers, tau {taus[0]:.2f}; of fresh runs {taus[1]:.2f}"
+        self.report.tests.append(Test(way, f"other drafts {what}", found_text, steps.p_value(control)))
 
     # Comparison.
 
-    def _compare(self, way: str, check: str, asks: Sequence[Ask], answers: _Answers) -> Row:
+    def _compare(self, way: str, check: str, requests: Sequence[ProofRequest], answers: _Answers) -> Row:
         row = Row(way, check, acceptance=answers.acceptance)
         self.report.rows.append(row)
-        for ask, answer in zip(asks, answers.of, strict=True):
+        for request, answer in zip(requests, answers.of, strict=True):
             row.num_answers += 1
             row.num_tokens += len(answer.token_ids)
-            if mismatch := self._judge.find(way, check, ask, self._plain[id(ask)], answer):
+            if mismatch := self._judge.find(way, check, request, self._plain[id(request)], answer):
                 self._add(row, mismatch)
         return row
 
@@ -359,45 +363,45 @@ class Prover:
         self._begin(way, "distribution")
         prompt = min(self.prompts, key=len)
         if tree is None:
-            asks = self._drawing(prompt, self.plan.draws, 1)
-            answers = self._answer(lambda: None, asks, is_caching=True).of
+            requests = self._drawing(prompt, self.size.draws, 1)
+            answers = self._answer(lambda: None, requests, is_caching=True).of
             self._test_draws(way, "first token", prompt, answers, 0)
-            self._drawn = self._drawing(prompt, num_answers(self.plan.draws), 1 + COUNTED_TOKENS)
+            self._drawn = self._drawing(prompt, num_answers(self.size.draws), 1 + COUNTED_TOKENS)
         found = self._answer(lambda: tree, self._drawn, is_caching=True)
         if tree is None:
-            self._plain |= {id(ask): answer for ask, answer in zip(self._drawn, found.of, strict=True)}
+            self._plain |= {id(request): answer for request, answer in zip(self._drawn, found.of, strict=True)}
         else:
             self._compare(way, "distribution", self._drawn, found)
         self._test_draws(way, "next tokens", prompt, found.of, 1)
 
-    def _drawing(self, prompt: Sequence[int], number: int, max_tokens: int) -> list[Ask]:
-        """Make the asks of one prompt with `number` different seeds."""
-        seeds = range(self.plan.seed, self.plan.seed + number)
+    def _drawing(self, prompt: Sequence[int], number: int, max_tokens: int) -> list[ProofRequest]:
+        """Make the requests of one prompt with `number` different seeds."""
+        seeds = range(self.size.seed, self.size.seed + number)
         options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True}
-        return [Ask(f"seed {seed}", tuple(prompt), SamplingParams(seed=seed, **options)) for seed in seeds]
+        return [ProofRequest(f"seed {seed}", tuple(prompt), SamplingParams(seed=seed, **options)) for seed in seeds]
 
     def _test_draws(
         self, way: str, what: str, prompt: Sequence[int], answers: Sequence[CompletionOutput], start: int
     ) -> None:
         """Test how the tokens from `start` on of these answers were drawn. All are of the same length."""
         if broken := [answer for answer in answers if answer.finish_reason != "length"]:
-            told = (
+            found = (
                 f"{len(broken)} of {len(answers)} answers are not whole: {broken[0].error or broken[0].finish_reason}"
             )
-            self.report.tests.append(Test(way, f"distribution of {what}", told, 0.0))
+            self.report.tests.append(Test(way, f"distribution of {what}", found, 0.0))
             return
         cells = self._judge.cells(prompt, [answer.token_ids for answer in answers])
         counted = np.concatenate([each[start:] for each in cells])
         self.report.tests.append(chi_square(way, what, places(counted)))
 
 
-def _tell(row: Row, number: int, note: str) -> None:
-    """Note how often that which a check is about has happened. Where it never has, nothing was tested."""
+def _note_events(row: Row, number: int, note: str) -> None:
+    """Note how often the event that a check is about has happened. Where it never has, nothing was tested."""
     row.is_tested, row.note = number > 0, note if number else f"not tested: {note}"
 
 
-def _num_tokens(ask: Ask) -> int:
-    return ask.params.max_tokens or 0
+def _num_tokens(request: ProofRequest) -> int:
+    return request.params.max_tokens or 0
 
 
 def _is_by_head_alone(tree: Tree) -> bool:
@@ -420,12 +424,12 @@ def _speculative(answers: _Answers) -> Acceptance:
     return found
 
 
-def _ask(
-    engine: Engine, asks: Sequence[Ask], on_done: Callable[[Ask], None]
+def _answers(
+    engine: Engine, requests: Sequence[ProofRequest], on_done: Callable[[ProofRequest], None]
 ) -> tuple[list[CompletionOutput], list[list[tuple[int, ...]]]]:
-    """The answers to asks that run together, and the tokens that each step proposed for them."""
-    drafts: list[list[tuple[int, ...]]] = [[] for _ in asks]
-    collector = Collector(len(asks), lambda i, _answer: on_done(asks[i]))
+    """The answers to requests that run together, and the tokens that each step proposed for them."""
+    drafts: list[list[tuple[int, ...]]] = [[] for _ in requests]
+    collector = Collector(len(requests), lambda i, _answer: on_done(requests[i]))
 
     def listener(i: int) -> Callable[[Delta], None]:
         collect = collector.listener(i)
@@ -437,12 +441,12 @@ def _ask(
 
         return on_delta
 
-    requests = []
+    submitted = []
     try:
-        for i, ask in enumerate(asks):
-            requests.append(engine.submit(ask.prompt, ask.params, listener(i)))
+        for i, request in enumerate(requests):
+            submitted.append(engine.submit(request.prompt, request.params, listener(i)))
         return collector.wait(), drafts
-    except BaseException:  # an interrupt: what still runs is not wanted any more
-        for request in requests:
-            request.cancel()
+    except BaseException:  # an interrupt: nobody waits for what still runs
+        for each in submitted:
+            each.cancel()
         raise

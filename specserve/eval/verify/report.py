@@ -14,7 +14,7 @@ Kind = Literal["token", "end", "log-probability", "error"]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A place where an answer begins to differ from plain decoding's, and what the rule of drawing says of it."""
+    """A place where an answer begins to differ from plain decoding's, and the verdict of the rule of drawing."""
 
     way: str
     check: str
@@ -89,11 +89,11 @@ class ProofReport:
         """The result of the proof in a sentence."""
         if self.num_bugs:
             return f"{self.num_bugs} bugs: speculation is not what plain decoding is, here"
-        told = "speculation changes nothing here"
+        text = "speculation changes nothing here"
         if self.untested:
             names = ", ".join(f"{row.way}: {row.check}" for row in self.untested)
-            told += f", as far as was tested; {len(self.untested)} checks tested nothing ({names})"
-        return f"{told}; {self.num_ties} ties that rounding decides otherwise" if self.num_ties else told
+            text += f", as far as was tested; {len(self.untested)} checks tested nothing ({names})"
+        return f"{text}; {self.num_ties} ties that rounding decides otherwise" if self.num_ties else text
 
     @property
     def num_ties(self) -> int:

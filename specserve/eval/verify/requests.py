@@ -17,7 +17,7 @@ SEEDS = (1, 2**40 + 2, -3)  # of both halves of the 64 bits, and a negative one
 
 
 @dataclass(frozen=True, eq=False)
-class Ask:
+class ProofRequest:
     """A request of the proof. Its seed is set, so two runs of it must agree."""
 
     name: str
@@ -30,27 +30,30 @@ class Ask:
         return len(self.prompt) + (self.params.max_tokens or 0)
 
 
-def base_asks(prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> list[Ask]:
-    """Ask every prompt greedily, and every prompt sampled."""
-    asks = []
+def base_requests(prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> list[ProofRequest]:
+    """Make a greedy request and a sampled one of every prompt."""
+    requests = []
     for i, prompt in enumerate(prompts):
         options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "logprobs": NUM_LOGPROBS}
         options["return_tree"] = True  # to compare what was proposed
         greedy = SamplingParams(temperature=0.0, seed=0, **options)
         sampled = SamplingParams(seed=SEEDS[i % len(SEEDS)] + seed + i, **options)
-        asks += [Ask(f"prompt {i}, greedy", tuple(prompt), greedy), Ask(f"prompt {i}, sampled", tuple(prompt), sampled)]
-    return asks
+        requests += [
+            ProofRequest(f"prompt {i}, greedy", tuple(prompt), greedy),
+            ProofRequest(f"prompt {i}, sampled", tuple(prompt), sampled),
+        ]
+    return requests
 
 
-def follow_ups(asks: Sequence[Ask], answers: Sequence[CompletionOutput]) -> list[Ask]:
+def follow_ups(requests: Sequence[ProofRequest], answers: Sequence[CompletionOutput]) -> list[ProofRequest]:
     """Make the requests of a second turn: the prompt and its answer, whose pages a server has already."""
     return [
-        dataclasses.replace(ask, name=f"{ask.name}, a second turn", prompt=(*ask.prompt, *answer.token_ids))
-        for ask, answer in zip(asks, answers, strict=True)
+        dataclasses.replace(request, name=f"{request.name}, a second turn", prompt=(*request.prompt, *answer.token_ids))
+        for request, answer in zip(requests, answers, strict=True)
     ]
 
 
-def option_asks(
+def option_requests(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[CompletionOutput],  # greedy ones, whose tokens the options name
     tokenizer: TokenizerLike | None,
@@ -58,9 +61,9 @@ def option_asks(
     max_tokens: int,
     seed: int,
     has_grammars: bool,
-) -> list[Ask]:
-    """Ask with every option, over the prompts in turn, greedily and sampled. Options that name tokens name some that
-    the target would say, so that each option changes answers."""
+) -> list[ProofRequest]:
+    """Make requests with every option, over the prompts in turn, greedily and sampled. Options that name tokens name
+    some that the target would draw, so that each option changes answers."""
     counts = Counter(token_id for answer in answers for token_id in answer.token_ids)
     common = [token_id for token_id, _ in counts.most_common()]
     first, second = common[0], common[min(1, len(common) - 1)]
@@ -83,7 +86,7 @@ def option_asks(
         **_text_options(answers, tokenizer),
         **(_grammars() if tokenizer is not None and has_grammars else {}),
     }
-    asks = []
+    requests = []
     for i, (name, changes) in enumerate(options.items()):
         for temperature in (0.0, changes.get("temperature", 1.0)):
             given = {"ignore_eos": "grammar" not in changes, "seed": seed + i, "temperature": temperature}
@@ -91,8 +94,8 @@ def option_asks(
             if "ignore_eos" in changes:
                 params = dataclasses.replace(params, ignore_eos=changes["ignore_eos"])
             how = "sampled" if temperature else "greedy"
-            asks.append(Ask(f"{name}, {how}", tuple(prompts[i % len(prompts)]), params))
-    return asks
+            requests.append(ProofRequest(f"{name}, {how}", tuple(prompts[i % len(prompts)]), params))
+    return requests
 
 
 def _text_options(answers: Sequence[CompletionOutput], tokenizer: TokenizerLike | None) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ import pytest
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.errors import ConfigError
-from specserve.eval.bench.cells import BenchPlan
+from specserve.eval.bench.comparison import BenchSize
 from specserve.eval.bench.engine import BenchReport, run_bench
 from specserve.eval.bench.step_times import read_bandwidth
 from specserve.eval.prompts import load_chats
@@ -16,7 +16,7 @@ from specserve.eval.report import bench_lines, bench_table, coupling_table
 from specserve.serve import launch
 from specserve.serve.launch import Models
 
-PLAN = BenchPlan(concurrencies=(1, 2), temperatures=(0.0, 1.0), num_rounds=2, num_requests=3, max_tokens=12)
+PLAN = BenchSize(concurrencies=(1, 2), temperatures=(0.0, 1.0), num_rounds=2, num_requests=3, max_tokens=12)
 ARMS = ("chain:2", "auto")
 PROMPTS = [[1 + (7 * i + j) % 60 for j in range(5 + i)] for i in range(PLAN.num_prompts)]
 
@@ -39,7 +39,7 @@ def report(models: Models, tmp_path_factory: pytest.TempPathFactory) -> BenchRep
             PROMPTS,
             PLAN,
             max_model_len=128,
-            on_round=lambda cell: seen.append((cell.temperature, cell.concurrency)),
+            on_round=lambda comparison: seen.append((comparison.temperature, comparison.concurrency)),
         )
     assert seen == [(0.0, 1)] * 2 + [(0.0, 2)] * 2 + [(1.0, 1)] * 2 + [(1.0, 2)] * 2
     return report
@@ -49,14 +49,14 @@ def report(models: Models, tmp_path_factory: pytest.TempPathFactory) -> BenchRep
 def test_every_arm_answers_the_same(report: BenchReport) -> None:
     assert report.num_late_compiles == 0
     assert report.num_different == 0
-    assert len(report.cells) == 4
-    for cell in report.cells:
-        assert list(cell.arms) == ["off", *ARMS]
-        plain = cell.arms["off"]
+    assert len(report.comparisons) == 4
+    for comparison in report.comparisons:
+        assert list(comparison.arms) == ["off", *ARMS]
+        plain = comparison.arms["off"]
         assert plain.ratios == [1.0, 1.0]
         assert plain.acceptance.tau == 1
         assert set(plain.steps) == {"off"}
-        for result in cell.arms.values():
+        for result in comparison.arms.values():
             assert result.num_answers == result.num_identical == 6
             assert result.num_tokens == plain.num_tokens
             assert len(result.ratios) == len(result.rates) == 2
@@ -68,7 +68,7 @@ def test_every_arm_answers_the_same(report: BenchReport) -> None:
             # one delta per step that emitted, after each answer's first
             assert len(result.gaps) == result.acceptance.num_steps
             assert 0 <= result.host_seconds <= result.busy_seconds
-        assert set(cell.arms["chain:2"].steps) == {"chain:2"}
+        assert set(comparison.arms["chain:2"].steps) == {"chain:2"}
 
 
 def _spans(per_token: list[float], num_tokens: int) -> float:
@@ -88,10 +88,10 @@ def test_the_rest_of_the_report(report: BenchReport, models: Models) -> None:
     assert report.memory["peak_rss"] > report.memory["weights"] > weights
     assert report.memory["cache"] > 0
     found = json.loads(json.dumps(report.to_json()))
-    worst = min(cell["arms"]["auto"]["ratio_to_plain"] for cell in found["cells"])
+    worst = min(comparison["arms"]["auto"]["ratio_to_plain"] for comparison in found["cells"])
     assert found["auto_worst_ratio_to_plain"] == worst
     assert 1e8 < read_bandwidth() < 1e13
-    assert bench_table(report.cells, 0.0).row_count == 2 * 3
+    assert bench_table(report.comparisons, 0.0).row_count == 2 * 3
     assert coupling_table(report.couplings).row_count == 1
     assert any("auto at its worst" in line for line in bench_lines(report))
 

@@ -7,7 +7,7 @@ from spread import mesh_of, spread_head, spread_target
 
 from specserve.errors import ConfigError
 from specserve.eval.bench import offline as bench_offline
-from specserve.eval.bench.cells import BenchPlan
+from specserve.eval.bench.comparison import BenchSize
 from specserve.eval.bench.engine import run_bench
 from specserve.eval.settings import LatencyRun, ThroughputRun
 from specserve.mesh import in_equal_parts
@@ -54,8 +54,8 @@ def test_a_number_of_slots_that_was_given_is_refused_as_everywhere() -> None:
 @pytest.mark.slow
 def test_the_benchmark_of_the_engine_ends_with_its_report() -> None:
     """One client over two data ranks, and the coupling, whose engines are made when all the rest is done."""
-    plan = BenchPlan(concurrencies=(1,), temperatures=(1.0,), num_rounds=1, num_requests=2, max_tokens=8)
-    report = run_bench(models_over("data=2"), ["chain:2"], PROMPTS, plan, max_model_len=128)
+    size = BenchSize(concurrencies=(1,), temperatures=(1.0,), num_rounds=1, num_requests=2, max_tokens=8)
+    report = run_bench(models_over("data=2"), ["chain:2"], PROMPTS, size, max_model_len=128)
     assert report.num_different == report.num_late_compiles == 0
     assert [coupling.arm for coupling in report.couplings] == ["chain:2"]
     assert report.couplings[0].coupled.num_identical == 2

@@ -68,7 +68,7 @@ def test_what_goes_with_it(folder: Path) -> None:
         bench_models(LatencyRun(target=str(folder), random_weights=True))
     with pytest.raises(ConfigError, match="--random-weights has none: give int8"):
         bench_models(LatencyRun(target=str(folder), bench="random", random_weights=True, quantization="stored"))
-    for command in ("eval", "serve", "verify", "bench serve"):
+    for command in ("eval", "serve", "verify"):
         result = CliRunner().invoke(app, [*command.split(), "--target", str(folder), "--random-weights"])
         assert result.exit_code == 2, command
         assert "--random-weights" in result.output

@@ -1,4 +1,4 @@
-"""The edge of the server: who may ask, for how long, over which connections, and under which id."""
+"""The guard of the server: which clients it answers, for how long, over which connections, and under which id."""
 
 import json
 import logging

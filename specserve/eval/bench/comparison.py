@@ -1,6 +1,6 @@
 """Ways of decoding side by side: the same questions through every one of them, taking turns in one process.
 
-A cell is one temperature at one concurrency. In every round of a cell every arm answers the same questions, which no
+A comparison is one temperature at one concurrency. In each of its rounds every arm answers the same questions, which no
 other round asks, so no arm can profit from what it has seen; ratios are taken within a round, so a noisy machine is
 noisy for all. Answers are compared: speculation may not change a token.
 """
@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from specserve.errors import SpecServeError
-from specserve.eval.bench.arrivals import gaps, seconds_per_token
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.interface import EngineStats
 from specserve.serve.requests.request import Delta, FinishReason, SamplingParams
@@ -27,7 +26,7 @@ PLAIN = "off"
 
 
 @dataclass(frozen=True)
-class BenchPlan:
+class BenchSize:
     """The questions that a benchmark asks, and how often it asks."""
 
     concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -59,16 +58,16 @@ class TimedAnswer:
     sizes: list[int] = field(default_factory=list)  # how many tokens each of these brought
     acceptance: Acceptance = field(default_factory=Acceptance)
     error: str | None = None
-    num_told: int | None = None  # tokens, where a server tells their number and not their ids
+    num_reported: int | None = None  # tokens, where a server reports their number and not their ids
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids) if self.num_told is None else self.num_told
+        return len(self.token_ids) if self.num_reported is None else self.num_reported
 
     def agrees(self, other: "TimedAnswer") -> bool:
         """Return whether both answers are the same: token for token, or letter for letter where token ids are not
         known."""
-        if self.num_told is None and other.num_told is None:
+        if self.num_reported is None and other.num_reported is None:
             return self.token_ids == other.token_ids
         return self.text == other.text
 
@@ -81,13 +80,15 @@ class TimedAnswer:
 
     @property
     def gaps(self) -> list[float]:
-        """See `arrivals.gaps`."""
-        return gaps(self.arrivals)
+        """The seconds between each delta and the next; with speculation a delta may hold several tokens."""
+        return [late - early for early, late in itertools.pairwise(self.arrivals)]
 
     @property
     def seconds_per_token(self) -> float | None:
-        """See `arrivals.seconds_per_token`."""
-        return seconds_per_token(self.arrivals, self.num_tokens)
+        """The mean seconds for each token after the first, which is vLLM's TPOT; None for an answer of one token."""
+        if self.num_tokens <= 1:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.num_tokens - 1) if self.arrivals else 0.0
 
 
 class BenchArm(Protocol):
@@ -181,10 +182,10 @@ class EngineArm:
 
 @dataclass
 class ArmResult:
-    """The results of one arm in one cell, over all its rounds."""
+    """The results of one arm in one comparison, over all its rounds."""
 
     rates: list[float] = field(default_factory=list)  # tokens per second, by round
-    ratios: list[float] = field(default_factory=list)  # of them to the yardstick's, by round
+    ratios: list[float] = field(default_factory=list)  # of them to the baseline's, by round
     first: list[float] = field(default_factory=list)  # seconds to the first token, by answer
     gaps: list[float] = field(default_factory=list)  # seconds between deltas
     per_token: list[float] = field(default_factory=list)  # seconds per token after the first, by answer
@@ -195,7 +196,7 @@ class ArmResult:
     seconds: float = 0.0  # of all rounds
     num_tokens: int = 0
     num_answers: int = 0
-    num_identical: int = 0  # to the yardstick's, token for token
+    num_identical: int = 0  # to the baseline's, token for token
     must_agree: bool = True  # it is one of ours
 
     @property
@@ -233,13 +234,13 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 @dataclass
-class Cell:
+class Comparison:
     """The results of all arms at one temperature and one concurrency."""
 
     temperature: float
     concurrency: int
     arms: dict[str, ArmResult]
-    yardstick: str = PLAIN  # the arm that all are compared with
+    baseline: str = PLAIN  # the arm that all are compared with
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -249,63 +250,63 @@ class Cell:
         }
 
 
-def run_cells(
+def run_comparisons(
     arms: Mapping[str, BenchArm],
     prompts: Sequence[Sequence[int]],
-    plan: BenchPlan,
-    on_round: Callable[[Cell], None] = lambda _cell: None,
-) -> list[Cell]:
-    """Measure every cell of the plan. The arm named "off" is the yardstick; every prompt must leave room for
-    `max_tokens`."""
+    size: BenchSize,
+    on_round: Callable[[Comparison], None] = lambda _comparison: None,
+) -> list[Comparison]:
+    """Make every comparison. The arm named "off" is the baseline; every prompt must leave room for `max_tokens`."""
     assert PLAIN in arms, "ratios are to plain decoding"
     supply = itertools.cycle(prompts)
     for arm in arms.values():  # first touches of memory are not measured
-        arm.ask(prompts[:1], [params_of(plan, 0.0, 0)], 1)
-    cells = []
-    for temperature, concurrency in itertools.product(plan.temperatures, plan.concurrencies):
+        arm.ask(prompts[:1], [params_of(size, 0.0, 0)], 1)
+    comparisons = []
+    for temperature, concurrency in itertools.product(size.temperatures, size.concurrencies):
         taking_part = {name: arm for name, arm in arms.items() if arm.can_run(temperature, concurrency)}
         results = {name: ArmResult(must_agree=isinstance(arm, EngineArm)) for name, arm in taking_part.items()}
-        cell = Cell(temperature, concurrency, results)
-        for number in range(plan.num_rounds):
-            if number == 0 or len(prompts) < plan.num_prompts:  # where prompts come again, nobody may know them
+        comparison = Comparison(temperature, concurrency, results)
+        for number in range(size.num_rounds):
+            if number == 0 or len(prompts) < size.num_prompts:  # where prompts come again, no arm may know them
                 for arm in taking_part.values():
                     arm.forget()
-            asked = list(itertools.islice(supply, plan.requests_at(concurrency)))
-            run_round(taking_part, asked, [params_of(plan, temperature, i) for i in range(len(asked))], cell, number)
-            on_round(cell)
-        cells.append(cell)
-    return cells
+            asked = list(itertools.islice(supply, size.requests_at(concurrency)))
+            params = [params_of(size, temperature, i) for i in range(len(asked))]
+            run_round(taking_part, asked, params, comparison, number)
+            on_round(comparison)
+        comparisons.append(comparison)
+    return comparisons
 
 
 def run_round(
     arms: Mapping[str, BenchArm],
     prompts: Sequence[Any],  # as the arms take them
     params: Sequence[SamplingParams],
-    cell: Cell,
+    comparison: Comparison,
     number: int = 0,
 ) -> dict[str, list[TimedAnswer]]:
-    """Ask every arm the same, and record the results in the cell. In round `number` the arm with that index, counted
-    around, goes first, so no arm always does. Returns the answers of each arm."""
+    """Ask every arm the same, and record the results in the comparison. In round `number` the arm with that index,
+    counted around, goes first, so no arm always does. Returns the answers of each arm."""
     answers: dict[str, list[TimedAnswer]] = {}
     names = list(arms)
     for i in range(len(names)):
         name = names[(i + number) % len(names)]
         before = arms[name].stats()
-        found, seconds = arms[name].ask(prompts, params, cell.concurrency)
+        found, seconds = arms[name].ask(prompts, params, comparison.concurrency)
         answers[name] = found
-        _record(cell.arms[name], found, seconds, before, arms[name].stats())
-    yardstick = cell.arms[cell.yardstick].rates[-1]
-    for name, result in cell.arms.items():
-        if yardstick:  # else every question was refused
-            result.ratios.append(result.rates[-1] / yardstick)
-        pairs = zip(answers[cell.yardstick], answers[name], strict=True)
+        _record(comparison.arms[name], found, seconds, before, arms[name].stats())
+    baseline = comparison.arms[comparison.baseline].rates[-1]
+    for name, result in comparison.arms.items():
+        if baseline:  # else every question was refused
+            result.ratios.append(result.rates[-1] / baseline)
+        pairs = zip(answers[comparison.baseline], answers[name], strict=True)
         result.num_identical += sum(expected.agrees(got) for expected, got in pairs if not got.error)
     return answers
 
 
-def params_of(plan: BenchPlan, temperature: float, i: int) -> SamplingParams:
+def params_of(size: BenchSize, temperature: float, i: int) -> SamplingParams:
     """Return the sampling parameters of question `i` of a round, which are the same for every arm."""
-    return SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=plan.seed + i)
+    return SamplingParams(max_tokens=size.max_tokens, temperature=temperature, seed=size.seed + i)
 
 
 def _record(
