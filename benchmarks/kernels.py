@@ -147,10 +147,12 @@ def _compile(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 def main() -> None:
     """Print the table, row by row as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name, usual in (("batch", "1,8,32"), ("queries", "1,4,16,64"), ("entries", "256,2048"), ("rows", "1,4,16,256")):
-        parser.add_argument(f"--{name}", default=usual, type=lambda text: [int(each) for each in text.split(",")])
-    for name, usual in vars(AttentionShape()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", default=usual, type=type(usual))
+    lists = {"--batch": [1, 8, 32], "--queries": [1, 4, 16, 64], "--entries": [256, 2048], "--rows": [1, 4, 16, 256]}
+    for flag, usual in lists.items():
+        parser.add_argument(flag, default=usual, type=lambda text: [int(each) for each in text.split(",")])
+    for flag in ("--heads", "--kv-heads", "--head-dim", "--page-size", "--kv-cache-dtype"):
+        usual = getattr(AttentionShape, flag[2:].replace("-", "_"))
+        parser.add_argument(flag, default=usual, type=type(usual))
     parser.add_argument("--target", default="pydoc", help="whose products are timed; weights are random")
     parser.add_argument("--seconds", default=0.3, type=float, help="of each kernel and shape")
     given = parser.parse_args()

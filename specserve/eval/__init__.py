@@ -1,4 +1,4 @@
-"""How good a head is and how fast a server is: all that needs the trainer and the engine together.
+"""Measurements of heads, engines and servers: all that needs the trainer and the engine together.
 
 `evaluation` is `specserve eval`, over the conversations of `acceptance` and the questions of `prompts`; `remote`,
 `client` and `series` ask servers, `intervals` gives the certainty of a figure, `report` makes the tables. `bench` has
