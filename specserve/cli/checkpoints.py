@@ -20,13 +20,12 @@ from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop import convert as exchange
 from specserve.interop import doctor
 from specserve.interop.convert import describe_target
-from specserve.interop.findings import DoctorReport, Finding
+from specserve.interop.findings import Dialect, DoctorReport, Finding
 from specserve.interop.formats import format_for, format_of
 from specserve.interop.notes import read_notes
 from specserve.mesh import default_dtype
 from specserve.provenance import collect
 
-Flavour = Literal["sglang", "vllm", "speculators", "sglang-jax"]
 Dtype = Literal["", "bfloat16", "float16", "float32"]
 TARGET_HELP = "Preset, folder or hub id; left out: the one that the head was trained for. Its config.json is enough."
 RUN_LIMIT, RUN_TOKENS = 16, 64  # questions and tokens of an answer, where a head is run
@@ -41,7 +40,7 @@ def export(
             help="A head: what `specserve train` wrote, or any that `serve` takes, a bundled one by its name."
         ),
     ],
-    to: Annotated[Flavour, typer.Option("--to", help="The engine that is to read it.")],
+    to: Annotated[Dialect, typer.Option("--to", help="The engine that is to read it.")],
     output: Annotated[Path | None, typer.Option(help="Folder to write; left out: FOLDER-TO.")] = None,
     target: Annotated[str, typer.Option(help=TARGET_HELP)] = "",
     dtype: Annotated[Dtype, typer.Option(help="Of the weights; left out: as they are stored.")] = "",

@@ -1,5 +1,5 @@
-"""How a drafter learns: the rows that it learns from, the rollout, the tokens that its states predict, and what that
-costs. `Learning` has the defaults, which are those of a drafter that is trained on its own outputs, as it serves
+"""The learning of a drafter: the rows that it learns from, the rollout, the tokens that its states predict, and what
+that costs. `Learning` has the defaults, which are those of a drafter that is trained on its own outputs, as it serves
 (training-time test, EAGLE-3, section 3.2, arXiv 2503.01840).
 
 Serving drafts several tokens ahead. Only the first draft token is predicted from the target's hidden states; every

@@ -19,8 +19,13 @@ ROOMS_THAT_KEEP_IT: tuple[str, ...] = (
     "specserve/kernels",
     "specserve/models",
     "specserve/checkpoints",
-    *(f"specserve/speculative/{name}.py" for name in ("acceptance", "ranges", "sampling", "tree", "verify", "vocab")),
+    *(
+        f"specserve/speculative/{name}.py"
+        for name in ("acceptance", "drafter", "ranges", "sampling", "tree", "verify", "vocab")
+    ),
     *(f"specserve/{name}.py" for name in ("__init__", "chat_template", "config", "devices", "errors", "host", "hub")),
+    "specserve/drafters",
+    "specserve/interop",
     "specserve/serve/http",
     *(f"specserve/{name}.py" for name in ("log", "mesh", "provenance", "pytree", "tokenizer")),
     *(f"tests/{name}" for name in ("benchmarks", "checkpoints", "core", "house", "kernels", "models", "speculative")),

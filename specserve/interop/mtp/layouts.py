@@ -1,5 +1,5 @@
-"""How layers of multi-token prediction lie in folders: the names of their tensors, in the checkpoint's layout and in
-that of speculators, and the shape that a folder states."""
+"""The layouts of layers of multi-token prediction in folders: the names of their tensors, in the checkpoint's layout
+and in that of speculators, and the shape that a folder states."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
