@@ -331,8 +331,8 @@ def default_dtype() -> str:
 
 def use_compilation_cache() -> None:
     """Turn on JAX's compilation cache in the user's cache folder, so that a second run of the same training compiles
-    nothing. The server keeps its programs otherwise (`serve.programs.program_cache`). A folder that the user has given to JAX
-    (in code or by JAX_COMPILATION_CACHE_DIR) stays."""
+    nothing. The server keeps its programs otherwise (`serve.programs.program_cache`). A folder that the user has given
+    to JAX (in code or by JAX_COMPILATION_CACHE_DIR) stays."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(host.cache_folder() / "jax"))
         # small programs too: there are many, and reading one takes a tenth of compiling it
