@@ -55,7 +55,7 @@ def steps_per_second(trainer: Trainer) -> float:
 
 def megabytes_per_second(trainer: Trainer, batches: int) -> float:
     """Take batches out of the buffer as fast as they come, and leave the data where it was."""
-    source, loader = trainer._features, trainer.data.loader
+    source, loader = trainer.learner.features, trainer.learner.data.loader
     assert source is not None
     position, begin, moved = loader.state(), 0.0, 0
     for number in range(WARM + batches):
@@ -85,9 +85,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in asked.arms.split(","):
             trainer, flow, size = make(asked, Path(folder), name), "", ""
-            if source := trainer._features:
+            if source := trainer.learner.features:
                 flow = f"{megabytes_per_second(trainer, asked.batches):.1f}"
-                first = source.next_features(trainer.data.loader)
+                first = source.next_features(trainer.learner.data.loader)
                 size = f"{sum(leaf.nbytes for leaf in jax.tree.leaves(first)) / 1e6:.2f}"
             print(f"{name:>6} {steps_per_second(trainer):>8.3f} {flow:>8} {size:>11}", flush=True)
 

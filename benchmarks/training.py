@@ -42,7 +42,7 @@ from specserve.models.target import target_spec
 from specserve.provenance import collect
 from specserve.speculative.vocab import DraftVocab
 from specserve.tokenizer import Tokenizer
-from specserve.train.flops import step_flops
+from specserve.train.flops import StepShape, step_flops
 from specserve.train.head import new_drafter
 from specserve.train.optimizer import make_optimizer
 from specserve.train.settings import TrainSettings
@@ -184,14 +184,8 @@ def run_bench(
         arm.warm_up()
     report = TrainBenchReport({arm.name: ArmResult() for arm in arms}, 0.0, rows.padding_share)
     peaks: list[float] = []
-    flops = step_flops(
-        config.target,
-        config.drafter,
-        config.rollout,
-        batch=1,
-        seq=settings.seq_len,
-        platform=jax.default_backend(),
-    ).total.useful
+    shape = StepShape(config.target, config.drafter, config.rollout, 1, settings.seq_len)
+    flops = step_flops(shape, jax.default_backend()).total.useful
     for i in range(rounds):
         for arm in arms if i % 2 == 0 else arms[::-1]:
             peaks.append(matmul_peak(config.target.dtype))

@@ -4,27 +4,35 @@ schedules, restarts and moves bytes; what a process computes is ours."""
 import importlib
 import logging
 import os
+import pickle
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from packaging.version import Version
 
 import specserve
 from specserve import log
-from specserve.errors import CapacityError, ConfigError
+from specserve.errors import CapacityError, ConfigError, SpecServeError
 
 logger = logging.getLogger(__name__)
 
 OLDEST, BEYOND = Version("2.60"), Version("3")  # of Ray; what `serve` and `train` ask of it is of 2.60
 JOIN_SECONDS = 20  # to reach a cluster that is there
-START_SECONDS = 120  # for one of our own to start; Ray's 30 are too few where other programs run, and it is said
+START_SECONDS = 120  # for one of our own to start; Ray's 30 are too few where other programs run, and the log shows it
 START_VARIABLE = "RAY_raylet_start_wait_time_s"  # Ray's own, of other seconds
 KINDS = {"cpu": "CPU", "cuda": "GPU", "gpu": "GPU", "rocm": "GPU", "tpu": "TPU"}  # JAX's platforms, as Ray's resources
-COMPUTING = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "SPECSERVE_")  # what workers find in their environment as we did
+COMPUTING = (
+    "JAX_",
+    "XLA_",
+    "LIBTPU_",
+    "NCCL_",
+    "SPECSERVE_",
+)  # variables that workers find in their environment as this process did
 _INSTALL = "pip install 'specserve[scale]'"
 
 
@@ -40,7 +48,10 @@ def connect(address: str = "") -> Any:
     that is attached already, stays where it is. Raises ConfigError where Ray is missing, of another version, or not
     there."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
-    seconds = float(os.environ.setdefault(START_VARIABLE, str(JOIN_SECONDS if address else START_SECONDS)))
+    patience = JOIN_SECONDS
+    if not address:
+        patience = START_SECONDS
+    seconds = float(os.environ.setdefault(START_VARIABLE, str(patience)))
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of several workers that differ in numbers alone
     ray = load("ray")
     if not OLDEST <= (found := Version(ray.__version__)) < BEYOND:
@@ -151,25 +162,41 @@ def check_room(
             )
 
 
-def map_over(ray: Any, items: list[Any], call: type, told: tuple[Any, ...], num_workers: int, **how: Any) -> Any:
-    """Hand the items to so many actors of Ray Data, instances of the class `call` made with `told`, and yield their
-    results in the order in which they come. A call gets {"item": [...]} and gives {"found": [...]}, both of bytes.
-    `how` has the `size` of a batch, the `calls` that an actor has at once, and `each` worker's resources (`reserve`).
-    Ray starts an actor that has died again, with what it had. Raises CapacityError where that does not help."""
+@dataclass(frozen=True)
+class Pool:
+    """The actors of Ray Data that share a job."""
+
+    count: int
+    each: Mapping[str, float]  # resources of each, by Ray's own names (`reserve`)
+    size: int = 1  # items of a call
+    calls: int = 1  # batches that an actor has at once
+
+
+def map_over(
+    ray: Any,
+    items: Sequence[Any],
+    make: Callable[..., Callable[[list[Any]], Any]],
+    arguments: tuple[Any, ...],
+    pool: Pool,
+) -> Iterator[Any]:
+    """Hand the items to actors of Ray Data, a list of `pool.size` at a time, and yield what they return in the order in
+    which it comes. Each actor calls `make(*arguments)` once for the function that takes the lists; both are pickled.
+    Ray starts an actor that has died again, with what it had. Raises CapacityError where that does not help, and the
+    SpecServeError that an actor raised."""
     data = load("ray.data")
     context = data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
-    each = dict(how["each"])
-    found = data.from_items([{"item": item} for item in items], override_num_blocks=-(-len(items) // how["size"]))
-    found = found.map_batches(
-        call,
-        fn_constructor_args=told,
-        batch_size=how["size"],
+    each = dict(pool.each)
+    rows = [{"item": pickle.dumps(item)} for item in items]
+    found = data.from_items(rows, override_num_blocks=-(-len(rows) // pool.size)).map_batches(
+        _Mapper,
+        fn_constructor_args=(Driver.here(), make, arguments),
+        batch_size=pool.size,
         compute=data.ActorPoolStrategy(
-            size=num_workers,
-            max_tasks_in_flight_per_actor=how["calls"],
-            max_concurrent_calls_per_actor=how["calls"],
+            size=pool.count,
+            max_tasks_in_flight_per_actor=pool.calls,
+            max_concurrent_calls_per_actor=pool.calls,
             enable_true_multi_threading=True,
         ),
         num_cpus=each.pop("CPU"),
@@ -179,11 +206,38 @@ def map_over(ray: Any, items: list[Any], call: type, told: tuple[Any, ...], num_
     )
     try:
         for batch in found.iter_batches(batch_size=None, prefetch_batches=0, batch_format="numpy"):
-            yield from batch["found"]
+            for result in map(pickle.loads, batch["found"]):
+                if isinstance(result, SpecServeError):
+                    raise result
+                yield result
     except ray.exceptions.RayError as error:
         raise CapacityError(
             f"the workers on Ray have ended ({str(error).splitlines()[0]}); run the same command again to go on"
         ) from error
+
+
+class _Mapper:
+    """An actor of Ray Data. An error is returned as a result, because Ray would try again if it were raised."""
+
+    def __init__(
+        self, driver: Driver, make: Callable[..., Callable[[list[Any]], Any]], arguments: tuple[Any, ...]
+    ) -> None:
+        self._error: SpecServeError | None = None
+        try:
+            driver.enter()
+            log.setup("warning")
+            self._call = make(*arguments)
+        except SpecServeError as error:
+            self._error = error
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"found": np.array([pickle.dumps(self._error or self._result(batch["item"]))], object)}
+
+    def _result(self, items: np.ndarray) -> Any:
+        try:
+            return self._call(list(map(pickle.loads, items)))
+        except SpecServeError as error:
+            return error
 
 
 def _versions() -> tuple[tuple[str, str], ...]:

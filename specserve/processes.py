@@ -26,10 +26,10 @@ from specserve.errors import ConfigError, SpecServeError
 logger = logging.getLogger(__name__)
 
 INITIALIZE_SECONDS = 30  # for JAX to connect those that have come
-# After which a process that no longer answers is taken for dead, and all end. JAX's threads that say that a process
-# lives are native, so neither compiling nor Python's lock delays them. JAX's own 100 would let the others hang so long.
+# After which a process that no longer answers is taken for dead, and all end. JAX's threads that give signs of
+# life are native, so neither compiling nor Python's lock delays them. JAX's own 100 would let the others hang so long.
 SILENCE_SECONDS = 25
-HELLO_SECONDS = 5.0  # in which who connects says who it is
+HELLO_SECONDS = 5.0  # for a process that connects to name itself
 STATUS = re.compile("(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION): ")
 _HELLO, _COME, _WAIT = re.compile(r"specserve (\d{1,9}) (\d{1,9})"), "all have come", "waiting for "
 _LONGEST_LINE = 500
@@ -42,7 +42,9 @@ class ProcessError(SpecServeError):
 def exit_status(error: Exception) -> int:
     """Return the status that one of several processes ends with after an error: 2 where it would come again, as a wrong
     setting does, and 3 where all may go on once they are started again."""
-    return 2 if isinstance(error, SpecServeError) and not isinstance(error, ProcessError) else 3
+    if isinstance(error, SpecServeError) and not isinstance(error, ProcessError):
+        return 2
+    return 3
 
 
 def check(coordinator: str, num_processes: int, process_id: int) -> None:
@@ -63,7 +65,7 @@ def check(coordinator: str, num_processes: int, process_id: int) -> None:
 def join(coordinator: str, num_processes: int, process_id: int, seconds: int) -> None:
     """Make this process one of several; call it before anything asks for devices. Without a coordinator's address
     nothing is done. Raises ConfigError, in all processes that have come, where they are not all there after so many
-    seconds; until then they log every ten seconds who is missing."""
+    seconds; until then they log every ten seconds which are missing."""
     check(coordinator, num_processes, process_id)
     if not coordinator:
         return
@@ -74,11 +76,11 @@ def join(coordinator: str, num_processes: int, process_id: int, seconds: int) ->
         return
     try:
         meet(coordinator, num_processes, process_id, seconds)
-        told = {"coordinator_address": coordinator, "num_processes": num_processes, "process_id": process_id}
-        _initialize(INITIALIZE_SECONDS, _unconnected(coordinator, num_processes, process_id), **told)
+        known = {"coordinator_address": coordinator, "num_processes": num_processes, "process_id": process_id}
+        _initialize(INITIALIZE_SECONDS, _unconnected(coordinator, num_processes, process_id), **known)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"coordinator {coordinator}: process {process_id} of {num_processes} could not join ({_line(error)}); "
+            f"coordinator {coordinator}: process {process_id} of {num_processes} could not join ({as_line(error)}); "
             "every process needs the same address of the first one, a number of its own, and a way there"
         ) from error
 
@@ -94,16 +96,16 @@ def _unconnected(coordinator: str, num_processes: int, process_id: int) -> str:
     )
 
 
-def _initialize(seconds: int, late: str, **told: Any) -> None:
-    """JAX's own joining, which aborts a process that has waited too long, so nobody waits for it that long. Where it is
-    told nothing JAX asks the launcher. Raises ConfigError, which says what is `late` after so many seconds, or what JAX
+def _initialize(seconds: int, late: str, **known: Any) -> None:
+    """Join by JAX's own means, for less time than JAX waits, because JAX aborts a process that has waited too long.
+    Without arguments JAX asks the launcher. Raises ConfigError with the text `late` after so many seconds, or what JAX
     raises."""
     outcome: list[Exception] = []
 
     def run() -> None:
         try:
             jax.distributed.initialize(
-                **told,
+                **known,
                 initialization_timeout=seconds + 60,
                 heartbeat_timeout_seconds=SILENCE_SECONDS,
             )
@@ -116,11 +118,11 @@ def _initialize(seconds: int, late: str, **told: Any) -> None:
         thread.join(seconds)
     if thread.is_alive():
         raise ConfigError(late)
-    if outcome and told:
+    if outcome and known:
         raise outcome[0]
     if outcome:
         raise ConfigError(
-            f"coordinator auto: no launcher says who takes part ({_line(outcome[0])}); asked are Slurm, Open MPI, "
+            f"coordinator auto: no launcher says who takes part ({as_line(outcome[0])}); asked are Slurm, Open MPI, "
             "Cloud TPU, and Kubernetes with pip install 'jax[k8s]'. Elsewhere give host:port of the first process, "
             "num_processes and process_id"
         )
@@ -135,12 +137,12 @@ def meet(coordinator: str, num_processes: int, process_id: int, seconds: int) ->
     with contextlib.ExitStack() as stack:
         came: dict[int, socket.socket] = {}
         wrong = _gather(stack, stack.enter_context(_listen(coordinator)), num_processes, came, seconds)
-        _tell(came, wrong or _COME)
+        _send(came, wrong or _COME)
     if wrong:
         raise RuntimeError(wrong)
 
 
-def _tell(came: Mapping[int, socket.socket], line: str) -> None:
+def _send(came: Mapping[int, socket.socket], line: str) -> None:
     for connection in came.values():
         with contextlib.suppress(OSError):
             connection.settimeout(HELLO_SECONDS)
@@ -154,8 +156,8 @@ def _gather(
     came: dict[int, socket.socket],
     seconds: int,
 ) -> str:
-    """Wait, in the first process, for the others, whose connections end with the stack, and tell them again and again
-    who is missing. Return what is wrong, or nothing."""
+    """Wait, in the first process, for the others, whose connections end with the stack, and send them again and
+    again the numbers of those that are missing. Returns the error, or an empty text."""
     deadline, word = time.monotonic() + seconds, time.monotonic() + log.SAY_SECONDS
     while True:
         for number in [number for number, connection in came.items() if _has_gone(connection)]:
@@ -169,7 +171,7 @@ def _gather(
             word = now + log.SAY_SECONDS
             line = log.still_waiting(f"{missing} of {num_processes} processes", deadline - now)
             logger.info(line)
-            _tell(came, line)
+            _send(came, line)
         listener.settimeout(max(0.01, min(deadline, word) - now))
         try:
             connection = stack.enter_context(listener.accept()[0])
@@ -177,7 +179,7 @@ def _gather(
             continue
         hello = _HELLO.fullmatch(_read_line(connection, HELLO_SECONDS))
         if hello is None:
-            continue  # somebody else
+            continue  # another program
         number, count = map(int, hello.groups())
         if count == num_processes and (number not in came or _has_gone(came[number])):
             came[number] = connection  # of one that was started again, where an earlier one has ended meanwhile
@@ -189,26 +191,28 @@ def _gather(
 
 
 def _report(coordinator: str, num_processes: int, process_id: int, seconds: int) -> None:
-    """Tell, in any other process, the first one that this one is here, and wait until all are. Raises RuntimeError with
-    what the first one says is wrong, or that it cannot be reached."""
+    """Report this process to the first one, from any other, and wait until all are there. Raises RuntimeError with the
+    error that the first one sends, or where it cannot be reached."""
     deadline, word, reason = time.monotonic() + seconds, time.monotonic() + log.SAY_SECONDS, "it said nothing"
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(_address(coordinator), timeout=min(left, log.SAY_SECONDS)) as connection:
                 connection.sendall(f"specserve {process_id} {num_processes}\n".encode())
-                while (said := _read_line(connection, 3 * log.SAY_SECONDS)).startswith(_WAIT):
-                    logger.info(said)
+                while (line := _read_line(connection, 3 * log.SAY_SECONDS)).startswith(_WAIT):
+                    logger.info(line)
                     word = time.monotonic() + log.SAY_SECONDS
         except OSError as error:  # it is not there yet
-            reason, said = _line(error), ""
-        if said == _COME:
+            reason, line = as_line(error), ""
+        if line == _COME:
             return
-        if said.isprintable() and said:
-            raise RuntimeError(said)
+        if line.isprintable() and line:
+            raise RuntimeError(line)
         if (now := time.monotonic()) >= word:
             word = now + log.SAY_SECONDS
             logger.info("%s (%s)", log.still_waiting(f"process 0 at {coordinator}", deadline - now), reason)
-        time.sleep(0.1)  # whoever closed the connection is not the first process, or not yet
+        time.sleep(
+            0.1
+        )  # the connection was closed by something else than the first process, or by it before it was ready
     raise RuntimeError(f"process 0 did not answer within {seconds} seconds: {reason}")
 
 
@@ -237,7 +241,7 @@ def _read_line(connection: socket.socket, seconds: float) -> str:
 
 
 def _has_gone(connection: socket.socket) -> bool:
-    """Return whether the process at the other end, which has nothing more to say, has ended."""
+    """Return whether the process at the other end, which sends nothing more, has ended."""
     connection.setblocking(False)
     try:
         return not connection.recv(1)
@@ -260,12 +264,12 @@ class Agreement:
         self._place = NamedSharding(Mesh(np.array(jax.devices()), "device"), PartitionSpec("device"))
         self._unread: jax.Array | None = None
 
-    def __call__(self, *said: int) -> list[int]:
+    def __call__(self, *own: int) -> list[int]:
         """Give this process's numbers, each below 2^31, and get the largest of all processes, as of the step before."""
         if jax.process_count() == 1:
-            return list(said)
-        own = np.tile(np.array(said, np.int32), (jax.local_device_count(), 1))
-        new = jnp.max(jax.make_array_from_process_local_data(self._place, own), axis=0)
+            return list(own)
+        rows = np.tile(np.array(own, np.int32), (jax.local_device_count(), 1))
+        new = jnp.max(jax.make_array_from_process_local_data(self._place, rows), axis=0)
         old, self._unread = self._unread, new
         return np.asarray(new if old is None else old).tolist()
 
@@ -319,13 +323,14 @@ def as_lost(error: Exception) -> ProcessError | None:
     if jax.process_count() == 1 or not is_runtime:
         return None
     return ProcessError(
-        f"process {jax.process_index()} cannot go on without the others, one of which has ended ({_line(error)}); "
+        f"process {jax.process_index()} cannot go on without the others, one of which has ended ({as_line(error)}); "
         "start all of them again with --resume"
     )
 
 
-def _line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def as_line(error: BaseException) -> str:
+    """The first line of an error, or the name of its class where it has no text."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def is_first() -> bool:

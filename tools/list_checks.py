@@ -1,4 +1,4 @@
-"""Write the table of docs/checkpoints.md that lists all that the draft doctor can say. Run it from the checkout after
+"""Write the table of docs/checkpoints.md that lists all that the draft doctor can find. Run it from the checkout after
 the catalogue has changed: `python tools/list_checks.py`.
 """
 
@@ -6,20 +6,20 @@ import re
 from itertools import groupby
 from pathlib import Path
 
-from specserve.interop.dflash import catalogue as block_drafters
-from specserve.interop.doctor import RUNNING
-from specserve.interop.eagle3.catalogue import CATALOGUE
+from specserve.interop import doctor, examined
+from specserve.interop.dflash import catalogue as of_blocks
+from specserve.interop.eagle3 import catalogue as of_eagle3
 from specserve.interop.findings import Check
-from specserve.interop.mtp.doctor import CHECKS as OF_CARRIED_LAYERS
-from specserve.interop.peagle.doctor import CATALOGUE as OF_MASKS
+from specserve.interop.mtp import checks as of_carried_layers
+from specserve.interop.peagle import checks as of_masks
 
 PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- written by tools/list_checks.py -->\n", "<!-- end -->\n"
 
 
 def row(check: Check) -> str:
-    what, why, mended, by_hand = (_shown(text) for text in (check.what, check.why, check.repaired, check.by_hand))
-    mend = " · ".join(filter(None, (mended and f"`--fix`: {mended}", by_hand and f"by hand: {by_hand}")))
+    what, why, by_fix, by_hand = (_shown(text) for text in (check.what, check.why, check.by_fix, check.by_hand))
+    mend = " · ".join(filter(None, (by_fix and f"`--fix`: {by_fix}", by_hand and f"by hand: {by_hand}")))
     return f"| `{check.code}` | {check.level} | {what} | {why} | {mend} |\n"
 
 
@@ -30,9 +30,11 @@ def _shown(text: str) -> str:
 
 def table() -> str:
     lines = ["| finding | | what is wrong | why it matters | how it is mended |\n", "|---|---|---|---|---|\n"]
-    every = (*CATALOGUE, *OF_MASKS, *block_drafters.CATALOGUE, *OF_CARRIED_LAYERS, *RUNNING)
-    for looks_at, checks in groupby(every, lambda check: check.looks_at):
-        lines += [f"| **{looks_at}** | | | | |\n", *map(row, checks)]
+    parts = (of_eagle3, examined, of_masks, of_blocks, of_carried_layers)
+    tables = [*(part.CHECKS for part in parts), doctor.RUNNING]
+    every = [check for table in tables for check in table.values()]
+    for area, checks in groupby(every, lambda check: check.area):
+        lines += [f"| **{area}** | | | | |\n", *map(row, checks)]
     return "".join(lines)
 
 

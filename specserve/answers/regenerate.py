@@ -1,31 +1,28 @@
 """Training data in the target's own words: every question of a data set, answered by the target through the engine.
 
-A head learns to predict what the target says, not what a data set's authors wrote. A row depends on its question and
+A head learns to predict the target's words, not those of a data set's authors. A row depends on its question and
 the settings alone, never on batch mates, order or speculation; so a run that was killed goes on where it stopped and
 ends with the same rows.
 """
 
 import dataclasses
-import hashlib
-import json
 import logging
 import queue
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from specserve.answers.account import Account, listed
+from specserve.answers.questions import Job, digest, find_questions
 from specserve.answers.row_file import RowFile
 from specserve.chat_template import END_THINK, THINK
 from specserve.data.chat_masks import encode_chat
-from specserve.data.conversations import Conversation, Row, TokenRow
+from specserve.data.conversations import Row
 from specserve.errors import CapacityError, ConfigError, DataError, RequestError
 from specserve.serve.engine.engine import Engine
 from specserve.serve.requests.completion import Collector, CompletionOutput
 from specserve.serve.requests.request import FinishReason, Request, SamplingParams
-from specserve.speculative.acceptance import Acceptance
 from specserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -41,7 +38,7 @@ CANCEL_SECONDS = 60.0  # for a step to end, so that what is cancelled does
 
 
 @dataclass(frozen=True)
-class Manner:
+class AnswerSettings:
     """The settings of an answer: everything that a row depends on beside its question and the target."""
 
     max_tokens: int = 256
@@ -63,64 +60,6 @@ class Manner:
             )
 
 
-@dataclass
-class Account:
-    """The number of questions that were answered so far, and the reasons why others were not."""
-
-    num_rows: int = 0  # written by this run
-    num_there: int = 0  # found in the file, not made again
-    num_answers: int = 0
-    num_tokens: int = 0
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    num_compared: int = 0  # answers whose row was rendered as training will render it
-    num_exact: int = 0  # of them, those that come back as the very tokens that were generated
-    left_out: Counter[str] = field(default_factory=Counter)  # why there is no row
-    shortened: Counter[str] = field(default_factory=Counter)  # why a row has fewer answers than it was asked for
-    start: float = field(default_factory=time.monotonic)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / max(time.monotonic() - self.start, 1e-9)
-
-    def add(self, other: "Account") -> None:
-        """Take over what another engine has answered meanwhile. Its time and what it found there do not count."""
-        for name in ("num_rows", "num_answers", "num_tokens", "acceptance", "num_compared", "num_exact"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.left_out += other.left_out
-        self.shortened += other.shortened
-
-    @property
-    def num_settled(self) -> int:
-        """The number of rows that are finished: written now or earlier, or left out for good."""
-        return self.num_there + self.num_rows + self.left_out.total()
-
-    def describe(self) -> str:
-        """The account as text for people, one line per subject."""
-        lines = [
-            f"{self.num_rows} rows written, {self.num_there} there already; {self.num_answers} answers of "
-            f"{self.num_tokens:,} tokens at {self.tokens_per_second:,.0f} tokens/s, tau {self.acceptance.tau:.2f}"
-        ]
-        if self.num_compared:
-            lines.append(f"{self.num_exact} of {self.num_compared} come back in training as the tokens they were")
-        for what, counts in (("left out", self.left_out), ("shortened", self.shortened)):
-            if counts:
-                lines.append(f"{what}: {_list(counts)}")
-        return "\n".join(lines)
-
-
-@dataclass
-class Job:
-    """A conversation on its way: the messages so far, and the questions that are still to be asked."""
-
-    key: str
-    row: Row
-    asked: list[list[dict[str, Any]]]  # for each answer to come, the messages before it
-    template_kwargs: dict[str, Any]
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    finish_reasons: list[str] = field(default_factory=list)
-    prompt: list[int] = field(default_factory=list)
-
-
 class _Refused(Exception):
     """Raised where a conversation cannot go on; the message is the reason."""
 
@@ -129,10 +68,10 @@ def regenerate(
     engine: Engine,
     rows: Iterable[Row],
     output: Path,
-    manner: Manner,
+    settings: AnswerSettings,
     *,
     samples: int = 1,  # rows per conversation, each drawn with its own seed
-    target: str = "",  # who answers: a name or fingerprint, kept with the settings
+    target: str = "",  # the name or fingerprint of the target, kept with the settings
     on_answer: Callable[[Account], None] = lambda _account: None,
 ) -> Account:
     """Append one row per conversation to `output` as it is done: `messages` with every answer given anew, each to the
@@ -145,10 +84,10 @@ def regenerate(
     """
 
     def ask(jobs: Sequence[Job], write: Write, account: Account) -> None:
-        answer(engine, jobs, manner, write, account, on_answer)
+        answer(engine, jobs, settings, write, account, on_answer)
 
     source = AnswerSource(target, engine.max_model_len, engine.tokenizer)
-    return regenerate_by(ask, source, rows, output, manner, samples=samples)
+    return regenerate_by(ask, source, rows, output, settings, samples=samples)
 
 
 @dataclass(frozen=True)
@@ -165,39 +104,39 @@ Write = Callable[[dict[str, Any]], None]
 
 def regenerate_by(
     ask: Callable[[Sequence[Job], Write, Account], None],  # has all of them answered, by one engine or by many
-    asked: AnswerSource,
+    source: AnswerSource,
     rows: Iterable[Row],
     output: Path,
-    manner: Manner,
+    settings: AnswerSettings,
     *,
     samples: int = 1,
 ) -> Account:
     """Do all of `regenerate` but the answering: find the questions that are left, and keep the file of rows."""
-    if samples > 1 and manner.temperature == 0:
+    if samples > 1 and settings.temperature == 0:
         raise ConfigError(f"--samples {samples} at temperature 0 would give the same answer {samples} times")
-    manner.check(asked.tokenizer)
-    settings = dataclasses.asdict(manner) | {"target": asked.target, "max_model_len": asked.max_model_len}
-    account = Account()
-    with RowFile(output, settings) as file:
-        jobs, order = _jobs(rows, manner, samples, file.done, account)
-        if not jobs and not account.num_there:
-            raise DataError(f"nothing can be asked: {_list(account.left_out) or 'there are no rows'}")
-        ask(jobs, file.write, account)
-    file.arrange(order)
+    settings.check(source.tokenizer)
+    stated = dataclasses.asdict(settings) | {"target": source.target, "max_model_len": source.max_model_len}
+    with RowFile(output, stated) as file:
+        questions = find_questions(rows, settings.template_kwargs, samples=samples, done=file.done)
+        if not questions.jobs and not questions.num_there:
+            raise DataError(f"nothing can be asked: {listed(questions.left_out) or 'there are no rows'}")
+        account = Account(num_there=questions.num_there, left_out=questions.left_out)
+        ask(questions.jobs, file.write, account)
+    file.arrange(questions.order)
     return account
 
 
 def answer(
     engine: Engine,
     jobs: Sequence[Job],
-    manner: Manner,
+    settings: AnswerSettings,
     write: Write,
     account: Account,
     on_answer: Callable[[Account], None] = lambda _account: None,
 ) -> None:
     """Have the engine answer these questions, and write each row when it is done. Raises CapacityError when the engine
     stops."""
-    _Run(engine, manner, write, account, on_answer).answer(jobs)
+    _Run(engine, settings, write, account, on_answer).answer(jobs)
 
 
 class _Run:
@@ -207,12 +146,12 @@ class _Run:
     def __init__(
         self,
         engine: Engine,
-        manner: Manner,
+        settings: AnswerSettings,
         write: Write,
         account: Account,
         on_answer: Callable[[Account], None],
     ) -> None:
-        self._engine, self._tokenizer, self._manner = engine, engine.tokenizer, manner
+        self._engine, self._tokenizer, self._settings = engine, engine.tokenizer, settings
         self._put, self._account, self._on_answer = write, account, on_answer
         self._finished: queue.SimpleQueue[tuple[Job, CompletionOutput]] = queue.SimpleQueue()
         self._open: dict[str, Request] = {}
@@ -243,7 +182,7 @@ class _Run:
             while self._open:
                 job, _ = self._finished.get(timeout=CANCEL_SECONDS)
                 self._open.pop(job.key, None)
-        except queue.Empty:  # an engine that is stuck: who asks next is told
+        except queue.Empty:  # the engine is stuck, which its next caller notices
             log.warning("%d answers that were asked for do not end", len(self._open))
 
     def _advance(self, job: Job, step: Callable[[Job], None]) -> None:
@@ -253,25 +192,25 @@ class _Run:
         except _Refused as reason:
             while job.messages and job.messages[-1]["role"] != "assistant":
                 job.messages.pop()
-            is_row = bool(job.messages) and str(reason) != FAILED  # what failed may succeed in the next run
+            is_row = bool(job.messages) and str(reason) != FAILED  # the next run may succeed
             (self._account.shortened if is_row else self._account.left_out)[str(reason)] += 1
             if is_row:
                 self._write(job)
 
     def _ask(self, job: Job) -> None:
         job.messages += job.asked.pop(0)
-        manner = self._manner
+        settings = self._settings
         try:
             job.prompt = self._tokenizer.render_chat(job.messages, template_kwargs=job.template_kwargs)
             room = self._engine.max_model_len - len(job.prompt)
             if room < 1:
                 raise _Refused(ASKED_TOO_LONG)
             params = SamplingParams(
-                max_tokens=min(manner.max_tokens, room),
-                temperature=manner.temperature,
-                top_p=manner.top_p,
-                top_k=manner.top_k,
-                seed=int(_digest(manner.seed, job.key, len(job.finish_reasons)), 16) % 2**63,
+                max_tokens=min(settings.max_tokens, room),
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+                seed=int(digest(settings.seed, job.key, len(job.finish_reasons)), 16) % 2**63,
             )
             done = Collector(1, lambda _i, completion: self._finished.put((job, completion)))
             self._open[job.key] = self._engine.submit(job.prompt, params, done.listener(0))
@@ -293,18 +232,18 @@ class _Run:
         try:
             content = self._content(job, completion)
         except _Refused as reason:
-            may_keep = self._manner.cut == self._manner.thinking == "keep"
+            may_keep = self._settings.cut == self._settings.thinking == "keep"
             if str(reason) != UNFINISHED or not is_cut or not may_keep or job.finish_reasons:
                 raise
             account.shortened[UNFINISHED] += 1
             self._write_tokens(job, completion)
             return
-        if is_cut and self._manner.cut == "drop":
+        if is_cut and self._settings.cut == "drop":
             raise _Refused(CUT)
         job.messages.append({"role": "assistant", "content": content})
         job.finish_reasons.append(str(completion.finish_reason))
         if is_cut and job.asked:
-            raise _Refused(CUT)  # nobody goes on from half an answer
+            raise _Refused(CUT)  # half an answer is not gone on from
         if job.asked:
             self._ask(job)
         else:
@@ -312,7 +251,7 @@ class _Run:
 
     def _content(self, job: Job, completion: CompletionOutput) -> str:
         """Return the content that the row holds for an answer."""
-        tokenizer, manner = self._tokenizer, self._manner
+        tokenizer, settings = self._tokenizer, self._settings
         text, is_begun = completion.text, False
         if tokenizer.template.mentions(FINAL_CHANNEL):
             text = tokenizer.decode(completion.token_ids, skip_special_tokens=False)
@@ -321,7 +260,7 @@ class _Run:
         reasoning, answer = split_reasoning(text, is_begun=is_begun)
         if not answer.strip():
             raise _Refused("empty answer")
-        if manner.thinking == "drop" and reasoning:
+        if settings.thinking == "drop" and reasoning:
             return answer.strip()
         whole = f"{THINK}\n{text}" if is_begun else text
         account = self._account
@@ -388,68 +327,3 @@ def split_reasoning(text: str, *, is_begun: bool = False) -> tuple[str, str]:
     if not tag:
         raise _Refused(UNFINISHED)
     return reasoning, answer
-
-
-def _jobs(
-    rows: Iterable[Row], manner: Manner, samples: int, done: set[str], account: Account
-) -> tuple[list[Job], dict[str, int]]:
-    """Return the questions that are still to be asked, each once, and the place of each question among all. Questions
-    that cannot be asked are counted."""
-    jobs: dict[str, Job] = {}
-    order: dict[str, int] = {}
-    for row in rows:
-        if isinstance(row, TokenRow):
-            raise DataError(f"{row.source} holds token ids, of which no question can be made; give what they came of")
-        asked, reason = _asked(row)
-        if reason:
-            account.left_out[reason] += 1
-            continue
-        kwargs = {**manner.template_kwargs, **row.variables()}
-        for sample in range(samples):
-            key = _row_id(row, asked, sample)
-            order.setdefault(key, len(order))
-            if key in done:
-                account.num_there += 1
-            elif key in jobs:
-                account.left_out["asked before"] += 1
-            else:
-                jobs[key] = Job(key, row, [list(turn) for turn in asked], kwargs)
-    return list(jobs.values()), order
-
-
-def row_id(row: Conversation) -> str:
-    """The `id` of the row that holds the (first) answers to a conversation's questions: the same for the same questions
-    under the same variables of the template, wherever they stand."""
-    return _row_id(row, _asked(row)[0], 0)
-
-
-def _row_id(row: Conversation, asked: list[list[dict[str, Any]]], sample: int) -> str:
-    question = [asked, row.variables()] if row.template_kwargs else [asked]
-    return f"{_digest(*question)}-{sample}"
-
-
-def _asked(row: Conversation) -> tuple[list[list[dict[str, Any]]], str]:
-    """Return the messages before each answer, or the reason why nothing can be asked."""
-    if any(message.role == "tool" for message in row.messages):
-        return [], "holds results of tools, which another answer might not call"
-    if any(message.tool_calls for message in row.messages):
-        return [], "calls tools, which the text of an answer cannot hold"
-    if row.tools:
-        return [], "offers tools, which the text of an answer cannot call"
-    turns: list[list[dict[str, Any]]] = [[]]
-    for message in row.as_dicts():
-        if message["role"] != "assistant":
-            turns[-1].append(message)
-        elif any(asked["role"] == "user" for asked in turns[-1]):
-            turns.append([])
-        # An answer to nothing, such as a greeting, was not the target's: it is left out.
-    asked = [turn for turn in turns if any(message["role"] == "user" for message in turn)]
-    return (asked, "") if asked else ([], "asks nothing")
-
-
-def _digest(*parts: object) -> str:
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
-
-
-def _list(counts: Counter[str]) -> str:
-    return ", ".join(f"{reason}: {count}" for reason, count in counts.most_common())

@@ -13,10 +13,10 @@ from specserve.speculative.ranges import Temperature, TopK, TopP
 class RegenerateRun(HeadRun):
     """The settings of `specserve data regenerate`."""
 
-    target: str = setting("pydoc", help="preset, Hugging Face folder or hub id: who answers")
+    target: str = setting("pydoc", help="preset, Hugging Face folder or hub id of the answering model")
     speculation: str = setting("", help="as of `serve`; changes no token. Empty: auto where there is a head, else off")
     source: tuple[str, ...] = setting(
-        ("pydoc",), help="what is asked: pydoc, data sets by name, owner/name of the hub, or files, as of `train`"
+        ("pydoc",), help="questions: pydoc, data sets by name, owner/name of the hub, or files, as of `train`"
     )
     columns: tuple[str, ...] = setting((), help="what the columns of a source hold, as data.columns of `train`")
     output: str = setting("regenerated.jsonl", help="file that rows are appended to; answered ones are skipped")
@@ -29,7 +29,7 @@ class RegenerateRun(HeadRun):
     seed: int = setting(0, help="which conversations are drawn, and the sampling", ge=0)
     thinking: Literal["keep", "drop"] = setting("keep", help="reasoning in the rows")
     enable_thinking: Literal["", "true", "false"] = setting(
-        "", help="what the chat template is told of reasoning; empty: nothing"
+        "", help="reasoning, as a variable of the chat template; empty: not given"
     )
     template_kwargs: tuple[str, ...] = setting(
         (), help="variables of the chat template, as data.template_kwargs of `train`"

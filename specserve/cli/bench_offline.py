@@ -68,8 +68,8 @@ def _show(run: LatencyRun | ThroughputRun, found: Measured) -> None:
             f"{1e3 * roofline.seconds:.2f}",
             f"{1e3 * roofline.draft_seconds:.2f}" if roofline.draft_seconds else "",
             f"{1e3 * (roofline.seconds - roofline.draft_seconds):.2f}",
-            f"{roofline.work.num_bytes / 1e6:,.0f}",
-            f"{roofline.work.num_flops / 1e9:,.2f}",
+            f"{roofline.work.read / 1e6:,.0f}",
+            f"{roofline.work.flops / 1e9:,.2f}",
             f"{roofline.mbu:.0%}",
             f"{roofline.mfu:.0%}",
         )

@@ -120,16 +120,16 @@ def inspect(
         exchange.write_folder(fix, lambda partial: exchange.write_head(partial, tensors, raw, notes))
         after = doctor.examine(fix, described)
     if as_json:
-        told = report.to_json() | {"unchecked": "" if described else unchecked}
+        shown = report.to_json() | {"unchecked": "" if described else unchecked}
         if running:
-            told |= {"running": running, "provenance": collect()}
+            shown |= {"running": running, "provenance": collect()}
         if after:
-            told |= {"changes": report.changes, "mended": after.to_json()}
-        print(json.dumps(told, indent=2))
+            shown |= {"changes": report.changes, "mended": after.to_json()}
+        print(json.dumps(shown, indent=2))
     else:
         _show(report, "" if described else unchecked)
         if after:
-            _show_mended(report, after)
+            _show_repaired(report, after)
     if (after or report).errors:
         raise typer.Exit(1)
 
@@ -137,8 +137,8 @@ def inspect(
 def _run(
     folder: Path, target: str, report: DoctorReport, prompts: str, limit: int, max_tokens: int
 ) -> tuple[DoctorReport, dict[str, Any]]:
-    """Run the head over prompts, and add what that says to the report. Where its files cannot be loaded, that is said
-    instead: their findings tell why."""
+    """Run the head over prompts, and add the results to the report. Where its files cannot be loaded, that is
+    reported instead: their findings show why."""
     if not target:
         raise ConfigError(f"{folder} does not say which target it was trained for; give it with --target to run it")
     from specserve.eval import trial  # models and their code, which nothing else here needs
@@ -159,7 +159,7 @@ def _run(
             facts = report.facts | {"running": f"it cannot be loaded: {error}"}
             return dataclasses.replace(report, facts=facts), {"error": str(error)}
     report = dataclasses.replace(report, findings=[*report.findings, *found.findings])
-    return dataclasses.replace(report, facts=report.facts | {"running": found.told()}), found.to_json()
+    return dataclasses.replace(report, facts=report.facts | {"running": found.summary()}), found.to_json()
 
 
 def _existing(folder: Path) -> Path:
@@ -241,7 +241,7 @@ def _show_finding(console: Console, finding: Finding) -> None:
     console.print(Padding(grid, (0, 0, 1, 2)))
 
 
-def _show_mended(report: DoctorReport, after: DoctorReport) -> None:
+def _show_repaired(report: DoctorReport, after: DoctorReport) -> None:
     console = Console(highlight=False)
     console.print()
     console.print(f"[bold]{escape(str(after.folder))}[/]: a mended copy")

@@ -11,7 +11,8 @@ from rich.progress import Progress
 from specserve import cluster
 from specserve.answers import ray_engines
 from specserve.answers import regenerate as eval_regenerate
-from specserve.answers.regenerate import Account, Manner
+from specserve.answers.account import Account
+from specserve.answers.regenerate import AnswerSettings
 from specserve.answers.settings import RegenerateRun
 from specserve.chat_template import THINKING_SWITCH
 from specserve.cli.progress import bar_columns, console, warmup_bar
@@ -34,7 +35,7 @@ def regenerate(run: RegenerateRun) -> None:
         raise ConfigError(f"--enable-thinking and --template-kwargs both set {THINKING_SWITCH}; give one of them")
     if run.enable_thinking:
         template_kwargs[THINKING_SWITCH] = run.enable_thinking == "true"
-    manner = Manner(
+    settings = AnswerSettings(
         max_tokens=run.max_tokens,
         temperature=run.temperature,
         top_p=run.top_p,
@@ -45,7 +46,10 @@ def regenerate(run: RegenerateRun) -> None:
         cut=run.cut,
     )
     cluster.check(run.ray, run.ray_address, run.num_workers)
-    account = (_on_ray if run.ray else _here)(run, rows, manner)
+    answer = _here
+    if run.ray:
+        answer = _on_ray
+    account = answer(run, rows, settings)
     console.print(escape(account.describe()), highlight=False, soft_wrap=True)
     next_command = f"specserve train --target {shlex.quote(run.target)} --source {shlex.quote(run.output)}"
     console.print(f"the rows are in {escape(run.output)}; next: [bold]{escape(next_command)}[/]", soft_wrap=True)
@@ -62,7 +66,7 @@ def capture(run: TrainRun) -> None:
     )
 
 
-def _here(run: RegenerateRun, rows: Sequence[Row], manner: Manner) -> Account:
+def _here(run: RegenerateRun, rows: Sequence[Row], settings: AnswerSettings) -> Account:
     """Have an engine in this process answer."""
     models = load(run, run.draft)
     with warmup_bar() as on_warmup:
@@ -78,17 +82,17 @@ def _here(run: RegenerateRun, rows: Sequence[Row], manner: Manner) -> Account:
             engine,
             rows,
             Path(run.output),
-            manner,
+            settings,
             samples=run.samples,
             target=models.fingerprint,
             on_answer=on_answer,
         )
 
 
-def _on_ray(run: RegenerateRun, rows: Sequence[Row], manner: Manner) -> Account:
+def _on_ray(run: RegenerateRun, rows: Sequence[Row], settings: AnswerSettings) -> Account:
     """Have several engines in workers of a cluster answer."""
     with _answering(len(rows) * run.samples) as on_answer:
-        return ray_engines.regenerate(run, rows, manner, on_answer)
+        return ray_engines.regenerate(run, rows, settings, on_answer)
 
 
 @contextlib.contextmanager

@@ -24,8 +24,8 @@ from specserve.errors import ConfigError
 from specserve.models.families import model_config
 from specserve.speculative.vocab import coverage
 from specserve.tokenizer import Tokenizer, read_end_ids
-from specserve.train.run.prepare import draft_vocab, load_data
-from specserve.train.settings import DataSettings, TrainRun, TrainSettings
+from specserve.train.run.prepare import draft_vocab, load_data, load_mixture
+from specserve.train.settings import DataSettings, TrainSettings
 
 OUTSIDE, LEARNED, GIVEN = "bold red", "green", "dim"  # of the draft vocabulary; bears loss; does not
 MARKS = "⟦⟧"  # around what bears loss, where there are no colours
@@ -56,8 +56,8 @@ def load(run: MixtureRun) -> Prepared:
         workers=run.workers,
         eval_prompts=0,
     )
-    train = TrainRun(target=run.target, data=data, train=TrainSettings(seq_len=run.seq_len, seed=run.seed))
-    dataset, _ = load_data(train, tokenizer, folder, vocab_size)
+    train, mixture = TrainSettings(seq_len=run.seq_len, seed=run.seed), load_mixture(run.target, data, vocab_size)
+    dataset, _ = load_data(run.target, data, train, mixture, tokenizer, folder, vocab_size)
     draft_ids = draft_vocab(dataset.counts, tokenizer, read_end_ids(folder), run.vocab_size)
     return Prepared(dataset, tokenizer, folder, draft_ids)
 
@@ -84,8 +84,8 @@ def prepare(run: PrepareRun) -> None:
             parts.append(("held-out", tokens))
     num_rows = write_rows(parts, Path(run.output))
     next_command = f"specserve train --source {shlex.quote(run.output)}"
-    told = f"{num_rows:,} rows of token ids in {escape(run.output)}; next: [bold]{escape(next_command)}[/]"
-    console.print(told, soft_wrap=True)
+    line = f"{num_rows:,} rows of token ids in {escape(run.output)}; next: [bold]{escape(next_command)}[/]"
+    console.print(line, soft_wrap=True)
 
 
 def inspect(run: InspectRun) -> None:
@@ -121,7 +121,7 @@ def summary(prepared: Prepared) -> Table:
     columns = [_measures(report) for report in reports]
     for measure in columns[0]:
         values = [column[measure] for column in columns]
-        total = [f"{sum(values):,}"] if len(reports) > 1 else []
+        total = [f"{sum(values):,}"] * (len(reports) > 1)
         table.add_row(measure, *(f"{value:,}" for value in values), *total)
     weights = [f"{report.tokens.source.weight:g}" for report in reports]
     table.add_row("times per epoch", *weights)
@@ -189,4 +189,6 @@ def _loss_share(reports: Sequence[SourceReport]) -> float:
 
 
 def _short(name: str) -> str:
-    return Path(name).name if "." in name else name
+    if "." not in name:
+        return name
+    return Path(name).name

@@ -1,5 +1,6 @@
 """The text that `specserve train` prints before it begins, and what `--dry-run` prints besides."""
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -12,8 +13,10 @@ from rich.table import Table
 from specserve import config
 from specserve.devices import DEVICES
 from specserve.plan.collectives import span
-from specserve.plan.outline import SHARE_OF_PEAK, Outline, answer_tokens, outline
+from specserve.plan.outline import Outline, answer_tokens, outline
+from specserve.plan.taus import Reached
 from specserve.plan.training import RunPlan, make_plan
+from specserve.plan.work import SHARE_OF_PEAK, MemoryPart
 from specserve.train.flops import Flops
 from specserve.train.settings import TrainRun
 
@@ -25,8 +28,10 @@ def show_plan(run: TrainRun) -> None:
 
     console.print(_outline(outline(plan, jax.devices()[0].device_kind)), highlight=False)
     console.print(Syntax(config.to_yaml(plan.run).rstrip(), "yaml", theme="ansi_dark", background_color="default"))
-    sent = [_exchanges(plan)] if plan.exchanges else []
-    for table in (_sizes(plan), _memory(plan), _operations(plan), *sent, _devices(plan)):
+    tables = [_sizes(plan), _memory(plan), _operations(plan), _devices(plan)]
+    if plan.collectives:
+        tables.insert(3, _collectives(plan))
+    for table in tables:
         console.print()
         console.print(table, highlight=False)
 
@@ -39,38 +44,49 @@ def show_outline(run: TrainRun, console: Console) -> None:
 
 def _outline(found: Outline) -> Table:
     plan, run, reached = found.plan, found.plan.run, found.expected
-    table = make_table("The plan", "", "")
-    on = f"on {plan.num_devices} x {found.device.name}"
-    if not found.is_found:
-        table.caption = f"times are for a {found.device.name}: the device here is not in the table of known ones"
-    count = f"{run.data.max_conversations:,} conversations" if run.data.max_conversations else "all conversations"
-    table.add_row("data", escape(f"{count} of {', '.join(run.data.source)}; held-out questions are left out of them"))
+    table, on = make_table("The plan", "", ""), f"on {plan.num_devices} x {found.device.name}"
+    each = ""
+    if run.data.max_conversations:
+        count = f"{run.data.max_conversations:,}"
+    else:
+        count, each = "all", " for each conversation"
+    sources = ", ".join(run.data.source)
+    table.add_row("data", escape(f"{count} conversations of {sources}; held-out questions are left out of them"))
     if run.data.regenerate:
-        known = "" if run.data.max_conversations else " for each conversation"
         temperature = run.data.answer_temperature
         manner = f"at temperature {temperature:g}" if temperature else "greedily"
-        took = f"about {_hours(found.answer_hours)}{known} {on}"
-        table.add_row("answers", f"of the target itself, {manner}, {_count(answer_tokens(plan))} tokens{known}; {took}")
+        hours = f"about {_hours(found.answer_hours)}{each} {on}"
+        table.add_row("answers", f"of the target itself, {manner}, {_count(answer_tokens(plan))} tokens{each}; {hours}")
     else:
         table.add_row("answers", "as they stand in the data (--regenerate: the target's own)")
     steps = f"{run.train.max_steps:,} steps" if run.train.max_steps else "as many steps as there is time for"
     table.add_row("training", f"{steps} of {plan.positions:,} positions; about {_hours(found.train_hours)} {on}")
     if run.budget:
         table.add_row("budget", f"{escape(run.budget)}: answers and steps are scaled to it once each was measured")
-    room = "" if not found.is_found else f" of {in_bytes(found.device.memory)}"
+    room = ""
+    if found.is_found:
+        room = f" of {in_bytes(found.device.memory)}"
+    else:
+        table.caption = f"times are for a {found.device.name}: the device here is not in the table of known ones"
     table.add_row("memory", f"{in_bytes(plan.device_bytes)}{room} on each device")
     table.add_row("disk", ", ".join(f"{in_bytes(size)} for {name}" for name, size in found.disk))
-    is_same = reached.target == run.target
-    whose = "" if is_same else f" for {reached.target}, the nearest in size that is known"
-    how = escape(f"{reached.bench}, {reached.how}; {reached.source}")
-    is_known = reached.drafter == run.drafter
-    of_kind = "" if is_known else f"nothing is known of {run.drafter} heads; of {reached.drafter} heads "
-    table.add_row("expected tau", f"{of_kind}about {reached.tau}{whose} ({how})")
+    of_kind = ""
+    if reached.drafter != run.drafter:
+        of_kind = f"nothing is known of {run.drafter} heads; of {reached.drafter} heads "
+    table.add_row("expected tau", f"{of_kind}about {reached.tau}{escape(whose(reached, run.target))}")
     return table
 
 
+def whose(reached: Reached, target: str) -> str:
+    """Return of which target a published tau is, if it is another one, and where it stands."""
+    other = "" if reached.target == target else f" for {reached.target}, the nearest in size that is known"
+    return f"{other} ({reached.bench}, {reached.how}; {reached.source})"
+
+
 def _hours(hours: float) -> str:
-    return f"{hours:,.1f} h" if hours >= 0.95 else f"{60 * hours:,.0f} min" if hours > 1 / 60 else "1 min"
+    if hours >= 0.95:
+        return f"{hours:,.1f} h"
+    return f"{max(1, 60 * hours):,.0f} min"
 
 
 def _sizes(plan: RunPlan) -> Table:
@@ -87,23 +103,28 @@ def _sizes(plan: RunPlan) -> Table:
 
 
 def _memory(plan: RunPlan) -> Table:
-    title, footers = f"Memory of each device ({_mesh(plan)})", ("sum", in_bytes(plan.device_bytes), "")
-    table = make_table(title, "", "bytes", "", footers=footers)
-    for part in plan.memory:
-        table.add_row(part.name, in_bytes(part.num_bytes), part.what)
+    table = memory_table(f"Memory of each device ({_mesh(plan)})", plan.memory)
     notes = []
     if plan.host_bytes:
         notes.append(f"and {in_bytes(plan.host_bytes)} of moments in the host's memory")
-    if plan.run.train.remat:
-        notes.append(f"train.remat=false would need {in_bytes(plan.without_remat)} more")
-    else:
-        notes.append(f"train.remat=true would need {in_bytes(plan.without_remat)} less")
+    change, sign = ("false", "more") if plan.run.train.remat else ("true", "less")
+    notes.append(f"train.remat={change} would need {in_bytes(plan.without_remat)} {sign}")
     if plan.run.features.capture:
-        kept, plain = plan.captured_bytes
+        num_bytes, plain = plan.captured_bytes
         notes.append(
-            f"{kept:,} bytes on disk for each position of the data, {plain / kept:.2f} times smaller than bfloat16"
+            f"{num_bytes:,} bytes on disk for each position of the data, {plain / num_bytes:.2f} times smaller than "
+            "bfloat16"
         )
     table.caption = "; ".join(notes)
+    return table
+
+
+def memory_table(title: str, parts: Sequence[MemoryPart]) -> Table:
+    """Make a table of the parts of a device's memory and their sum."""
+    total = in_bytes(sum(part.num_bytes for part in parts))
+    table = make_table(title, "", "bytes", "", footers=("sum", total, ""))
+    for part in parts:
+        table.add_row(part.name, in_bytes(part.num_bytes), part.what)
     return table
 
 
@@ -129,12 +150,12 @@ def _operations(plan: RunPlan) -> Table:
     return table
 
 
-def _exchanges(plan: RunPlan) -> Table:
-    whole = in_bytes(sum(each.num_bytes for each in plan.exchanges))
+def _collectives(plan: RunPlan) -> Table:
+    whole = in_bytes(sum(each.num_bytes for each in plan.collectives))
     table = make_table(
         f"Sent by each device in a step ({_mesh(plan)})", "", "bytes", "along", "within", footers=("sum", whole, "", "")
     )
-    for each in plan.exchanges:
+    for each in plan.collectives:
         axes = ", ".join(axis for axis in each.axes if axis in plan.mesh)
         table.add_row(each.what, in_bytes(each.num_bytes), axes, f"{span(plan.mesh, each.axes):,} devices")
     table.caption = "as rings send it, by shape: over NVLink or ICI where these join so many, else over the network"
@@ -142,20 +163,20 @@ def _exchanges(plan: RunPlan) -> Table:
 
 
 def _devices(plan: RunPlan) -> Table:
-    sending = ("sending",) if plan.exchanges else ()
+    steps, is_sending = plan.run.train.max_steps, bool(plan.collectives)
+    sending = ("sending",) * is_sending
     columns = ("memory", "", *sending, "positions/s at peak", f"at {SHARE_OF_PEAK:.0%}", "the run")
     table = make_table(f"On {plan.num_devices} of", "", *columns)
     for device in DEVICES:
         room = device.memory - plan.device_bytes
         fits = f"[green]{in_bytes(room)} left[/]" if room >= 0 else f"[red]{in_bytes(-room)} too few[/]"
         peak, rate = plan.positions_per_second(device), plan.positions_per_second(device, SHARE_OF_PEAK)
-        steps = plan.run.train.max_steps
         hours = f"{steps * plan.positions / rate / 3600:,.1f} h" if steps else ""
-        sent = (f"{plan.sending_seconds(device):,.2f} s",) if plan.exchanges else ()
+        sent = (f"{plan.sending_seconds(device):,.2f} s",) * is_sending
         table.add_row(device.name, in_bytes(device.memory), fits, *sent, f"{peak:,.0f}", f"{rate:,.0f}", hours)
-    if plan.run.train.max_steps:
-        table.caption = f"the run: {plan.run.train.max_steps:,} steps at {SHARE_OF_PEAK:.0%}, without measurements"
-        if sending:
+    if steps:
+        table.caption = f"the run: {steps:,} steps at {SHARE_OF_PEAK:.0%}, without measurements"
+        if is_sending:
             table.caption += "; sending: in a step, while nothing is computed"
     return table
 
@@ -165,8 +186,7 @@ def make_table(title: str, *columns: str, footers: Sequence[str] = ()) -> Table:
     right."""
     table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left", box=box.SIMPLE_HEAD)
     table.show_header, table.show_footer, table.pad_edge = any(columns), bool(footers), False
-    for i, name in enumerate(columns):
-        footer = footers[i] if footers else ""
+    for i, (name, footer) in enumerate(itertools.zip_longest(columns, footers, fillvalue="")):
         table.add_column(name, footer, justify="right" if name and i else "left", footer_style="bold")
     return table
 
@@ -183,4 +203,6 @@ def _count(number: float) -> str:
 
 def in_bytes(number: float) -> str:
     """Write a number of bytes in MB or GB."""
-    return f"{number / 1e9:,.2f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
+    if number >= 1e9:
+        return f"{number / 1e9:,.2f} GB"
+    return f"{number / 1e6:,.1f} MB"

@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from specserve import config, processes
-from specserve.answers import stage as answers
-from specserve.answers.stage import Answering, Watch
+from specserve.answers import cache as answers
+from specserve.answers.cache import AnswerProgress, Watch
 from specserve.checkpoints.configs import find_config, is_known_here
 from specserve.checkpoints.source import resolve_target
 from specserve.cli import evaluate
@@ -37,7 +37,7 @@ from specserve.train.trainer import Progress as Moment
 
 logger = logging.getLogger(__name__)
 
-SAID_EVERY = 60.0  # seconds, where there is no terminal for a bar
+SHOWN_EVERY = 60.0  # seconds, where there is no terminal for a bar
 
 
 def train(run: TrainRun) -> None:
@@ -73,13 +73,13 @@ def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: N
         with observing(run) as observers:
             budget, mixture = budgets.begin(run), None
             if not run.is_of_several:
-                mixture = _read(run)  # before the weights: where there is no hub, that is said at once
+                mixture = _read(run)  # before the weights: where there is no hub, the error comes at once
             benches = [bench for bench in run.eval.bench if _is_there(bench)]
             if run.data.regenerate and mixture:
                 mixture, budget = _answered(run, mixture, budget)
             last = _learn(run, folder, mixture, budget, observers, listen)
     if last.ending.startswith("stopped"):
-        _say_how_to_go_on(run, f"{last.ending} at step {last.step}")
+        _show_how_to_go_on(run.output, f"{last.ending} at step {last.step}")
         return
     for bench in benches:
         _measure(run, bench)
@@ -90,10 +90,10 @@ def _read(run: TrainRun) -> Mixture:
     try:
         folder = resolve_target(run.target, needs_weights=False).folder
     except CheckpointError:
-        resolve_target(run.target)  # whose error names the weights too
+        resolve_target(run.target)  # its error names the weights too
         raise
     target, _ = find_config(str(folder))
-    return load_mixture(run, target.vocab_size, needs_answers=not run.data.regenerate)
+    return load_mixture(run.target, run.data, target.vocab_size, needs_answers=not run.data.regenerate)
 
 
 def _is_there(bench: str) -> bool:
@@ -110,7 +110,7 @@ def _is_there(bench: str) -> bool:
 
 def _answered(run: TrainRun, mixture: Mixture, budget: Budget | None) -> tuple[Mixture, Budget | None]:
     """Have the target answer. Answers that are there when the process ends are kept."""
-    target, said = resolve_target(run.target), [time.monotonic()]
+    target, shown = resolve_target(run.target), [time.monotonic()]
     with Progress(*bar_columns(), console=console) as progress:
         compiling = progress.add_task("compiling", note="", visible=False)
         answering = progress.add_task("answering", note="", visible=False)
@@ -118,19 +118,19 @@ def _answered(run: TrainRun, mixture: Mixture, budget: Budget | None) -> tuple[M
         def on_warmup(done: int, total: int, name: str) -> None:
             progress.update(compiling, completed=done, total=total, note=name, visible=True)
 
-        def on_answer(so_far: Answering) -> None:
+        def on_answer(so_far: AnswerProgress) -> None:
             account = so_far.account
             note = f"{account.num_tokens:,} tokens  {account.tokens_per_second:,.0f} tokens/s"
             progress.update(answering, completed=so_far.done, total=so_far.total, note=note, visible=True)
-            if not console.is_terminal and time.monotonic() > said[-1] + SAID_EVERY:
-                said.append(time.monotonic())
+            if not console.is_terminal and time.monotonic() > shown[-1] + SHOWN_EVERY:
+                shown.append(time.monotonic())
                 console.print(f"answered {so_far.done:,} of {so_far.total:,}  {note}", highlight=False, soft_wrap=True)
 
         try:
             return answers.answer(run, target, mixture, budget, Watch(on_warmup, on_answer))
         except KeyboardInterrupt:
             progress.stop()
-            _say_how_to_go_on(run, "stopped; the answers so far are kept")
+            _show_how_to_go_on(run.output, "stopped; the answers so far are kept")
             raise
 
 
@@ -142,16 +142,17 @@ def _learn(
     observers: Sequence[Observer],
     listen: Callable[[Trainer], None],
 ) -> Moment:
-    """Train for as many steps as the run says, or its budget has time for. Returns the last moment."""
+    """Train for as many steps as the settings ask for, or the budget has time for. Returns the last moment."""
     begin = time.monotonic()
-    run = budget.apply(run) if budget else run
+    if budget:
+        run = budget.apply(run)
     trainer = prepare(run, folder, mixture)
     if budget and not budget.steps:
         with console.status("measuring a step"):
-            seconds = trainer.time_steps(budget.probe_seconds)
+            seconds = trainer.learner.time_steps(budget.probe_seconds)
         spent = budget.spent + time.monotonic() - begin
         budget = budget.with_steps(most=run.train.max_steps, seconds_each=seconds, spent=spent)
-        budgets.record(run, budget)
+        budgets.record(folder.path, budget)
         console.print(f"{budget.steps:,} steps of {seconds:.3g} s fit the budget", highlight=False)
         run = budget.apply(run)
         trainer.rebound(run)
@@ -189,6 +190,6 @@ def _mesh_to_measure(run: TrainRun) -> str:
     return ",".join(f"{axis}={sizes[axis]}" for axis in ("tensor", "expert") if axis in sizes)
 
 
-def _say_how_to_go_on(run: TrainRun, what: str) -> None:
-    settings = escape(shlex.quote(str(Path(run.output) / SETTINGS_FILE)))
+def _show_how_to_go_on(folder: str, what: str) -> None:
+    settings = escape(shlex.quote(str(Path(folder) / SETTINGS_FILE)))
     console.print(f"{what}; go on with specserve train --config {settings} --resume", highlight=False, soft_wrap=True)

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from specserve.cli.progress import console
 from specserve.train.evaluation import Measurement
-from specserve.train.run.observers import read_metrics
-from specserve.train.run.report import REPORT_FILE, duration, gigabytes, outlook, tau_curve
+from specserve.train.run.report import REPORT_FILE, duration, gigabytes
 from specserve.train.speed import Speed
 from specserve.train.trainer import Progress as Moment
 from specserve.train.trainer import Trainer
@@ -53,7 +52,8 @@ class TrainingBar:
         if moment.ending:
             return
         self._evaluation = moment.evaluation or self._evaluation
-        self._loss = self._loss if moment.loss is None else moment.loss
+        if moment.loss is not None:
+            self._loss = moment.loss
         self._speed = moment.speed or self._speed
         note = duration(moment.seconds) + self._left(moment)
         self._bar.update(self._task, completed=min(1.0, moment.share), left=note)
@@ -66,18 +66,25 @@ class TrainingBar:
                 self._live.console.print(self._measured(moment), highlight=False)
             self._live.update(Group(self._bar, *(Text(f"  {line}") for line in lines if line)), refresh=True)
         else:
-            text = self._measured(moment) if moment.evaluation else "  ".join(line for line in lines if line)
+            text = "  ".join(line for line in lines if line)
+            if moment.evaluation:
+                text = self._measured(moment)
             console.print(f"{note}  {text}", highlight=False, soft_wrap=True)
 
     def _left(self, moment: Moment) -> str:
         if self._first is None:
             self._first = moment.seconds, moment.share
         seconds, share = moment.seconds - self._first[0], moment.share - self._first[1]
-        return f", {duration(seconds / share * max(0.0, 1 - moment.share))} left" if share > 0 else ""
+        if share <= 0:
+            return ""
+        return f", {duration(seconds / share * max(0.0, 1 - moment.share))} left"
 
     def _learning(self, moment: Moment) -> str:
-        tau = f"{self._evaluation.tau:.3f}" if self._evaluation else "-"
-        loss = f"{self._loss:.3f}" if self._loss is not None else "-"
+        tau = loss = "-"
+        if self._evaluation:
+            tau = f"{self._evaluation.tau:.3f}"
+        if self._loss is not None:
+            loss = f"{self._loss:.3f}"
         return f"step {moment.step:,}  loss {loss}  tau {tau}"
 
     def _speeding(self) -> str:
@@ -94,12 +101,13 @@ class TrainingBar:
     def _measured(self, moment: Moment) -> str:
         assert moment.evaluation
         rates = " ".join(f"{rate:.2f}" for rate in moment.evaluation.arms[0].total.accept_rate)
-        is_best = moment.evaluation.tau > self._trainer.best.tau
-        best = "the best so far" if is_best else f"best {self._trainer.best.tau:.3f} at {self._trainer.best.step:,}"
+        best = f"best {self._trainer.best.tau:.3f} at {self._trainer.best.step:,}"
+        if moment.evaluation.tau > self._trainer.best.tau:
+            best = "the best so far"
         return f"step {moment.step:,}  tau {moment.evaluation.tau:.3f} ({best})  by depth {rates}"
 
     def summary(self, next_command: str) -> None:
-        """Print the last measurement, the best one, the outlook, and the command to go on with."""
+        """Print the last measurement, the best one, and the command to go on with."""
         trainer = self._trainer
         if self._evaluation:
             console.print(_arms_table(self._evaluation.to_json()))
@@ -107,9 +115,6 @@ class TrainingBar:
                 console.print(
                     f"the best was tau {trainer.best.tau:.3f} at step {trainer.best.step:,}; that head is kept"
                 )
-        measured = [row for row in read_metrics(trainer.output) if row["tau"] is not None]
-        for line in outlook(tau_curve(trainer.run, measured)):
-            console.print(line, highlight=False)
         output = escape(str(trainer.output))
         console.print(f"the head is in {output}, the report in {output}/{REPORT_FILE}", highlight=False, soft_wrap=True)
         console.print(f"next: [bold]{escape(next_command)}[/]", highlight=False, soft_wrap=True)

@@ -1,6 +1,6 @@
 """Chats -> token ids and loss masks: which tokens of a rendered chat are the assistant's own.
 
-Where the template marks them with `{% generation %}` tags, transformers says. Elsewhere the spans are found by
+Where the template marks them with `{% generation %}` tags, transformers finds them. Elsewhere the spans are found by
 rendering the chat again up to, and with other words in, each of the assistant's messages.
 """
 
@@ -14,7 +14,7 @@ from specserve.errors import DataError, RequestError
 from specserve.tokenizer import Tokenizer
 
 _PLACEHOLDER = "\ue000"  # a private character: no answer holds it
-_TAGS_WANTED = "mark the answers with generation tags"
+_USE_TAGS = "mark the answers with generation tags"
 
 
 def encode_chat(
@@ -30,7 +30,7 @@ def encode_chat(
     An answer begins where the generation prompt ends, and ends with the token that ends the turn, also where that is
     the next role's. Where a template leaves the reasoning out of earlier answers, the answer alone is learned; where it
     does so even for the last one, that one is kept whole, as it was generated. Raises DataError for messages that the
-    template rejects, whose answers cannot be told from the rest, or whose tool calls the template does not write.
+    template rejects, whose answers cannot be found in it, or whose tool calls the template does not write.
     """
     template = tokenizer.template
     try:
@@ -82,10 +82,10 @@ class _Untagged:
             said = self._end_of_content(i - 1) if i else 0
             at = self.text.find(header, max(after, said))
             if not header or at < 0 or (i and header in self.text[after:at]):
-                raise DataError(f"the chat template rewrites earlier turns; {_TAGS_WANTED}")
+                raise DataError(f"the chat template rewrites earlier turns; {_USE_TAGS}")
             before = self.text[:at]
         if len(before) < after:
-            raise DataError(f"the chat template moves earlier answers; {_TAGS_WANTED}")
+            raise DataError(f"the chat template moves earlier answers; {_USE_TAGS}")
         return len(before) + self._header_length(self.text[len(before) :], asked)
 
     def _stop(self, i: int, start: int) -> int:
@@ -101,7 +101,7 @@ class _Untagged:
             ends = sorted(self.tokenizer.special_tokens_in(upto[start:]), key=upto.rfind)[-1:]
         places = [text.find(token, max(said, start)) + len(token) for token in ends if token in text[start:]]
         if not places:
-            raise DataError(f"the chat template has no end-of-turn token; {_TAGS_WANTED}")
+            raise DataError(f"the chat template has no end-of-turn token; {_USE_TAGS}")
         return min(places)
 
     def _end_of_content(self, i: int) -> int:

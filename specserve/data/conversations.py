@@ -6,6 +6,7 @@ Knows nothing of files or hubs (see `sources`). A row that cannot be used raises
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -80,9 +81,8 @@ class Conversation:
     @property
     def question(self) -> "Conversation":
         """The conversation up to where the assistant first speaks."""
-        roles = [message.role for message in self.messages]
-        end = roles.index("assistant") if "assistant" in roles else len(roles)
-        return replace(self, messages=self.messages[:end])
+        before = itertools.takewhile(lambda message: message.role != "assistant", self.messages)
+        return replace(self, messages=tuple(before))
 
     @property
     def key(self) -> str:
@@ -96,11 +96,11 @@ class Conversation:
 
     def tool_dicts(self) -> list[dict[str, Any]]:
         """The tools as chat templates want them."""
-        return json.loads(self.tools) if self.tools else []
+        return json.loads(self.tools or "[]")
 
     def variables(self) -> dict[str, Any]:
         """The row's own template variables."""
-        return json.loads(self.template_kwargs) if self.template_kwargs else {}
+        return json.loads(self.template_kwargs or "{}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +202,7 @@ class BadRowError(Exception):
 
 
 def report(problems: Sequence[RowProblem]) -> str:
-    """Tell in one line how many rows were left out, and for each reason its count and first five line numbers."""
+    """Describe in one line how many rows were left out, with each reason, its count and first five line numbers."""
     by_reason: dict[str, list[int]] = {}
     for problem in problems:
         by_reason.setdefault(problem.reason, []).append(problem.line)
@@ -227,7 +227,7 @@ def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_ans
     `chat_template_kwargs`. A column that is null is as good as not there, and what has a structure may be JSON text.
 
     Token ids are checked against `vocab_size` where it is given. A chat must have an answer to learn from, unless only
-    its questions are wanted. Raises BadRowError.
+    its questions are used. Raises BadRowError.
     """
     if not isinstance(row, Mapping):
         raise BadRowError("not a JSON object")
@@ -250,7 +250,7 @@ def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_ans
 
 
 def unread_fields(row: Mapping[str, Any]) -> set[str]:
-    """Find the names of fields of the row's messages that say something and that no chat template is given."""
+    """Find the names of fields of the row's messages that are not empty and that no chat template is given."""
     turns = row.get("messages") or row.get("conversations")
     return {
         str(name)
@@ -343,7 +343,7 @@ def _parse_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _objects(value: Any, what: str) -> list[Mapping[str, Any]]:
     """A list of objects, given as such or as JSON text; null and empty text are the empty list."""
-    value = _from_json(value, what) if isinstance(value, str) and value else value or []
+    value = _structure(value, what, [])
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
         raise BadRowError(f"{what} is not a list of objects")
     return value
@@ -351,15 +351,18 @@ def _objects(value: Any, what: str) -> list[Mapping[str, Any]]:
 
 def _object(value: Any, what: str) -> Mapping[str, Any]:
     """An object, given as such or as JSON text; null and empty text are the empty one."""
-    value = _from_json(value, what) if isinstance(value, str) and value else value or {}
+    value = _structure(value, what, {})
     if not isinstance(value, Mapping):
         raise BadRowError(f"{what} is not an object")
     return value
 
 
-def _from_json(text: str, what: str) -> Any:
+def _structure(value: Any, what: str, empty: Any) -> Any:
+    """A value, given as such or as JSON text; null and empty text are the empty one."""
+    if not isinstance(value, str) or not value:
+        return value or empty
     try:
-        return json.loads(text)
+        return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise BadRowError(f"{what} is not JSON") from error
 

@@ -30,7 +30,7 @@ class SourceTokens:
     """The training rows of one source as documents."""
 
     source: SourceRows
-    rows: tuple[Row, ...]  # what the documents' `origins` count in
+    rows: tuple[Row, ...]  # the documents' `origins` count in them
     tokenized: TokenizedDocuments
 
 
@@ -94,7 +94,7 @@ def tokenize_source(
     workers: int = 0,
 ) -> SourceTokens:
     """Tokenise the source's training rows, or read them from the cache. What is cut or left out is counted and logged,
-    and so is what rows say that the chat template does not read.
+    and so are fields of rows that the chat template does not read.
 
     Raises DataError when nothing is left.
     """

@@ -159,7 +159,7 @@ def turn_end(
         return len(loss_mask)
     ends = np.flatnonzero(loss_mask & ~np.append(loss_mask[1:], False)) + 1
     fitting = ends[ends <= max_len]
-    return int(fitting[-1]) if len(fitting) else max_len
+    return int(max(fitting, default=max_len))
 
 
 def _split(document: Document, max_len: int) -> list[Document]:

@@ -110,7 +110,7 @@ class Loader:
         return int(epoch * self._weights[source] * self._sizes[source])
 
     def _row_at(self, position: int) -> int:
-        # rounded down by source, an epoch begins at most one row per source before its number says
+        # rounded down by source, an epoch begins at most one row per source before its number does
         epoch = int(position / self._epoch_size)
         while sum(self._start(source, epoch + 1) for source in range(len(self._sizes))) <= position:
             epoch += 1
@@ -135,7 +135,7 @@ class Loader:
 
 
 def _digest(rows: PackedRows) -> int:
-    """Return a number that tells the rows of a mixture from those of another."""
+    """Return a number by which the rows of a mixture are distinguished from others."""
     digest = zlib.crc32(str((rows.source_starts, rows.weights)).encode())
     for part in (rows.token_ids, rows.loss_mask):
         digest = zlib.crc32(np.ascontiguousarray(part).data, digest)

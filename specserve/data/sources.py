@@ -114,7 +114,7 @@ def load_mixture(
     *,
     vocab_size: int | None = None,  # of the target, against which ready token ids are checked
     withheld: Collection[str] = (),  # keys of further questions that nothing may be trained on
-    needs_answers: bool = True,  # False where the questions are all that is wanted
+    needs_answers: bool = True,  # False where only the questions are used
 ) -> tuple[SourceRows, ...]:
     """Read every source of a mixture, each `NAME` or `NAME=WEIGHT`. A name is `pydoc`, a key of DATASETS or
     `owner/name[/config]` of the hub, both with `[:SPLIT]` as `datasets` has it (`gsm8k:test`, `magpie:train[:5%]`), or

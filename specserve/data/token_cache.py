@@ -27,9 +27,9 @@ from specserve.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "*.tiktoken")
-CONFIG_FILES = ("config.json", "generation_config.json")  # which ids end a turn
+CONFIG_FILES = ("config.json", "generation_config.json")  # they name the ids that end a turn
 PACKAGE = Path(__file__).parent.parent
-CODE = tuple(  # what decides about ids and masks
+CODE = tuple(  # the code that decides about ids and masks
     PACKAGE / name
     for name in (
         "chat_template.py",
@@ -127,8 +127,8 @@ def _write(path: Path, tokenized: TokenizedDocuments) -> None:
     account = {"counts": tokenized.counts, "rejection": tokenized.rejection}
     parts = tokenized.documents
     arrays = {
-        "token_ids": np.concatenate([part.token_ids for part in parts]) if parts else np.empty(0, np.int32),
-        "loss_mask": np.concatenate([part.loss_mask for part in parts]) if parts else np.empty(0, bool),
+        "token_ids": np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in parts)]),
+        "loss_mask": np.concatenate([np.empty(0, bool), *(part.loss_mask for part in parts)]),
         "lengths": np.array([len(part) for part in parts], np.int64),
         "origins": np.array(tokenized.origins, np.int64),
         "account": np.frombuffer(json.dumps(account).encode(), np.uint8),
@@ -152,6 +152,6 @@ def _read(path: Path) -> TokenizedDocuments | None:
         pieces = zip((stops - lengths).tolist(), stops.tolist(), strict=True)
         found = [Document(token_ids[begin:stop], loss_mask[begin:stop]) for begin, stop in pieces]
         return TokenizedDocuments(found, origins, Counter(account["counts"]), account["rejection"])
-    except Exception as error:  # whatever zipfile and numpy raise for a damaged file
+    except Exception as error:  # zipfile and numpy raise many types for a damaged file
         log.warning("%s is damaged (%s); its token ids are made again", path, error or type(error).__name__)
         return None

@@ -100,7 +100,7 @@ class FollowingDrafter(TrainedDrafter):
             return _observe_prompt(state, view, committed, extend)
         if after == "plain":
             return _observe_plain(state, view, committed)
-        # what the step has emitted is pending, and nothing else: the drafter caught up before it proposed
+        # the emitted tokens are pending, and nothing else: the drafter caught up before it proposed
         return dataclasses.replace(
             state,
             pending=_put(state, view, committed.next_ids, _aux(committed), committed.count),

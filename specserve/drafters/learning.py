@@ -80,7 +80,7 @@ class Costs:
     workspace: int  # numbers that one layer needs at once, attention's scores left out
     num_heads: int  # of attention
     num_kv_heads: int
-    states: float = 1.0  # that each step of the rollout has for a position
+    states: float = 1.0  # of each step of the rollout, for a position
     shares_output: bool = False  # its logits are made by the target's output head, which does not learn
     kv: float = 0.0  # numbers of the keys and values that queries of other positions see
     summed: float = 0.0  # numbers that devices with parts of the matrices add up, forward and backward

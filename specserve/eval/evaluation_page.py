@@ -8,8 +8,7 @@ from typing import Any
 from specserve.eval.acceptance import SpeculationReport
 from specserve.eval.evaluation import Evaluation, TauVerdict
 from specserve.host import whole_file
-from specserve.train.run.charts import Chart, ChartLine, line_chart
-from specserve.train.run.pages import template
+from specserve.train.run.page import line_chart, template
 
 TEMPLATE = "evaluation.html.j2"
 
@@ -59,12 +58,12 @@ def _tiles(reports: Sequence[SpeculationReport]) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _charts(reports: Sequence[SpeculationReport]) -> list[Chart]:
+def _charts(reports: Sequence[SpeculationReport]) -> list[str]:
     """Lay out the charts: acceptance over depth, and the effects of temperature and concurrency where several were
     measured."""
     first = reports[0].temperature, reports[0].concurrency
     own = [report for report in reports if (report.temperature, report.concurrency) == first]
-    by_depth = [ChartLine(r.name, [*enumerate(r.accept_rate, start=1)], is_dotted=True) for r in own if r.accept_rate]
+    by_depth = {r.name: enumerate(r.accept_rate, start=1) for r in own if r.accept_rate}
     charts = [line_chart("Acceptance by depth", "depth", by_depth, y_from_zero=True, note="given acceptance above")]
     at_once = [report for report in reports if report.temperature == first[0] and not report.is_yardstick]
     charts.append(_over(at_once, "Gain by concurrency", "at once", lambda r: (r.concurrency, r.gain)))
@@ -73,10 +72,9 @@ def _charts(reports: Sequence[SpeculationReport]) -> list[Chart]:
     return [chart for chart in charts if chart]
 
 
-def _over(reports: Sequence[SpeculationReport], title: str, axis: str, point: Any) -> Chart | None:
+def _over(reports: Sequence[SpeculationReport], title: str, axis: str, point: Any) -> str | None:
     """Make a line for each head and way to speculate. There are none where the axis has one value only."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for report in reports:
         lines.setdefault(report.name, []).append(point(report))
-    series = [ChartLine(name, points, is_dotted=True) for name, points in lines.items() if len(points) > 1]
-    return line_chart(title, axis, series)
+    return line_chart(title, axis, {name: points for name, points in lines.items() if len(points) > 1})

@@ -29,7 +29,7 @@ from specserve.drafters.learning import Rollout, Rows
 from specserve.errors import DataError, RequestError, SpecServeError
 from specserve.eval.prompts import load_questions
 from specserve.interop.convert import write_head
-from specserve.interop.doctor import BELOW_NOTES, KNOWS_NOTHING, MISREAD
+from specserve.interop.doctor import RUNNING
 from specserve.interop.findings import Copy, Finding, Repair
 from specserve.interop.formats import format_of
 from specserve.interop.head import load_head
@@ -63,7 +63,7 @@ class Trial:
     num_tried: int  # repairs
     findings: list[Finding]
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return the measurement in one line."""
         found = self.acceptance
         noted = f"its notes say {_rates(self.noted)}" if self.noted else "its notes say nothing"
@@ -88,16 +88,18 @@ class Texts:
     """The target's own greedy answers, and its states over them. They are the same whatever head is tried."""
 
     def __init__(self, target: Target, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> None:
-        pairs = [(prompt.token_ids, said) for prompt, said in zip(prompts, answers, strict=True) if len(said) > DEPTH]
+        pairs = [
+            (prompt.token_ids, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > DEPTH
+        ]
         if not pairs:
             raise DataError(f"all answers end within {DEPTH} tokens, so there is nothing to draft; give other prompts")
         self.target = target
-        longest = -(-max(len(prompt) + len(said) for prompt, said in pairs) // _PADDED_TO) * _PADDED_TO
+        longest = -(-max(len(prompt) + len(answer) for prompt, answer in pairs) // _PADDED_TO) * _PADDED_TO
         self._token_ids = np.zeros((len(pairs), longest), np.int32)
         self._is_tried = np.zeros(self._token_ids.shape, bool)  # at t: the token at t + 1 is a root, t + 2 is drafted
-        for row, (prompt, said) in enumerate(pairs):
-            end = len(prompt) + len(said)
-            self._token_ids[row, :end] = [*prompt, *said]
+        for row, (prompt, answer) in enumerate(pairs):
+            end = len(prompt) + len(answer)
+            self._token_ids[row, :end] = [*prompt, *answer]
             self._is_tried[row, len(prompt) - 1 : end - 1 - DEPTH] = True
         self._states: dict[int, jax.Array] = {}  # [batch, seq, d_model], by layer
         self.commonest = Counter(self._token_ids[:, 1:][self._is_tried[:, :-1]].tolist()).most_common(1)[0][1]
@@ -143,12 +145,12 @@ def _draft(
     # so many anchors whatever its slots are, since a repair may change how many it has
     anchors = -(-rows.token_ids.shape[1] // ANCHOR_EVERY)
     rollout = Rollout(max(DEPTH, drafter.num_steps(DEPTH)), remat=False, anchors=anchors)
-    states, aims = drafter.learn(params, target, rows, aux, rollout)[:DEPTH], drafter.draft_targets(rows, rollout)
+    states, targets = drafter.learn(params, target, rows, aux, rollout)[:DEPTH], drafter.draft_targets(rows, rollout)
     fewest = min(x.shape[1] for x in states)  # later steps may have states for the first columns alone
     output = drafter.output(params)
     ids = jnp.stack([target_ids[jnp.argmax(drafter.logits(output, target, x[:, :fewest]), axis=-1)] for x in states])
-    if aims.positions is not None:
-        return ids, aims.positions[:DEPTH, :, :fewest], aims.weights[0, :, :fewest] > 0
+    if targets.positions is not None:
+        return ids, targets.positions[:DEPTH, :, :fewest], targets.weights[0, :, :fewest] > 0
     step, column = jnp.arange(DEPTH)[:, None, None], jnp.arange(ids.shape[2])
     drafts = jnp.stack([jnp.roll(each, -k, axis=1) for k, each in enumerate(ids)])  # the root's column, not their own
     return drafts, jnp.broadcast_to(step + column, ids.shape), jnp.ones(ids.shape[1:], bool)
@@ -209,9 +211,9 @@ def run_head(
     where, got = "the head, running", f"{found.accept_rate[0]:.0%} of {found.num_steps:,} first drafts are accepted"
     if found.accept_rate[0] * texts.num_places <= texts.commonest:
         expected = f"more than {texts.commonest / texts.num_places:.0%}, the share of the commonest token"
-        return Trial(found, noted, num_tried, [KNOWS_NOTHING.found(where, expected, got)])
+        return Trial(found, noted, num_tried, [RUNNING["knows-nothing"].found(where, expected, got)])
     if noted:
-        below = BELOW_NOTES.found(where, f"{_rates(noted)} by depth", _rates(found.accept_rate))
+        below = RUNNING["below-notes"].found(where, f"{_rates(noted)} by depth", _rates(found.accept_rate))
         return Trial(found, noted, num_tried, [below])
     return Trial(found, noted, num_tried, [])
 
@@ -256,7 +258,7 @@ def find_misreading(
             repairs = kind.repairs(at, texts.target)
             for number, repair in enumerate(repairs):
                 on_repair(number, len(repairs), repair.what)
-                copy = _mended(folder, [*chosen, repair], Path(scratch) / "tried")
+                copy = _repaired(folder, [*chosen, repair], Path(scratch) / "tried")
                 try:
                     tried.append((repair, texts.accepted(load_head(copy, texts.target, dtype=dtype))))
                 except SpecServeError:
@@ -269,15 +271,15 @@ def find_misreading(
             best, gained = max(helping, key=lambda each: each[1].mean())
             others = [repair.what for repair, found in helping if repair is not best and deviations(gained, found) < 2]
             chosen, now = [*chosen, best], gained
-            at = _mended(folder, chosen, Path(scratch) / f"repaired-{len(chosen)}")
+            at = _repaired(folder, chosen, Path(scratch) / f"repaired-{len(chosen)}")
     if not chosen:
         return None, num_tried
     how = " and ".join(repair.what for repair in chosen)
     expected, got = (f"{each.mean():.2f} of {DEPTH} drafts in a row" for each in (now, first))
-    told = {"how": how, "others": ", or ".join(others)}
+    names = {"how": how, "others": ", or ".join(others)}
     fix = None if others else _all(chosen)
     where = f"the head, over {texts.num_places:,} places of the target's own answers"
-    return MISREAD.found(where, expected, got, fix, **told), num_tried
+    return RUNNING["misread"].found(where, expected, got, fix, **names), num_tried
 
 
 def deviations(found: np.ndarray, before: np.ndarray) -> float:
@@ -295,7 +297,7 @@ def _all(repairs: Sequence[Repair]) -> Callable[[Copy], None]:
     return fix
 
 
-def _mended(folder: Path, repairs: Sequence[Repair], to: Path) -> Path:
+def _repaired(folder: Path, repairs: Sequence[Repair], to: Path) -> Path:
     tensors = TensorFolder(folder)
     copy = Copy(dict(read_json(folder / CONFIG)), {name: tensors.read(name) for name in tensors.names()})
     _all(repairs)(copy)

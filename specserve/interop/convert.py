@@ -23,8 +23,7 @@ from specserve.checkpoints.tensors import (
 from specserve.drafters.interface import Head
 from specserve.errors import CheckpointError
 from specserve.interop import doctor
-from specserve.interop.findings import stored_dtype
-from specserve.interop.format import Dialect
+from specserve.interop.findings import Dialect, stored_dtype
 from specserve.interop.formats import format_for
 from specserve.interop.head import head_files, load_head
 from specserve.interop.notes import NOTES_FILE, read_notes
@@ -81,13 +80,13 @@ def import_head(
     dtype: str = "",
     is_forced: bool = False,
 ) -> Imported:
-    """Read a head from any dialect, mend what can be repaired without guessing, and write it in our own layout. Raises
+    """Read a head from any dialect, repair what can be without guessing, and write it in our own layout. Raises
     CheckpointError that lists what cannot."""
     check_output(folder, output, is_forced=is_forced)
     found = doctor.examine(folder, target)
     if hopeless := [finding for finding in found.errors if finding.fix is None]:
-        told = listed([f"{finding.where}: {finding.what} ({finding.got})" for finding in hopeless])
-        raise CheckpointError(f"{folder}: {told}; `specserve inspect {folder}` says how to mend it")
+        named = listed([f"{finding.where}: {finding.what} ({finding.got})" for finding in hopeless])
+        raise CheckpointError(f"{folder}: {named}; `specserve inspect {folder}` says how to mend it")
     dtype = dtype or stored_dtype(TensorFolder(folder))
     changes = list(found.changes)
     with tempfile.TemporaryDirectory() as scratch:
@@ -102,7 +101,7 @@ def import_head(
 
 
 def check_output(folder: Path, output: Path, *, is_forced: bool) -> None:
-    """Raises CheckpointError where something would be overwritten that nobody said could be."""
+    """Raises CheckpointError where something would be overwritten without leave."""
     if output.resolve() == folder.resolve():
         raise CheckpointError(f"{output} is the folder that is read; give another folder to write")
     if output.exists() and not output.is_dir():

@@ -1,22 +1,24 @@
-"""The report of the draft doctor on a head's files, and the mending of them."""
+"""The report of the draft doctor on a head's files, and the repair of them."""
 
 import copy
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 
 Level = Literal["error", "warning"]
+Dialect = Literal["sglang", "vllm", "speculators", "sglang-jax"]  # engines whose layouts heads are written in
 FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclass
 class Copy:
-    """A head's files in memory, while they are being repaired."""
+    """A head's files in memory, while they are repaired."""
 
     raw: dict[str, Any]
     tensors: dict[str, np.ndarray]
@@ -29,7 +31,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault, or a likely one, of the files that were examined: an entry of the catalogue with what was seen."""
+    """A fault, or a likely one, of the files that were examined: a row of the table with what was seen."""
 
     code: str
     level: Level
@@ -48,31 +50,56 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """An entry of a catalogue: one fault that a head's files can have. Texts name in braces what `found` fills in."""
+    """A row of a table of checks: one fault that a head's files can have. Texts name in braces what `found` fills
+    in."""
 
-    looks_at: str  # the part of the files; the documents list entries by it
+    area: str  # the part of the files; the documents list rows by it
     code: str
     level: Level  # an error breaks a loader or the acceptance; a warning costs something, or might
     what: str
-    why: str  # what follows from it
-    repaired: str = ""  # what `--fix` does about it; empty: nothing, because it would have to guess
-    by_hand: str = ""  # what to do where `--fix` would have to guess
+    why: str  # its consequence
+    by_fix: str = ""  # the change that `--fix` makes; empty: nothing, because it would have to guess
+    by_hand: str = ""  # the advice where `--fix` would have to guess
 
     def found(
         self, where: str, expected: str, got: str, fix: Callable[[Copy], None] | None = None, **names: object
     ) -> Finding:
-        """The fault as it was found at `where`; `fix` mends a copy of the files, None where that would be a guess."""
-        mend = self.repaired if fix else self.by_hand
-        assert mend, f"{self.code}: the catalogue does not say how it is repaired {'with' if fix else 'without'} a fix"
+        """Return the fault as it was found at `where`; `fix` repairs a copy of the files, None where that would be a
+        guess."""
+        mend = self.by_fix if fix else self.by_hand
+        assert mend, f"{self.code}: the table does not state how it is repaired {'with' if fix else 'without'} a fix"
         what, why, mend = (text.format(**names) for text in (self.what, self.why, mend))
         return Finding(self.code, self.level, what, why, mend, where, expected, got, fix)
+
+
+def read_checks(table: str) -> Mapping[str, Check]:
+    """Read a table of checks, by code. A row is `code level: what is wrong`, and indented below it why that matters,
+    `fix: what --fix does`, and `by hand: what a person does`; a further indent continues a line. `[area]` stands before
+    the rows about it. A second row of a code is kept under `code level`."""
+    found: dict[str, Check] = {}
+    area = ""
+    for row in re.split(r"\n(?=\S)", table.strip()):
+        if row.startswith("["):
+            area = row.strip("[]")
+            continue
+        first, *lines = re.split(r"\n  (?=\S)", row)
+        head, _, what = first.partition(": ")
+        code, _, level = head.partition(" ")
+        texts = {"why": "", "fix": "", "by hand": ""}
+        for line in lines:
+            key, _, text = line.partition(": ")
+            key, text = (key, text) if key in ("fix", "by hand") else ("why", line)
+            texts[key] = " ".join(text.split())
+        check = Check(area, code, cast(Level, level), what, texts["why"], texts["fix"], texts["by hand"])
+        found[f"{code} {level}" if code in found else code] = check
+    return found
 
 
 @dataclass(frozen=True)
 class Repair:
     """A change of a head's files that undoes a slip which the files alone do not show."""
 
-    what: str  # what the files would mean, as half a sentence
+    what: str  # the meaning of the files after it, as half a sentence
     fix: Callable[[Copy], None]
 
 
@@ -92,7 +119,7 @@ class DoctorReport:
 
     @property
     def changes(self) -> list[str]:
-        """The changes that mending makes, one line each."""
+        """The changes that the repair makes, one line each."""
         return [f"{each.where}: {each.what}; now {each.expected}" for each in self.findings if each.fix]
 
     def repaired(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -114,11 +141,6 @@ class DoctorReport:
             "tensors": [{"name": name, "shape": list(shape), "dtype": dtype} for name, shape, dtype in self.tensors],
             "findings": [finding.to_json() for finding in self.findings],
         }
-
-
-def tensor_rows(tensors: TensorFolder) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return the name, shape and dtype of each tensor of a folder."""
-    return [(name, tensors.shape(name), tensors.dtype(name).name) for name in sorted(tensors.names())]
 
 
 def stored_dtype(tensors: TensorFolder) -> str:

@@ -4,9 +4,9 @@ in the others."""
 import dataclasses
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 from jax.sharding import Mesh
@@ -17,13 +17,12 @@ from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import load_kind
 from specserve.errors import CheckpointError
-from specserve.interop.findings import DoctorReport, Repair, tensor_rows
+from specserve.interop.examined import ExaminedFiles, check_values
+from specserve.interop.findings import Dialect, DoctorReport, Finding, Repair
 from specserve.interop.notes import read_notes
 from specserve.interop.published import D2T, T2D, vocab_from_tensors, vocab_to_tensors
-from specserve.interop.values import check_values
 from specserve.models.config import ModelConfig
 
-Dialect = Literal["sglang", "vllm", "speculators", "sglang-jax"]  # engines whose layouts heads are written in
 ARCHITECTURE, KIND, SHAPE = "SpecServeDrafter", "drafter", "drafter_config"  # of the plain format
 
 
@@ -32,6 +31,8 @@ class HeadFormat:
     tensors by the names of its `ParamSpec`s."""
 
     skipped: ClassVar[Mapping[str, str]] = {}  # patterns of tensors that are not read, each with the reason
+    examined: ClassVar[type[ExaminedFiles]] = ExaminedFiles  # its files as the draft doctor reads them
+    checks: ClassVar[Sequence[Callable[[Any], Iterable[Finding]]]] = (check_values,)
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -96,10 +97,15 @@ class HeadFormat:
 
     def repairs(self, folder: Path, target: Target) -> list[Repair]:
         """List other readings of a head's files, which are tried by running the head."""
-        return []
+        return list(self.list_repairs(self.examined(folder, target)))
+
+    def list_repairs(self, files: Any) -> Iterable[Repair]:
+        """List the repairs of examined files."""
+        return ()
 
     def examine(self, folder: Path, target: Target | None) -> DoctorReport:
-        """Check a head's files. Raises CheckpointError where there is nothing to look at."""
-        tensors = TensorFolder(folder)
-        findings = list(check_values(tensors, tensors.names() - {D2T, T2D}))
-        return DoctorReport(folder, "specserve", {"kind": self.kind}, tensor_rows(tensors), findings)
+        """Make all checks of a head's files. Without a target, those that need one are left out. Raises CheckpointError
+        where there is nothing to look at: no config.json, no whole safetensors file."""
+        files = self.examined(folder, target)
+        findings = [finding for check in self.checks for finding in check(files)]
+        return DoctorReport(folder, files.dialect, files.facts(), files.rows(), findings)

@@ -20,7 +20,7 @@ FORMATS: Mapping[str, HeadFormat] = {
     "dspark": DFlashFormat("dspark"),
     "dflash2": DFlashFormat("dflash2"),
 }
-BUNDLED_HEAD_FOLDER = BUNDLED_FOLDER.parent / "pydoc-mtp"  # which the bundled target is served with
+BUNDLED_HEAD_FOLDER = BUNDLED_FOLDER.parent / "pydoc-mtp"  # the head that the bundled target is served with
 
 
 def format_for(kind: str) -> HeadFormat:

@@ -12,7 +12,7 @@ from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, read_json, write_
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import KindName
 from specserve.errors import CheckpointError
-from specserve.interop.format import Dialect
+from specserve.interop.findings import Dialect
 from specserve.interop.formats import format_for, format_of
 from specserve.interop.notes import NOTES_FILE
 from specserve.models.config import ModelConfig

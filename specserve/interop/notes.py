@@ -18,8 +18,8 @@ def read_notes(folder: Path) -> dict[str, Any]:
 
 
 def draft_quantization(notes: Mapping[str, Any], folder: Path) -> DraftQuantization:
-    """Return how a head's matrices are rounded where it runs, as its notes say. Raises CheckpointError where they say
-    what nobody knows."""
+    """Return how a head's matrices are rounded where it runs, as its notes state. Raises CheckpointError where that is
+    unknown."""
     stated = notes.get("draft_quantization", "none")
     if stated not in DRAFT_QUANTIZATIONS:
         raise CheckpointError(

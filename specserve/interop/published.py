@@ -55,8 +55,8 @@ Reading = Literal["offset", "absolute", "identity", "mask", "unsound"]
 class Vocabulary:
     """The tokens that a head's draft rows stand for, according to its tables as they were found."""
 
-    reading: Reading  # what was in d2t; without one: all tokens, or what t2d says
-    target_ids: np.ndarray | None  # [draft_vocab] int64, in the order of the rows; None: they say nothing
+    reading: Reading  # of d2t; without one: of all tokens, or of t2d
+    target_ids: np.ndarray | None  # [draft_vocab] int64, in the order of the rows; None: they name none
     agrees: bool  # t2d is there and names the same tokens
 
     @property
@@ -65,8 +65,8 @@ class Vocabulary:
 
 
 def read_vocab(d2t: np.ndarray | None, t2d: np.ndarray | None, draft_vocab_size: int, vocab_size: int) -> Vocabulary:
-    """Make sense of tables that may be wrong. Offsets are what the format says: they are read as ids only where they
-    cannot be offsets, or where t2d says so."""
+    """Make sense of tables that may be wrong. The format has offsets: they are read as ids only where they
+    cannot be offsets, or where t2d agrees."""
     masked = np.flatnonzero(t2d) if t2d is not None and t2d.shape == (vocab_size,) else None
 
     def found(reading: Reading, target_ids: np.ndarray | None) -> Vocabulary:

@@ -1,5 +1,4 @@
-"""The bytes that the devices of a mesh send each other in a training step, from shapes alone, and the time that it
-takes.
+"""The bytes that the devices of a mesh send each other in a training step, from shapes alone.
 
 A device sends what it would in rings, which is how collectives run unless links allow better. Over p devices that is
 (p - 1) n for an all-gather of parts of n bytes and for a reduce-scatter whose results have n bytes, and 2 (p - 1) / p
@@ -16,15 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.drafters.interface import TrainedDrafter
-from specserve.drafters.learning import Costs, Rollout
+from specserve.drafters.learning import Costs
 from specserve.mesh import LOGICAL_TO_MESH, MESH_AXES, num_parts, on_each_device
 from specserve.models.config import ModelConfig
-from specserve.train.teachers import TeacherName
+from specserve.train.flops import StepShape
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Collective:
     """The bytes that each device sends in one step to those that differ from it along some axes of the mesh."""
 
     what: str
@@ -32,28 +30,15 @@ class Exchange:
     num_bytes: int
 
 
-def step_exchanges(
-    target: ModelConfig,
-    draft: TrainedDrafter,
-    rollout: Rollout,
-    mesh: Mesh,
-    *,
-    batch: int,
-    seq: int,
-    gradient_bytes: int,  # of the head, on each device
-    accumulate: int = 1,
-    is_captured: bool = False,
-    has_layers: bool = True,  # the target's run in this step
-    teacher: TeacherName = "soft",
-) -> tuple[Exchange, ...]:
-    """Count what is sent in a step over `batch` rows of `seq` positions, axis by axis of the mesh."""
-    positions = batch * seq // (num_parts(mesh, "batch") * num_parts(mesh, "sequence"))
-    costs = draft.costs(rollout, seq)
-    found = [_gradient(mesh, gradient_bytes * accumulate), *_head(draft, costs, rollout, mesh, positions)]
-    if has_layers:
+def step_collectives(shape: StepShape, mesh: Mesh, gradient_bytes: int) -> tuple[Collective, ...]:
+    """Count what is sent in a step, axis by axis of the mesh. `gradient_bytes` are those of the head's gradient on each
+    device."""
+    target, costs, positions = shape.target, shape.costs(), shape.positions_of_each(mesh)
+    found = [_gradient(mesh, gradient_bytes * shape.accumulate), *_head(shape, costs, mesh, positions)]
+    if shape.has_layers:
         found += [_experts(target, mesh, positions), *_layers(target, mesh, positions)]
-    if not is_captured and teacher != "data" and _is_cut(mesh, target.vocab_size):
-        of_each = costs.states * (1 if costs.has_one_teacher else rollout.length) * draft.draft_vocab_size
+    if shape.has_logits and _is_cut(mesh, target.vocab_size):
+        of_each = costs.states * shape.distributions * shape.drafter.draft_vocab_size
         found.append(_sums("the target's logits of the draft's tokens", mesh, positions * of_each * 4))
     return tuple(each for each in found if each.num_bytes)
 
@@ -64,7 +49,8 @@ def span(sizes: Mapping[str, int], axes: tuple[str, ...]) -> int:
     found, stride = 1, 1
     for axis in reversed(MESH_AXES):
         size = sizes.get(axis, 1)
-        found += (size - 1) * stride if axis in axes else 0
+        if axis in axes:
+            found += (size - 1) * stride
         stride *= size
     return found
 
@@ -81,51 +67,52 @@ def _is_cut(mesh: Mesh, vocab_size: int) -> bool:
     return on_each_device(mesh, "vocab", vocab_size) < vocab_size
 
 
-def _sums(what: str, mesh: Mesh, size: float) -> Exchange:
-    return Exchange(what, LOGICAL_TO_MESH["heads"], _summed(num_parts(mesh, "heads"), size))
+def _sums(what: str, mesh: Mesh, size: float) -> Collective:
+    return Collective(what, LOGICAL_TO_MESH["heads"], _summed(num_parts(mesh, "heads"), size))
 
 
-def _gradient(mesh: Mesh, size: int) -> Exchange:
+def _gradient(mesh: Mesh, size: int) -> Collective:
     cut = {*LOGICAL_TO_MESH["batch"], *LOGICAL_TO_MESH["sequence"]}
     axes = tuple(axis for axis in MESH_AXES if axis in cut)
-    return Exchange("the head's gradient", axes, _summed(math.prod(mesh.shape[axis] for axis in axes), size))
+    return Collective("the head's gradient", axes, _summed(math.prod(mesh.shape[axis] for axis in axes), size))
 
 
-def _head(draft: TrainedDrafter, costs: Costs, rollout: Rollout, mesh: Mesh, positions: int) -> list[Exchange]:
-    """List the exchanges of the head. Its layers' sums are added up forward and backward, and so are the gradients of
-    the states that make logits. Keys and values are gathered forward, once more where steps are computed again, and
-    their gradients are sent back. Layers with experts send tokens."""
-    each = positions * _itemsize(draft.dtype)
+def _head(shape: StepShape, costs: Costs, mesh: Mesh, positions: int) -> list[Collective]:
+    """List what the head sends. Its layers' sums are added up forward and backward, and so are the gradients of the
+    states that make logits. Keys and values are gathered forward, once more where steps are computed again, and their
+    gradients are sent back. Layers with experts send tokens."""
+    draft, rollout = shape.drafter, shape.rollout
+    each = positions * np.dtype(draft.dtype).itemsize
     kv = costs.kv * on_each_device(mesh, "kv_heads", costs.num_kv_heads) / costs.num_kv_heads
     of_states = costs.states * rollout.length * draft.d_model if _is_cut(mesh, draft.draft_vocab_size) else 0
     gathers = (2 if rollout.remat else 1) + 2  # an all-reduce is two
     along, experts = LOGICAL_TO_MESH["sequence"], LOGICAL_TO_MESH["experts"]
     return [
         _sums("sums of the head's layers", mesh, each * (costs.summed + of_states)),
-        Exchange("the head's keys and values", along, _gathered(num_parts(mesh, "sequence"), each * kv * gathers)),
-        Exchange("tokens of the head's experts", experts, _gathered(num_parts(mesh, "experts"), each * costs.routed)),
+        Collective("the head's keys and values", along, _gathered(num_parts(mesh, "sequence"), each * kv * gathers)),
+        Collective("tokens of the head's experts", experts, _gathered(num_parts(mesh, "experts"), each * costs.routed)),
     ]
 
 
-def _experts(target: ModelConfig, mesh: Mesh, positions: int) -> Exchange:
-    """List the exchanges of experts: tokens go to the devices that have their experts, with ids and weights, and sums
+def _experts(target: ModelConfig, mesh: Mesh, positions: int) -> Collective:
+    """Count what mixtures send: tokens go to the devices that have their experts, with ids and weights, and sums
     come back."""
     layers = sum(target.kind(i).has_experts for i in range(target.num_layers))
-    each = 2 * target.d_model * _itemsize(target.dtype) + 8 * (target.experts.top_k if target.experts else 0)
+    each = 2 * target.d_model * np.dtype(target.dtype).itemsize + 8 * (target.experts.top_k if target.experts else 0)
     size = _gathered(num_parts(mesh, "experts"), positions * each * layers)
-    return Exchange("tokens of the target's experts", LOGICAL_TO_MESH["experts"], size)
+    return Collective("tokens of the target's experts", LOGICAL_TO_MESH["experts"], size)
 
 
-def _layers(target: ModelConfig, mesh: Mesh, positions: int) -> list[Exchange]:
-    """List the exchanges of the target's layers: sums after every attention and MLP and of the embedding, and keys and
+def _layers(target: ModelConfig, mesh: Mesh, positions: int) -> list[Collective]:
+    """List what the target's layers send: sums after every attention and MLP and of the embedding, and keys and
     values."""
-    each = positions * _itemsize(target.dtype)
+    each = positions * np.dtype(target.dtype).itemsize
     sums = 2 * target.num_layers + _is_cut(mesh, target.vocab_size)
     kv = sum(_kv_dim(target, i, mesh) for i in range(target.num_layers))
     size = _gathered(num_parts(mesh, "sequence"), each * kv)
     return [
         _sums("sums of the target's layers", mesh, each * sums * target.d_model),
-        Exchange("the target's keys and values", LOGICAL_TO_MESH["sequence"], size),
+        Collective("the target's keys and values", LOGICAL_TO_MESH["sequence"], size),
     ]
 
 
@@ -138,7 +125,3 @@ def _kv_dim(target: ModelConfig, i: int, mesh: Mesh) -> int:
     if mixer != "attention":
         return target.d_model
     return 2 * on_each_device(mesh, "kv_heads", target.num_kv_heads) * target.head_dim
-
-
-def _itemsize(dtype: str) -> int:
-    return np.dtype(dtype).itemsize

@@ -1,37 +1,19 @@
 """An outline of a whole run, made before anything is downloaded or computed: samples, hours, disk, memory, and the
 acceptance that others have reached."""
 
-import json
-import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.checkpoints.source import BUNDLED
 from specserve.devices import DEVICES, Device
-from specserve.drafters.registry import DEFAULT_KIND, KindName
-from specserve.models.presets import PRESETS, PRESETS_FILE, target_size
+from specserve.plan.taus import Reached, expected
 from specserve.plan.training import RunPlan
+from specserve.plan.work import SHARE_OF_BANDWIDTH, SHARE_OF_PEAK
 
-TAUS_FILE = PRESETS_FILE.with_name("taus.json")
-SHARE_OF_PEAK = 0.4  # a good one for training in bfloat16
-SHARE_OF_BANDWIDTH = 0.5  # that answering many at once reaches
 ANSWER_TOKENS = 700  # of a conversation, where nothing is known of the data
 BYTES_PER_TOKEN = 4.5  # of text
 REFERENCE = "H100 80 GB"  # what hours are for where the device found is not in the table
-
-
-@dataclass(frozen=True)
-class Reached:
-    """A measured tau: tokens per forward of the target, the bonus token included."""
-
-    target: str  # a preset's name, or the bundled target's
-    tau: float
-    bench: str
-    how: str  # the speculation, as far as the source says
-    source: str
-    drafter: KindName = DEFAULT_KIND
 
 
 @dataclass(frozen=True)
@@ -66,16 +48,6 @@ def outline(plan: RunPlan, device_kind: str) -> Outline:
     )
 
 
-def expected(target: str, num_params: int) -> Reached:
-    """Return what heads have reached for this target, or else for the published one whose size is nearest."""
-    table = [Reached(**row) for row in json.loads(TAUS_FILE.read_text(encoding="utf-8"))]
-    same = [row for row in table if row.target == target]
-    if same:
-        return same[0]
-    others = [row for row in table if row.target != BUNDLED]
-    return min(others, key=lambda row: abs(math.log(target_size(PRESETS[row.target].config()).total / num_params)))
-
-
 def answer_tokens(plan: RunPlan) -> int:
     """Estimate how many tokens the target will have written, in all or in one conversation where the number of
     conversations is not known yet."""
@@ -91,15 +63,13 @@ def _answer_hours(plan: RunPlan, device: Device) -> float:
 
 
 def _disk(plan: RunPlan) -> tuple[tuple[str, float], ...]:
-    run = plan.run
-    is_here = run.target == BUNDLED or Path(run.target).expanduser().is_dir()
-    itemsize = 2 if run.draft.export_dtype == "bfloat16" else 4
+    run, parts = plan.run, list[tuple[str, float]]()
+    if run.target != BUNDLED and not Path(run.target).expanduser().is_dir():
+        parts.append(("the target's download", plan.target_size.bf16_bytes))
+    if run.data.regenerate:
+        parts.append(("answers", answer_tokens(plan) * BYTES_PER_TOKEN))
     sizes = {part.name: part.num_bytes for part in plan.memory}  # of one device's share
-    kept = plan.head_size * 4 * (1 + (sizes["moments"] + plan.host_bytes) / sizes["head"])
-    parts: Sequence[tuple[str, float]] = (
-        ("the target's download", 0 if is_here else plan.target_size.bf16_bytes),
-        ("answers", answer_tokens(plan) * BYTES_PER_TOKEN if run.data.regenerate else 0),
-        ("states of the run", kept * (run.train.keep + 1)),
-        ("the head", plan.head_size * itemsize),
-    )
-    return tuple((name, size) for name, size in parts if size)
+    state = plan.head_size * 4 * (1 + (sizes["moments"] + plan.host_bytes) / sizes["head"])
+    parts.append(("states of the run", state * (run.train.keep + 1)))
+    parts.append(("the head", plan.head_size * (2 if run.draft.export_dtype == "bfloat16" else 4)))
+    return tuple(parts)

@@ -14,18 +14,15 @@ class PlanServeRun:
 
     target: str = setting("pydoc", rank=1, help="preset, or folder of a config.json, as of `train --dry-run`")
     devices: str = setting(
-        rank=2,
-        help="kind and number of chips, such as h100-16 (`specserve plan devices` lists the kinds); here-N: N machines "
-        "like this one",
+        rank=2, help="kind and number of chips, such as h100-16 (`specserve plan devices` lists the kinds)"
     )
-    qps: float = setting(1.0, rank=3, help="requests per second, a Poisson process", gt=0)
+    qps: float = setting(1.0, rank=3, help="requests per second", gt=0)
     prompt: int = setting(1000, rank=4, help="tokens of a prompt", ge=1)
     answer: int = setting(500, rank=5, help="tokens of an answer", ge=1)
     shared_prompt: int = setting(
         0, help="tokens at the beginning of a prompt that others share, such as a system prompt's", ge=0
     )
-    system_prompts: int = setting(1, help="different ones of these, equally likely; for the simulation", ge=1)
-    speculation: str = setting("chain:3", help="as of `serve`, but one way: off, a chain or a tree")
+    speculation: str = setting("chain:3", help="one shape, as of `serve`: off, a chain or a tree")
     drafter: KindName = setting(DEFAULT_KIND, help="kind of the head, as `train` would make it for the target")
     tau: float = setting(
         0.0, help="tokens per step that speculation brings; 0: as published, of the nearest target", ge=0
@@ -35,13 +32,4 @@ class PlanServeRun:
     mesh: str = setting("", help="devices of a replica by axis, as of `serve`; empty: the one with the fastest tokens")
     max_slots: int = setting(256, help="sequences that run at once in a replica, at most", ge=1)
     page_size: int = setting(32, help="tokens per cache page", ge=1)
-    profile: str = setting(
-        "", help="step costs that `specserve tune` measured; empty: those kept here for such devices, else a roofline"
-    )
-    simulate: bool = setting(False, help="also play the load through a simulation of queue, pages and batches")
-    routing: Literal["round-robin", "least-loaded", "prefix", "random"] = setting(
-        "prefix", help="how the simulation spreads requests over replicas"
-    )
-    seconds: float = setting(60.0, help="of load that are simulated", gt=0)
-    seed: int = setting(0, help="of the simulation", ge=0)
     json: bool = setting(False, help="print JSON instead of tables")

@@ -17,7 +17,38 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specserve.plan.step_costs import StepCosts
+import numpy as np
+
+from specserve.serve.engine.scheduler import chunk_size
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds by batch size, the smallest first, and of prefill programs by their tokens."""
+
+    batch_sizes: tuple[int, ...]
+    plain: tuple[float, ...]  # of a plain step, by batch size
+    step: tuple[float, ...]  # of a step that speculates; as `plain` where nothing does
+    chunks: tuple[int, ...]  # prompt tokens of the prefill programs
+    prefill: tuple[float, ...]  # of each of them
+    source: str  # where the figures are from
+    num_ranks: int = 1  # data ranks, a prompt of each of which a prefill program runs side by side
+
+    def prefill_seconds(self, num_tokens: int) -> tuple[float, int]:
+        """Return the seconds that a prompt takes, or the part of it that is not cached, and the number of its
+        chunks."""
+        seconds, count = 0.0, 0
+        while num_tokens > 0:
+            size = chunk_size(self.chunks, num_tokens, self.chunks[-1])
+            seconds, count = seconds + self.prefill[self.chunks.index(size)], count + 1
+            num_tokens -= size
+        return seconds, count
+
+    def step_seconds(self, batch: float, *, is_speculative: bool) -> float:
+        """Return the seconds of a step of so many sequences on average, on the lines through those of the batch
+        sizes."""
+        seconds = self.step if is_speculative else self.plain
+        return float(np.interp(batch, self.batch_sizes, seconds))
 
 
 @dataclass(frozen=True)
@@ -30,8 +61,8 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Way:
-    """The behaviour of one replica under a load, if it decodes in one way."""
+class SteadyState:
+    """The behaviour of one replica under a load, plain or speculative."""
 
     tau: float
     batch: float  # sequences that decode at once, on average
@@ -43,43 +74,52 @@ class Way:
     is_full: bool  # the load is more than it can take
 
 
-def solve(costs: StepCosts, load: Load, tau: float, *, is_speculative: bool) -> Way:
+def solve(costs: StepCosts, load: Load, tau: float, *, is_speculative: bool) -> SteadyState:
     """Find the steady state of a replica whose steps bring `tau` tokens to each sequence."""
-    seconds = costs.of(is_speculative)
-    rates = [size * tau / each for size, each in zip(costs.batch_sizes, seconds, strict=True)]  # tokens per second
-    most = max(rates)
+
+    def seconds(batch: float) -> float:
+        return costs.step_seconds(batch, is_speculative=is_speculative)
+
+    rates = {size: size * tau / seconds(size) for size in costs.batch_sizes}  # tokens per second
+    fastest = max(rates, key=lambda size: rates[size])
+    most = rates[fastest]
     alone, chunks = costs.prefill_seconds(load.prompt)
     later = load.answer - 1
-    most_requests = 1 / (alone / costs.num_ranks + later / most) if alone or later else math.inf
-    is_full = load.rate > most_requests
+    most_requests = math.inf
+    if alone or later:
+        most_requests = 1 / (alone / costs.num_ranks + later / most)
     rate = min(load.rate, most_requests)
 
     def free(batch: float) -> float:
         """Return what prompts leave of each second, where a step of so many sequences lies between two chunks."""
-        busy = rate * (alone + chunks * _at(costs.batch_sizes, seconds, batch))
+        busy = rate * (alone + chunks * seconds(batch))
         return 1 - rate * alone / _side_by_side(busy, costs.num_ranks)
 
     def spare(batch: float) -> float:
-        """Return the tokens per second that so many sequences may get, over those that the load asks for."""
-        return free(batch) * batch * tau / _at(costs.batch_sizes, seconds, batch) - rate * later
+        """Return the tokens per second that so many sequences may get, over those that the load needs."""
+        return free(batch) * batch * tau / seconds(batch) - rate * later
 
-    batch = _first_root(spare, costs.batch_sizes) if later else 0.0
-    left = rate * later / most  # where all slots are taken: prompts wait for each other until programs are full enough
-    if batch is None:
-        batch = costs.batch_sizes[rates.index(most)]
-    elif later:
-        left = free(batch)
-    step = _at(costs.batch_sizes, seconds, batch)
-    token_seconds = step / tau / left if later else 0.0
-    return Way(tau, batch, step, most_requests, rate * load.answer, token_seconds, alone + chunks * step, is_full)
+    batch, token_seconds = 0.0, 0.0
+    if later and (found := _first_root(spare, costs.batch_sizes)) is not None:
+        batch = found
+        token_seconds = seconds(batch) / tau / free(batch)
+    elif later:  # all slots are taken, and prompts wait for each other until programs are full enough
+        batch = fastest
+        token_seconds = seconds(batch) / tau / (rate * later / most)
+    step = seconds(batch)
+    first = alone + chunks * step
+    tokens = rate * load.answer
+    return SteadyState(tau, batch, step, most_requests, tokens, token_seconds, first, load.rate > most_requests)
 
 
 def _side_by_side(busy: float, num_ranks: int) -> float:
     """The prompts in a prefill program, on average, where so many data ranks have one on average over all the time: 1
     under a small load, all ranks under a large one. Prompts are taken to come and go as in a queue before so many
     servers (Erlang's, M/M/c): the share of time in which any is busy is one less the chance of none."""
-    if busy >= num_ranks or not busy:
-        return float(num_ranks if busy else 1)
+    if not busy:
+        return 1.0
+    if busy >= num_ranks:
+        return float(num_ranks)
     term, others = 1.0, 0.0  # the chance of so many, and of any, over the chance of none
     for number in range(1, num_ranks):
         term *= busy / number
@@ -95,35 +135,14 @@ def _first_root(function: Callable[[float], float], sizes: tuple[int, ...]) -> f
         if function(high) >= 0:
             for _ in range(60):
                 middle = (low + high) / 2
-                low, high = (low, middle) if function(middle) >= 0 else (middle, high)
+                if function(middle) >= 0:
+                    high = middle
+                else:
+                    low = middle
             return high
     return None
 
 
 def break_even_tau(costs: StepCosts, batch: float) -> float:
-    """The tau at which a step that speculates for so many sequences is worth its time."""
-    plain, step = (_at(costs.batch_sizes, costs.of(each), batch) for each in (False, True))
-    return step / plain
-
-
-def _at(sizes: tuple[int, ...], seconds: tuple[float, ...], batch: float) -> float:
-    points = [(0.0, seconds[0]), *zip(sizes, seconds, strict=True)]
-    for (low, first), (high, last) in itertools.pairwise(points):
-        if batch <= high:
-            return first + (last - first) * (batch - low) / (high - low)
-    return seconds[-1]
-
-
-def tau_of(tau: float, depth: int, other: int) -> float:
-    """The tau of chains of `other` draft tokens of a head that reached `tau` with chains of `depth`, if each depth
-    accepts alike."""
-    return 1 + sum(acceptance(tau, depth) ** (i + 1) for i in range(other))
-
-
-def acceptance(tau: float, depth: int) -> float:
-    """The acceptance p at each depth with which 1 + p + ... + p^depth = tau."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        p = (low + high) / 2
-        low, high = (p, high) if 1 + sum(p ** (i + 1) for i in range(depth)) < tau else (low, p)
-    return high
+    """Return the tau at which a step that speculates for so many sequences is worth its time."""
+    return costs.step_seconds(batch, is_speculative=True) / costs.step_seconds(batch, is_speculative=False)

@@ -78,7 +78,7 @@ class Weights:
     draft: DraftWeights | None  # None: no head proposes
 
 
-After = Literal["prompt", "plain"] | Tree  # what was committed: a chunk, a plain step's token, or a path of a tree
+After = Literal["prompt", "plain"] | Tree  # committed tokens are a chunk, a plain step's token, or a path of a tree
 
 
 class Drafter:

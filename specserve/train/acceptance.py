@@ -1,5 +1,9 @@
 """Acceptance measured by the code that serves: prefill and speculative steps of `speculative.step` over a small state
-of its own. Tau here is tau in production, for chains and trees, greedy and sampled (a test holds the two equal)."""
+of its own. Tau here is tau in production, for chains and trees, greedy and sampled (a test holds the two equal).
+
+Its loop is another one than the server's, and shorter: all prompts are known beforehand, none arrives, leaves or is
+preempted, and each step is read before the next. So it has no scheduler, no page allocator and nothing in flight.
+"""
 
 import dataclasses
 import functools
@@ -38,7 +42,7 @@ Run = Callable[..., tuple[SlotState, StepResult]]
 
 @dataclass(frozen=True)
 class Arm:
-    """A way of speculating that is measured: a tree, and a temperature."""
+    """A tree and a temperature that are measured together."""
 
     speculation: str  # as `parse_speculation` reads it
     temperature: float = 0.0  # 0 is greedy
@@ -91,8 +95,8 @@ class AcceptanceMeter:
         prompts: Sequence[Prompt],
         *,
         max_new_tokens: int,
-        seed: int = 0,  # prompt i is sampled with seed + i, as a request that says so would be
-        mesh: Mesh | None = None,  # what the target is spread over
+        seed: int = 0,  # prompt i is sampled with seed + i, as a request with this seed would be
+        mesh: Mesh | None = None,  # the target is spread over it
     ) -> None:
         """Compiles on first use: one program for prompts, and one for each tree. Raises DataError when no prompt fits
         the context, ConfigError where a tree is deeper than the head can look."""
@@ -139,9 +143,9 @@ class AcceptanceMeter:
         answers: list[tuple[int, ...]] = [()] * len(self._prompts)
         for start in range(0, len(self._order), self._num_slots):
             group = self._order[start : start + self._num_slots]
-            for i, (found, said) in zip(group, self._answer(weights, group, arm), strict=True):
+            for i, (found, answer) in zip(group, self._answer(weights, group, arm), strict=True):
                 by_source[self._prompts[i].source] += found
-                answers[i] = tuple(said)
+                answers[i] = tuple(answer)
         return ArmAcceptance(
             arm, sum(by_source.values(), Acceptance()), dict(sorted(by_source.items())), tuple(answers)
         )
@@ -159,7 +163,7 @@ class AcceptanceMeter:
         eos = np.array(self._target.eos_ids)
         state, tree = self._admit(group, arm), arm.tree
         found = [Acceptance(accepted_per_depth=(0,) * tree.depth) for _ in group]
-        said: list[list[int]] = [[] for _ in group]
+        answers: list[list[int]] = [[] for _ in group]
         is_open = limits > 1
         for start in range(0, int(lens.max()), self._chunk):
             num_tokens = self._fill(np.clip(lens - start, 0, self._chunk), 0)
@@ -168,7 +172,7 @@ class AcceptanceMeter:
             is_first = (lens > start) & (lens <= start + self._chunk)
             first_ids = np.asarray(result.counts)[:count, 2]
             for row in np.flatnonzero(is_first):
-                said[row].append(int(first_ids[row]))
+                answers[row].append(int(first_ids[row]))
             is_open &= ~(is_first & np.isin(first_ids, eos))
         while is_open.any():
             state, result = self._steps[arm.speculation](weights, state, self._slots(is_open))
@@ -177,9 +181,9 @@ class AcceptanceMeter:
                 n_accepted = int(counts[row, 0])
                 found[row] = found[row].after_step(n_accepted, depth=tree.depth, num_draft_tokens=tree.num_nodes)
                 emitted = counts[row, 2 : 2 + n_accepted + 1]
-                said[row] += emitted.tolist()
-                is_open[row] = not np.isin(emitted, eos).any() and len(said[row]) < limits[row]
-        return list(zip(found, said, strict=True))
+                answers[row] += emitted.tolist()
+                is_open[row] = not np.isin(emitted, eos).any() and len(answers[row]) < limits[row]
+        return list(zip(found, answers, strict=True))
 
     def _admit(self, group: list[int], arm: Arm) -> SlotState:
         """Make a state whose slots hold the group's prompts, each with pages for its own answer."""
@@ -205,7 +209,7 @@ class AcceptanceMeter:
         )
         return dataclasses.replace(state, page_table=jnp.asarray(page_table), history=jnp.asarray(history), rows=rows)
 
-    def _slots(self, is_active: np.ndarray) -> jax.Array:  # [slot] int32; whoever is not active is a padded slot
+    def _slots(self, is_active: np.ndarray) -> jax.Array:  # [slot] int32; a slot that is not active is a padded one
         active = np.full(self._num_slots, self._num_slots, np.int32)
         active[: len(is_active)][is_active] = np.flatnonzero(is_active)
         return jnp.asarray(active)

@@ -1,5 +1,5 @@
 """Captured hidden states on disk (`--capture`): a target's `Features` of every training row, as a folder of safetensors
-files with a manifest that says whose they are.
+files with a manifest that names the target, the data and the draft vocabulary.
 
 A file holds the same number of rows of the data, in order, and is there whole or not at all; so an interrupted capture
 goes on where it was, and a file is read by row through the operating system's own cache.
@@ -10,7 +10,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve import provenance
-from specserve.checkpoints.load import load_target
+from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.tensors import SINGLE_FILE, TensorFolder, listed, read_json, write_json, write_tensors
 from specserve.data.loader import Loader
 from specserve.data.packing import PackedRows
@@ -33,7 +33,7 @@ from specserve.mesh import default_dtype, on_mesh, whole
 from specserve.models.config import ModelConfig
 from specserve.speculative.vocab import DraftVocab
 from specserve.train.features import Features, Format, TopK, bytes_per_position, make_features, states_of_rows
-from specserve.train.settings import TrainRun
+from specserve.train.settings import CaptureSettings
 from specserve.train.step import place_rows
 
 logger = logging.getLogger(__name__)
@@ -146,27 +146,25 @@ class FeatureFolder:
 
 
 def open_features(
-    run: TrainRun,
-    folder: Path,
+    settings: CaptureSettings,
+    target: Target,
+    quantization: str,  # of the target's weights
     drafter: TrainedDrafter,
-    target: ModelConfig,
     rows: PackedRows,
-    data: int,
-    ids: np.ndarray,
+    data: int,  # digest of the rows
+    ids: np.ndarray,  # [draft_vocab] the draft vocabulary
 ) -> FeatureFolder:
-    """The features that a run trains from, complete or not. `folder` is the target's, `data` the digest of the rows and
-    `ids` the draft vocabulary. Raises ConfigError or CheckpointError."""
-    settings = run.features
+    """The features that a run trains from, complete or not. Raises ConfigError or CheckpointError."""
     if settings.capture_top_k > len(ids):
         raise ConfigError(
             f"features.capture_top_k is {settings.capture_top_k}, the draft vocabulary has {len(ids)} tokens"
         )
-    per_position, plain = bytes_per_position(target, drafter, settings.capture_format, settings.capture_top_k)
+    per_position, plain = bytes_per_position(target.config, drafter, settings.capture_format, settings.capture_top_k)
     seq_len = rows.token_ids.shape[1]
     manifest = Manifest(
         version=VERSION,
-        target=provenance.fingerprint(folder),
-        quantization=run.quantization,
+        target=provenance.fingerprint(target.folder),
+        quantization=quantization,
         aux_layers=drafter.aux_layers,
         draft_vocab=hashlib.sha256(np.asarray(ids, np.int32).tobytes()).hexdigest()[:16],
         data=data,
@@ -190,10 +188,8 @@ def open_features(
     return features
 
 
-def capture(
-    features: FeatureFolder, folder: Path, run: TrainRun, rows: PackedRows, ids: np.ndarray, mesh: Mesh | None
-) -> None:
-    """Capture the files that are missing. The target is loaded for that, and let go of again."""
+def capture(features: FeatureFolder, make_capturer: Callable[[], "Capturer"]) -> None:
+    """Capture the files that are missing. The target is loaded for that, and its memory is free again afterwards."""
     missing = features.missing()
     if not missing:
         return
@@ -202,14 +198,14 @@ def capture(
             f"{features.folder}: a run of several processes trains from features; capture them before (specserve data "
             "capture, with --ray by many)"
         )
-    capturer = Capturer(features, folder, run, rows, ids, mesh)
+    capturer = make_capturer()
     begin = time.monotonic()
     for done, number in enumerate(missing):
         capturer.write(number)
-        say_left(features, number, done + 1, len(missing), begin)
+        log_time_left(features, number, done + 1, len(missing), begin)
 
 
-def say_left(features: FeatureFolder, number: int, done: int, total: int, begin: float) -> None:
+def log_time_left(features: FeatureFolder, number: int, done: int, total: int, begin: float) -> None:
     """Log that a file is there, and how long the others will take."""
     left = (time.monotonic() - begin) / done * (total - done) / 60
     logger.info("captured file %d of %d, about %.0f minutes left", number + 1, features.manifest.num_files, left)
@@ -219,12 +215,21 @@ class Capturer:
     """A loaded target that writes files of features."""
 
     def __init__(
-        self, features: FeatureFolder, folder: Path, run: TrainRun, rows: PackedRows, ids: np.ndarray, mesh: Mesh | None
+        self,
+        features: FeatureFolder,
+        folder: Path,  # of the target
+        rows: PackedRows,
+        ids: np.ndarray,  # [draft_vocab] the draft vocabulary
+        *,
+        batch_size: int,
+        is_checked: bool,  # all weights of the target are numbers
+        mesh: Mesh | None,
     ) -> None:
         """Load the target. Raises CheckpointError."""
-        self._features, self._rows, self._size, self._mesh = features, rows, run.train.batch_size, mesh
+        self._features, self._rows, self._size, self._mesh = features, rows, batch_size, mesh
+        quantization: Any = features.manifest.quantization
         self._target = load_target(
-            folder, dtype=default_dtype(), quantization=run.quantization, mesh=mesh, is_checked=run.check_weights
+            folder, dtype=default_dtype(), quantization=quantization, mesh=mesh, is_checked=is_checked
         )
         self._run = make_capture(features.manifest, self._target.config, mesh)
         self._vocab = jax.device_put(DraftVocab(jnp.asarray(ids)), whole(mesh))

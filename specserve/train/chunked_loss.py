@@ -1,11 +1,11 @@
 """The loss of a rollout over all its positions, a chunk of them at a time.
 
 Neither the target's logits of all positions nor the draft's of any rollout step ever exist. For a chunk of positions
-the target's distribution is computed once, and what every rollout step says about the same positions is compared with
-it. The gradient is computed right there, where the chunk's logits are at hand, and kept in place of them: of the output
-head, and of each state. So a position costs three products with the draft's head (logits and two gradients) for each
-rollout step and one with the target's. Chunks of the vocabulary, the other way to cut, would cost two more: softmaxes
-need the whole vocabulary before the first gradient, and the acceptance another pass.
+the target's distribution is computed once, and the predictions of all rollout steps at the same positions are compared
+with it. The gradient is computed right there, where the chunk's logits are at hand, and kept in place of them: of the
+output head, and of each state. So a position costs three products with the draft's head (logits and two gradients) for
+each rollout step and one with the target's. Chunks of the vocabulary, the other way to cut, would cost two more:
+softmaxes need the whole vocabulary before the first gradient, and the acceptance another pass.
 """
 
 import functools
@@ -89,25 +89,25 @@ def sum_losses(
     output: tuple[jax.Array, ...],  # the parameters that make logits of states
     drafter: TrainedDrafter,
     states: list[jax.Array],  # rollout x [batch, n, d_model]
-    aims: DraftTargets,  # what they foresee
-    coefficients: jax.Array,  # [rollout] float32, what a nat at each rollout step counts
+    draft_targets: DraftTargets,  # the tokens that the states predict
+    coefficients: jax.Array,  # [rollout] float32, the weight of a nat at each rollout step
     teacher: Teacher,
     target: tuple[TargetParams, ModelConfig, DraftVocab],
     loss: Loss,
-    weigh: Weigh | None = None,  # what a state counts beside that, by its column
+    weigh: Weigh | None = None,  # the weight of a state beside that, by its column
 ) -> tuple[jax.Array, Sums]:
     """sum_k coefficients[k] * (sum over states of the loss at step k), differentiable in `output` and `states`. Where
     later steps have fewer states, columns that reach as many steps are summed together, and none that has no state."""
-    if aims.positions is not None:
-        teacher = _teachers(teacher, aims.positions)
+    if draft_targets.positions is not None:
+        teacher = _teachers(teacher, draft_targets.positions)
     ends = sorted({state.shape[1] for state in states})
     if len(ends) == 1:
-        return _sum_columns(output, drafter, states, aims, coefficients, teacher, target, loss, weigh)
+        return _sum_columns(output, drafter, states, draft_targets, coefficients, teacher, target, loss, weigh)
     found = []
     for first, end in itertools.pairwise((0, *ends)):
         reached = [state[:, first:end] for state in states if state.shape[1] >= end]
         steps = len(reached)
-        own = jax.tree.map(lambda x, a=first, b=end, n=steps: x[:n, :, a:b], aims)
+        own = jax.tree.map(lambda x, a=first, b=end, n=steps: x[:n, :, a:b], draft_targets)
         of_columns = jax.tree.map(lambda x, a=first, b=end, n=steps: x[:, a:b, :n], teacher)
         value, sums = _sum_columns(output, drafter, reached, own, coefficients[:steps], of_columns, target, loss, weigh)
         found.append((value, jax.tree.map(lambda x, n=steps: jnp.pad(x, (0, len(states) - n)), sums)))
@@ -118,7 +118,7 @@ def _sum_columns(
     output: tuple[jax.Array, ...],
     drafter: TrainedDrafter,
     states: list[jax.Array],  # steps x [batch, n, d_model]
-    aims: DraftTargets,
+    draft_targets: DraftTargets,
     coefficients: jax.Array,  # [steps] float32
     teacher: Teacher,  # of positions [batch, n], or where states have positions of their own [batch, n, steps]
     target: tuple[TargetParams, ModelConfig, DraftVocab],
@@ -127,7 +127,10 @@ def _sum_columns(
 ) -> tuple[jax.Array, Sums]:
     """`sum_losses` of columns that have a state in every step."""
     target_params, target_config, vocab = target
-    weights, is_shared = aims.weights, aims.positions is None  # one teacher for the states of all steps
+    weights, is_shared = (
+        draft_targets.weights,
+        draft_targets.positions is None,
+    )  # one teacher for the states of all steps
 
     def of_chunk(common: Any, head: Any, chunk: Any) -> tuple[Any, ...]:
         (coefficients, target_params, vocab), (states, weights, teacher) = common, chunk
@@ -211,7 +214,7 @@ def _filled_up(tree: Tree, missing: int, axis: int) -> Tree:
     """Return the arrays with so many zeros appended along an axis."""
 
     def fill(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+        return jnp.pad(x, [(0, missing * (i == axis)) for i in range(x.ndim)])
 
     return jax.tree.map(fill, tree)
 

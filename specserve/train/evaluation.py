@@ -57,7 +57,7 @@ class HeldOutEvaluator:
         *,
         quantization: DraftQuantization = "none",  # of the head where it will be served
         seed: int,
-        mesh: Mesh | None = None,  # what the target is spread over
+        mesh: Mesh | None = None,  # the target is spread over it
     ) -> None:
         """Raises ConfigError where an arm cannot be measured, DataError where no prompt fits the context."""
         self._arms = arms(settings.speculation, settings.temperature)
@@ -73,7 +73,9 @@ class HeldOutEvaluator:
     def measure(self, params: Any, *, is_last: bool) -> Measurement:
         if self._quantization != "none":
             params = in_eight_bits(params, self._quantization)
-        chosen = self._arms if is_last else self._arms[:1]
+        chosen = self._arms[:1]
+        if is_last:
+            chosen = self._arms
         found = tuple(self._meter.measure(params, self._target_ids, arm) for arm in chosen)
         return Measurement(found, self._meter.num_skipped, self.identity)
 

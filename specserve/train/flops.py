@@ -22,7 +22,56 @@ from specserve.models.moe import experts_computed
 from specserve.models.params import is_matrix, num_params, on_device, specs
 from specserve.models.sharding import place_target
 from specserve.models.target import target_spec
+from specserve.train.settings import TrainRun
+from specserve.train.step import rollout_of
 from specserve.train.teachers import TeacherName
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The sizes and switches of a training step that decide what it costs."""
+
+    target: ModelConfig
+    drafter: TrainedDrafter
+    rollout: Rollout
+    batch: int  # rows, over all devices
+    seq: int  # positions of a row
+    accumulate: int = 1  # parts into which the batch is cut, one after another
+    teacher: TeacherName = "soft"
+    is_captured: bool = False  # the target's states are read from a cache
+    has_layers: bool = True  # the target's layers run in this step
+
+    @classmethod
+    def of(cls, run: TrainRun, target: ModelConfig, drafter: TrainedDrafter) -> "StepShape":
+        """Return the shape of a run's steps."""
+        train = run.train
+        return cls(
+            *(target, drafter, rollout_of(train, drafter), train.batch_size, train.seq_len, train.accumulate),
+            *(train.teacher, bool(run.features.capture), run.has_layers),
+        )
+
+    @property
+    def positions(self) -> int:
+        """The number of positions over all devices, padding included."""
+        return self.batch * self.seq
+
+    @property
+    def has_logits(self) -> bool:
+        """True where the step computes the target's logits."""
+        return not self.is_captured and self.teacher != "data"
+
+    @property
+    def distributions(self) -> int:
+        """The number of the target's distributions with which a position's states are compared."""
+        return 1 if self.costs().has_one_teacher else self.rollout.length
+
+    def positions_of_each(self, mesh: Mesh | None) -> int:
+        """Return the number of positions that each device has."""
+        return self.positions // (num_parts(mesh, "batch") * num_parts(mesh, "sequence"))
+
+    def costs(self, mesh: Mesh | None = None) -> Costs:
+        """Return what the head's rollout costs each device for a position."""
+        return self.drafter.costs(self.rollout, self.seq, mesh)
 
 
 @dataclass(frozen=True)
@@ -39,28 +88,17 @@ class StepFlops:
         return self.target + self.rollout + self.loss
 
 
-def step_flops(
-    target: ModelConfig,
-    draft: TrainedDrafter,
-    rollout: Rollout,
-    *,
-    batch: int,
-    seq: int,
-    platform: str,  # on which it runs
-    is_captured: bool = False,  # what the target has to say is read from a cache
-    has_layers: bool = True,  # its layers run in this step
-    teacher: TeacherName = "soft",
-    mesh: Mesh | None = None,  # None: one device
-) -> StepFlops:
-    """Count the operations of a step over `batch` rows of `seq` positions, which the mesh divides."""
+def step_flops(shape: StepShape, platform: str, mesh: Mesh | None = None) -> StepFlops:
+    """Count the operations of a step on a platform ("cpu", "gpu", "tpu"), on one device or over a mesh that divides
+    it."""
 
     def over(mesh: Mesh | None) -> tuple[Flops, Flops, Flops]:
         """Return the operations of one device of the mesh."""
-        positions = batch * seq // (num_parts(mesh, "batch") * num_parts(mesh, "sequence"))
-        forward = target_flops(target, seq, positions, platform, mesh) if has_layers else Flops(0, 0)
-        costs = draft.costs(rollout, seq, mesh)
-        loss = _loss(target, draft, rollout, costs, not is_captured and teacher != "data", mesh)
-        return forward * positions, costs.flops * positions, loss * positions
+        positions = shape.positions_of_each(mesh)
+        forward, costs = Flops(0, 0), shape.costs(mesh)
+        if shape.has_layers:
+            forward = _target(shape.target, shape.seq, positions, platform, mesh)
+        return forward * positions, costs.flops * positions, _loss(shape, costs, mesh) * positions
 
     alone = over(None)
     if mesh is None:
@@ -69,7 +107,7 @@ def step_flops(
     return StepFlops(*of_all)
 
 
-def target_flops(config: ModelConfig, seq: int, positions: int, platform: str, mesh: Mesh | None = None) -> Flops:
+def _target(config: ModelConfig, seq: int, positions: int, platform: str, mesh: Mesh | None = None) -> Flops:
     """Count the forward operations of the target's layers for one position of a row of `seq`; with a mesh those of
     each device that has the position. How experts are computed depends on how many `positions` each device has, and on
     which platform."""
@@ -77,7 +115,9 @@ def target_flops(config: ModelConfig, seq: int, positions: int, platform: str, m
     if mesh is not None:
         spec = on_device(spec, place_target(config, spec, mesh))
     for i, layer in enumerate(spec.layers):
-        together = positions * num_parts(mesh, "experts")  # those that have different experts exchange their tokens
+        together = positions * num_parts(
+            mesh, "experts"
+        )  # those that have different experts send each other their tokens
         total += _products(config, layer, together, platform) + _mixing(config, config.kind(i), seq, mesh)
     return total
 
@@ -96,18 +136,16 @@ def mixing_flops(config: ModelConfig, seq: int) -> float:
     return total
 
 
-def _loss(
-    target: ModelConfig, draft: TrainedDrafter, rollout: Rollout, costs: Costs, has_logits: bool, mesh: Mesh | None
-) -> Flops:
+def _loss(shape: StepShape, costs: Costs, mesh: Mesh | None) -> Flops:
     """Count the output heads' operations for one position: the target's logits once for all states that are compared
     with them, and the draft's of every state with the gradients of both factors, if both learn."""
+    target, drafter = shape.target, shape.drafter
     vocab_size, draft_size = (
-        on_each_device(mesh, "vocab", size) for size in (target.vocab_size, draft.draft_vocab_size)
+        on_each_device(mesh, "vocab", size) for size in (target.vocab_size, drafter.draft_vocab_size)
     )
-    teacher = 2 * target.d_model * vocab_size if has_logits else 0
-    each = (2 if costs.shares_output else 3) * 2 * draft.d_model * draft_size
-    distributions = 1 if costs.has_one_teacher else rollout.length
-    return Flops(1, 1) * (costs.states * (distributions * teacher + rollout.length * each))
+    teacher = 2 * target.d_model * vocab_size if shape.has_logits else 0
+    each = (2 if costs.shares_output else 3) * 2 * drafter.d_model * draft_size
+    return Flops(1, 1) * (costs.states * (shape.distributions * teacher + shape.rollout.length * each))
 
 
 def _products(config: ModelConfig, layer: Any, positions: int, platform: str) -> Flops:

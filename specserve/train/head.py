@@ -15,11 +15,11 @@ from specserve.models.config import ModelConfig
 
 
 def new_drafter(kind: KindName, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> TrainedDrafter:
-    """Make a drafter of a kind, with the shape that the settings ask for, or the target's where they say nothing.
+    """Make a drafter of a kind, with the shape that the settings ask for, or the target's where they are 0 or empty.
     Raises ConfigError, also for a setting that this kind has no use for."""
     known, given = KINDS[kind].setting_names, dataclasses.asdict(settings)
-    neutral = dataclasses.asdict(DraftSettings())
-    unused = [f"draft.{name} {value}" for name, value in given.items() if name not in known and value != neutral[name]]
+    default = dataclasses.asdict(DraftSettings())
+    unused = [f"draft.{name} {value}" for name, value in given.items() if name not in known and value != default[name]]
     if unused:
         raise ConfigError(f"--drafter {kind} has no use for {', '.join(unused)}; leave that out, or train another kind")
     return load_kind(kind).new(settings, target, draft_vocab_size)
@@ -46,7 +46,7 @@ def earlier_drafter(folder: Path, settings: DraftSettings, target: ModelConfig, 
     drafter = read_drafter(folder, target, target_name, dtype="float32")
     has = drafter.facts()
     asked = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    # what is at its neutral value asks for nothing, and the export's dtype is not a head's
+    # a setting at its default requires nothing, and a head has no dtype of its export
     other = [
         f"draft.{key} {value} (it has {has[key]})"
         for key, value in asked.items()

@@ -53,7 +53,7 @@ def log_acceptance(p: jax.Array, logits: jax.Array) -> jax.Array:
 
 def hybrid(p: jax.Array, logits: jax.Array, kl_decay: float) -> jax.Array:
     """w KL + (1 - w) (1 - alpha) with w = exp(-kl_decay alpha), itself not differentiated (LK, arXiv 2602.23881): far
-    off, the draft learns from likelihood, whose gradient reaches every token; nearer, from what is wanted of it."""
+    off, the draft learns from likelihood, whose gradient reaches every token; nearer, from the acceptance itself."""
     distance = total_variation(p, logits)
     weight = jax.lax.stop_gradient(jnp.exp(-kl_decay * (1.0 - distance)))
     return weight * kl_divergence(p, logits) + (1.0 - weight) * distance

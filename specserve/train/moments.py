@@ -17,7 +17,7 @@ from specserve.errors import ConfigError
 from specserve.pytree import pytree, static
 
 BLOCK = 256  # neighbours along a matrix's last axis that share a scale
-OCTAVES = 16  # from a block's largest magnitude to the smallest that a code tells from 0
+OCTAVES = 16  # from a block's largest magnitude to the smallest whose code is not 0
 HOST = "pinned_host"
 
 
@@ -49,8 +49,8 @@ def encode(values: jax.Array, count: jax.Array, *, is_squared: bool) -> Codes:
     """A moment in 8 bits; `is_squared` values are never negative.
 
     A value moves by less than a step: by 9.2% at most, a square by 9.1% (its root by 4.5%), and below 2^-16 of its
-    block's largest becomes 0, or, of a square whose root is divided by, the smallest code. Rounding is up or down as a
-    fraction that moves with `count` says, in proportion to what is nearer: a moment that changes by less than a step
+    block's largest becomes 0, or, of a square whose root is divided by, the smallest code. Rounding is up or down by a
+    fraction that moves with `count`, in proportion to the distances: a moment that changes by less than a step
     each time would otherwise stay where it is for good.
     """
     levels, octaves = _scale_of(is_squared)
@@ -93,7 +93,7 @@ def in_eight_bits(inner: optax.GradientTransformation) -> optax.GradientTransfor
 
 def on_host(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """The same transformation with its moments in the host's memory between updates, to which the program that is
-    compiled around it takes them back, as `place` says. Raises ConfigError where the devices have no such memory."""
+    compiled around it takes them back (see `place`). Raises ConfigError where the devices have no such memory."""
     device = jax.local_devices()[0]
     if HOST not in (kinds := [known.kind for known in device.addressable_memories()]):
         raise ConfigError(

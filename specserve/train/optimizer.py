@@ -13,7 +13,7 @@ from specserve.train.settings import TrainSettings
 Schedule = Literal["cosine", "linear", "constant"]
 FINAL_SCALE = 0.05  # of the peak learning rate, where it falls at all
 # Of each Newton-Schulz iteration, the same for all (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
-# Told one by one, optax makes a loop of the iterations: unrolled, XLA's CPU backend fuses the sums of all of them with
+# Given one by one, optax makes a loop of the iterations: unrolled, XLA's CPU backend fuses the sums of all of them with
 # a transpose, and takes twice the time.
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
@@ -27,9 +27,11 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
         matrices = muon(settings.muon_lr, NEWTON_SCHULZ, adam_b2=0.95, weight_decay=settings.weight_decay)
         adam = optax.partition({"muon": matrices, "adam": adam}, _muon_labels)
     optimizer = optax.chain(optax.clip_by_global_norm(settings.clip), adam)
-    if settings.moments == "float32":
-        return optimizer
-    return in_eight_bits(optimizer) if settings.moments == "int8" else on_host(optimizer)
+    if settings.moments == "int8":
+        return in_eight_bits(optimizer)
+    if settings.moments == "host":
+        return on_host(optimizer)
+    return optimizer
 
 
 def learning_rate_scale(progress: float, warmup_share: float, schedule: Schedule) -> float:

@@ -4,6 +4,7 @@ measuring, saving) does not count."""
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -13,11 +14,10 @@ from jax.sharding import Mesh
 from specserve.drafters.interface import TrainedDrafter
 from specserve.mesh import default_dtype
 from specserve.models.config import ModelConfig
-from specserve.train.flops import step_flops
+from specserve.train.flops import StepShape, step_flops
 from specserve.train.settings import TrainRun
-from specserve.train.step import rollout_of
 
-PEAK_SECONDS = 0.2  # spent on measuring the peak, after a first product that compiles
+PEAK_SECONDS = 0.2  # spent on each measurement of a peak, after a first run that compiles
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Speed:
     tokens_per_second: float  # loss-bearing ones
     positions_per_second: float  # of the rows, padding and prompts included
     mfu: float | None  # useful operations over what the devices' matrix products reach; None: not known
-    device_bytes: int | None  # the most that this process has taken of a device; None: the device does not say
+    device_bytes: int | None  # the most that this process has taken of a device; None: the device reports none
     host_bytes: int  # the most memory that this process has had
 
 
@@ -54,7 +54,7 @@ class Stopwatch:
             return None
         seconds, steps = max(now - before[0], 1e-9), step - before[1]
         rate = self._flops * steps / seconds
-        if self._peak:  # a lap above it tells that it was measured in a slow moment of the machine
+        if self._peak:  # a lap above it shows that the peak was measured in a slow moment of the machine
             self._peak = max(self._peak, rate)
         mfu = rate / self._peak if self._flops and self._peak else None
         return Speed(
@@ -64,34 +64,30 @@ class Stopwatch:
 
 def make_stopwatch(run: TrainRun, target: ModelConfig, drafter: TrainedDrafter, mesh: Mesh | None) -> Stopwatch:
     """Make a stopwatch for the steps of a run. It measures first how fast the run's devices can multiply."""
-    settings = run.train
-    flops = step_flops(
-        target,
-        drafter,
-        rollout_of(settings, drafter),
-        batch=settings.batch_size,
-        seq=settings.seq_len,
-        platform=jax.default_backend(),
-        is_captured=bool(run.features.capture),
-        has_layers=run.has_layers,
-        teacher=settings.teacher,
-    )
+    shape = StepShape.of(run, target, drafter)
+    flops = step_flops(shape, jax.default_backend())
     # devices on CPU share what the host has
     num_devices = mesh.size if mesh is not None and jax.default_backend() != "cpu" else 1
     peak = matmul_peak(default_dtype()) * num_devices
-    return Stopwatch(positions=settings.batch_size * settings.seq_len, flops=flops.total.useful, peak=peak)
+    return Stopwatch(positions=shape.positions, flops=flops.total.useful, peak=peak)
 
 
-def matmul_peak(dtype: str) -> float:
-    """Floating point operations per second of a large square product on the first device: the best of a few."""
-    size = 1024 if jax.default_backend() == "cpu" else 8192
+def matmul_peak(dtype: str, size: int = 0) -> float:
+    """Return the floating point operations per second of a square product on the first device: the best of a few.
+    Without a size it is a large one."""
+    size = size or (1024 if jax.default_backend() == "cpu" else 8192)
     factor = jnp.ones((size, size), dtype)
-    jnp.dot(factor, factor).block_until_ready()
+    return 2 * size**3 / best_seconds(lambda: jnp.dot(factor, factor))
+
+
+def best_seconds(run: Callable[[], jax.Array]) -> float:
+    """Return the least seconds that some computation takes, of as many runs as fit into a moment."""
+    run().block_until_ready()  # compiles
     best, begin = float("inf"), time.perf_counter()
     while (start := time.perf_counter()) - begin < PEAK_SECONDS:
-        jnp.dot(factor, factor).block_until_ready()
+        run().block_until_ready()
         best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    return best
 
 
 def device_bytes() -> int | None:

@@ -79,20 +79,20 @@ class StepMetrics:
 
 
 @pytree
-class Lesson:
+class TargetOutputs:
     """The frozen target's outputs on a batch, from which the head learns."""
 
     aux_hidden_states: jax.Array  # [batch, seq, taps * d_model]
     teacher: Teacher
 
 
-def teach(params: TargetParams, config: LossConfig, rows: Rows) -> Lesson:
+def teach(params: TargetParams, config: LossConfig, rows: Rows) -> TargetOutputs:
     """Run the frozen target over packed rows, or take the features that were captured of it."""
     if rows.features is not None:
         teacher = make_teacher(config.teacher, rows.features.teacher, rows)
-        return Lesson(rows.features.aux_hidden_states(), teacher)
+        return TargetOutputs(rows.features.aux_hidden_states(), teacher)
     taps, hidden_states = states_of_rows(params, config.target, rows, config.drafter.aux_layers)
-    return Lesson(taps, make_teacher(config.teacher, HiddenStates(hidden_states), rows))
+    return TargetOutputs(taps, make_teacher(config.teacher, HiddenStates(hidden_states), rows))
 
 
 def rollout_loss(
@@ -101,14 +101,14 @@ def rollout_loss(
     target: TargetParams,
     vocab: DraftVocab,
     rows: Rows,
-    lesson: Lesson,
+    outputs: TargetOutputs,
     n_positions: jax.Array,  # [rollout] float32, the positions that bear loss at each step, of the whole batch
 ) -> tuple[jax.Array, Sums]:
     """sum_k decay^k * (sum of the loss at step k) / n_positions[k]. Positions whose best token the draft does not have
     teach nothing, and count as misses. Where states count by the expected length of their block, the sum of all is
     divided by the number of blocks, which is n_positions[0]."""
     cast: Any = jax.tree.map(lambda leaf: leaf.astype(config.drafter.dtype), params)
-    aux_hidden_states = lesson.aux_hidden_states.astype(config.drafter.dtype)
+    aux_hidden_states = outputs.aux_hidden_states.astype(config.drafter.dtype)
     states = config.drafter.learn(cast, target, rows, aux_hidden_states, config.rollout)
     decay, weigh = config.rollout_decay ** jnp.arange(config.rollout.length, dtype=jnp.float32), None
     if config.weighting == "d-pace":
@@ -119,7 +119,7 @@ def rollout_loss(
         states,
         config.drafter.draft_targets(rows, config.rollout),
         decay / jnp.maximum(n_positions, 1.0),
-        lesson.teacher,
+        outputs.teacher,
         (target, config.target, vocab),
         make_loss(config.loss, config.kl_decay),
         weigh,
@@ -132,17 +132,17 @@ def loss_and_gradient(
     target: TargetParams,
     vocab: DraftVocab,
     rows: Rows,
-    lesson_of: Callable[[Rows], Lesson],
+    run_target: Callable[[Rows], TargetOutputs],
 ) -> tuple[jax.Array, Sums, Any]:
     """Return the loss, the sums and the gradient of a whole batch, computed a part of it at a time. Parts are rows i,
     i + accumulate, ..., so that each is spread over the devices as the batch is."""
     n_positions = jnp.sum(config.drafter.draft_targets(rows, config.rollout).weights, axis=(1, 2))
 
     def of_part(rows: Rows) -> tuple[jax.Array, Sums, Any]:
-        lesson = jax.lax.stop_gradient(lesson_of(rows))
+        outputs = jax.lax.stop_gradient(run_target(rows))
 
         def loss_of(params: Any) -> tuple[jax.Array, Sums]:
-            return rollout_loss(params, config, target, vocab, rows, lesson, n_positions)
+            return rollout_loss(params, config, target, vocab, rows, outputs, n_positions)
 
         (loss, sums), gradient = jax.value_and_grad(loss_of, has_aux=True)(params)
         return loss, sums, gradient

@@ -32,7 +32,7 @@ class BestTokens:
 
 @pytree
 class Written:
-    """The tokens that the rows themselves go on with, whoever wrote them."""
+    """The tokens that the rows themselves go on with, written by the target or not."""
 
     token_ids: jax.Array  # [batch, seq] int32, the next token of each position
 
@@ -48,4 +48,6 @@ def make_teacher(name: TeacherName, target: Teacher, rows: Rows) -> Teacher:
     """The teacher that the setting names. `target` is the target's whole distribution."""
     if name == "data":
         return Written(shift(rows.token_ids, 1))
-    return BestTokens(target) if name == "greedy" else target
+    if name == "greedy":
+        return BestTokens(target)
+    return target

@@ -31,28 +31,19 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from specserve import config, processes, provenance
-from specserve.checkpoints.load import Target
 from specserve.checkpoints.train_state import StateStore
-from specserve.data.loader import Loader
-from specserve.drafters.interface import Head
-from specserve.drafters.learning import Rows
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop.head import save_head
-from specserve.mesh import whole
-from specserve.speculative.vocab import DraftVocab
 from specserve.train.evaluation import Measurement
-from specserve.train.features import FeatureSource
-from specserve.train.head import new_drafter
-from specserve.train.optimizer import learning_rate_scale, make_optimizer
+from specserve.train.learner import Learner
+from specserve.train.optimizer import learning_rate_scale
 from specserve.train.run.folder import SETTINGS_FILE, MetricsFile, RunFolder
 from specserve.train.settings import TrainRun, TrainSettings
 from specserve.train.speed import Speed, Stopwatch
-from specserve.train.step import StepMetrics, TrainState, loss_config, make_step, place_rows, place_state
+from specserve.train.step import StepMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -99,28 +90,23 @@ class Progress:
             "tau": None,
         }
         if self.evaluation:
-            return row | self.evaluation.to_json() | ({"is_last": True} if self.is_last else {})
-        return row | {
+            row |= self.evaluation.to_json()
+            if self.is_last:
+                row["is_last"] = True
+            return row
+        row |= {
             "rollout_loss": list(self.rollout_loss),
             "rollout_accuracy": list(self.rollout_accuracy),
             "rollout_acceptance": list(self.rollout_acceptance),
             "gradient_norm": self.gradient_norm,
             "learning_rate": self.learning_rate,
-            **(dataclasses.asdict(self.speed) if self.speed else {}),
         }
+        if self.speed:
+            row |= dataclasses.asdict(self.speed)
+        return row
 
 
 Observer = Callable[[Progress], None]
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """The data of a run, and the head that it starts from."""
-
-    loader: Loader
-    target_ids: np.ndarray  # [draft_vocab] int32, the draft vocabulary
-    coverage: float  # share of loss-bearing tokens inside it
-    head: Head | None = None  # to go on from, with that vocabulary; None: a new one
 
 
 @dataclass(frozen=True)
@@ -138,11 +124,14 @@ class Best:
     num_worse: int = 0  # measurements in a row since then
 
     def after(self, step: int, tau: float, *, is_last: bool) -> "Best":
-        best = Best(step, tau, self.on_the_way, self.num_worse) if tau > self.tau or step == self.step else self
+        best = self
+        if tau > self.tau or step == self.step:
+            best = dataclasses.replace(self, step=step, tau=tau)
         if is_last:
             return best
-        num_worse = 0 if tau > self.on_the_way else self.num_worse + 1
-        return dataclasses.replace(best, on_the_way=max(tau, self.on_the_way), num_worse=num_worse)
+        if tau > self.on_the_way:
+            return dataclasses.replace(best, on_the_way=tau, num_worse=0)
+        return dataclasses.replace(best, num_worse=self.num_worse + 1)
 
 
 class Trainer:
@@ -151,33 +140,16 @@ class Trainer:
     def __init__(
         self,
         run: TrainRun,
-        target: Target,
-        data: TrainingData,
+        learner: Learner,
         notes: dict[str, Any],
         folder: RunFolder,
         *,
         evaluator: Evaluator | None = None,
         stopwatch: Stopwatch | None = None,
-        features: FeatureSource | None = None,  # what gives the target's states, in place of its layers
-        mesh: Mesh | None = None,  # what the target, the head and the batch are spread over
     ) -> None:
-        self.run, self.target, self.data, self.notes, self.folder = run, target, data, notes, folder
+        self.run, self.learner, self.notes, self.folder = run, learner, notes, folder
         self.settings: TrainSettings = run.train
-        head, num_ids = data.head, len(data.target_ids)
-        self.drafter = head.drafter if head else new_drafter(run.drafter, run.draft, target.config, num_ids)
-        self.evaluator, self._features = evaluator, features
-        loss = loss_config(self.settings, target.config, self.drafter)
-        self._optimizer = optimizer = make_optimizer(self.settings)
-        self._mesh = mesh
-        shape = self.settings.batch_size, self.settings.seq_len
-        self._place = place_rows(mesh, shape)
-        self._shard = processes.shard_of(self._place, shape)
-        self._step = make_step(loss, optimizer, mesh)
-        self.state = self._first_state()
-        costs = self.drafter.costs(loss.rollout, self.settings.seq_len)
-        if features and not (features.needs_head or costs.shares_output):  # only the embedding is needed from here on
-            self.target = dataclasses.replace(target, params=dataclasses.replace(target.params, head=None))
-        self._vocab = jax.device_put(DraftVocab(jnp.asarray(data.target_ids)), whole(mesh))
+        self.evaluator = evaluator
         self._store = StateStore(folder.state, keep=self.settings.keep)
         self._metrics = MetricsFile(folder)
         self._observers: Sequence[Observer] = ()
@@ -195,23 +167,6 @@ class Trainer:
     def output(self) -> Path:
         return self.folder.path
 
-    def time_steps(self, seconds: float) -> float:
-        """Return the seconds that a step takes: the mean of as many steps as fit into `seconds`, after one that
-        compiles. The steps' learning is dropped, so a run that begins afterwards is the same as without them. It is
-        not for captured states, with which the target that a new head begins from is gone."""
-        assert self._features is None
-        position = self.data.loader.state()
-        jax.block_until_ready(self._step_on_batch(1.0))
-        begin, number = time.monotonic(), 0
-        while number < 2 or time.monotonic() - begin < seconds:
-            jax.block_until_ready(self._step_on_batch(1.0))
-            number += 1
-        found = (time.monotonic() - begin) / number
-        self.data.loader.restore(position)
-        del self.state  # before there is another one
-        self.state = self._first_state()
-        return found
-
     def rebound(self, run: TrainRun) -> None:
         """Take other bounds, and other intervals of measuring and saving, before the run begins."""
         assert self.step == 0
@@ -221,7 +176,7 @@ class Trainer:
         """Run to the bound, or until patience ends or a signal comes; save, export, and return the last moment."""
         self._observers = observers if self.folder.is_first else ()
         try:
-            source = closing(self._features) if self._features else nullcontext()
+            source = closing(self.learner.features) if self.learner.features else nullcontext()
             with self.folder, self._stopping, self._store, closing(self._metrics), source:
                 ending = self._run()
         except Exception as error:
@@ -229,7 +184,7 @@ class Trainer:
                 raise lost from error
             raise
         last = dataclasses.replace(self._now(), ending=ending)
-        self._tell(last)
+        self._report(last)
         return last
 
     def stop(self, number: int) -> None:
@@ -237,19 +192,8 @@ class Trainer:
         before the run begins."""
         self._stopping.number = number
 
-    def _first_state(self) -> TrainState:
-        # the first step takes the arrays of its state for its own, so an earlier head's are copied
-        head = self.data.head
-        params: Any = (
-            jax.tree.map(jnp.array, head.params)
-            if head
-            else self.drafter.init_params(self.target, self.data.target_ids, self.settings.seed)
-        )
-        state = TrainState(params, self._optimizer.init(params), jnp.int32(0))
-        return jax.device_put(state, place_state(self.drafter, self._optimizer, self._mesh))
-
     def _run(self) -> str:
-        shared = _shared_settings(self.run), self.data.loader.state(), self._identity()
+        shared = _shared_settings(self.run), self.learner.data.loader.state(), self._identity()
         processes.check_same("settings or data", shared)
         self._restore()
         self._metrics.open(self.step, is_measured=self._measured == self.step)
@@ -265,14 +209,15 @@ class Trainer:
     def _restore(self) -> None:
         self._start = time.monotonic()
         if self.folder.has_state:
-            self.state, extra = self._store.restore(self.state)
+            state, extra = self._store.restore(self.learner.state)
+            self.learner.restore(state)
             for key, value in self._identity().items():
                 if extra["identity"][key] != value:
                     raise CheckpointError(
                         f"{self.output}: the saved state belongs to another {key}; give the same --{key}"
                     )
-            self.data.loader.restore(extra["data"])
-            self.step = int(self.state.step)
+            self.learner.data.loader.restore(extra["data"])
+            self.step = int(self.learner.state.step)
             self._tokens = extra["tokens"]
             if extra["measurement"] == self._measurement:
                 self.best, self._measured = Best(**extra["best"]), extra["measured"]
@@ -289,7 +234,7 @@ class Trainer:
 
     def _identity(self) -> dict[str, str]:
         """Return hashes of the files that the settings only name, by which a saved state is recognised."""
-        vocabulary = hashlib.sha256(self.data.target_ids.tobytes()).hexdigest()[:16]
+        vocabulary = hashlib.sha256(self.learner.data.target_ids.tobytes()).hexdigest()[:16]
         return {"target": self.notes.get("target_fingerprint", ""), "source": vocabulary}
 
     @property
@@ -300,9 +245,8 @@ class Trainer:
         """Look at the clock and for signals, once per step, so that all processes decide alike."""
         milliseconds, number = self._agree(round((time.monotonic() - self._start) * 1000), self._stopping.number)
         self._seconds, self._signal = milliseconds / 1000, number
-        by_steps = self.step / self.settings.max_steps if self.settings.max_steps else 0.0
-        by_time = self._seconds / 60 / self.settings.max_minutes if self.settings.max_minutes else 0.0
-        self._share = max(by_steps, by_time)
+        bounds = (self.step, self.settings.max_steps), (self._seconds / 60, self.settings.max_minutes)
+        self._share = max((done / most for done, most in bounds if most), default=0.0)
 
     def _ending(self) -> str:
         """Return the reason why the run is over, or an empty string while it is not."""
@@ -332,32 +276,18 @@ class Trainer:
 
     def _train_step(self) -> None:
         scale = learning_rate_scale(self._share, self.settings.warmup_share, self.settings.schedule)
-        metrics = self._step_on_batch(scale)
+        try:
+            metrics = self.learner.step(scale)
+        except SpecServeError:  # the target's outputs cannot be had
+            if jax.process_count() == 1 and self.step:  # of several, which captured states may have, others are needed
+                self._save()
+            raise
         self.step += 1
         self._read_metrics()
         self._unread.append((self.step, scale, metrics))
 
-    def _step_on_batch(self, scale: float) -> StepMetrics:
-        """Train on the next batch, with the learning rate scaled."""
-        features = self._features and self._next_features(self._features)
-        batch = self.data.loader.next_batch()
-        arrays = batch.token_ids, batch.loss_mask, batch.document_ids, batch.position_ids
-        placed = jax.tree.map(lambda x: processes.place_shard(x, self._shard, self._place), (arrays, features))
-        rows = Rows(*placed[0], features=placed[1])
-        self.state, metrics = self._step(self.state, self.target.params, self._vocab, rows, jnp.float32(scale))
-        return metrics
-
-    def _next_features(self, source: FeatureSource) -> Any:
-        """Return the target's outputs on the next batch. Where they cannot be had, the steps so far are saved."""
-        try:
-            return source.next_features(self.data.loader)
-        except SpecServeError:
-            if jax.process_count() == 1 and self.step:  # of several, which captured states may have, others are needed
-                self._save()
-            raise
-
     def _read_metrics(self) -> None:
-        """Wait for the steps whose metrics nobody has read, and log those that are due."""
+        """Wait for the steps whose metrics are not read yet, and log those that are due."""
         while self._unread:
             step, scale, metrics = self._unread.popleft()
             loss, rollout, norm, n_tokens = jax.device_get(
@@ -366,10 +296,11 @@ class Trainer:
             self._tokens += int(n_tokens)
             for name, value in (("loss", loss), ("gradient norm", norm)):
                 if not np.isfinite(value):
-                    raise ConfigError(self._diverged(f"the {name} is {value} at step {step}"))
+                    what = f"the {name} is {value} at step {step}"
+                    raise ConfigError(_diverged(what, self.settings, str(self.output), self.best))
             if step % self.settings.log_every and step != 1:
                 continue
-            self._tell(
+            self._report(
                 dataclasses.replace(
                     self._now(),
                     step=step,
@@ -383,28 +314,10 @@ class Trainer:
                 )
             )
 
-    def _diverged(self, what: str) -> str:
-        """Return the error message for a loss that is no number, with what to do. A resumed run would keep its
-        learning rate, and the newest state may be past mending, so it names a new run."""
-        settings, output = self.settings, str(self.output)
-        rates = f"train.lr ({settings.lr:g})", "--lr LOWER"
-        if settings.optimizer == "muon":
-            rates = f"{rates[0]} or train.muon_lr ({settings.muon_lr:g})", f"{rates[1]} --muon-lr LOWER"
-        best = (
-            f"; with --init-from {shlex.quote(output)} it begins from the head in there, of step {self.best.step}, "
-            f"whose tau is {self.best.tau:.2f}"
-            if self.best.step
-            else ""
-        )
-        return (
-            f"{what}: {rates[0]} is too high. Begin another run with a lower one, `specserve train --config "
-            f"{shlex.quote(f'{output}/{SETTINGS_FILE}')} {rates[1]} --output {shlex.quote(f'{output}-2')}`{best}"
-        )
-
     def _now(self) -> Progress:
         return Progress(self.step, time.monotonic() - self._start, self._share, self._tokens)
 
-    def _tell(self, progress: Progress) -> None:
+    def _report(self, progress: Progress) -> None:
         if not progress.ending:
             self._metrics.write(progress.row())
         for observer in self._observers:
@@ -415,9 +328,9 @@ class Trainer:
         self._read_metrics()
         if self.evaluator is None:
             return False
-        evaluation = self.evaluator.measure(self.state.params, is_last=is_last)
+        evaluation = self.evaluator.measure(self.learner.state.params, is_last=is_last)
         self._stopwatch.skip(self.step, self._tokens)
-        self._tell(dataclasses.replace(self._now(), evaluation=evaluation, is_last=is_last))
+        self._report(dataclasses.replace(self._now(), evaluation=evaluation, is_last=is_last))
         if not is_last:
             self._measured = self.step
         self.best = self.best.after(self.step, evaluation.tau, is_last=is_last)
@@ -434,7 +347,7 @@ class Trainer:
         if self.evaluator is None:
             self._export(None)
         extra = {
-            "data": self.data.loader.state(),
+            "data": self.learner.data.loader.state(),
             "tokens": self._tokens,
             "milliseconds": round((time.monotonic() - self._start) * 1000),
             "best": dataclasses.asdict(self.best),
@@ -442,26 +355,42 @@ class Trainer:
             "measurement": self._measurement,
             "identity": self._identity(),
         }
-        self._store.save(self.step, self.state, extra, best_step=self.best.step)
+        self._store.save(self.step, self.learner.state, extra, best_step=self.best.step)
         self._stopwatch.skip(self.step, self._tokens)
 
     def _export(self, evaluation: Measurement | None) -> None:
         """Write the head in the SGLang layout, with its notes."""
-        # parts of it may live where only other processes reach them
-        params = jax.device_put(self.state.params, whole(self._mesh)) if jax.process_count() > 1 else self.state.params
+        head = self.learner.head()
         if not self.folder.is_first:
             return
         notes = {
             **self.notes,
             "steps": self.step,
             "tokens": self._tokens,
-            "draft_vocab_coverage": round(self.data.coverage, 5),
+            "draft_vocab_coverage": round(self.learner.data.coverage, 5),
             "provenance": provenance.collect(),
         }
         if evaluation:
             notes["acceptance"] = {"speculation": self.run.eval.speculation[0], **evaluation.to_json()}
-        head = Head(self.drafter, params, self.data.target_ids)
-        save_head(self.output, head, self.target, dtype=self.run.draft.export_dtype, notes=notes)
+        save_head(self.output, head, self.learner.target, dtype=self.run.draft.export_dtype, notes=notes)
+
+
+def _diverged(what: str, settings: TrainSettings, output: str, best: Best) -> str:
+    """Return the error message for a loss that is no number, with what to do. A resumed run would keep its learning
+    rate, and the newest state may be past repair, so it names a new run."""
+    rates, flags = f"train.lr ({settings.lr:g})", "--lr LOWER"
+    if settings.optimizer == "muon":
+        rates, flags = f"{rates} or train.muon_lr ({settings.muon_lr:g})", f"{flags} --muon-lr LOWER"
+    begin = ""
+    if best.step:
+        begin = (
+            f"; with --init-from {shlex.quote(output)} it begins from the head in there, of step {best.step}, whose "
+            f"tau is {best.tau:.2f}"
+        )
+    return (
+        f"{what}: {rates} is too high. Begin another run with a lower one, `specserve train --config "
+        f"{shlex.quote(f'{output}/{SETTINGS_FILE}')} {flags} --output {shlex.quote(f'{output}-2')}`{begin}"
+    )
 
 
 def _shared_settings(run: TrainRun) -> str:

@@ -13,8 +13,8 @@ from scripted import Scripted, echo
 from tiny_folder import FAMILY, write_folder, write_mixture
 from tiny_run import tiny_run
 
-from specserve.answers import stage as answers
-from specserve.answers.stage import Answering, Watch
+from specserve.answers import cache as answers
+from specserve.answers.cache import AnswerProgress, Watch
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import TargetSource
 from specserve.data.conversations import Conversation
@@ -58,13 +58,13 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
             yield made
             asked[-1] = len(made.prompts)
 
-        def kill(so_far: Answering) -> None:
+        def kill(so_far: AnswerProgress) -> None:
             if so_far.account.num_answers >= most:
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(answers, "_engine", engine)
         source = TargetSource(run.target, Path(run.target))
-        mixture = load_mixture(run, 512, needs_answers=False)
+        mixture = load_mixture(run.target, run.data, 512, needs_answers=False)
         return answers.answer(run, source, mixture, budget, Watch(on_answer=kill))[0]
 
     asked: list[int] = []
@@ -147,7 +147,7 @@ def test_as_many_at_once_as_there_is_room_for(
 ) -> None:
     monkeypatch.setattr(answers, "free_memory", lambda _mesh: free)
     spread = Models("tiny", tiny_target, None, None, mesh=parse_mesh(mesh))
-    assert answers._num_slots(run, spread) == expected
+    assert answers._num_slots(spread, run.data.answer_slots, run.train.seq_len) == expected
     each = bytes_per_token(tiny_target.config, None) * run.train.seq_len
     monkeypatch.setattr(answers, "free_memory", lambda _mesh: 5 * each / answers.CACHE_SHARE)
-    assert answers._num_slots(run, Models("tiny", tiny_target, None, None)) == 5
+    assert answers._num_slots(Models("tiny", tiny_target, None, None), run.data.answer_slots, run.train.seq_len) == 5

@@ -14,14 +14,15 @@ import pytest
 from scripted import Scripted, ask, echo
 
 from specserve.answers import regenerate as module
-from specserve.answers.regenerate import Account, Manner, split_reasoning
+from specserve.answers.account import Account
+from specserve.answers.regenerate import AnswerSettings, split_reasoning
 from specserve.data.conversations import Conversation, Message, TokenRow, parse_row
 from specserve.data.documents import tokenize
 from specserve.data.sources import load_mixture
 from specserve.errors import CapacityError, ConfigError, DataError
 from specserve.serve.requests.request import Delta
 
-EXACT = Manner(max_tokens=40)
+EXACT = AnswerSettings(max_tokens=40)
 regenerate: Any = module.regenerate  # a scripted engine is not of the engine's type
 
 
@@ -46,8 +47,8 @@ def test_every_turn_is_answered_to_the_answers_before_it(tmp_path):
 @pytest.mark.parametrize("half", [b"", b'{"id": "00', b"\xff"])
 def test_a_killed_run_goes_on_to_the_same_rows(tmp_path, num_before, half):
     asked = [ask(f"q{i}", "old", "more?", "old") for i in range(6)]
-    manner = Manner(max_tokens=40, temperature=1.0)
-    regenerate(Scripted("qwen3", echo), asked, tmp_path / "whole.jsonl", manner, samples=2)
+    settings = AnswerSettings(max_tokens=40, temperature=1.0)
+    regenerate(Scripted("qwen3", echo), asked, tmp_path / "whole.jsonl", settings, samples=2)
     whole = read(tmp_path / "whole.jsonl")
     assert len(whole) == 12
     assert len({str(messages) for messages in whole.values()}) == 12  # each sample has a seed of its own
@@ -58,15 +59,15 @@ def test_a_killed_run_goes_on_to_the_same_rows(tmp_path, num_before, half):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        regenerate(Scripted("qwen3", echo), asked, output, manner, samples=2, on_answer=kill)
+        regenerate(Scripted("qwen3", echo), asked, output, settings, samples=2, on_answer=kill)
     assert len(read(output)) == num_before
     with output.open("ab") as file:
         file.write(half)
-    account = regenerate(Scripted("qwen3", echo), asked[::-1], output, manner, samples=2)
+    account = regenerate(Scripted("qwen3", echo), asked[::-1], output, settings, samples=2)
     assert read(output) == whole
     assert (account.num_there, account.num_rows, account.num_settled) == (num_before, 12 - num_before, 12)
     again = Scripted("qwen3", echo)
-    regenerate(again, asked, output, manner, samples=2)
+    regenerate(again, asked, output, settings, samples=2)
     assert not again.prompts
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()  # in the order of the questions
     row = json.loads(output.read_text().splitlines()[0])
@@ -76,9 +77,13 @@ def test_a_killed_run_goes_on_to_the_same_rows(tmp_path, num_before, half):
 def test_answers_of_other_settings_are_not_mixed(tmp_path):
     output = tmp_path / "o.jsonl"
     regenerate(Scripted("qwen3", echo), [ask("one", "old")], output, EXACT, target="t")
-    for manner, target in ((Manner(max_tokens=41), "t"), (EXACT, "u"), (Manner(max_tokens=40, thinking="drop"), "t")):
+    for settings, target in (
+        (AnswerSettings(max_tokens=41), "t"),
+        (EXACT, "u"),
+        (AnswerSettings(max_tokens=40, thinking="drop"), "t"),
+    ):
         with pytest.raises(DataError, match=r"max_tokens 40, now 41|target 't', now 'u'|thinking 'keep', now 'drop'"):
-            regenerate(Scripted("qwen3", echo), [ask("two", "old")], output, manner, target=target)
+            regenerate(Scripted("qwen3", echo), [ask("two", "old")], output, settings, target=target)
     (tmp_path / "p.jsonl").write_text('{"messages": []}\n')
     with pytest.raises(DataError, match="how its rows were made"):
         regenerate(Scripted("qwen3", echo), [ask("two", "old")], tmp_path / "p.jsonl", EXACT)
@@ -105,12 +110,12 @@ FAMILIES = {  # what the target writes behind its prompt; the content of a row t
 def test_rows_train_as_what_was_generated(tmp_path, family, thinking):
     said, kept, dropped = FAMILIES[family]
     engine, output = Scripted(family, lambda prompt, seed: said), tmp_path / "o.jsonl"
-    manner = Manner(max_tokens=40, thinking=thinking)
+    settings = AnswerSettings(max_tokens=40, thinking=thinking)
     if thinking == "keep" and kept is None:
         with pytest.raises(ConfigError, match="--thinking drop"):
-            regenerate(engine, [ask("hi", "old")], output, manner)
+            regenerate(engine, [ask("hi", "old")], output, settings)
         return
-    account = regenerate(engine, [ask("hi", "old")], output, manner)
+    account = regenerate(engine, [ask("hi", "old")], output, settings)
     [[_, answer]] = read(output).values()
     assert answer["content"] == (kept if thinking == "keep" else dropped)
     assert account.num_exact == account.num_compared == (thinking == "keep" or said == dropped or family == "glm-4")
@@ -174,7 +179,7 @@ def test_rows_with_tools_are_left_out_and_counted(tmp_path):
 def test_a_row_is_trained_on_under_the_variables_it_was_answered_under(tmp_path):
     """GLM's switch marks every question, so an answer without it would be to another prompt."""
     engine, output = Scripted("glm-4.5", lambda prompt, seed: "\nyo"), tmp_path / "o.jsonl"
-    quiet = Manner(max_tokens=40, template_kwargs={"enable_thinking": False})
+    quiet = AnswerSettings(max_tokens=40, template_kwargs={"enable_thinking": False})
     own = '{"enable_thinking": true}'
     account = regenerate(engine, [ask("hi", "old"), replace(ask("hi", "old"), template_kwargs=own)], output, quiet)
     assert sorted("/nothink" in prompt for prompt in engine.prompts) == [False, True]
@@ -195,8 +200,8 @@ def test_answers_cut_by_max_tokens(tmp_path, cut):
         return "a b c d e f" if "cut" in prompt.rpartition("user")[2] else "yo"
 
     asked = [ask("one", "old", "cut", "old", "more?", "old"), ask("cut", "old"), ask("one", "old")]
-    manner = Manner(max_tokens=4, cut=cut)
-    account = regenerate(Scripted("qwen3", reply), asked, tmp_path / "o.jsonl", manner)
+    settings = AnswerSettings(max_tokens=4, cut=cut)
+    account = regenerate(Scripted("qwen3", reply), asked, tmp_path / "o.jsonl", settings)
     sizes = sorted(len(messages) for messages in read(tmp_path / "o.jsonl").values())
     assert sizes == ([2, 2, 4] if cut == "keep" else [2, 2])  # nobody goes on from half an answer
     assert account.shortened == {"cut by max_tokens": 1}
@@ -217,8 +222,8 @@ def test_questions_need_no_answers(tmp_path):
 def test_reasoning_that_is_cut_is_kept_as_the_tokens_it_was(tmp_path, thinking):
     """No message can hold it. It is learned from its question to the cut."""
     engine, output = Scripted("qwen3", lambda prompt, seed: "<think>\nhm hm hm hm hm"), tmp_path / "o.jsonl"
-    manner = Manner(max_tokens=5, thinking=thinking)
-    account = regenerate(engine, [ask("one", "old"), ask("two", "old", "more?", "old")], output, manner)
+    settings = AnswerSettings(max_tokens=5, thinking=thinking)
+    account = regenerate(engine, [ask("one", "old"), ask("two", "old", "more?", "old")], output, settings)
     if thinking == "drop":
         assert (account.num_rows, account.left_out.total()) == (0, 2)
         return
@@ -232,7 +237,7 @@ def test_reasoning_that_is_cut_is_kept_as_the_tokens_it_was(tmp_path, thinking):
         assert prompt in engine.prompts
         assert engine.tokenizer.decode(row.token_ids[row.loss_mask].tolist()).startswith("<think>")
         assert row.loss_mask.sum() == 5
-    assert regenerate(engine, [ask("one", "old")], output, manner).num_there == 1
+    assert regenerate(engine, [ask("one", "old")], output, settings).num_there == 1
 
 
 def test_reasoning_that_does_not_end_makes_no_row(tmp_path):
@@ -244,7 +249,7 @@ def test_reasoning_that_does_not_end_makes_no_row(tmp_path):
 
 def test_the_template_is_told_of_reasoning(tmp_path):
     engine = Scripted("qwen3", lambda prompt, seed: "yo")
-    quiet = Manner(max_tokens=40, template_kwargs={"enable_thinking": False})
+    quiet = AnswerSettings(max_tokens=40, template_kwargs={"enable_thinking": False})
     account = regenerate(engine, [ask("hi", "old")], tmp_path / "o.jsonl", quiet)
     assert engine.prompts[0].endswith("<think>\n\n</think>\n\n")
     assert account.num_exact == 1

@@ -51,22 +51,22 @@ def assert_shows_its_recipe(name: str) -> None:
     for section, brought in yaml.safe_load(recipe(name)).items():
         found = settings[section]
         assert (found | brought if isinstance(brought, dict) else brought) == found
-    for said in ("The plan", "perfectblend", "of the target itself", "on each device", "expected tau about"):
-        assert said in " ".join(shown.split())
+    for text in ("The plan", "perfectblend", "of the target itself", "on each device", "expected tau about"):
+        assert text in " ".join(shown.split())
 
 
-def test_a_name_alone_is_planned_as_its_recipe_says() -> None:
+def test_a_name_alone_is_planned_by_its_recipe() -> None:
     for name in ("qwen3-8b", "gpt-oss-20b"):
         assert_shows_its_recipe(name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_name_is_planned_as_its_recipe_says(name: str) -> None:
+def test_every_name_is_planned_by_its_recipe(name: str) -> None:
     assert_shows_its_recipe(name)
 
 
-def test_what_does_not_fit_is_said_and_is_no_error() -> None:
+def test_what_does_not_fit_is_shown_and_is_no_error() -> None:
     text = dry_run("--target", "llama-3.3-70b", "--mesh", "")
     assert all("too few" in line for line in text.splitlines() if line.strip().startswith(("A100", "TPU")))
     assert "one device" in text

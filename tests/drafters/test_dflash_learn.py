@@ -81,7 +81,7 @@ def test_anchors_and_their_weights_are_those_of_a_loop(shallow_target: Target, r
     def choose(rows: Rows) -> tuple[training.TrainingBlocks, DraftTargets]:
         return training.choose_blocks(config, rows, rollout), training.targets_of_blocks(config, rows, rollout)
 
-    blocks, aims = jax.tree.map(np.asarray, choose(rows))
+    blocks, targets = jax.tree.map(np.asarray, choose(rows))
     ids, mask = np.asarray(rows.document_ids), np.asarray(rows.loss_mask)
     for row in range(4):
         index, places = blocks.index[row], _places(rows, row)
@@ -93,10 +93,10 @@ def test_anchors_and_their_weights_are_those_of_a_loop(shallow_target: Target, r
             for slot in range(SLOTS):
                 token = anchor + slot + 1
                 is_learned &= token < 24 and bool(mask[row, token]) and ids[row, token] == ids[row, anchor]
-                assert aims.weights[slot, row, column] == is_learned, (row, anchor, slot)
+                assert targets.weights[slot, row, column] == is_learned, (row, anchor, slot)
                 if is_learned:
-                    assert aims.positions[slot, row, column] == token - 1
-    assert np.any(aims.weights[2]), "nothing was tested"
+                    assert targets.positions[slot, row, column] == token - 1
+    assert np.any(targets.weights[2]), "nothing was tested"
 
 
 def test_anchors_are_uniform_and_others_at_each_seed(shallow_target: Target, rng: np.random.Generator) -> None:
@@ -236,8 +236,8 @@ class _Case:
 
 def _naive(config: LossConfig, target: Target, vocab: DraftVocab, rows: Rows) -> Any:
     """All logits of the target, all logits of every slot, and JAX's own gradient."""
-    aims: DraftTargets = config.drafter.draft_targets(rows, config.rollout)
-    assert aims.positions is not None
+    targets: DraftTargets = config.drafter.draft_targets(rows, config.rollout)
+    assert targets.positions is not None
     known = np.full(64, -1, np.int32)
     known[np.asarray(vocab.target_ids)] = range(len(vocab.target_ids))
 
@@ -254,15 +254,15 @@ def _naive(config: LossConfig, target: Target, vocab: DraftVocab, rows: Rows) ->
         if config.teacher != "soft":
             p = jax.nn.one_hot(best, len(vocab.target_ids), dtype=jnp.float32)
         batch = jnp.arange(len(best))[None, :, None]
-        p, best = p[batch, aims.positions], best[batch, aims.positions]
+        p, best = p[batch, targets.positions], best[batch, targets.positions]
         states = config.drafter.learn(params, target_params, rows, lesson.aux_hidden_states, config.rollout)
         own = config.drafter.logits(config.drafter.output(params), target_params, jnp.stack(states))
-        counts, number = jnp.where(best >= 0, aims.weights, 0.0), jnp.sum(aims.weights, axis=(1, 2))
+        counts, number = jnp.where(best >= 0, targets.weights, 0.0), jnp.sum(targets.weights, axis=(1, 2))
         decay = 0.8 ** jnp.arange(SLOTS, dtype=jnp.float32) / number
         scale = jnp.broadcast_to(decay[:, None, None], counts.shape)
         if config.weighting == "d-pace":
             alpha = jax.lax.stop_gradient(acceptance(p, own)) * 0.5 + 0.5
-            reached = jnp.cumprod(alpha * aims.weights, axis=0)
+            reached = jnp.cumprod(alpha * targets.weights, axis=0)
             scale = jnp.stack([jnp.sum(reached[k:], axis=0) for k in range(SLOTS)]) / number[0]
         return jnp.sum(soft_cross_entropy(p, own) * counts * scale), number
 

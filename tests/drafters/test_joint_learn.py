@@ -50,7 +50,7 @@ def test_what_is_learned_is_what_is_served(shallow_target: Target, rng: np.rando
     def train(target: TargetParams, draft: DFlashParams) -> tuple[jax.Array, ...]:
         aux = teach(target, LossConfig(shallow_target.config, drafter, rollout, 0.8), rows).aux_hidden_states
         states = jnp.stack(drafter.learn(draft, target, rows, aux, rollout))
-        output, p = drafter.output(draft), wanted[aims.positions]
+        output, p = drafter.output(draft), wanted[targets.positions]
         logits = drafter.logits(output, target, states)
         also = drafter.auxiliary_loss(output, target, states, logits, jnp.asarray(p))
         assert also is not None
@@ -71,13 +71,13 @@ def test_what_is_learned_is_what_is_served(shallow_target: Target, rng: np.rando
         sure = joint.confidences(heads.confidence, config, normed, heads.previous[token])
         return joint.biased(heads, logits, token)[0, 0], sure[0, 0]
 
-    aims = drafter.draft_targets(rows, rollout)
-    assert aims.positions is not None
+    targets = drafter.draft_targets(rows, rollout)
+    assert targets.positions is not None
     args = shallow_target.params, draft
     (states, logits, also), (_, off, off_also) = train(*args), tolerance(train, *args)
     num_tested = 0
-    for slot, column in np.argwhere(np.asarray(aims.weights)[:, 0] > 0):
-        position = int(aims.positions[slot, 0, column])
+    for slot, column in np.argwhere(np.asarray(targets.weights)[:, 0] > 0):
+        position = int(targets.positions[slot, 0, column])
         scores, extra = serve(*args, states[slot, column], token_ids[0, position])
         assert_same(logits[slot, column], scores, off[slot, column], f"slot {slot}")
         p = wanted[position].astype(np.float64)
@@ -108,6 +108,6 @@ def test_every_part_of_a_joint_head_learns(tmp_path: Path, shallow_target: Targe
     with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
         trainer.train()
     assert load_head(tmp_path / "run", shallow_target, dtype="float32").drafter == drafter
-    after = jax.tree.map(np.array, trainer.state.params)
+    after = jax.tree.map(np.array, trainer.learner.state.params)
     for (path, old), new in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
         assert not np.array_equal(old, new), jax.tree_util.keystr(path)

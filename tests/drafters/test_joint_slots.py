@@ -132,20 +132,20 @@ def test_every_node_has_candidates_of_its_own(kind: str, num_nodes: int, tempera
             out.append(sorted(zip(found[1:], proposal.scores[row, 1:].tolist(), strict=True)))
         return out
 
-    for row, told in enumerate(paths(heads)):
+    for row, listed in enumerate(paths(heads)):
         best = _expected(config, heads, logits[row], states[row], int(ROOTS[row]), num_nodes, noise[row])
         expected = sorted(best.items())
-        assert [path for path, _ in told] == [path for path, _ in expected]
+        assert [path for path, _ in listed] == [path for path, _ in expected]
         off = tolerance(lambda heads, row=row: np.sort([score for _, score in paths(heads)[row]]), heads)
-        assert_same(np.array([score for _, score in told]), np.array([score for _, score in expected]), off)
-    trees = [[path for path, _ in told] for told in paths(heads)]
+        assert_same(np.array([score for _, score in listed]), np.array([score for _, score in expected]), off)
+    trees = [[path for path, _ in listed] for listed in paths(heads)]
     assert trees[0] != trees[1], "the same slots after another token"
     if config.confidence and num_nodes == 2 + 4:
         assert isinstance(heads, Markov)
         assert heads.confidence is not None
         unsure = dataclasses.replace(heads.confidence, bias=jnp.full(1, -30.0))  # a factor for every slot
         shallow = paths(dataclasses.replace(heads, confidence=unsure))
-        assert max(len(path) for told in shallow for path, _ in told) < DEPTH
+        assert max(len(path) for listed in shallow for path, _ in listed) < DEPTH
 
 
 def test_it_says_how_sure_it_is_of_each_depth() -> None:

@@ -59,9 +59,9 @@ def test_the_tree_is_the_best_of_all_paths_of_each_slot_s_best_tokens(
             out.append(sorted(zip(found[1:], proposal.scores[row, 1:].tolist(), strict=True)))
         return out
 
-    told = paths(logits)
+    listed = paths(logits)
     off = tolerance(lambda logits: [np.sort([score for _, score in row]) for row in paths(logits)], logits)
-    for row, found in enumerate(told):
+    for row, found in enumerate(listed):
         slots = []
         for slot in range(DEPTH):
             ranked = np.asarray(logits[row, slot], np.float64)
@@ -74,5 +74,5 @@ def test_the_tree_is_the_best_of_all_paths_of_each_slot_s_best_tokens(
         expected = sorted(_best(slots, num_nodes).items())
         assert [path for path, _ in found] == [path for path, _ in expected]
         assert_same(np.array([score for _, score in found]), np.array([score for _, score in expected]), off[row])
-    shapes = {tuple(sorted(len(path) for path, _ in row)) for row in told}
+    shapes = {tuple(sorted(len(path) for path, _ in row)) for row in listed}
     assert len(shapes) > 1, "all rows grow alike, so little was tested"

@@ -168,14 +168,14 @@ def test_what_is_aimed_at(rng: np.random.Generator, tiny_target: Target) -> None
     assert sorted(order.tolist()) == list(range(100))
     possible = np.flatnonzero(loss_positions(rows, 1)[0])
     assert set(order[: len(possible)]) == set(possible)
-    aims = jax.device_get(drafter.draft_targets(rows, rollout))
+    targets = jax.device_get(drafter.draft_targets(rows, rollout))
     document_ids, mask = np.asarray(rows.document_ids)[0], np.asarray(rows.loss_mask)[0]
     for slot, number in enumerate(training.num_anchors(drafter.config, 100)):
         for column, anchor in enumerate(order):
             said = anchor + 2 + slot
             learns = column < number and said < 100 and document_ids[said] == document_ids[anchor] and mask[said]
-            assert aims.weights[slot, 0, column] == float(learns)
-            assert not learns or aims.positions[slot, 0, column] == said - 1
+            assert targets.weights[slot, 0, column] == float(learns)
+            assert not learns or targets.positions[slot, 0, column] == said - 1
     drawn = training.in_order(dataclasses.replace(rows, seeds=jnp.array([8], jnp.uint32)))
     assert (np.asarray(drawn)[0] != order).any(), "another seed draws others"
 
@@ -184,7 +184,7 @@ def test_the_loss_of_columns_that_reach_fewer_steps(tiny_target: Target, rng: np
     """Value, sums and gradients are those of states filled up with zeros that count nothing."""
     head, rows = tiny.random_masked_head(tiny_target.config, seed=1, num_slots=SLOTS), _rows((9, 12), 24, rng)
     drafter: Any = head.drafter
-    aims, numbers = drafter.draft_targets(rows, ROLLOUT), training.num_anchors(drafter.config, 24)
+    targets, numbers = drafter.draft_targets(rows, ROLLOUT), training.num_anchors(drafter.config, 24)
     states = [jnp.asarray(rng.standard_normal((1, number, 32)), jnp.float32) for number in numbers]
     teacher = HiddenStates(jnp.asarray(rng.standard_normal((1, 24, 32)), jnp.float32))
     vocab = head.weights().vocab
@@ -199,7 +199,7 @@ def test_the_loss_of_columns_that_reach_fewer_steps(tiny_target: Target, rng: np
                 output,
                 drafter,
                 states,
-                aims,
+                targets,
                 weigh,
                 teacher,
                 (target, tiny_target.config, vocab),
@@ -287,7 +287,7 @@ def test_published_spellings_are_read(folder: Path, tiny_target: Target, changes
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "told"),
+    ("changes", "code", "listed"),
     [
         ({"selector_rank": 16}, "unknown-keys", "selector_rank: keys that nothing is known of"),
         ({"dflash_config": {"causal": True}}, "unknown-keys", "dflash_config.causal"),
@@ -301,11 +301,11 @@ def test_published_spellings_are_read(folder: Path, tiny_target: Target, changes
     ],
 )
 def test_what_does_not_fit_is_refused_and_found(
-    folder: Path, tiny_target: Target, changes: dict[str, Any], code: str, told: str
+    folder: Path, tiny_target: Target, changes: dict[str, Any], code: str, listed: str
 ) -> None:
     assert doctor.examine(folder, tiny_target).findings == []
     _edit(folder, **changes)
-    with pytest.raises(SpecServeError, match=told):
+    with pytest.raises(SpecServeError, match=listed):
         load_head(folder, tiny_target, dtype="float32")
     assert not code or code in {finding.code for finding in doctor.examine(folder, tiny_target).errors}
 
@@ -335,13 +335,13 @@ def test_a_chain_deeper_than_its_slots_is_refused(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "listed"),
     [
         ({"norm_output": True, "window": 8}, r"no use for draft\.window 8, draft\.norm_output True"),
         ({"block_size": 1}, "without a masked slot"),
         ({"mask_token": 64}, r"tokens 0\.\.63"),
     ],
 )
-def test_settings_that_it_cannot_follow_are_refused(tiny_target: Target, settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_settings_that_it_cannot_follow_are_refused(tiny_target: Target, settings: dict[str, Any], listed: str) -> None:
+    with pytest.raises(ConfigError, match=listed):
         new_drafter("p-eagle", DraftSettings(**settings), tiny_target.config, 48)

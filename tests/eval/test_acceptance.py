@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from specserve.answers.regenerate import Manner, regenerate
+from specserve.answers.regenerate import AnswerSettings, regenerate
 from specserve.checkpoints.load import Target
 from specserve.data.conversations import Conversation, Message
 from specserve.drafters.interface import Head
@@ -72,7 +72,7 @@ def _regeneration_is_the_same_with_speculation(plain: Engine, speculative: Engin
     asked = [Conversation((Message("user", question),), "docs", "x") for question in questions]
     asked.append(Conversation((*asked[2].messages, Message("assistant", "old"), *asked[0].messages), "source", "y"))
     for temperature in (0.0, 1.0):
-        manner = Manner(max_tokens=8, temperature=temperature)
+        manner = AnswerSettings(max_tokens=8, temperature=temperature)
         whole, mended = folder / f"whole{temperature}.jsonl", folder / f"mended{temperature}.jsonl"
         account = regenerate(plain, asked, whole, manner)
         assert account.num_rows == 4

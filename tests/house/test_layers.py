@@ -30,7 +30,20 @@ FLOORS = {
     "eval": 8,
     "cli": 9,
 }
-FLAT = {"cluster", "errors", "host", "hub", "log", "pytree", "config", "mesh", "processes", "provenance", "__init__"}
+FLAT = {
+    "cluster",
+    "errors",
+    "host",
+    "hub",
+    "launcher",
+    "log",
+    "pytree",
+    "config",
+    "mesh",
+    "processes",
+    "provenance",
+    "__init__",
+}
 FLAT |= {"chat_template", "devices", "tokenizer"}
 MAY_JIT = (
     "serve/programs/calls.py",
@@ -74,7 +87,7 @@ DRAFTERS = re.compile(
     re.IGNORECASE,
 )
 OF_ALL_DRAFTERS = ("interface", "learning", "settings", "follow", "grow")
-OF_ALL_HEADS = ("format", "head", "convert", "doctor", "findings", "repairs", "values", "notes", "published")
+OF_ALL_HEADS = ("format", "head", "convert", "doctor", "findings", "repairs", "examined", "notes", "published")
 NAMES_LAYERS_OF_TARGETS = "checkpoints/load.py"  # some layers in a target's checkpoint are not its own
 
 
@@ -209,7 +222,6 @@ OWN_RECORDS = {
     ("answers/regenerate.py", "self._account"),
     ("eval/verify/proof.py", "self.report"),
     ("serve/http/formats/reader.py", "self._content"),
-    ("serve/http/formats/reader.py", "self._reader"),
     ("serve/fleet/ranks.py", "self._wire"),
     ("serve/engine/rounds.py", "self._counters"),
     ("train/trainer.py", "self._stopping"),

@@ -20,7 +20,7 @@ from specserve.drafters.dflash.model import head_spec
 from specserve.drafters.interface import Head
 from specserve.interop import doctor
 from specserve.interop.convert import export_head, write_head
-from specserve.interop.dflash.catalogue import CATALOGUE
+from specserve.interop.dflash.catalogue import CHECKS
 from specserve.interop.head import load_head, save_head
 from specserve.models.params import init_params
 
@@ -152,4 +152,4 @@ def test_each_fault_is_found_under_its_own_name(
 
 
 def test_every_check_is_planted_here() -> None:
-    assert {check.code for check in CATALOGUE} <= {code for _, code, _, _ in FOUND}
+    assert {check.code for check in CHECKS.values()} <= {code for _, code, _, _ in FOUND}

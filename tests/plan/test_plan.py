@@ -1,4 +1,4 @@
-"""A plan is what the compiler says: operations within a few percent, arguments to the byte. Every recipe has one."""
+"""A plan is what the compiler counts: operations within a few percent, arguments to the byte. Every recipe has one."""
 
 import dataclasses
 import math
@@ -36,11 +36,11 @@ from specserve.models.params import abstract
 from specserve.models.presets import PRESETS
 from specserve.models.sharding import place_target
 from specserve.models.target import target_spec
-from specserve.plan.collectives import span, step_exchanges
+from specserve.plan.collectives import span, step_collectives
 from specserve.plan.training import RunPlan, make_plan
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import chunked_loss
-from specserve.train.flops import step_flops
+from specserve.train.flops import StepShape, step_flops
 from specserve.train.optimizer import make_optimizer
 from specserve.train.run.recipe import recipe
 from specserve.train.settings import CaptureSettings, DraftSettings, TrainRun, TrainSettings
@@ -127,7 +127,7 @@ def test_operations_are_those_of_the_program(
 ) -> None:
     """Within 3%: what is element-wise is not counted here."""
     lowered, loss = _lowered(WIDE | changes, Rollout(length, remat), **flags)
-    ours = step_flops(loss.target, loss.drafter, loss.rollout, batch=BATCH, seq=SEQ, platform="cpu").total
+    ours = step_flops(StepShape(loss.target, loss.drafter, loss.rollout, BATCH, SEQ), "cpu").total
     assert lowered.cost_analysis()["flops"] == pytest.approx(ours.executed, rel=0.03)
     assert ours.useful < ours.executed * 0.99
 
@@ -148,12 +148,12 @@ def test_operations_are_those_of_the_program(
 def test_operations_of_blocks_are_those_of_the_program(
     monkeypatch: pytest.MonkeyPatch, blocks: DraftSettings, rollout: Rollout, flags: dict[str, Any]
 ) -> None:
-    """Of a head that shares the target's output head, and of one that has its own and learns what the data says."""
+    """Of a head that shares the target's output head, and of one that has its own and learns from the data."""
     monkeypatch.setattr(training, "SLOTS_AT_ONCE", 1 << 40)
     blocks = dataclasses.replace(blocks, aux_layers=(0, 2, 4))
     lowered, loss = _lowered(WIDE, rollout, blocks=blocks, **flags)
-    teacher = loss.teacher
-    ours = step_flops(loss.target, loss.drafter, rollout, batch=BATCH, seq=SEQ, platform="cpu", teacher=teacher).total
+    step = StepShape(loss.target, loss.drafter, rollout, BATCH, SEQ, teacher=loss.teacher)
+    ours = step_flops(step, "cpu").total
     assert lowered.cost_analysis()["flops"] == pytest.approx(ours.executed, rel=0.03)
     assert ours.useful < ours.executed * 0.99
 
@@ -165,7 +165,7 @@ def test_operations_and_arguments_are_those_that_are_compiled(
 ) -> None:
     """Operations within 3%, as above, and what a step needs besides its arguments within 40%."""
     monkeypatch.setattr("specserve.checkpoints.configs.DTYPE", "float32")
-    monkeypatch.setattr("specserve.plan.training.BACKEND", "cpu")
+    monkeypatch.setattr("specserve.plan.training.PLATFORM", "cpu")
     monkeypatch.setattr(training, "SLOTS_AT_ONCE", 1 << 40)
     draft = DraftSettings(vocab_size=2048)
     if kind == "dflash":
@@ -217,11 +217,8 @@ def test_each_device_does_its_share(text: str, smallest: float) -> None:
     cut it sends its own choice."""
     mesh, shape = mesh_of(text), (8, 128)
     lowered, loss = _lowered(MIXED, Rollout(1, remat=True), mesh=mesh, shape=shape)
-    compiled, (batch, seq) = lowered.compile(), shape
-    models = loss.target, loss.drafter, loss.rollout
-    alone, spread = (
-        step_flops(*models, batch=batch, seq=seq, platform="cpu", mesh=each).total for each in (None, mesh)
-    )
+    compiled, step = lowered.compile(), StepShape(loss.target, loss.drafter, loss.rollout, *shape)
+    alone, spread = (step_flops(step, "cpu", each).total for each in (None, mesh))
     flops = compiled.cost_analysis()["flops"]
     assert flops == pytest.approx(spread.executed / mesh.size, rel=0.03)
     assert spread.useful == alone.useful
@@ -231,7 +228,7 @@ def test_each_device_does_its_share(text: str, smallest: float) -> None:
     places = jax.tree.leaves(loss.drafter.place(mesh))
     gradient = [4 * math.prod(p.shard_shape(x.shape)) for x, p in zip(jax.tree.leaves(params), places, strict=True)]
     counted: Counter[tuple[str, ...]] = Counter()
-    for each in step_exchanges(*models, mesh, batch=batch, seq=seq, gradient_bytes=sum(gradient)):
+    for each in step_collectives(step, mesh, sum(gradient)):
         counted[tuple(axis for axis in each.axes if mesh.shape[axis] > 1)] += each.num_bytes
     sent = _sent(compiled.as_text(), mesh)
     for axes, size in counted.items() if mesh.shape["sequence"] == 1 else ():
@@ -280,16 +277,16 @@ def test_a_group_that_fits_no_host_goes_over_the_network() -> None:
     """Devices along the last axis are neighbours."""
     run = TrainRun(target="deepseek-v3", draft=DraftSettings(vocab_size=32000), mesh="tensor=8,expert=8")
     plan = make_plan(run)
-    by_axis = {each.axes: each for each in plan.exchanges}
+    by_axis = {each.axes: each for each in plan.collectives}
     inner, outer = by_axis["expert",], by_axis["tensor",]
     h100, v5p = (next(device for device in DEVICES if device.name.startswith(name)) for name in ("H100", "TPU v5p"))
     assert (span(plan.mesh, inner.axes), span(plan.mesh, outer.axes)) == (8, 57)
-    near = sum(each.num_bytes for each in plan.exchanges if each.axes != outer.axes)
-    far = sum(each.num_bytes for each in plan.exchanges if each.axes == outer.axes)
+    near = sum(each.num_bytes for each in plan.collectives if each.axes != outer.axes)
+    far = sum(each.num_bytes for each in plan.collectives if each.axes == outer.axes)
     assert plan.sending_seconds(h100) == pytest.approx(near / h100.link + far / h100.network)
     assert plan.sending_seconds(v5p) == pytest.approx((near + far) / v5p.link)
     whole = _plan(run, mesh="")
-    assert not whole.exchanges
+    assert not whole.collectives
     assert whole.sending_seconds(h100) == 0
     computing = plan.flops.total.executed / 64 / h100.peak
     assert plan.positions / plan.positions_per_second(h100) == pytest.approx(computing + plan.sending_seconds(h100))
@@ -297,7 +294,7 @@ def test_a_group_that_fits_no_host_goes_over_the_network() -> None:
 
 
 def test_every_recipe_has_a_plan_that_fits(tmp_path: Path) -> None:
-    """On devices of 80 GB with a fifth left, as many as its mesh says, which is one where that is enough."""
+    """On devices of 80 GB with a fifth left, as many as its mesh has, which is one where that is enough."""
     for name in (BUNDLED, *PRESETS):
         file = tmp_path / f"{name}.yaml"
         file.write_text(recipe(name))
@@ -343,9 +340,9 @@ def test_a_plan_follows_the_settings() -> None:
     host = _plan(run, train=dataclasses.replace(train, moments="host"))
     assert host.host_bytes + _part(host, "moments") == _part(plain, "moments")
     assert _part(host, "moments") < 1e6
-    kept = _plan(run, train=dataclasses.replace(train, remat=False))
-    assert kept.device_bytes == plain.device_bytes + plain.without_remat
-    assert kept.flops.total.executed < plain.flops.total.executed
+    stored = _plan(run, train=dataclasses.replace(train, remat=False))
+    assert stored.device_bytes == plain.device_bytes + plain.without_remat
+    assert stored.flops.total.executed < plain.flops.total.executed
     halved = _plan(run, train=dataclasses.replace(train, accumulate=2))
     assert _part(halved, "rollout") == _part(plain, "rollout") / 2
     cached = _plan(run, features=CaptureSettings(capture="features"))

@@ -1,5 +1,5 @@
-"""A plan for a fleet: its memory is what an engine takes, its roofline is the other one's, what it promises follows
-from its costs, and what cannot be is one error with the fix."""
+"""A plan for a fleet: its memory is what an engine takes, its work is counted as the benchmarks count it, what it
+promises follows from its costs, and what cannot be is one error with the fix."""
 
 import dataclasses
 import json
@@ -13,20 +13,16 @@ from jax.sharding import Mesh
 from typer.testing import CliRunner
 
 from specserve.checkpoints.load import Target, load_target
-from specserve.checkpoints.tensors import write_json
 from specserve.cli.main import app
 from specserve.devices import DEVICES, Device, parse_devices
 from specserve.errors import ConfigError
 from specserve.eval.bench.roofline import step_work
 from specserve.mesh import make_mesh
-from specserve.plan.outline import SHARE_OF_BANDWIDTH, SHARE_OF_PEAK
-from specserve.plan.serving import fit_into, make_serve_plan
+from specserve.plan.serving import fit_into, make_serve_plan, step_costs
 from specserve.plan.settings import PlanServeRun
-from specserve.plan.step_costs import RooflineCosts, measured_costs
-from specserve.plan.training import abstract_mesh
+from specserve.plan.work import SHARE_OF_BANDWIDTH, SHARE_OF_PEAK, Replica, abstract_mesh
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import make_shapes
-from specserve.serve.tuned import Entry, Profile, machine_facts
 from specserve.speculative.drafter import Weights
 from specserve.speculative.tree import DynamicTree, Tree, chain
 
@@ -61,9 +57,10 @@ def test_the_memory_is_that_of_an_engines_arrays(target: Target, tensor: int) ->
         target, head, make_shapes([chain(3)], target.config, mesh, **sizes), mesh=mesh, has_constrained=False
     )
     room = _on_first(target.params) + _on_first(head.params) + _on_first(runner.state)
-    wanted = {"slots": 4, "longest": LONGEST, "own": LONGEST, "page_size": PAGE}
+    sizes = {"slots": 4, "longest": LONGEST, "own": LONGEST, "page_size": PAGE}
+    replica = Replica(target.config, head.drafter, mesh or abstract_mesh({}))
     for spare in (0, -1):
-        fit = fit_into(runner.config, head.drafter, mesh, room + spare, **wanted)
+        fit = fit_into(runner.config, replica, room + spare, **sizes)
         assert fit is not None
         held = {part.name: part.num_bytes for part in fit.memory}
         assert held["target's weights"] == _on_first(target.params)
@@ -71,12 +68,12 @@ def test_the_memory_is_that_of_an_engines_arrays(target: Target, tensor: int) ->
         assert fit.num_pages == (40 if spare == 0 else 39)
         if spare == 0:
             assert held["pages"] + held["slots"] == _on_first(runner.state)
-    assert fit_into(runner.config, head.drafter, mesh, 1000.0, **wanted) is None
+    assert fit_into(runner.config, replica, 1000.0, **sizes) is None
 
 
 @pytest.mark.parametrize("tree", [None, chain(3), DynamicTree(3, 2, 6)], ids=["plain", "chain", "tree"])
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_on_one_device_the_roofline_is_that_of_the_benchmarks(
+def test_on_one_device_the_work_is_that_of_the_benchmarks(
     target: Target, tree: Tree | None, is_tied: bool, tmp_path: Path
 ) -> None:
     """Bytes and operations are counted from shapes here, and from arrays there."""
@@ -92,12 +89,12 @@ def test_on_one_device_the_roofline_is_that_of_the_benchmarks(
     wide = dataclasses.replace(fast, peak=1.0, bandwidth=never)
     for batch, context in ((1, 7), (4, 64)):
         work = step_work(target.config, weights, head, tree, batch=batch, context=context)
+        replica = Replica(target.config, head, mesh)
         read, computed = (
-            RooflineCosts(target.config, head, mesh, device, context).costs(tree, (batch,)).step[0]
-            for device in (fast, wide)
+            step_costs(replica, device, tree, (batch,), context=context).step[0] for device in (fast, wide)
         )
-        assert read * SHARE_OF_BANDWIDTH == pytest.approx(work.num_bytes)
-        assert computed * SHARE_OF_PEAK == pytest.approx(work.num_flops)
+        assert read * SHARE_OF_BANDWIDTH == pytest.approx(work.read)
+        assert computed * SHARE_OF_PEAK == pytest.approx(work.flops)
 
 
 def test_better_devices_and_more_sequences_follow_the_obvious_order() -> None:
@@ -133,7 +130,7 @@ def test_the_load_that_the_documents_call_too_much_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"devices": "h900-4"}, r"'h900' is not in the table, expected one of a100, .*plan devices"),
         ({"devices": "h100"}, r"expected a name and a number of chips, such as h100-8"),
@@ -148,71 +145,25 @@ def test_the_load_that_the_documents_call_too_much_is() -> None:
         ({"target": "no-such"}, r"no such folder or preset"),
         ({"prompt": 40_900}, r"the context of qwen3-8b is 40960 tokens"),
         ({"shared_prompt": 600}, r"must be shorter than --prompt 600"),
-        ({"profile": "nowhere.json"}, r"there is no such profile"),
-        ({"devices": "here-1"}, r"nothing was measured for qwen3-8b on this machine"),
     ],
 )
-def test_what_cannot_be_planned_says_why(
-    changes: dict[str, object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_planned_has_a_reason(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         make_serve_plan(dataclasses.replace(QWEN, **changes))
 
 
-def test_measured_steps_take_the_place_of_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A profile that was kept for this machine is found by the target's name, or is given; its steps are the plan's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    steps = [
-        {"batch_size": size, "speculation": "chain:3", "plain_ms": 10.0 + size, "step_ms": 15.0 + 2 * size}
-        for size in (1, 2, 4)
-    ]
-    facts = machine_facts()
-    entries = tuple(Entry(size, "chain:3", 2.5, 10.0 + size, 15.0 + 2 * size, 1.5) for size in (1, 2, 4))
-    profile = Profile(facts, entries, {"names": {"target": "qwen3-8b"}, "timed": {"context": 100, "steps": steps}})
-    kept = tmp_path / "specserve" / "profiles" / "x.json"
-    profile.write(kept)
-    asked = dataclasses.replace(QWEN, qps=0.05, prompt=100, answer=20)
-    given = make_serve_plan(dataclasses.replace(asked, profile=str(kept)))
-    assert given.fleet.costs.plain == pytest.approx((0.011, 0.012, 0.014))
-    assert given.fleet.costs.step == pytest.approx((0.017, 0.019, 0.023))
-    assert (given.fleet.replicas, given.others) == (4, ())
-    with pytest.raises(ConfigError, match=r"steps of chain:2 were not timed \(timed were: chain:3\)"):
-        make_serve_plan(dataclasses.replace(asked, profile=str(kept), speculation="chain:2"))
-    small = dataclasses.replace(asked, target="qwen3-0.6b", devices="here-3")
-    write_json(kept.with_name("y.json"), profile.to_json() | {"names": {"target": "qwen3-0.6b"}})
-    here = make_serve_plan(small)
-    assert here.fleet.replicas == 3
-    assert here.fleet.costs.plain == given.fleet.costs.plain
-
-
-@pytest.mark.parametrize("num_ranks", [1, 4])
-@pytest.mark.parametrize("sizes", [(1, 2, 8), (1,)], ids=str)
-def test_prompts_of_a_profile_are_rows_of_all_data_ranks(num_ranks: int, sizes: tuple[int, ...]) -> None:
-    """Where a step takes so much for each row, and so does a prefill program, which has a chunk of each rank."""
-    fixed = 3.0 if len(sizes) > 1 else 0.0  # milliseconds; one size alone does not tell them from those of a row
-    steps = [{"batch_size": num_ranks * size, "plain_ms": fixed + 0.5 * num_ranks * size} for size in sizes]
-    profile = Profile({}, (), {"timed": {"steps": steps}})
-    costs = measured_costs(profile, None, "a profile", num_ranks)
-    assert costs.num_ranks == num_ranks
-    assert costs.prefill == pytest.approx([1e-3 * (fixed + 0.5 * num_ranks * chunk) for chunk in costs.chunks])
-
-
-def test_the_command_says_the_same_in_json_as_in_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_the_same_in_json_as_in_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     flags = "plan serve --target qwen3-8b --devices tpu-v6e-8 --qps 3 --prompt 500 --answer 60 --shared-prompt 256"
-    flags += " --system-prompts 3 --simulate --seconds 4"
     shown = CliRunner().invoke(app, flags.split())
     found = CliRunner().invoke(app, [*flags.split(), "--json"])
     assert (shown.exit_code, found.exit_code) == (0, 0)
-    said = json.loads(found.stdout)
-    fleet, played = said["fleet"], said["simulated"]
+    written = json.loads(found.stdout)
+    fleet = written["fleet"]
     assert f"{fleet['replicas']} on {fleet['devices_per_replica']} x TPU v6e each" in shown.stdout
     assert f"{fleet['break_even_tau']:.2f} at " in shown.stdout
-    assert set(played) == {"off", "chain:3"} == {"off", said["speculation"]}
-    assert f"{played['chain:3']['tokens_per_second']:,.0f}" in shown.stdout
-    assert all(0 < share <= 1 for each in played.values() for share in each["pages_most"])
-    assert played["off"]["prefix_hit_rate"] > 0
+    assert written["speculation"] == "chain:3"
+    assert all(f"{each['ms_per_token']:.2f}" in shown.stdout for each in fleet["ways"].values())
     assert CliRunner().invoke(app, [*flags.split(), "--json"]).stdout == found.stdout
 
 

@@ -69,7 +69,7 @@ def test_a_job_starts_one_server_of_two_processes_again_and_again(commands: Comm
         commands.until("job", lambda: not _is_ready(url) or job.poll() is not None)
         commands.until("job", lambda: _is_ready(url) or job.poll() is not None)
         assert _text(url) == said
-        assert ("a host is lost" in commands.log("job")) == is_actor
+        assert ("it has died" in commands.log("job")) == is_actor
     job.send_signal(signal.SIGTERM)
     assert commands.end("job", job) == 0, commands.log("job")
     assert not _processes(commands, "0", "1")

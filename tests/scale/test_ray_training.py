@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 from train_commands import Runs, is_gone, is_same, steps, workers
 
-from specserve.errors import ConfigError
-from specserve.processes import ProcessError
-
 pytestmark = pytest.mark.scale
 
 STEPS = 120
@@ -63,7 +60,6 @@ def test_a_killed_worker_changes_nothing(runs: Runs, plain: Path, rank: int) -> 
     assert int(begin) > 0
     assert f"step {STEPS}" in runs.log(output)
     runs.until(output, lambda: all(is_gone(worker) for _, worker in workers(runs, output)))
-    assert not (runs.folder / output / ".ray").exists()
 
 
 @pytest.mark.slow
@@ -100,17 +96,3 @@ def test_a_cluster_that_is_not_there_is_said(runs: Runs) -> None:
     process = runs.train("nowhere", *RAY, "--ray-address", "127.0.0.1:1")
     assert runs.end("nowhere", process) == 2, runs.log("nowhere")
     assert "error: ray address '127.0.0.1:1' cannot be reached" in runs.log("nowhere")
-
-
-def test_which_failures_are_tried_again() -> None:
-    pytest.importorskip("ray")
-    from ray.exceptions import ActorDiedError
-    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
-
-    from specserve.train.remote.workers import lasting_error
-
-    died, lost, wrong = WorkerHealthCheckFailedError("", ActorDiedError()), ProcessError("lost"), ConfigError("wrong")
-    assert lasting_error({0: lost, 1: died}) is None
-    assert lasting_error({0: wrong, 1: died}) is None  # it may have followed from that
-    assert lasting_error({0: lost}) is None
-    assert lasting_error({0: lost, 1: wrong}) is wrong

@@ -75,7 +75,7 @@ def test_training_is_that_with_the_target_in_its_step(
 
     def disturb(moment: Any) -> None:
         if moment.step == 2:
-            os.kill(trainer._features._processes[0], signal.SIGKILL)
+            os.kill(trainer.learner.features._processes[0], signal.SIGKILL)
         if moment.step == 5:
             signal.raise_signal(signal.SIGTERM)
 
@@ -101,7 +101,7 @@ def test_one_that_stops_is_given_up_and_the_last_one_ends_the_run(
     def disturb(moment: Any) -> None:
         if moment.step in (2, 5):
             number = int(moment.step == 5)
-            os.kill(trainer._features._processes[number], signal.SIGSTOP)
+            os.kill(trainer.learner.features._processes[number], signal.SIGSTOP)
 
     with pytest.raises(ProcessError, match=r"target process 1 does not answer for 10 seconds, and none is left"):
         trainer.train([disturb])

@@ -5,10 +5,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specserve.serve.http.formats.answers import THINK_MARKS, answer_format
-from specserve.serve.http.formats.parts import Part, joined
-from specserve.serve.http.formats.reader import AnswerReader, Reader
-from specserve.serve.http.formats.tool_formats import TOOL_FORMATS
+from specserve.serve.http.formats.reader import Part, Reader, joined
+from specserve.serve.http.formats.reasoning import THINK_MARKS, answer_format
+from specserve.serve.http.formats.tools import TOOL_FORMATS
 
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
 SCHEMA = {
@@ -110,14 +109,14 @@ def make_reader(
     think: str = "",
     is_thinking: bool = False,
     **options: Any,
-) -> AnswerReader:
+) -> Reader:
     ids = itertools.count()
-    reader = Reader(lambda: f"id-{next(ids)}", tools=tools, **options)
     marks = THINK_MARKS[think] if think else None  # type: ignore[index]
-    return AnswerReader(answer_format(FORMATS.get(name), marks, is_thinking=is_thinking), reader)  # type: ignore[arg-type]
+    read = answer_format(FORMATS.get(name), marks, is_thinking=is_thinking)  # type: ignore[arg-type]
+    return Reader(read, lambda: f"id-{next(ids)}", tools=tools, **options)
 
 
-def parse(parser: AnswerReader, *pieces: str) -> Part:
+def parse(parser: Reader, *pieces: str) -> Part:
     return joined([*[parser.push(piece) for piece in pieces], parser.finish()])
 
 

@@ -1,4 +1,4 @@
-"""Holds what a server sends against the shapes that /openapi.json tells."""
+"""Holds what a server sends against the types from which /openapi.json is made."""
 
 import json
 from functools import cache
@@ -8,7 +8,6 @@ import httpx
 from pydantic import TypeAdapter
 
 from specserve.serve.http.admin.openapi import ERRORS, EVENTS, REPLIES
-from specserve.serve.http.admin.reply_shapes import Error
 
 _TYPES: dict[str, Any] = {"error": ERRORS, "reply": REPLIES, "event": EVENTS}
 
@@ -35,7 +34,7 @@ def check_events(path: str, stream: str) -> list[Any]:
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     for event in events:
         if set(event) == {"error"}:
-            Error.model_validate(event)
+            _shape("error", "Error").validate_json(json.dumps(event))
         else:
             _shape("event", path).validate_json(json.dumps(event))
     return events

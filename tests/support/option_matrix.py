@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from described import check_events
 
-from specserve.serve.http.adapters.generate_bodies import SamplingOptions
+from specserve.serve.http.adapters.generate import SamplingOptions
 
 Json = dict[str, Any]
 

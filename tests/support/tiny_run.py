@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from quick_compile import compile_without_emitters
 from rounding import tolerance
 
-from specserve import config, processes
+from specserve import cluster, config, processes
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import TargetSource
 from specserve.data.dataset import Prompt
@@ -35,18 +35,19 @@ from specserve.drafters.eagle3.model import Eagle3Params
 from specserve.drafters.interface import Head
 from specserve.mesh import parse_mesh
 from specserve.speculative.acceptance import Acceptance
-from specserve.train import trainer
+from specserve.train import learner
 from specserve.train.acceptance import Arm, ArmAcceptance
 from specserve.train.evaluation import HeldOutEvaluator, Measurement
 from specserve.train.features import FeatureSource
 from specserve.train.head import new_drafter
+from specserve.train.learner import Learner, TrainingData
 from specserve.train.optimizer import make_optimizer
-from specserve.train.remote.target_service import open_service
+from specserve.train.remote.target_service import open_service, prefill_spec
 from specserve.train.run.folder import MetricsFile, RunFolder
 from specserve.train.settings import DraftSettings, EvalSettings, TrainRun, TrainSettings
 from specserve.train.speed import Speed
 from specserve.train.step import make_step, place_rows
-from specserve.train.trainer import Trainer, TrainingData
+from specserve.train.trainer import Trainer
 
 JOINING = {"coordinator": "", "num_processes": 1, "process_id": 0, "join_seconds": 300}
 MEASURED = {"seconds", *(field.name for field in dataclasses.fields(Speed))}
@@ -86,14 +87,18 @@ _optimizer = functools.cache(make_optimizer)
 _step = functools.cache(make_step)
 
 
-def make_trainer(run: TrainRun, *args: Any, **kwargs: Any) -> Trainer:
-    """A `Trainer` whose step is that of earlier ones of the same settings: tracing it takes longer than ten steps."""
+def make_learner(run: TrainRun, target: Target, data: TrainingData, **others: Any) -> Learner:
+    """A `Learner` whose step is that of earlier ones of the same settings: tracing it takes longer than ten steps."""
 
     def optimizer(settings: TrainSettings) -> optax.GradientTransformation:
         return _optimizer(dataclasses.replace(settings, **{name: getattr(SETTINGS, name) for name in NOT_OF_THE_STEP}))
 
-    with mock.patch.multiple(trainer, make_optimizer=optimizer, make_step=_step):
-        return Trainer(run, *args, **kwargs)
+    if data.head:
+        drafter = data.head.drafter
+    else:
+        drafter = new_drafter(run.drafter, run.draft, target.config, len(data.target_ids))
+    with mock.patch.multiple(learner, make_optimizer=optimizer, make_step=_step):
+        return Learner(run.train, drafter, target, data, **others)
 
 
 def tiny_run(output: Path, **changes: Any) -> TrainRun:
@@ -132,16 +137,19 @@ def tiny_trainer(
     if run.service.target_service:
         drafter = new_drafter(run.drafter, run.draft, target.config, len(data.target_ids))
         source = TargetSource(str(target.folder), target.folder)
-        features = open_service(run, source, target.config, drafter, data.loader)
+        spec = prefill_spec(run, source, target.config, drafter)
+        features = open_service(cluster.connect(run.ray_address), run.service, spec, target.config, data.loader)
     folder, notes = RunFolder(run, is_first=processes.is_first()), {"target": "tiny"}
-    return make_trainer(run, target, data, notes, folder, evaluator=evaluator, features=features, mesh=mesh)
+    made = make_learner(run, target, data, features=features, mesh=mesh)
+    return Trainer(run, made, notes, folder, evaluator=evaluator)
 
 
 def tiny_evaluator(of: Trainer, mesh: Mesh | None) -> HeldOutEvaluator:
     """The real one, for the run's head."""
     prompts = [Prompt("a", (1, 2, 3)), Prompt("b", (4,) * 9)]
     settings = EvalSettings(speculation=("chain:2",), eval_tokens=8)
-    return HeldOutEvaluator(of.target, of.drafter, of.data.target_ids, prompts, settings, seed=0, mesh=mesh)
+    own = of.learner
+    return HeldOutEvaluator(own.target, own.drafter, own.data.target_ids, prompts, settings, seed=0, mesh=mesh)
 
 
 def resolved(command: str) -> TrainRun:

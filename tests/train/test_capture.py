@@ -15,7 +15,7 @@ import pytest
 import tiny
 from jax.sharding import Mesh
 from rounding import UNIT, assert_same
-from tiny_run import make_trainer, noise_of, tiny_run
+from tiny_run import make_learner, noise_of, tiny_run
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.tensors import SINGLE_FILE
@@ -28,13 +28,14 @@ from specserve.mesh import make_mesh
 from specserve.models.config import ModelConfig
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import capture
-from specserve.train.capture import FeatureFolder, open_features
+from specserve.train.capture import Capturer, FeatureFolder, open_features
 from specserve.train.features import Format, TopK, bytes_per_position, decode, encode, unpack
 from specserve.train.features import pack as pack_codes
 from specserve.train.head import new_drafter
+from specserve.train.learner import TrainingData
 from specserve.train.run.folder import RunFolder
 from specserve.train.settings import CaptureSettings, TrainRun
-from specserve.train.trainer import TrainingData
+from specserve.train.trainer import Trainer
 
 FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")
 IDS = np.arange(8, 56, dtype=np.int32)
@@ -61,14 +62,15 @@ def _run(tmp_path: Path, how: Format = "int8", top_k: int = 20, **changes: Any) 
 def _open(run: TrainRun, target: Target, rows: PackedRows, ids: np.ndarray = IDS) -> FeatureFolder:
     drafter = new_drafter(run.drafter, run.draft, target.config, len(ids))
     digest = Loader(rows, 4, 0).state()["rows_digest"]
-    return open_features(run, target.folder, drafter, target.config, rows, digest, ids)
+    return open_features(run.features, target, run.quantization, drafter, rows, digest, ids)
 
 
 def _capture(
     run: TrainRun, target: Target, rows: PackedRows, mesh: Mesh | None = None, ids: np.ndarray = IDS
 ) -> FeatureFolder:
     features = _open(run, target, rows, ids)
-    capture.capture(features, target.folder, run, rows, ids, mesh)
+    sizes = {"batch_size": run.train.batch_size, "is_checked": run.check_weights, "mesh": mesh}
+    capture.capture(features, lambda: Capturer(features, target.folder, rows, ids, **sizes))
     assert not features.missing()
     return features
 
@@ -84,10 +86,12 @@ def _losses(
     """The loss of every step of a run."""
     data = TrainingData(Loader(rows, run.train.batch_size, run.train.seed), ids, 0.75)
     seen: list[float] = []
-    trainer = make_trainer(run, target, data, {"target": "tiny"}, RunFolder(run), features=features, mesh=mesh)
+    trainer = Trainer(
+        run, make_learner(run, target, data, features=features, mesh=mesh), {"target": "tiny"}, RunFolder(run)
+    )
     if features:
-        assert trainer.target.params.layers == ()
-        assert (trainer.target.params.head is None) == (len(ids) < 64)  # or the draft's logits are made by it
+        assert trainer.learner.target.params.layers == ()
+        assert (trainer.learner.target.params.head is None) == (len(ids) < 64)  # or the draft's logits are made by it
     trainer.train([lambda progress: seen.append(progress.loss) if progress.loss is not None else None])
     return np.array(seen)
 

@@ -19,7 +19,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop.convert import export_head
-from specserve.interop.format import Dialect
+from specserve.interop.findings import Dialect
 from specserve.interop.head import load_head, save_head
 from specserve.models.target import head_columns
 from specserve.plan.training import make_plan
@@ -49,7 +49,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Le
     """A run with a head of two layers and a width of its own."""
     output = tmp_path_factory.mktemp("learned")
     trainer = tiny_trainer(output, tiny_target, draft=LEAN)
-    before = jax.tree.map(np.array, trainer.state.params)
+    before = jax.tree.map(np.array, trainer.learner.state.params)
     trainer.train()
     return Learned(output, before)
 
@@ -152,8 +152,8 @@ def test_a_run_goes_on_from_an_earlier_head(learned: Learned, tmp_path: Path, ti
     head = earlier_head(str(learned.output), settings, tiny_target)
     begun = jax.tree.map(np.array, head.params)
     trainer = tiny_trainer(tmp_path, tiny_target, head=head, draft=settings, lr=1e-4)
-    assert trainer.drafter == head.drafter
-    for ours, theirs in zip(jax.tree.leaves(trainer.state.params), jax.tree.leaves(begun), strict=True):
+    assert trainer.learner.drafter == head.drafter
+    for ours, theirs in zip(jax.tree.leaves(trainer.learner.state.params), jax.tree.leaves(begun), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     trainer.train()
     for ours, theirs in zip(jax.tree.leaves(head.params), jax.tree.leaves(begun), strict=True):

@@ -127,7 +127,7 @@ def test_a_run_goes_on_on_other_devices(whole: Path, tmp_path: Path, tiny_target
 
         last = trainer.train([stop])
         assert last.step == (until + 1 if until else 10)
-        assert {leaf.sharding.num_devices for leaf in jax.tree.leaves(trainer.state)} == {8 if on else 1}
+        assert {leaf.sharding.num_devices for leaf in jax.tree.leaves(trainer.learner.state)} == {8 if on else 1}
 
     def run(target: Target, output: Path) -> dict[str, np.ndarray]:
         tiny_trainer(output, target, evaluator=NormEvaluator(), eval_every=4, save_every=0).train()
@@ -143,9 +143,9 @@ def test_one_step_is_compiled_once(tmp_path: Path, tiny_target: Target) -> None:
         trainer = tiny_trainer(
             tmp_path, tiny_target, evaluator=NormEvaluator(), eval_every=2, max_steps=until, resume=until == 8
         )
-        trainer._step.clear_cache()  # type: ignore[attr-defined]  # what other runs of these settings compiled
+        trainer.learner._step.clear_cache()  # type: ignore[attr-defined]  # what other runs of these settings compiled
         trainer.train()
-        assert trainer._step._cache_size() == 1  # type: ignore[attr-defined]
+        assert trainer.learner._step._cache_size() == 1  # type: ignore[attr-defined]
 
 
 def test_what_would_change_the_curve_is_refused(whole: Path, tiny_target: Target) -> None:

@@ -114,8 +114,8 @@ def test_the_best_head_is_what_is_left(tmp_path: Path, tiny_target: Target) -> N
 
     def keep(moment: Progress) -> None:
         if moment.evaluation:
-            params = jax.tree.map(np.array, trainer.state.params)
-            heads[moment.step] = Head(trainer.drafter, params, trainer.data.target_ids)
+            params = jax.tree.map(np.array, trainer.learner.state.params)
+            heads[moment.step] = Head(trainer.learner.drafter, params, trainer.learner.data.target_ids)
 
     trainer = tiny_trainer(
         tmp_path, tiny_target, evaluator=NormEvaluator([2.0, 2.5, 2.4]), eval_every=2, save_every=0, keep=1
@@ -192,7 +192,7 @@ def test_in_bfloat16_a_run_follows_the_one_in_float32(
 
     trainer = tiny_trainer(tmp_path / "bfloat16", load_target(tiny_target.folder, dtype="bfloat16"))
     trainer.train()
-    assert {leaf.dtype for leaf in jax.tree.leaves(trainer.state.params)} == {np.dtype(np.float32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(trainer.learner.state.params)} == {np.dtype(np.float32)}
     alone = losses(finished[0])
     off = losses(tmp_path / "bfloat16") - alone
     assert off.any()
@@ -200,7 +200,9 @@ def test_in_bfloat16_a_run_follows_the_one_in_float32(
     for seed in range(2):
         moved = dataclasses.replace(tiny_target, params=_rounded(tiny_target.params, seed))
         other = tiny_trainer(tmp_path / str(seed), moved)
-        other.state = dataclasses.replace(other.state, params=_rounded(other.state.params, seed))
+        other.learner.state = dataclasses.replace(
+            other.learner.state, params=_rounded(other.learner.state.params, seed)
+        )
         other.train()
         spread.append(losses(tmp_path / str(seed)) - alone)
     # losses of one run move together, so there are few independent numbers to compare
@@ -232,7 +234,7 @@ def test_a_target_over_a_mesh_teaches_the_same(
     target = load_target(tiny_target.folder, dtype="float32", mesh=mesh)
     trainer = tiny_trainer(tmp_path, target, evaluator=NormEvaluator(), mesh=mesh)
     trainer.train()
-    for leaf in jax.tree.leaves(trainer.state):
+    for leaf in jax.tree.leaves(trainer.learner.state):
         assert leaf.sharding.num_devices == 8
     assert [row["step"] for row in metrics(tmp_path)] == [row["step"] for row in metrics(finished[0])]
     assert_same(numbers(tmp_path), numbers(finished[0]), noise_of(_numbers, tiny_target, tmp_path))
@@ -251,13 +253,13 @@ def test_a_run_that_cannot_end_is_refused(tmp_path: Path, tiny_target: Target) -
 @pytest.mark.parametrize("name", ["loss", "gradient_norm"])
 def test_what_is_no_number_stops_the_run_and_says_how_to_go_on(tmp_path: Path, tiny_target: Target, name: str) -> None:
     trainer = tiny_trainer(tmp_path / "high", tiny_target, save_every=1)
-    step = trainer._step
+    step = trainer.learner._step
 
     def diverge(*arguments: Any) -> Any:
         state, found = step(*arguments)
         return state, dataclasses.replace(found, **{name: jnp.float32(np.inf)}) if trainer.step == 2 else found
 
-    trainer._step = diverge
+    trainer.learner._step = diverge
     with pytest.raises(ConfigError, match=rf"the {name.replace('_', ' ')} is inf at step 3") as raised:
         trainer.train()
     assert [row["step"] for row in metrics(tmp_path / "high")] == [1, 2]
@@ -283,7 +285,7 @@ def test_a_run_whose_steps_were_timed_is_the_same_run(
     tmp_path: Path, tiny_target: Target, finished: tuple[Path, list[Progress]]
 ) -> None:
     timed = tiny_trainer(tmp_path, tiny_target, evaluator=NormEvaluator(), max_steps=20)
-    assert timed.time_steps(0.0) > 0
+    assert timed.learner.time_steps(0.0) > 0
     timed.rebound(dataclasses.replace(timed.run, train=dataclasses.replace(timed.settings, max_steps=10)))
     timed.train()
     assert curve(tmp_path) == curve(finished[0])

@@ -47,8 +47,8 @@ def make(tiny_target: Target) -> Callable[..., Trainer]:
     def trainer_in(output: Path, **changes: Any) -> Trainer:
         trainer = tiny_trainer(output, tiny_target, eval=EVAL, **changes)
         if not evaluators:
-            seed, ids = trainer.settings.seed, trainer.data.target_ids
-            evaluators["one"] = HeldOutEvaluator(tiny_target, trainer.drafter, ids, PROMPTS, EVAL, seed=seed)
+            seed, ids = trainer.settings.seed, trainer.learner.data.target_ids
+            evaluators["one"] = HeldOutEvaluator(tiny_target, trainer.learner.drafter, ids, PROMPTS, EVAL, seed=seed)
         trainer.evaluator = evaluators["one"]
         return trainer
 

@@ -23,7 +23,7 @@ class DFlashConfig:
     output_scale: float = 1.0  # of its logits
     foresees_anchor: bool = False  # slot k is about the token k + 1 places after the anchor, so slot 0 counts
     markov_rank: int = 0  # of DSpark's bias by the token before; 0: none
-    confidence: Literal["", "state", "state and token"] = ""  # what DSpark's confidence is made of
+    confidence: Literal["", "state", "state and token"] = ""  # the inputs of DSpark's confidence
     has_confidence_bias: bool = False
     conv_taps: int = 0  # of DFlash2's convolutions; 0: none
     conv_group: int = 0  # channels that share what a slot adds to its kernel

@@ -191,7 +191,7 @@ def block_costs(config: DFlashConfig, spec: DFlashParams, rollout: Rollout, seq_
     anchors = num_anchors(config, rollout, seq_len) / seq_len
     slots = anchors * config.block_size  # computed for each position of the row
     heads, kv = backbone.num_heads * backbone.head_dim, 2 * backbone.num_kv_heads * backbone.head_dim
-    context = 2 * backbone.d_model + 2 * backbone.num_layers * kv  # what is fused; keys and values, their gradients
+    context = 2 * backbone.d_model + 2 * backbone.num_layers * kv  # the fused states; keys and values, their gradients
     of_slot = backbone.num_layers * (kept_by_layer(backbone.d_model, heads, backbone.d_ff) + kv)
     states = 3 * anchors * config.num_slots * backbone.d_model  # of all slots together, their gradients, those stacked
     return Costs(

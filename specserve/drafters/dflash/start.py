@@ -38,7 +38,7 @@ def default_block_size(kind: str) -> int:
 def suits(kind: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return settings of training as published heads were trained, the rate whatever the target's width."""
     num_slots = (given.get("draft.block_size") or default_block_size(kind)) - 1
-    if kind == "dspark":  # whose anchor's slot counts too
+    if kind == "dspark":  # the anchor's slot of such a block counts too
         num_slots += 1
     found = {"train.rollout_decay": slot_decay(num_slots), "train.lr": 6e-4, "train.clip": 1.0}
     return found | ({"draft.vocab_size": ALL_TOKENS} if kind == "dflash2" else {})

@@ -1,1 +1,1 @@
-"""EAGLE-3, and the network that P-EAGLE shares: `config`, `model`, `drafter` (serving), `rollout` (training), `start`."""
+"""EAGLE-3, and the network that P-EAGLE shares. `drafter` serves it, `rollout` trains it, `start` begins it."""

@@ -226,7 +226,7 @@ def extend(
     aux_hidden_states: jax.Array,  # [batch, n, taps * target_d_model], of the position before each token
     index: jax.Array,  # [batch, n], of the entries, consecutive
     is_valid: jax.Array,  # [batch, n] bool, the first so many
-) -> tuple[Cache, DraftInputs, KV]:  # what the entries bring to the last layer, and their keys and values there
+) -> tuple[Cache, DraftInputs, KV]:  # the inputs of the entries to the last layer, and their keys and values there
     """Write the draft's entries of tokens whose features are known. The layers below the last run for all of them,
     the last for none: a head of one layer attends to nothing here."""
     features = fuse_features(draft.params, config, aux_hidden_states)

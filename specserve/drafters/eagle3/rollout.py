@@ -92,7 +92,7 @@ def _flops(config: Eagle3Config, spec: Eagle3Params, rollout: Rollout, seq_len: 
     needs_input_gradient = bool(spec.fc_norms) or spec.fc_input_norm is not None
     once = (6.0 if needs_input_gradient else 4.0) * fc  # the features themselves are frozen
     layers = num_params([leaf for leaf in specs(spec.layers) if is_matrix(leaf)])
-    # what only makes the step's own output is not computed again, unless a norm follows it
+    # the product that only makes the step's own output is not computed again, unless a norm follows it
     again = 0.0 if not rollout.remat else layers - (0 if config.norm_output else num_params(spec.layers[-1].mlp.down))
     num_heads = on_each_device(mesh, "heads", config.num_heads)
     width = config.num_layers * num_heads * 2 * config.head_dim

@@ -10,7 +10,7 @@ from specserve.kernels.gather import take_each
 from specserve.pytree import pytree
 
 MAX_MATCH = 8  # tokens compared: a longer match says no more
-MATCH_CLASSES = (3, 5)  # match lengths below 3, below 5, and longer are told apart when gains are estimated
+MATCH_CLASSES = (3, 5)  # match lengths below 3, below 5, and longer have estimates of their gains apart
 RECALL_ROWS, RECALL_LENGTH = 32, 512  # finished answers that are remembered, and the tokens of each
 
 

@@ -15,7 +15,7 @@ class Layout:
     """The names of the tensors without `.weight`, `layer` being the prefix of an ordinary decoder layer's, and two
     switches. `{L}` stands for the number of the target's layers."""
 
-    architecture: str  # what engines call the layer's class, for a folder of its own
+    architecture: str  # the name that engines have for the layer's class, for a folder of its own
     layer: str
     token_norm: str
     hidden_norm: str

@@ -89,7 +89,7 @@ def run(
     position_ids: jax.Array,  # [batch, m] int32
     mask: Mask,
     seen: PagedPrefix | None = None,
-    earlier: Any = None,  # what the first m - n new entries have left when they ran, see `Context`
+    earlier: Any = None,  # the results of the first m - n new entries when they ran, see `Context`
 ) -> tuple[jax.Array, Any]:  # the states [batch, n, d_model] that make logits, and what the entries leave in the cache
     """Run the layer. Where the states are not used, XLA does not compute them."""
     context = make_context(config.layer, position_ids, mask, earlier)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.start import NAMES, default_taps
 from specserve.errors import ConfigError
-from specserve.interop.format import Dialect
+from specserve.interop.findings import Dialect
 from specserve.interop.published import D2T, EMBEDDING, OUTPUT, inner, is_eps, rope_keys
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.rope import rope_from_hf
@@ -37,7 +37,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 ACTIVATION = "silu"
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 _MORE_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "draft_vocab_size", "target_hidden_size")
-# what says how a head is computed beyond its sizes; in `dflash_config`, which comes first, or beside it
+# keys that decide how a head is computed, beyond its sizes; in `dflash_config`, which comes first, or beside it
 _MEANING = {
     *("block_size", "mask_token_id", TAPS, *INPUT_TAPS, "causal", "use_swa", "swa_window_size", "attention_sink_bias"),
     *("add_swa_attention_sink_bias", "use_aux_hidden_state", "input_embedding_scale", "output_multiplier"),
@@ -47,7 +47,7 @@ _MEANING = {
     *("rope_theta", "rope_scaling", "rope_parameters", "has_own_lm_head", "dspark_bonus_anchor"),
     *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", *_SELECTOR),
 }
-# what changes nothing of what is computed here: names, dtypes, token ids, training, what transformers writes of itself
+# keys that change nothing here: names, dtypes, token ids, training, and all that transformers writes of itself
 HARMLESS = {
     *("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class"),
@@ -171,8 +171,8 @@ def _check_keys(stated: Stated) -> None:
     """Raises ConfigError unless every key is known, and the shape can be made of them."""
     where = stated.where
     if wrong := bad_sizes(stated):
-        told = ", ".join(f"{key} is {stated.get(key)!r}" for key in wrong)
-        raise ConfigError(f"{where}: {told}; expected positive whole numbers. Is it the config.json of a DFlash head?")
+        named = ", ".join(f"{key} is {stated.get(key)!r}" for key in wrong)
+        raise ConfigError(f"{where}: {named}; expected positive whole numbers. Is it the config.json of a DFlash head?")
     if stated.unknown:
         raise ConfigError(
             f"{where}: {', '.join(stated.unknown)}: not known to us, so the head might be computed as another one than "
@@ -213,9 +213,9 @@ def read_foresees_anchor(stated: Stated) -> bool:
 
 
 def disagrees_about_anchor(stated: Stated) -> bool:
-    """Return whether the two keys that say whether the anchor's own slot predicts a token say different things."""
-    told, bonus = stated.get("sample_from_anchor"), stated.get("dspark_bonus_anchor")
-    return None not in (told, bonus) and bool(told) == bool(bonus)
+    """Return whether the two keys about the anchor's own slot disagree on whether it predicts a token."""
+    foresees, bonus = stated.get("sample_from_anchor"), stated.get("dspark_bonus_anchor")
+    return None not in (foresees, bonus) and bool(foresees) == bool(bonus)
 
 
 def _joint(stated: Stated, has_confidence_bias: bool) -> dict[str, Any]:
@@ -223,8 +223,8 @@ def _joint(stated: Stated, has_confidence_bias: bool) -> dict[str, Any]:
     required = {"dspark": ("markov_rank",), "dflash2": _SELECTOR}.get(stated.kind, ())
     given = {key: stated.get(key) for key in required}
     if wrong := [f"{key} is {value!r}" for key, value in given.items() if type(value) is not int or value <= 0]:
-        told = ", ".join(wrong)
-        raise ConfigError(f"{stated.where}: {told}; expected positive whole numbers in a {stated.kind} head")
+        named = ", ".join(wrong)
+        raise ConfigError(f"{stated.where}: {named}; expected positive whole numbers in a {stated.kind} head")
     if stated.kind == "dspark":
         is_default = stated.layout == "speculators"
         sees_token = stated.get("confidence_head_with_markov", is_default)
@@ -308,8 +308,8 @@ def read_taps(stated: Stated, target: ModelConfig | None) -> tuple[int, ...]:
     """The layers whose outputs are tapped. Raises ConfigError where keys disagree, or the target has no such layers."""
     found = stated_taps(stated)
     if any(taps != next(iter(found.values())) for taps in found.values()):
-        told = "; ".join(f"{key}: outputs of {taps}" for key, taps in found.items())
-        raise ConfigError(f"{stated.where}: the taps are stated in two ways that disagree: {told}")
+        named = "; ".join(f"{key}: outputs of {taps}" for key, taps in found.items())
+        raise ConfigError(f"{stated.where}: the taps are stated in two ways that disagree: {named}")
     num_layers = target.num_layers if target else stated.get("num_target_layers", 64)
     taps = tuple(next(iter(found.values()))) if found else default_taps(num_layers, stated.get("num_hidden_layers"))
     if any(not 0 <= i < num_layers for i in taps):
@@ -376,7 +376,7 @@ def config_to_hf(
     own: dict[str, Any] = {"mask_token_id": config.mask_token_id, TAPS: list(config.aux_layers)}
     windows = [config.backbone.kind(i).window for i in range(config.backbone.num_layers)]
     out = {"architectures": [ARCHITECTURES[config.name][0]], **layer, "block_size": config.block_size}
-    if config.name == "dspark":  # whose readers look for everything at the top
+    if config.name == "dspark":  # readers of such heads look for everything at the top
         out |= {**own, **_joint_to_hf(config)}
     else:
         own |= _joint_to_hf(config)
@@ -434,7 +434,7 @@ def unknown_to(dialect: Dialect, config: DFlashConfig) -> list[str]:
     )
     if dialect == "vllm":
         return scales
-    if dialect == "speculators":  # which vLLM reads too; it makes all layers causal where windows are
+    if dialect == "speculators":  # vLLM reads these too, and makes all layers causal where windows are
         windows = {config.backbone.kind(i).window for i in range(config.backbone.num_layers)}
         return ["layers that see all beside causal ones"] if len({*config.is_causal}) > 1 and len(windows) > 1 else []
     if dialect == "sglang-jax" and config.name == "dflash2":

@@ -1,6 +1,6 @@
 """DFlash heads as folders: config.json and tensors, in either layout."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,11 +12,13 @@ from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.interface import Head, TrainedDrafter
-from specserve.errors import CheckpointError
-from specserve.interop.dflash import dialects, doctor
+from specserve.errors import CheckpointError, ConfigError
+from specserve.interop.dflash import dialects
+from specserve.interop.dflash.catalogue import CHECKS
+from specserve.interop.dflash.checks import OF_BLOCKS, BlockFiles
 from specserve.interop.dflash.repairs import list_repairs
-from specserve.interop.findings import DoctorReport, Repair
-from specserve.interop.format import Dialect, HeadFormat
+from specserve.interop.findings import Dialect, DoctorReport, Repair
+from specserve.interop.format import HeadFormat
 from specserve.interop.notes import read_notes
 from specserve.interop.published import EMBEDDING, OUTPUT, target_embedding, target_output, vocab_to_tensors
 from specserve.models.config import ModelConfig
@@ -26,6 +28,8 @@ class DFlashFormat(HeadFormat):
     """The layouts of block drafters (`dialects`)."""
 
     skipped: ClassVar[Mapping[str, str]] = dialects.SKIPPED
+    examined = BlockFiles
+    checks = OF_BLOCKS
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
         return dialects.kind_named(raw) == self.kind
@@ -103,11 +107,15 @@ class DFlashFormat(HeadFormat):
             changes.append(f"{OUTPUT} is the target's own output head, so it is shared instead of stored")
         return Head(DFlash(config), params, head.target_ids), changes
 
-    def repairs(self, folder: Path, target: Target) -> list[Repair]:
-        return list(list_repairs(folder, target))
-
     def examine(self, folder: Path, target: Target | None) -> DoctorReport:
-        return doctor.examine(folder, target)
+        """Make all checks. Where none finds an error, and the head cannot be made, that is the error."""
+        report, files = super().examine(folder, target), BlockFiles(folder, target)
+        if isinstance(files.read, ConfigError) and not report.errors:
+            report.findings.append(CHECKS["block-sizes"].found(CONFIG, "a head that can be made", str(files.read)))
+        return report
+
+    def list_repairs(self, files: BlockFiles) -> Iterable[Repair]:
+        return list_repairs(files)
 
 
 def _is_same(own: np.ndarray, targets: np.ndarray | None) -> bool:

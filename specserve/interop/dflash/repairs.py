@@ -1,19 +1,18 @@
-"""Repairs of a block drafter's files: other readings of them, for slips of exports that no shape and no key tells.
+"""Repairs of a block drafter's files: other readings of them, for slips of exports that no shape and no key shows.
 Whether one helps is measured by running the head (`eval.trial`)."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
+from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.start import FEWEST_MORE, default_taps
 from specserve.errors import ConfigError
 from specserve.interop.dflash import dialects
+from specserve.interop.dflash.checks import BlockFiles
 from specserve.interop.findings import Copy, Repair
 from specserve.interop.published import inner, rope_keys
 from specserve.interop.repairs import change, exchange, masks, tap_order
@@ -26,9 +25,10 @@ _NORMS = (
 _WHOLE_ORDERS = 3  # taps of which every order is tried
 
 
-def list_repairs(folder: Path, target: Target) -> Iterator[Repair]:
+def list_repairs(files: BlockFiles) -> Iterator[Repair]:
     """List all repairs that are worth a try. There are none where config.json cannot be read."""
-    raw, names = read_json(folder / CONFIG), TensorFolder(folder).names()
+    raw, names, target = files.raw, files.names, files.target
+    assert target is not None, "repairs are tried beside the target"
     try:
         config = dialects.config_from_hf(raw, target.config, names, dtype="float32", where=CONFIG)
     except ConfigError:
@@ -75,9 +75,9 @@ def _taps(config: DFlashConfig, num_layers: int) -> Iterator[Repair]:
     for order in orders:
         if order == tuple(taps):
             continue
-        told = ", ".join(str(config.aux_layers[i]) for i in order)
+        named = ", ".join(str(config.aux_layers[i]) for i in order)
         fix = change(dialects.renamer, tap_order(order), "fc.weight")
-        yield Repair(f"fc.weight takes the taps in the order {told}", fix)
+        yield Repair(f"fc.weight takes the taps in the order {named}", fix)
 
 
 def _set_taps(layers: tuple[int, ...]) -> Callable[[Copy], None]:
@@ -92,9 +92,9 @@ def _set_taps(layers: tuple[int, ...]) -> Callable[[Copy], None]:
 def _blocks(config: DFlashConfig, raw: Mapping[str, Any]) -> Iterator[Repair]:
     """List repairs of blocks: which slots a slot sees, how far back, and whether the first slot predicts a token."""
     is_causal = not all(config.is_causal)
-    told = "a slot sees those before it alone" if is_causal else "a slot sees its whole block"
+    named = "a slot sees those before it alone" if is_causal else "a slot sees its whole block"
     keys = ["is_causal", *(["causal"] if "causal" in inner(raw, dialects.OWN) or "causal" in raw else [])]
-    yield Repair(told, _put(**dict.fromkeys(keys, is_causal)))
+    yield Repair(named, _put(**dict.fromkeys(keys, is_causal)))
     windows = [config.backbone.kind(i).window for i in range(config.backbone.num_layers)]
     if any(windows):
         yield Repair("its layers see all that is committed", _set_window(0, len(windows)))
@@ -104,9 +104,9 @@ def _blocks(config: DFlashConfig, raw: Mapping[str, Any]) -> Iterator[Repair]:
         yield Repair(f"its layers have windows of {window} tokens", _set_window(window, len(windows)))
     foresees = not config.foresees_anchor
     if "sample_from_anchor" in raw or config.name == "dflash":
-        told = "the anchor's own slot foresees a token" if foresees else "the anchor's own slot foresees nothing"
+        named = "the anchor's own slot foresees a token" if foresees else "the anchor's own slot foresees nothing"
         bonus = {"dspark_bonus_anchor": not foresees} if "dspark_bonus_anchor" in raw else {}
-        yield Repair(told, _put(sample_from_anchor=foresees, **bonus))
+        yield Repair(named, _put(sample_from_anchor=foresees, **bonus))
 
 
 def _set_window(window: int, num_layers: int) -> Callable[[Copy], None]:

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, listed
 from specserve.drafters.eagle3.model import draft_spec
-from specserve.interop import values
-from specserve.interop.eagle3 import catalogue, dialects
+from specserve.interop.eagle3 import dialects
+from specserve.interop.eagle3.catalogue import CHECKS
 from specserve.interop.eagle3.head_files import EagleFiles
+from specserve.interop.examined import check_specs
 from specserve.interop.findings import FLOATS, Copy, Finding, put
-from specserve.interop.published import D2T, T2D, is_eps
-from specserve.models.params import specs
+from specserve.interop.published import D2T, is_eps
+from specserve.models.params import ParamSpec, specs
 
 _FLAG_TENSORS = {"fc_norm": r"fc_norm\.\d+\.weight", "norm_before_fc": r"input_norm\.weight"}
 _BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
@@ -28,7 +29,7 @@ def check_names(files: EagleFiles) -> Iterator[Finding]:
 
     if odd:
         file, right, wrong = files.tensors.file(min(odd)).name, min(odd.values()), min(odd)
-        yield catalogue.NAMES.found(file, f"{right}, and so on", f"{wrong}, and so on", strip, count=len(odd))
+        yield CHECKS["names"].found(file, f"{right}, and so on", f"{wrong}, and so on", strip, count=len(odd))
 
 
 def check_keys(files: EagleFiles) -> Iterator[Finding]:
@@ -38,15 +39,15 @@ def check_keys(files: EagleFiles) -> Iterator[Finding]:
     right = stated or files.head_rows
     if files.bad_keys:
         got = ", ".join(f"{key}: {flat.get(key)!r}" for key in files.bad_keys)
-        yield catalogue.CONFIG_KEYS.found(CONFIG, "positive whole numbers", got)
+        yield CHECKS["config-keys"].found(CONFIG, "positive whole numbers", got)
     elif stated is None or "draft_vocab_size" not in files.raw:
         got = "nothing" if stated is None else "truncated_vocab_size"
-        yield catalogue.DRAFT_VOCAB_SIZE.found(CONFIG, f"{right}", got, put("draft_vocab_size", right))
+        yield CHECKS["draft-vocab-size"].found(CONFIG, f"{right}", got, put("draft_vocab_size", right))
     stated, counted = flat.get("num_hidden_layers", 1), files.num_layers
     if stated != counted:
         is_cut = type(stated) is int and stated > counted  # or the config is of another head
         fix = None if is_cut else put("num_hidden_layers", counted, in_layer=True)
-        yield catalogue.LAYERS.found(f"{CONFIG}: num_hidden_layers", str(counted), repr(stated), fix)
+        yield CHECKS["layers"].found(f"{CONFIG}: num_hidden_layers", str(counted), repr(stated), fix)
 
 
 def check_identity(files: EagleFiles) -> Iterator[Finding]:
@@ -54,15 +55,15 @@ def check_identity(files: EagleFiles) -> Iterator[Finding]:
     flat, own = files.flat, files.family.architectures[files.dialect]
     stated = flat.get("architectures")
     if not isinstance(stated, list) or not files.family.known.intersection(map(str, stated)):
-        check = catalogue.ARCHITECTURE_UNKNOWN if stated else catalogue.ARCHITECTURE_MISSING
+        check = CHECKS["architecture warning"] if stated else CHECKS["architecture"]
         yield check.found(f"{CONFIG}: architectures", own, repr(stated), put("architectures", [own]))
     if not flat.get("model_type"):
         place = "transformer_layer_config" if files.dialect == "speculators" else CONFIG
-        yield catalogue.MODEL_TYPE.found(place, "llama", "nothing", put("model_type", "llama", in_layer=True))
+        yield CHECKS["model-type"].found(place, "llama", "nothing", put("model_type", "llama", in_layer=True))
     layer = files.raw.get("transformer_layer_config") or {}
     if flat.get("tie_word_embeddings") is True or layer.get("tie_word_embeddings") is True:
         fix = put("tie_word_embeddings", False, everywhere=True)
-        yield catalogue.TIED.found(CONFIG, "false", "true", fix)
+        yield CHECKS["tied"].found(CONFIG, "false", "true", fix)
 
 
 def check_tensors(files: EagleFiles) -> Iterator[Finding]:
@@ -77,22 +78,16 @@ def check_tensors(files: EagleFiles) -> Iterator[Finding]:
     unstated = [flag for flag, has_tensors in implied.items() if has_tensors and not getattr(config, flag)]
     for flag in unstated:
         where, got = f"{CONFIG}: {flag}", repr(files.flat.get(flag))
-        yield catalogue.NORM_FLAG.found(where, "true", got, put(flag, True), flag=flag)
+        yield CHECKS["norm-flag"].found(where, "true", got, put(flag, True), flag=flag)
     config = replace(config, **dict.fromkeys(unstated, True))
-    used = {files.rename(name) for name in (D2T, T2D)}
-    for spec in (*specs(draft_spec(config)), *files.family.more(config)):
-        stored, expected = files.rename(spec.name), f"{list(spec.stored_shape)}"
-        used.add(stored)
-        if stored not in names:
-            asked = [flag for flag, pattern in _FLAG_TENSORS.items() if re.fullmatch(pattern, spec.name)]
-            got = f"nothing, though {asked[0]} is true" if asked else "nothing"
-            yield catalogue.MISSING_TENSOR.found(SINGLE_FILE, expected, got, name=stored)
-        elif (shape := files.tensors.shape(stored)) != spec.stored_shape:
-            yield catalogue.SHAPE.found(files.where(spec.name), expected, f"{list(shape)}", name=stored)
-    for name in sorted(names - used):
-        if not _BUFFERS.fullmatch(name):
-            where, got = files.tensors.file(name).name, f"{list(files.tensors.shape(name))}"
-            yield catalogue.UNKNOWN_TENSOR.found(where, "nothing", got, name=name)
+
+    def instead(spec: ParamSpec) -> str:
+        asking = [flag for flag, pattern in _FLAG_TENSORS.items() if re.fullmatch(pattern, spec.name)]
+        return f"nothing, though {asking[0]} is true" if asking else "nothing"
+
+    checks = CHECKS["missing-tensor"], CHECKS["shape"], CHECKS["unknown-tensor"]
+    required = (*specs(draft_spec(config)), *files.family.more(config))
+    yield from check_specs(files, required, checks, _BUFFERS.fullmatch, instead)
 
 
 def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
@@ -100,11 +95,11 @@ def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
     dtypes = {name: files.tensors.dtype(name).name for name in sorted(files.weights)}
     odd = [f"{name} {dtype}" for name, dtype in dtypes.items() if dtype not in FLOATS]
     if odd:
-        yield catalogue.WEIGHT_DTYPE.found(SINGLE_FILE, " or ".join(FLOATS), listed(odd, 3))
+        yield CHECKS["weight-dtype"].found(SINGLE_FILE, " or ".join(FLOATS), listed(odd, 3))
         return
     found = sorted(set(dtypes.values()))
     if len(found) > 1:
-        yield catalogue.MIXED_DTYPES.found(SINGLE_FILE, "one", ", ".join(found))
+        yield CHECKS["mixed-dtypes"].found(SINGLE_FILE, "one", ", ".join(found))
     stated = str(files.flat.get("torch_dtype") or files.flat.get("dtype") or "").removeprefix("torch.")
     key, other = ("dtype", "torch_dtype") if files.dialect == "speculators" else ("torch_dtype", "dtype")
 
@@ -114,12 +109,7 @@ def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
             place[key] = found[0]
 
     if stated not in found and len(found) == 1:
-        yield catalogue.DTYPE.found(f"{CONFIG}: {key}", found[0], stated or "nothing", set_dtype)
-
-
-def check_values(files: EagleFiles) -> Iterator[Finding]:
-    """Check that the numbers can be weights."""
-    yield from values.check_values(files.tensors, files.weights)
+        yield CHECKS["dtype"].found(f"{CONFIG}: {key}", found[0], stated or "nothing", set_dtype)
 
 
 def check_layer(files: EagleFiles) -> Iterator[Finding]:
@@ -127,9 +117,9 @@ def check_layer(files: EagleFiles) -> Iterator[Finding]:
     epsilon."""
     act, eps = files.flat.get("hidden_act"), files.flat.get("rms_norm_eps", 1e-6)
     if act not in (None, dialects.ACTIVATION):
-        yield catalogue.HIDDEN_ACT.found(f"{CONFIG}: hidden_act", dialects.ACTIVATION, repr(act))
+        yield CHECKS["hidden-act"].found(f"{CONFIG}: hidden_act", dialects.ACTIVATION, repr(act))
     where = f"{CONFIG}: rms_norm_eps"
     if not is_eps(eps):
-        yield catalogue.EPS.found(where, "a number above 0 and far below 1, such as 1e-06", repr(eps))
+        yield CHECKS["eps"].found(where, "a number above 0 and far below 1, such as 1e-06", repr(eps))
     elif files.target is not None and eps != files.target.config.norm_eps:
-        yield catalogue.EPS_DIFFERS.found(where, f"{files.target.config.norm_eps:g}, the target's", f"{eps:g}")
+        yield CHECKS["eps-differs"].found(where, f"{files.target.config.norm_eps:g}, the target's", f"{eps:g}")

@@ -14,7 +14,7 @@ import numpy as np
 
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.errors import ConfigError
-from specserve.interop.format import Dialect
+from specserve.interop.findings import Dialect
 from specserve.interop.published import D2T, EMBEDDING, inner, is_eps, rope_keys
 from specserve.models.config import ModelConfig
 from specserve.models.rope import rope_from_hf
@@ -30,13 +30,13 @@ FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
 REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "draft_vocab_size")
 _OPTIONAL = ("num_hidden_layers", "target_hidden_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
 ACTIVATION = "silu"  # of the MLP; every engine that runs EAGLE-3 heads computes this one
-SPECULATIVE_TOKENS = 3  # what a speculators config suggests to vLLM; a flag of the server overrides it
+SPECULATIVE_TOKENS = 3  # a speculators config suggests so many to vLLM; a flag of the server overrides it
 _D2T_NAMES = (D2T, "draft_id_to_target_id")
 _NO_TAPS = (0, 1, 2)  # three of a target that nobody named
 _FURTHER_NORM = re.compile(r"^(layers\.[1-9]\d*\.)hidden_norm\.")
 
-_NEUTRAL = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}  # no head has anything else
-MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # what heads with masked slots call their mask's token
+_DEFAULTS = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}  # no head has anything else
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # the names of the mask's token in heads with masked slots
 
 
 def mask_ids(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def flat_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 def unsupported(raw: Mapping[str, Any]) -> list[str]:
     """List switches of the network that are not computed, with their values."""
     flat = flat_config(raw)
-    found = [f"{key} {flat[key]!r}" for key, value in _NEUTRAL.items() if flat.get(key) not in (None, value)]
+    found = [f"{key} {flat[key]!r}" for key, value in _DEFAULTS.items() if flat.get(key) not in (None, value)]
     if flat.get("sliding_window") is not None and flat.get("use_sliding_window") is not False:
         found.append(f"sliding_window {flat['sliding_window']!r}")
     if set(flat.get("layer_types") or ()) - {"full_attention"}:
@@ -114,7 +114,7 @@ def tap_ids(raw: Mapping[str, Any]) -> list[int]:
 
 
 def bad_keys(flat: Mapping[str, Any]) -> list[str]:
-    """Find keys that the shapes follow from, and that are no counts, or missing where nothing else tells them."""
+    """Find keys that the shapes follow from, and that are no counts, or missing where nothing else states them."""
     given = {key: flat.get(key) for key in (*REQUIRED, *_OPTIONAL)}
     is_count = {key: type(value) is int and value > 0 for key, value in given.items()}
     return [key for key, value in given.items() if not is_count[key] and (key in REQUIRED or value is not None)]
@@ -129,8 +129,8 @@ def draft_config_from_hf(
     if missing := [key for key in REQUIRED if raw.get(key) is None]:
         raise ConfigError(f"{where}: {', '.join(missing)} missing; is this the config.json of an EAGLE-3 head?")
     if wrong := bad_keys(raw):
-        told = ", ".join(f"{key} is {raw[key]!r}" for key in wrong)
-        raise ConfigError(f"{where}: {told}; expected positive whole numbers")
+        named = ", ".join(f"{key} is {raw[key]!r}" for key in wrong)
+        raise ConfigError(f"{where}: {named}; expected positive whole numbers")
     if (stated := raw.get("hidden_act")) not in (None, ACTIVATION):
         raise ConfigError(f"{where}: hidden_act is {stated!r}; heads are computed with {ACTIVATION!r} alone")
     if not is_eps(eps := raw.get("rms_norm_eps", 1e-6)):
@@ -186,7 +186,7 @@ def draft_config_to_hf(
     output_ids = list(config.aux_layers)
     input_ids = [i + 1 for i in output_ids]
     has_default_taps = target.num_layers >= 5 and config.aux_layers == default_taps(target)
-    if dialect == "speculators":  # whose readers assume other flags than plain EAGLE-3's where one is left out
+    if dialect == "speculators":  # its readers assume other flags than plain EAGLE-3's where one is left out
         layer["dtype"] = layer.pop("torch_dtype")  # they came after transformers renamed it
         method = {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}
         return {

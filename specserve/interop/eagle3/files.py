@@ -1,6 +1,6 @@
 """EAGLE-3 heads as folders: config.json and tensors, in any dialect."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,38 @@ from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.errors import CheckpointError
-from specserve.interop.eagle3 import dialects, doctor
+from specserve.interop.eagle3 import checks_files, checks_meaning, dialects
 from specserve.interop.eagle3.head_files import EAGLE3, EagleFiles
 from specserve.interop.eagle3.repairs import list_repairs
-from specserve.interop.findings import DoctorReport, Repair
-from specserve.interop.format import Dialect, HeadFormat
+from specserve.interop.examined import check_values
+from specserve.interop.findings import Dialect, Repair
+from specserve.interop.format import HeadFormat
 from specserve.interop.notes import read_notes
 from specserve.interop.published import EMBEDDING, target_embedding, vocab_to_tensors
 from specserve.models.config import ModelConfig
 
+OF_NETWORK = (
+    checks_files.check_names,  # first: what follows writes the right names
+    checks_files.check_keys,
+    checks_files.check_identity,
+    checks_meaning.check_speculators,
+    checks_meaning.check_fit,
+    checks_files.check_tensors,
+    checks_files.check_dtypes,
+    check_values,
+    checks_files.check_layer,
+    checks_meaning.check_vocabulary,
+    checks_meaning.check_taps,
+    checks_meaning.check_rope,
+    checks_meaning.check_positions,
+)
+
 
 class Eagle3Format(HeadFormat):
     """The layouts of EAGLE-3 heads (`dialects`)."""
+
+    examined = EagleFiles
+    checks = (*OF_NETWORK, checks_meaning.check_switches)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
         stated = raw.get("architectures")
@@ -96,8 +116,5 @@ class Eagle3Format(HeadFormat):
         change = f"{EMBEDDING} is the target's own embedding, so it is shared instead of stored"
         return Head(drafter, replace(head.params, embedding=None), head.target_ids), [change]
 
-    def repairs(self, folder: Path, target: Target) -> list[Repair]:
-        return list(list_repairs(EagleFiles(folder, target)))
-
-    def examine(self, folder: Path, target: Target | None) -> DoctorReport:
-        return doctor.examine(folder, target)
+    def list_repairs(self, files: EagleFiles) -> Iterable[Repair]:
+        return list_repairs(files)

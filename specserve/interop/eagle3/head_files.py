@@ -4,16 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, ClassVar
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, TensorFolder, read_json
+from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.eagle3.config import Eagle3Config
 from specserve.errors import ConfigError
 from specserve.interop.eagle3 import dialects
-from specserve.interop.format import Dialect
+from specserve.interop.examined import ExaminedFiles
+from specserve.interop.findings import Dialect
 from specserve.interop.published import D2T, T2D, Vocabulary, is_eps, read_vocab
 from specserve.models.params import ParamSpec
 from specserve.models.rope import Rope, rope_from_hf
@@ -35,22 +34,22 @@ EAGLE3 = Family(
 )
 
 
-class EagleFiles:
-    """The files of a head under examination, and what can be read from them."""
+class EagleFiles(ExaminedFiles):
+    """The files of a head on this network."""
 
-    def __init__(self, folder: Path, target: Target | None, family: Family = EAGLE3) -> None:
-        self.target, self.family = target, family
-        self.tensors = TensorFolder(folder)
-        self.names = self.tensors.names()
-        self.raw: Mapping[str, Any] = read_json(folder / CONFIG)
+    family: ClassVar[Family] = EAGLE3
+
+    def __init__(self, folder: Path, target: Target | None) -> None:
+        super().__init__(folder, target)
         self.flat = dialects.flat_config(self.raw)
-        self.dialect: Dialect = dialects.dialect_of(self.raw, self.names)
-        self.rename = dialects.renamer(self.names)
+        self._rename = dialects.renamer(self.names)
 
     @property
-    def weights(self) -> frozenset[str]:
-        """The names of all tensors but the tables of the vocabulary."""
-        return self.names - {self.rename(D2T), self.rename(T2D)}
+    def dialect(self) -> Dialect:
+        return dialects.dialect_of(self.raw, self.names)
+
+    def rename(self, name: str) -> str:
+        return self._rename(name)
 
     @cached_property
     def head_rows(self) -> int | None:
@@ -113,15 +112,6 @@ class EagleFiles:
         if self.config is None:
             return None
         return read_vocab(self.table(D2T), self.table(T2D), self.config.draft_vocab_size, self.config.vocab_size)
-
-    def table(self, name: str) -> np.ndarray | None:
-        stored = self.rename(name)
-        return self.tensors.read(stored) if stored in self.names else None
-
-    def where(self, name: str) -> str:
-        """Return the file and the name of a tensor, given by our name for it."""
-        stored = self.rename(name)
-        return f"{self.tensors.file(stored).name if stored in self.names else SINGLE_FILE}: {stored}"
 
     def facts(self) -> dict[str, str]:
         facts = {"layout": self.dialect + (" (sglang-jax reads the same)" if self.dialect == "sglang" else "")}

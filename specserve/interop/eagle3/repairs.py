@@ -1,5 +1,5 @@
 """Repairs of the files of a head on this network: other readings of them, for slips of exports that no shape and no
-key tells. Each is a change of the files that undoes a slip. Whether one helps is measured by running the head
+key shows. Each is a change of the files that undoes a slip. Whether one helps is measured by running the head
 (`eval.trial`)."""
 
 import itertools
@@ -21,7 +21,7 @@ _NORMS = {
     "post_attention_layernorm": "midlayer.post_attention_layernorm.weight",
     "norm": "norm.weight",
 }
-_UNWRITTEN_FLAGS = ("norm_output", "norm_before_residual")  # no tensor tells whether they are set
+_UNWRITTEN_FLAGS = ("norm_output", "norm_before_residual")  # no tensor shows whether they are set
 _TAPPED = ("low", "middle", "high")
 
 
@@ -77,7 +77,7 @@ def _heads(config: Eagle3Config, target_head_dim: int) -> Iterator[Repair]:
 
 
 def _products(config: Eagle3Config) -> Iterator[Repair]:
-    """List repairs of the first layer's matrices whose shape does not tell which way they are meant."""
+    """List repairs of the first layer's matrices whose shape leaves open which way they are meant."""
     attention, mlp = "midlayer.self_attn", "midlayer.mlp"
     if config.num_heads * config.head_dim == config.d_model:
         yield Repair(
@@ -102,9 +102,9 @@ def _tap_orders(config: Eagle3Config) -> Iterator[Repair]:
     taps = range(len(config.aux_layers))
     names = _TAPPED if len(taps) == len(_TAPPED) else [str(i) for i in config.aux_layers]
     for order in itertools.islice(itertools.permutations(taps), 1, 24):
-        told = ", ".join(names[i] for i in order)
+        named = ", ".join(names[i] for i in order)
         blocks = change(dialects.renamer, tap_order(order), "fc.weight")
-        yield Repair(f"fc.weight takes the taps in the order {told}", blocks)
+        yield Repair(f"fc.weight takes the taps in the order {named}", blocks)
         if config.fc_norm:
 
             def with_norms(repaired: Copy, order: tuple[int, ...] = order, blocks: Callable = blocks) -> None:
@@ -114,7 +114,7 @@ def _tap_orders(config: Eagle3Config) -> Iterator[Repair]:
                 values = [repaired.tensors[stored[i]] for i in order]
                 repaired.tensors.update(zip(stored, values, strict=True))
 
-            yield Repair(f"fc.weight and its norms take the taps in the order {told}", with_norms)
+            yield Repair(f"fc.weight and its norms take the taps in the order {named}", with_norms)
 
 
 def _tap_layers(files: EagleFiles, config: Eagle3Config) -> Iterator[Repair]:

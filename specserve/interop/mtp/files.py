@@ -2,7 +2,7 @@
 checkpoint's names or in those of speculators."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from specserve.drafters.mtp.config import config_of
 from specserve.drafters.mtp.drafter import Mtp
 from specserve.drafters.mtp.model import draft_spec
 from specserve.errors import CheckpointError
-from specserve.interop.findings import DoctorReport, Repair
-from specserve.interop.format import Dialect, HeadFormat
-from specserve.interop.mtp import doctor
+from specserve.interop.findings import Dialect, Repair
+from specserve.interop.format import HeadFormat
+from specserve.interop.mtp.checks import MtpFiles, check_layer
 from specserve.interop.mtp.layouts import (
     ARCHITECTURES,
     LAYER_CONFIG,
@@ -42,6 +42,9 @@ from specserve.models.families import model_config
 
 class MtpFormat(HeadFormat):
     """The layouts of a layer of multi-token prediction."""
+
+    examined = MtpFiles
+    checks = (check_layer,)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
         """Return whether a config.json is of such a layer, or of a target whose checkpoint carries one."""
@@ -129,8 +132,5 @@ class MtpFormat(HeadFormat):
                     config, params = replace(config, has_own_head=False), replace(params, head=None)
         return Head(Mtp(config), params, head.target_ids), changes
 
-    def repairs(self, folder: Path, target: Target) -> list[Repair]:
-        return list(list_repairs(folder, target))
-
-    def examine(self, folder: Path, target: Target | None) -> DoctorReport:
-        return doctor.examine(folder, target)
+    def list_repairs(self, files: MtpFiles) -> Iterable[Repair]:
+        return list_repairs(files)

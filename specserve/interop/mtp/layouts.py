@@ -42,7 +42,7 @@ def read_config(folder: Path, target: ModelConfig, target_name: str, *, dtype: s
     where, names = folder / CONFIG, opened(folder).names()
     raw = read_json(where)
     own = model_config(of_target(raw), dtype=dtype, where=str(where))
-    if other := [told for key in _SHAPE for told in _differences(key, getattr(own, key), getattr(target, key))]:
+    if other := [named for key in _SHAPE for named in _differences(key, getattr(own, key), getattr(target, key))]:
         trained_for = read_notes(folder).get("target", "the one that it comes from")
         raise CheckpointError(
             f"{folder}: a layer of multi-token prediction of another target than {target_name} ({listed(other, 3)}); "
@@ -92,7 +92,7 @@ def _differences(name: str, own: Any, other: Any) -> list[str]:
     if is_dataclass(own) and is_dataclass(other):
         names = [f"{name}.{field.name}" for field in fields(own)]
         pairs = [(getattr(own, field.name), getattr(other, field.name)) for field in fields(own)]
-        return [told for each, pair in zip(names, pairs, strict=True) for told in _differences(each, *pair)]
+        return [named for each, pair in zip(names, pairs, strict=True) for named in _differences(each, *pair)]
     if own == other:
         return []
     return [f"{name} {own!r}, not {other!r}" if not isinstance(own, tuple) else f"other {name}"]

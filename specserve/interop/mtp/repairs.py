@@ -1,32 +1,26 @@
 """Repairs of the files of a layer of multi-token prediction: other readings of them, for slips of conversions that no
-shape tells. Whether one helps is measured by running the layer (`eval.trial`)."""
+shape shows. Whether one helps is measured by running the layer (`eval.trial`)."""
 
 import functools
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
-from specserve.checkpoints.load import Target
 from specserve.drafters.mtp.carried import is_whole
 from specserve.drafters.mtp.config import MtpConfig
-from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.findings import Repair
 from specserve.interop.mtp import layouts
+from specserve.interop.mtp.checks import MtpFiles
 from specserve.interop.repairs import change, exchange
 
 
-def list_repairs(folder: Path, target: Target) -> Iterator[Repair]:
+def list_repairs(files: MtpFiles) -> Iterator[Repair]:
     """List all repairs that are worth a try. There are none where the folder cannot be read as a layer of this target,
     nor where it is a whole checkpoint, whose layer was not converted."""
-    names = layouts.opened(folder).names()
-    try:
-        config = layouts.read_config(folder, target.config, str(target.folder), dtype="float32")
-    except (ConfigError, CheckpointError):
-        return
-    if not is_whole(names, config.layer):
-        yield from _all(config, names)
+    config = files.read
+    if isinstance(config, MtpConfig) and not is_whole(files.names, config.layer):
+        yield from _all(config, files.names)
 
 
 def _all(config: MtpConfig, names: frozenset[str]) -> Iterator[Repair]:

@@ -15,7 +15,7 @@ from specserve.drafters.peagle.model import mask_spec
 from specserve.errors import ConfigError
 from specserve.interop.eagle3.dialects import FLAGS, MASK_KEYS, TAP_IDS, mask_ids, unsupported
 from specserve.interop.eagle3.head_files import EAGLE3, Family
-from specserve.interop.format import Dialect
+from specserve.interop.findings import Dialect
 
 ARCHITECTURE, MODEL_TYPE = "PEagleDraftModel", "peagle"
 OWN = frozenset((ARCHITECTURE, "PEagleSpeculator", "LlamaForCausalLMPeagle"))
@@ -83,17 +83,17 @@ def config_from_hf(raw: Mapping[str, Any], network: Eagle3Config, where: str) ->
     if wrong := unsupported(raw):
         raise ConfigError(f"{where}: {', '.join(wrong)}: no P-EAGLE head is computed so here; export it without")
     ids = mask_ids(raw)
-    told = ", ".join(f"{key} {value!r}" for key, value in ids.items())
+    named = ", ".join(f"{key} {value!r}" for key, value in ids.items())
     if not ids:
         raise ConfigError(
             f"{where}: the token of masked slots is not stated; write the id that the head was trained with as "
             f"{MASK_KEYS[0]}"
         )
     if len(set(map(str, ids.values()))) > 1:
-        raise ConfigError(f"{where}: {told} are to be one token; keep the id that the head was trained with")
+        raise ConfigError(f"{where}: {named} are to be one token; keep the id that the head was trained with")
     mask_token_id = next(iter(ids.values()))
     if type(mask_token_id) is not int or not 0 <= mask_token_id < network.vocab_size:
-        raise ConfigError(f"{where}: {told}; expected a token of the target's, 0..{network.vocab_size - 1}")
+        raise ConfigError(f"{where}: {named}; expected a token of the target's, 0..{network.vocab_size - 1}")
     slots = NUM_SLOTS if num_slots(raw) is None else num_slots(raw)
     if type(slots) is not int or slots < 1:
         raise ConfigError(f"{where}: {SLOTS} {slots!r}; expected the number of tokens that one pass foresees")

@@ -1,6 +1,6 @@
 """P-EAGLE heads as folders: config.json and tensors, in any dialect."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,20 @@ from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.model import mask_spec
-from specserve.interop.eagle3.files import Eagle3Format
-from specserve.interop.findings import DoctorReport, Repair
-from specserve.interop.format import Dialect
-from specserve.interop.peagle import dialects, doctor
+from specserve.interop.eagle3.files import OF_NETWORK, Eagle3Format
+from specserve.interop.eagle3.head_files import EagleFiles
+from specserve.interop.findings import Dialect, Repair
+from specserve.interop.peagle import dialects
+from specserve.interop.peagle.checks import PEagleFiles, check_keys, check_mask
 from specserve.interop.peagle.repairs import list_repairs
 from specserve.models.config import ModelConfig
 
 
 class PEagleFormat(Eagle3Format):
     """The layouts of an EAGLE-3 network's files, with a mask (`dialects`)."""
+
+    examined = PEagleFiles
+    checks = (*OF_NETWORK, check_keys, check_mask)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
         return dialects.is_named(raw)
@@ -51,11 +55,8 @@ class PEagleFormat(Eagle3Format):
         drafter = PEagle(replace(head.drafter.config, network=network.drafter.config))
         return Head(drafter, replace(head.params, network=network.params), head.target_ids), changes
 
-    def repairs(self, folder: Path, target: Target) -> list[Repair]:
-        return list(list_repairs(folder, target))
-
-    def examine(self, folder: Path, target: Target | None) -> DoctorReport:
-        return doctor.examine(folder, target)
+    def list_repairs(self, files: EagleFiles) -> Iterable[Repair]:
+        return list_repairs(files)
 
 
 def _network(head: Head) -> Head:

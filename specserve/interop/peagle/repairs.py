@@ -2,24 +2,20 @@
 one helps is measured by running the head (`eval.trial`)."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from specserve.checkpoints.load import Target
 from specserve.interop.eagle3 import repairs
 from specserve.interop.eagle3.dialects import MASK_KEYS, mask_ids
 from specserve.interop.eagle3.head_files import EagleFiles
 from specserve.interop.findings import Copy, Repair
-from specserve.interop.peagle import dialects
 from specserve.interop.repairs import masks
 
 
-def list_repairs(folder: Path, target: Target) -> Iterator[Repair]:
+def list_repairs(files: EagleFiles) -> Iterator[Repair]:
     """List all repairs that are worth a try: those of the network, and for the masked slots every other token that may
     be the mask."""
-    files = EagleFiles(folder, target, dialects.FAMILY)
     yield from repairs.list_repairs(files)
     stated = next((i for i in mask_ids(files.raw).values() if type(i) is int), -1)
-    for token in masks(target, stated):
+    for token in masks(files.target, stated) if files.target else ():
         yield Repair(f"masked slots hold token {token}", _put(token))
 
 

@@ -27,8 +27,8 @@ from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.fleet.fleet import Fleet, Refused, ReplicaState, Taken
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.keys import read_api_keys
-from specserve.serve.http.transport.mailbox import Mailbox
 from specserve.serve.http.transport.server import bind_listener, check_tls
+from specserve.serve.http.transport.threads import CallQueue
 from specserve.serve.http.transport.tracing import Tracing
 from specserve.serve.launch import find_names, load_models, make_engine, read_tokenizer
 from specserve.serve.requests.request import Delta, SamplingParams
@@ -65,7 +65,7 @@ class EngineReplica:
             mesh=parse_mesh(run.mesh, SERVING_AXES),
         )
         self._engine = self._ending.enter_context(make_engine(models, run, lambda *_: None))
-        self._mailbox: Mailbox | None = None
+        self._mailbox: CallQueue | None = None
         self._id = load("ray.serve").get_replica_context().replica_tag
 
     def check_health(self) -> None:
@@ -110,7 +110,7 @@ class EngineReplica:
         """Yield first whether the engine takes the request, and if so its deltas, as lists of those that came
         together. A caller that cancels this cancels the sequence."""
         if self._mailbox is None:
-            self._mailbox = Mailbox(asyncio.get_running_loop())
+            self._mailbox = CallQueue(asyncio.get_running_loop())
         post, arrivals = self._mailbox.post, asyncio.Queue[Delta]()
         version = self._version
         submit = functools.partial(self._engine.submit, **options)

@@ -2,26 +2,19 @@
 
 from collections.abc import Sequence
 
-from fastapi import FastAPI, Request, Response
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
+from fastapi import FastAPI
 
 from specserve.serve.engine.interface import EngineLike
-from specserve.serve.http.adapters.messages_replies import MessagesDoor
-from specserve.serve.http.adapters.routes import add_dialect_routes
-from specserve.serve.http.adapters.sglang_routes import add_sglang_routes
-from specserve.serve.http.admin.draft_routes import add_draft_routes
+from specserve.serve.http.adapters.messages_replies import MessagesLayer
+from specserve.serve.http.adapters.routes import add_sglang_routes, add_translated_routes
 from specserve.serve.http.admin.metrics import Metrics
-from specserve.serve.http.admin.openapi_routes import add_openapi_routes
-from specserve.serve.http.admin.status_routes import add_status_routes
-from specserve.serve.http.admin.tokenizer_routes import add_tokenizer_routes
-from specserve.serve.http.openai.prompts import ModelNotFoundError
-from specserve.serve.http.openai.routes import add_openai_routes
+from specserve.serve.http.admin.openapi import add_openapi_routes
+from specserve.serve.http.admin.routes import add_draft_routes, add_status_routes
+from specserve.serve.http.openai.routes import add_openai_routes, add_tokenizer_routes
 from specserve.serve.http.page.routes import add_page_routes
 from specserve.serve.http.service import Service
-from specserve.serve.http.transport.edge import HeadAsGet, HostGate
-from specserve.serve.http.transport.guard import ApiKeyGate, BugGate, error_response, install_error_handlers
-from specserve.serve.http.transport.request_ids import HEADER, RequestIds
+from specserve.serve.http.transport.errors import install_error_handlers
+from specserve.serve.http.transport.guard import Guard
 from specserve.serve.http.transport.tracing import Tracing
 from specserve.serve.settings import ServeRun
 
@@ -36,29 +29,14 @@ def create_app(
     `app.state.metrics`.
     """
     run = run or ServeRun()
-    layers = [Middleware(RequestIds), Middleware(BugGate)]  # the outermost first
-    if run.cors_origins:
-        origins = {"allow_origins": run.cors_origins, "expose_headers": [HEADER, "Retry-After"]}
-        layers.insert(1, Middleware(CORSMiddleware, **origins, allow_methods=["GET", "POST"], allow_headers=["*"]))
-    if run.allowed_hosts:
-        layers.append(Middleware(HostGate, allowed=run.allowed_hosts))
-    layers.append(Middleware(HeadAsGet))
-    if api_keys:
-        layers.append(Middleware(ApiKeyGate, api_keys=api_keys))
-    app = FastAPI(
-        title="specserve", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, middleware=layers
-    )
+    app = FastAPI(title="specserve", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.metrics = metrics = Metrics(engine.model_name, engine.stats)
     install_error_handlers(app)
-    app.add_middleware(MessagesDoor)  # outermost: also a missing key is told in Anthropic's words
-
-    @app.exception_handler(ModelNotFoundError)
-    async def on_model_not_found(_: Request, error: ModelNotFoundError) -> Response:
-        return error_response(404, str(error), param=error.param, code="model_not_found")
-
+    app.add_middleware(Guard, api_keys=api_keys, allowed_hosts=run.allowed_hosts, cors_origins=run.cors_origins)
+    app.add_middleware(MessagesLayer)  # outermost, so that a missing key is an error in Anthropic's shape too
     service = Service(engine, metrics, run, tracing)
     add_openai_routes(app, service)
-    add_dialect_routes(app, service)
+    add_translated_routes(app, service)
     add_sglang_routes(app, service, metrics)
     add_tokenizer_routes(app, service)
     add_draft_routes(app, service, is_allowed=run.allow_load_draft)

@@ -4,9 +4,8 @@ Every route that generates makes its body into one of OpenAI's, and has its own 
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
@@ -14,11 +13,10 @@ from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
 from specserve.errors import RequestError
 from specserve.serve.engine.interface import EngineLike
 from specserve.serve.http.admin.metrics import Metrics
-from specserve.serve.http.formats.answers import AnswerSyntax
-from specserve.serve.http.formats.parts import MakeParser, PlainText
+from specserve.serve.http.formats.reasoning import AnswerSyntax
 from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
+from specserve.serve.http.openai.completions import ChatFormat, CompletionFormat
 from specserve.serve.http.openai.fields import Body, UnknownFields, check_body, parse_body
-from specserve.serve.http.openai.infill import infill_ids
 from specserve.serve.http.openai.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from specserve.serve.http.openai.prompts import (
     check_model,
@@ -26,48 +24,22 @@ from specserve.serve.http.openai.prompts import (
     check_token_ids,
     decode,
     encode,
+    infill_ids,
     render_chat,
     truncated,
 )
-from specserve.serve.http.openai.replies import ChatFormat, CompletionFormat, Json, ReplyFormat
-from specserve.serve.http.openai.request_metrics import RequestMetrics
-from specserve.serve.http.openai.streaming import ClientGoneError, Generation
-from specserve.serve.http.transport.mailbox import Mailbox
-from specserve.serve.http.transport.patient_json import write_json
-from specserve.serve.http.transport.threads import in_thread
+from specserve.serve.http.openai.replies import ReplyFormat, RequestMetrics
+from specserve.serve.http.openai.streaming import ClientGoneError, Generation, Work
+from specserve.serve.http.transport.json_codec import write_json
+from specserve.serve.http.transport.threads import CallQueue, in_thread
 from specserve.serve.http.transport.tracing import Tracing
-from specserve.serve.requests.request import MAX_CHOICES, SamplingParams
+from specserve.serve.requests.request import MAX_CHOICES
 from specserve.serve.settings import ServeRun
 
 _JSON = "application/json"
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold events back
 _T = TypeVar("_T")
 _BodyT = TypeVar("_BodyT", bound=Body)
-
-
-class Asked(Protocol):
-    """The interface of a body: its options of how it is to be answered."""
-
-    stream: bool
-    priority: int
-    cache_salt: str
-
-    def reword(self, error: RequestError) -> RequestError:
-        """Return an error of the engine under the name that the client of this endpoint sent."""
-        ...
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of one checked body: the prompts and options for the engine, and how the answers are read and
-    spelled."""
-
-    body: Asked
-    params: SamplingParams
-    prompts: Sequence[Sequence[int]]
-    reply_format: ReplyFormat
-    make_parser: MakeParser = PlainText
-    has_origins: bool = False  # answers tell where their tokens come from
 
 
 class Service:
@@ -80,8 +52,8 @@ class Service:
         self.texts = TokenTexts(engine.tokenizer)
         self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if run.allow_unknown_fields else None
         self._tracing, self._allows_priority = tracing, run.allow_priority
-        self._letters: Mailbox | None = None  # of the event loop, which is not there yet
-        self._told = RequestMetrics(run.enable_per_request_metrics, run.per_request_spec_decode_metrics)
+        self._call_queue: CallQueue | None = None  # of the event loop, which is not there yet
+        self._request_metrics = RequestMetrics(run.enable_per_request_metrics, run.per_request_spec_decode_metrics)
 
     def read(self, body_type: type[_BodyT], raw: bytes) -> _BodyT:
         """Read a checked body from these bytes. Raises RequestError."""
@@ -111,9 +83,9 @@ class Service:
             elif body.suffix:
                 raise RequestError("suffix is only allowed with a prompt of text", param="suffix")
             else:
-                kept = truncated(engine, body, prompt)
-                check_num_tokens(engine, len(kept), "prompt")
-                check_token_ids(engine, kept, "prompt")
+                rest = truncated(engine, body, prompt)
+                check_num_tokens(engine, len(rest), "prompt")
+                check_token_ids(engine, rest, "prompt")
                 token_ids = prompt
             prompts.append(truncated(engine, body, token_ids))
             if body.echo:
@@ -132,8 +104,8 @@ class Service:
         return Work(body, params, prompts, spelled, has_origins=body.return_draft_depths)
 
     def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None, *, thinks: bool | None = None) -> Work:
-        """Make the work of a body of /v1/chat/completions; another route's `reply_format` may spell it, and say whether
-        the model is to reason (None: as the body says). Raises RequestError."""
+        """Make the work of a body of /v1/chat/completions; another route's `reply_format` may spell it. `thinks`:
+        whether the model is to reason; None leaves it to the body. Raises RequestError."""
         engine = self.engine
         check_model(engine, body.model)
         params = body.sampling_params()
@@ -155,11 +127,11 @@ class Service:
         spelled = reply_format or ChatFormat(engine.model_name, logprobs, body.reply_options)
         return Work(body, params, [token_ids], spelled, make_parser, has_origins=body.return_draft_depths)
 
-    def _mailbox(self) -> Mailbox:
+    def _calls(self) -> CallQueue:
         loop = asyncio.get_running_loop()
-        if self._letters is None or self._letters.loop is not loop:
-            self._letters = Mailbox(loop)
-        return self._letters
+        if self._call_queue is None or self._call_queue.loop is not loop:
+            self._call_queue = CallQueue(loop)
+        return self._call_queue
 
     async def respond(self, http: Request, work: Work) -> Response:
         """Submit the work and reply to it, whole or as a stream. Raises RequestError and CapacityError."""
@@ -174,25 +146,20 @@ class Service:
                 self.engine,
                 self.metrics,
                 http,
-                work.prompts,
-                work.params,
-                mailbox=self._mailbox(),
-                make_parser=work.make_parser,
-                has_origins=work.has_origins,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
-                told=self._told,
+                work,
+                calls=self._calls(),
+                request_metrics=self._request_metrics,
                 tracing=self._tracing,
             )
             await generation.submit()
             if body.stream:
                 http.state.probe = KEEPALIVE_COMMENT
-                return EventSourceResponse(generation.stream(work.reply_format), headers=_SSE_HEADERS)
-            return Response(await generation.reply(work.reply_format), media_type=_JSON)
+                return EventSourceResponse(generation.stream(), headers=_SSE_HEADERS)
+            return Response(await generation.reply(), media_type=_JSON)
         except RequestError as error:
             raise body.reword(error) from None
         except ClientGoneError:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # there is no reader
 
 
 async def off_loop(prepare: Callable[[bytes], _T], raw: bytes) -> _T:
@@ -201,6 +168,6 @@ async def off_loop(prepare: Callable[[bytes], _T], raw: bytes) -> _T:
     return await in_thread(prepare, raw, size=len(raw))
 
 
-async def reply_off_loop(answer: Callable[[bytes], Json], raw: bytes) -> Response:
-    """The reply that this makes of a body, which is spelled there too."""
+async def reply_off_loop(answer: Callable[[bytes], Any], raw: bytes) -> Response:
+    """Return the reply that `answer` makes of a body off the event loop, where it is spelled too."""
     return Response(await off_loop(lambda body: write_json(answer(body)).encode(), raw), media_type=_JSON)

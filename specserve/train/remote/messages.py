@@ -16,7 +16,7 @@ class PrefillSpec:
     dtype: str
     quantization: str
     mesh: str
-    is_checked: bool  # that all of its weights are numbers
+    is_checked: bool  # all of its weights are numbers
     aux_layers: tuple[int, ...]
     accumulate: int  # parts of a batch, one after the other, as the training step would run them
     transport: str

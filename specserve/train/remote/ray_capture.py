@@ -2,19 +2,16 @@
 cluster. Each worker has the target and writes whole files of the folder, so what is there is not captured again."""
 
 import logging
-import pickle
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from specserve import cluster, log
+from specserve import cluster
 from specserve.checkpoints.source import resolve_target
-from specserve.errors import CapacityError, ConfigError, SpecServeError
+from specserve.errors import CapacityError, ConfigError
 from specserve.mesh import num_devices, parse_mesh, use_compilation_cache
 from specserve.provenance import fingerprint
-from specserve.train.capture import Capturer, FeatureFolder, capture, say_left
+from specserve.train.capture import Capturer, FeatureFolder, log_time_left
 from specserve.train.run.checks import check_settings
 from specserve.train.run.prepare import load_materials
 from specserve.train.settings import TrainRun
@@ -36,20 +33,21 @@ def capture_states(run: TrainRun) -> FeatureFolder:
     if run.ray:
         return _capture_on_ray(run)
     mesh = parse_mesh(run.mesh)
-    has = load_materials(run, mesh)
-    features = has.features(run)
-    capture(features, has.source.folder, run, has.loaded.rows, has.data.target_ids, mesh)
-    return features
+    return load_materials(run, mesh).capture(mesh)
 
 
 def _capture_on_ray(run: TrainRun) -> FeatureFolder:
     ray = cluster.connect(run.ray_address)  # before JAX has threads, which are not for a process that forks
     try:
-        has = load_materials(run, None)
-        features = has.features(run)
+        materials = load_materials(run, None)
+        features = materials.features()
         if missing := features.missing():
-            rows = ray.put((has.loaded.rows, has.data.target_ids))
-            _capture(ray, _Told(run, cluster.Driver.here(), features, rows), missing)
+            pool = cluster.Pool(run.num_workers, cluster.reserve(ray, num_devices(run.mesh), run.num_workers))
+            rows = ray.put((materials.loaded.rows, materials.data.target_ids))
+            begin = time.monotonic()
+            written = cluster.map_over(ray, missing, _make_writer, (run, features, rows), pool)
+            for done, number in enumerate(written, start=1):
+                log_time_left(features, number, done, len(missing), begin)
     finally:
         ray.shutdown()
     if left := features.missing():
@@ -57,55 +55,10 @@ def _capture_on_ray(run: TrainRun) -> FeatureFolder:
     return features
 
 
-@dataclass(frozen=True)
-class _Told:
-    """The message that every worker gets."""
-
-    run: TrainRun
-    driver: cluster.Driver
-    features: FeatureFolder
-    rows: Any  # the reference of (rows, draft vocabulary) in Ray's store
-
-
-def _capture(ray: Any, told: _Told, missing: list[int]) -> None:
-    run, begin = told.run, time.monotonic()
-    each = cluster.reserve(ray, num_devices(run.mesh), run.num_workers)
-    items = [pickle.dumps(number) for number in missing]
-    written = cluster.map_over(ray, items, Worker, (told,), run.num_workers, size=1, calls=1, each=each)
-    for done, found in enumerate(map(pickle.loads, written), start=1):
-        if isinstance(found, Exception):
-            raise found
-        say_left(told.features, found, done, len(missing), begin)
-
-
-class Worker:
-    """A worker with one target, as an actor of Ray Data. An error is returned as a result, because Ray would try again
-    if it were raised."""
-
-    def __init__(self, told: _Told) -> None:
-        self._error: SpecServeError | None = None
-        try:
-            told.driver.enter()
-            log.setup("warning")
-            use_compilation_cache()
-            self._capturer = _capturer(told)
-        except SpecServeError as error:
-            self._error = error
-
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {"found": np.array([pickle.dumps(self._error or self._write(raw)) for raw in batch["item"]], object)}
-
-    def _write(self, raw: bytes) -> int | SpecServeError:
-        number = pickle.loads(raw)
-        try:
-            self._capturer.write(number)
-        except SpecServeError as error:
-            return error
-        return number
-
-
-def _capturer(told: _Told) -> Capturer:
-    run, features = told.run, told.features
+def _make_writer(run: TrainRun, features: FeatureFolder, rows: Any) -> Callable[[list[int]], int]:
+    """Load the target in a worker. Returns the function that writes the file of one number and returns the number;
+    `rows` is Ray's reference to (rows, draft vocabulary)."""
+    use_compilation_cache()
     folder = resolve_target(run.target).folder
     if fingerprint(folder) != features.manifest.target:
         raise ConfigError(
@@ -114,5 +67,20 @@ def _capturer(told: _Told) -> Capturer:
         )
     if not features.folder.is_dir():
         raise ConfigError(f"{features.folder} is not there for this worker; let --capture be on a disk that all share")
-    rows, ids = cluster.load("ray").get(told.rows)
-    return Capturer(features, folder, run, rows, ids, parse_mesh(run.mesh))
+    packed, target_ids = cluster.load("ray").get(rows)
+    capturer = Capturer(
+        features,
+        folder,
+        packed,
+        target_ids,
+        batch_size=run.train.batch_size,
+        is_checked=run.check_weights,
+        mesh=parse_mesh(run.mesh),
+    )
+
+    def write(numbers: list[int]) -> int:
+        [number] = numbers
+        capturer.write(number)
+        return number
+
+    return write

@@ -25,18 +25,18 @@ from specserve.drafters.interface import TrainedDrafter
 from specserve.errors import ConfigError, DataError, SpecServeError
 from specserve.mesh import num_devices
 from specserve.models.config import ModelConfig
-from specserve.processes import ProcessError
+from specserve.processes import ProcessError, as_line
 from specserve.train.features import States
 from specserve.train.remote.messages import LIFE, PrefillSpec, Sample
 from specserve.train.remote.prefill import expected_states, from_bytes
 from specserve.train.remote.target_actor import TargetActor
 from specserve.train.run.checks import targets_of_each
-from specserve.train.settings import TrainRun
+from specserve.train.settings import ServiceSettings, TrainRun
 
 logger = logging.getLogger(__name__)
 
-ASK_SECONDS = 5  # to wait before asking whether somebody still lives
-SILENCE_SECONDS = 20  # to wait for an answer to that
+ASK_SECONDS = 5  # to wait for an answer before the process is probed
+SILENCE_SECONDS = 20  # to wait for an answer to the probe
 RETRIES = 3  # of a batch whose process died
 AGAIN = "go on with --resume"
 
@@ -47,7 +47,7 @@ class Lease:
 
     position: int  # of the loader
     batch: Batch
-    actor: int  # who was asked
+    actor: int  # its number
     answer: Any  # Ray's reference to a Sample
 
 
@@ -125,28 +125,28 @@ class TargetService:
 
     def _get(self, lease: Lease) -> Sample:
         """Get the answer that is there. Where it is an error, raises a SpecServeError that names the process."""
-        errors, who = self._ray.exceptions, f"target process {lease.actor}"
+        errors, name = self._ray.exceptions, f"target process {lease.actor}"
         try:
             sample: Sample = self._ray.get(lease.answer, timeout=SILENCE_SECONDS)
         except errors.RayTaskError as error:  # raised over there
             cause = error.cause
             if isinstance(cause, SpecServeError):
-                raise type(cause)(f"{who}: {cause}") from None
-            raise ProcessError(f"{who} failed ({_line(cause)}); mend that, then {AGAIN}") from error
+                raise type(cause)(f"{name}: {cause}") from None
+            raise ProcessError(f"{name} failed ({as_line(cause)}); repair that, then {AGAIN}") from error
         except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
             raise ProcessError(
-                f"{who}: Ray's object store is full, and its disk too ({_line(error)}); give Ray more of either, or "
+                f"{name}: Ray's object store is full, and its disk too ({as_line(error)}); give Ray more of either, or "
                 f"lower --target-ahead, then {AGAIN}"
             ) from error
         except errors.RayActorError as error:
             raise ProcessError(
-                f"{who} died {RETRIES + 1} times over {_rows(lease.batch)} ({_line(error)}); look for its memory, then "
-                f"{AGAIN}"
+                f"{name} died {RETRIES + 1} times over {_rows(lease.batch)} ({as_line(error)}); look for its memory, "
+                f"then {AGAIN}"
             ) from error
         except errors.RayError as error:
-            raise ProcessError(f"{who}: its states are lost ({_line(error)}); {AGAIN}") from error
+            raise ProcessError(f"{name}: its states are lost ({as_line(error)}); {AGAIN}") from error
         if self._processes.setdefault(lease.actor, sample.process) != sample.process:
-            logger.warning("%s died and was started again", who)
+            logger.warning("%s died and was started again", name)
             self._processes[lease.actor] = sample.process
         return sample
 
@@ -182,35 +182,38 @@ class TargetService:
         return states
 
 
-def open_service(
-    run: TrainRun, source: TargetSource, config: ModelConfig, drafter: TrainedDrafter, loader: Loader
-) -> TargetService:
-    """Start the processes that work for this training process, which load the target when rows are asked for. Raises
-    ConfigError where the cluster cannot hold those of all training processes, or what they send."""
-    settings, num_trainers = run.service, jax.process_count()
-    count = targets_of_each(run, num_trainers)
-    shape = loader.peek().token_ids.shape
-    if shape[0] * num_trainers != loader.batch_size:
-        raise ConfigError(
-            f"--mesh {run.mesh}: the {num_trainers} training processes do not have rows of their own, which "
-            "--target-service needs; give a mesh such as data=N over all of them"
-        )
-    spec = PrefillSpec(
+def prefill_spec(run: TrainRun, source: TargetSource, config: ModelConfig, drafter: TrainedDrafter) -> PrefillSpec:
+    """Describe what the target processes of a run load, and what they send."""
+    return PrefillSpec(
         target=source.name,
         fingerprint=provenance.fingerprint(source.folder),
         dtype=config.dtype,
         quantization=run.quantization,
-        mesh=settings.target_mesh,
+        mesh=run.service.target_mesh,
         is_checked=run.check_weights,
         aux_layers=drafter.aux_layers,
         accumulate=run.train.accumulate,
-        transport=settings.target_transport,
+        transport=run.service.target_transport,
     )
+
+
+def open_service(
+    ray: Any, settings: ServiceSettings, spec: PrefillSpec, config: ModelConfig, loader: Loader
+) -> TargetService:
+    """Start the processes that work for this training process, which load the target when rows are asked for. Raises
+    ConfigError where the cluster cannot hold those of all training processes, or what they send."""
+    num_trainers = jax.process_count()
+    count = targets_of_each(settings, num_trainers)
+    shape = loader.peek().token_ids.shape
+    if shape[0] * num_trainers != loader.batch_size:
+        raise ConfigError(
+            f"--mesh: the {num_trainers} training processes do not have rows of their own, which --target-service "
+            "needs; give a mesh such as data=N over all of them"
+        )
     expected = expected_states(config, spec, shape)
     num_ahead = settings.target_ahead or 2 * count
-    ray = cluster.connect(run.ray_address)
     _check_room(ray, expected, num_ahead, num_trainers)
-    resources = reserve_targets(ray, run)
+    resources = reserve_targets(ray, settings)
     kind = ray.remote(
         max_restarts=-1,
         max_task_retries=RETRIES,
@@ -222,18 +225,20 @@ def open_service(
         runtime_env=cluster.environment(),
     )(TargetActor)
     actors = [kind.remote(spec, cluster.Driver.here()) for _ in range(count)]
-    logger.info("%s runs in %d processes of its own", source.name, settings.target_service)
+    logger.info("%s runs in %d processes of its own", spec.target, settings.target_service)
     return TargetService(ray, actors, expected, num_ahead, count * jax.process_index())
 
 
-def reserve_targets(ray: Any, run: TrainRun, taken: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
-    """Reserve the devices of each target process, and return what Ray keeps for it, as `cluster.reserve` says it."""
+def reserve_targets(
+    ray: Any, settings: ServiceSettings, taken: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, float]:
+    """Reserve the devices of each target process. Returns what Ray keeps for it (see `cluster.reserve`)."""
     fewer = "--target-service or --target-mesh"
-    return cluster.reserve(ray, num_devices(run.service.target_mesh), run.service.target_service, fewer, taken)
+    return cluster.reserve(ray, num_devices(settings.target_mesh), settings.target_service, fewer, taken)
 
 
 def _check_room(ray: Any, expected: States, num_ahead: int, num_trainers: int) -> None:
-    """Say how much the batches that are on their way take of Ray's object store. Raises ConfigError where that is
+    """Log how much the batches that are on their way take of Ray's object store. Raises ConfigError where that is
     more than there is."""
     batch = num_trainers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(expected))
     rows = num_trainers * expected.taps.shape[0]
@@ -251,7 +256,3 @@ def _check_room(ray: Any, expected: States, num_ahead: int, num_trainers: int) -
 
 def _rows(batch: Batch) -> str:
     return f"rows {', '.join(map(str, batch.row_ids[:4].tolist()))}{', ...' if len(batch.row_ids) > 4 else ''}"
-
-
-def _line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

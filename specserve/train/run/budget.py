@@ -58,8 +58,10 @@ class Budget:
         """Decide how many conversations are answered: those that are there already, and as many more as the answers'
         share of the budget has time for; at least one, and `most` at most."""
         left = max(0.0, ANSWERS_SHARE * self.seconds - spent)
-        number = most if not seconds_each else there + int(left / seconds_each)
-        return dataclasses.replace(self, conversations=min(max(number, 1), most), seconds_per_conversation=seconds_each)
+        number = most
+        if seconds_each:
+            number = min(max(there + int(left / seconds_each), 1), most)
+        return dataclasses.replace(self, conversations=number, seconds_per_conversation=seconds_each)
 
     def with_steps(self, *, most: int, seconds_each: float, spent: float) -> "Budget":
         """Decide how many steps are trained, after `spent` seconds are over: as many as fit into the rest of the
@@ -67,9 +69,8 @@ class Budget:
         that is not 0."""
         left = max(0.0, (1 - ENDING_SHARE) * self.seconds - spent)
         number = max(1, int(left / seconds_each))
-        return dataclasses.replace(
-            self, steps=min(number, most) if most else number, seconds_per_step=seconds_each, spent=spent
-        )
+        number = min(number, most or number)
+        return dataclasses.replace(self, steps=number, seconds_per_step=seconds_each, spent=spent)
 
     def apply(self, run: TrainRun) -> TrainRun:
         """Return the run with the decisions so far. It is measured and saved often enough for its new length."""
@@ -98,7 +99,9 @@ def begin(run: TrainRun) -> Budget | None:
 def decided(run: TrainRun) -> TrainRun:
     """Return the run with the decisions of the budget in its folder. Raises CheckpointError."""
     path = Path(run.output) / FILE
-    return _read(path).apply(run) if run.budget and path.is_file() else run
+    if not run.budget or not path.is_file():
+        return run
+    return _read(path).apply(run)
 
 
 def _read(path: Path) -> Budget:
@@ -108,9 +111,9 @@ def _read(path: Path) -> Budget:
         raise CheckpointError(f"{path}: not what a run wrote ({error}); begin another run") from error
 
 
-def record(run: TrainRun, budget: Budget) -> None:
-    """Write the decisions down for a run that resumes this one. Raises CheckpointError."""
-    path = Path(run.output) / FILE
+def record(folder: Path, budget: Budget) -> None:
+    """Write the decisions into the run's folder, for a run that resumes this one. Raises CheckpointError."""
+    path = folder / FILE
     try:
         with whole_file(path) as partial:
             partial.write_text(json.dumps(dataclasses.asdict(budget), indent=2) + "\n", encoding="utf-8")

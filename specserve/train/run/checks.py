@@ -64,14 +64,14 @@ def check_drafter(train: TrainSettings, drafter: TrainedDrafter) -> None:
     shape = 1, train.seq_len
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_, jnp.int32, jnp.int32)]
     rows = Rows(*arrays, seeds=jax.ShapeDtypeStruct((1,), jnp.uint32))  # type: ignore[arg-type]
-    aims = jax.eval_shape(lambda rows: drafter.draft_targets(rows, rollout_of(train, drafter)), rows)
+    draft_targets = jax.eval_shape(lambda rows: drafter.draft_targets(rows, rollout_of(train, drafter)), rows)
     if train.anchors > train.seq_len:
         raise ConfigError(
             f"train.anchors is {train.anchors}, more than the {train.seq_len} positions of a row; lower --anchors, or "
             "raise --seq-len"
         )
-    is_by_blocks = aims.positions is not None
-    for setting, is_unknown, neutral in (
+    is_by_blocks = draft_targets.positions is not None
+    for setting, is_unknown, default in (
         (
             f"train.weighting is {train.weighting}, which is for drafters that learn whole blocks",
             train.weighting != "decay" and not is_by_blocks,
@@ -79,12 +79,12 @@ def check_drafter(train: TrainSettings, drafter: TrainedDrafter) -> None:
         ),
         (
             f"train.anchors is {train.anchors}, which is for drafters that learn at so many places of a row",
-            train.anchors > 0 and not (is_by_blocks and aims.weights.shape[2] == train.anchors),
+            train.anchors > 0 and not (is_by_blocks and draft_targets.weights.shape[2] == train.anchors),
             "--anchors 0",
         ),
     ):
         if is_unknown:
-            raise ConfigError(f"{setting}, and {drafter.name} does not; give {neutral}, or another --drafter")
+            raise ConfigError(f"{setting}, and {drafter.name} does not; give {default}, or another --drafter")
 
 
 def _check_shares(train: TrainSettings, mesh: str) -> None:
@@ -142,19 +142,19 @@ def _check_service(run: TrainRun) -> None:
             "give each its --ray-address, or start the run with --ray --num-workers N in place of --coordinator"
         )
     if service.target_service:
-        targets_of_each(run, run.num_workers if run.ray else run.num_processes)
+        targets_of_each(service, run.num_workers if run.ray else run.num_processes)
     mesh_sizes(service.target_mesh)
 
 
-def targets_of_each(run: TrainRun, num_trainers: int) -> int:
+def targets_of_each(settings: ServiceSettings, num_trainers: int) -> int:
     """Return the number of target processes that work for each training process. Raises ConfigError where they cannot
     be shared out."""
-    if run.service.target_service % num_trainers:
+    if settings.target_service % num_trainers:
         raise ConfigError(
-            f"--target-service {run.service.target_service}: each of the {num_trainers} training processes has target "
+            f"--target-service {settings.target_service}: each of the {num_trainers} training processes has target "
             f"processes of its own; give a multiple of {num_trainers}"
         )
-    return run.service.target_service // num_trainers
+    return settings.target_service // num_trainers
 
 
 def _check_patience(run: TrainRun) -> None:
@@ -177,7 +177,7 @@ def _check_patience(run: TrainRun) -> None:
 
 def plan_drafter(run: TrainRun, target: ModelConfig) -> TrainedDrafter:
     """The drafter that the run would train, before there is a vocabulary. Raises ConfigError or CheckpointError where
-    there can be none, or where it cannot learn as the settings say."""
+    there can be none, or where it cannot learn under the settings."""
     check_target(run.train, run.draft, target)
     if run.init_from:
         drafter = earlier_drafter(resolve_head(run.init_from, "--init-from"), run.draft, target, run.target)

@@ -1,4 +1,4 @@
-"""The output folder of a run: who may write it, the settings it was started with, and its metrics line by line.
+"""The output folder of a run: its lock, the settings that the run was started with, and its metrics line by line.
 
 It holds `run.yaml`, `metrics.jsonl`, `state/` (see `checkpoints.train_state`) and the exported head. This file knows
 no training.
@@ -25,7 +25,7 @@ SETTINGS_FILE = "run.yaml"
 STATE_FOLDER = "state"
 LOCK_FILE = ".lock"
 
-# What a resumed run may change. Everything else decides the curve, or the shape of the state.
+# A resumed run may change these settings. Everything else decides the curve, or the shape of the state.
 MAY_CHANGE = frozenset(
     {
         "target",  # where it lies; that it is the same one is checked by its fingerprint
@@ -92,7 +92,7 @@ class RunFolder:
         try:
             self._check(run)
             if is_first:
-                _replace(self.path / SETTINGS_FILE, config.to_yaml(_kept(run)))
+                _replace(self.path / SETTINGS_FILE, config.to_yaml(_for_later(run)))
         except BaseException:
             self.close()
             raise
@@ -163,9 +163,9 @@ class MetricsFile:
             is_loss = row["tau"] is None
             return row["step"] < step or (row["step"] == step and (is_loss or is_measured))
 
-        kept = [line for row, line in self._rows() if stays(row) and not row.get("is_last")] if step else []
+        left = [line for row, line in self._rows() if stays(row) and not row.get("is_last")] if step else []
         try:
-            _replace(self._path, "".join(kept))
+            _replace(self._path, "".join(left))
             self._file = self._path.open("a", encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be written ({error.strerror})") from error
@@ -188,18 +188,22 @@ class MetricsFile:
             self._file = None
 
     def _rows(self) -> Iterable[tuple[dict[str, Any], str]]:
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.is_file() else []
+        if not self._path.is_file():
+            return
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
         for number, line in enumerate(lines, start=1):
             if not line.endswith("\n"):  # the process died in the middle of it
                 return
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise CheckpointError(f"{self._path}, line {number}: not JSON ({error}); mend or remove it") from error
+                raise CheckpointError(
+                    f"{self._path}, line {number}: not JSON ({error}); repair or remove it"
+                ) from error
             yield row, line
 
 
-def _kept(run: TrainRun) -> TrainRun:
+def _for_later(run: TrainRun) -> TrainRun:
     """Return the settings that stand in the folder for a later run: without resuming, and without this process's own
     part in the run."""
     return dataclasses.replace(run, process_id=0, dry_run=False, train=dataclasses.replace(run.train, resume=False))

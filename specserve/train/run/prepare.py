@@ -1,5 +1,6 @@
 """The way from the settings of a run to a trainer: target, tokenised data, draft vocabulary, held-out prompts."""
 
+import functools
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -25,17 +26,18 @@ from specserve.mesh import default_dtype, parse_mesh, use_compilation_cache
 from specserve.speculative.vocab import choose_draft_vocab, coverage
 from specserve.tokenizer import Tokenizer
 from specserve.train import capture
-from specserve.train.capture import FeatureFolder
+from specserve.train.capture import Capturer, FeatureFolder
 from specserve.train.evaluation import HeldOutEvaluator
 from specserve.train.head import earlier_head, new_drafter
-from specserve.train.remote.target_service import open_service
+from specserve.train.learner import Learner, TrainingData
+from specserve.train.remote.target_service import open_service, prefill_spec
 from specserve.train.run.checks import plan_drafter
 from specserve.train.run.folder import RunFolder
 from specserve.train.run.report import summarize
-from specserve.train.settings import TrainRun
+from specserve.train.settings import DataSettings, TrainRun, TrainSettings
 from specserve.train.speed import make_stopwatch
 from specserve.train.step import place_rows
-from specserve.train.trainer import Trainer, TrainingData
+from specserve.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ Mixture = tuple[sources.SourceRows, ...]
 class Materials:
     """The materials of a run, whatever it computes: target, data, prompts and drafter."""
 
+    run: TrainRun
     source: TargetSource
     target: Target  # without its layers, where their states come from elsewhere
     loaded: Dataset
@@ -53,13 +56,34 @@ class Materials:
     data: TrainingData
     drafter: TrainedDrafter
 
-    def features(self, run: TrainRun) -> FeatureFolder:
-        """The captured states of the run, complete or not. Raises ConfigError or CheckpointError."""
-        digest = self.data.loader.state()["rows_digest"]
+    def features(self) -> FeatureFolder:
+        """Open the captured states of the run, complete or not. Raises ConfigError or CheckpointError."""
         return capture.open_features(
-            *(run, self.source.folder, self.drafter, self.target.config),
-            *(self.loaded.rows, digest, self.data.target_ids),
+            self.run.features,
+            self.target,
+            self.run.quantization,
+            self.drafter,
+            self.loaded.rows,
+            self.data.loader.state()["rows_digest"],
+            self.data.target_ids,
         )
+
+    def capture(self, mesh: Mesh | None) -> FeatureFolder:
+        """Open the captured states of the run, and capture those that are missing. Raises ConfigError or
+        CheckpointError."""
+        features = self.features()
+        make = functools.partial(
+            Capturer,
+            features,
+            self.source.folder,
+            self.loaded.rows,
+            self.data.target_ids,
+            batch_size=self.run.train.batch_size,
+            is_checked=self.run.check_weights,
+            mesh=mesh,
+        )
+        capture.capture(features, make)
+        return features
 
 
 def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) -> Trainer:
@@ -70,41 +94,34 @@ def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) ->
     mesh = parse_mesh(run.mesh)
     if mesh is None and jax.process_count() > 1:
         raise ConfigError(f"{jax.process_count()} processes need a mesh over their devices, such as --mesh data=N")
-    has = load_materials(run, mesh, mixture)
-    target, data = has.target, has.data
+    materials = load_materials(run, mesh, mixture)
+    target, data = materials.target, materials.data
     evaluator = features = None
     if run.features.capture:
-        features = has.features(run)
-        capture.capture(features, has.source.folder, run, has.loaded.rows, data.target_ids, mesh)
+        features = materials.capture(mesh)
     elif run.service.target_service:
-        features = open_service(run, has.source, target.config, has.drafter, data.loader)
+        spec = prefill_spec(run, materials.source, target.config, materials.drafter)
+        features = open_service(cluster.connect(run.ray_address), run.service, spec, target.config, data.loader)
     if features:
         logger.warning(
             "training from states that come from elsewhere: tau is not measured; afterwards run specserve eval "
             f"--target {run.target} --draft {run.output}"
         )
-    elif has.prompts:
+    elif materials.prompts:
         evaluator = HeldOutEvaluator(
             target,
-            has.drafter,
+            materials.drafter,
             data.target_ids,
-            has.prompts,
+            materials.prompts,
             run.eval,
             quantization=run.draft_quantization,
             seed=run.train.seed,
             mesh=mesh,
         )
-    return Trainer(
-        run,
-        target,
-        data,
-        _notes(run, has.source, has.loaded, data.target_ids),
-        folder,
-        evaluator=evaluator,
-        stopwatch=make_stopwatch(run, target.config, has.drafter, mesh),
-        features=features,
-        mesh=mesh,
-    )
+    learner = Learner(run.train, materials.drafter, target, data, features=features, mesh=mesh)
+    notes = _notes(run, materials.source, materials.loaded, data.target_ids)
+    stopwatch = make_stopwatch(run, target.config, materials.drafter, mesh)
+    return Trainer(run, learner, notes, folder, evaluator=evaluator, stopwatch=stopwatch)
 
 
 def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = None) -> Materials:
@@ -123,7 +140,9 @@ def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = N
         has_layers=run.has_layers,
     )
     tokenizer = Tokenizer.load(source.folder, parse_template_kwargs(run.data.template_kwargs))
-    loaded, prompts = load_data(run, tokenizer, source.folder, target.config.vocab_size, mixture)
+    vocab_size = target.config.vocab_size
+    mixture = mixture or load_mixture(run.target, run.data, vocab_size)
+    loaded, prompts = load_data(run.target, run.data, run.train, mixture, tokenizer, source.folder, vocab_size)
     rows, counts = loaded.rows, loaded.counts
     head = earlier_head(run.init_from, run.draft, target) if run.init_from else None
     target_ids = head.target_ids if head else draft_vocab(counts, tokenizer, target.eos_ids, run.draft.vocab_size)
@@ -142,7 +161,7 @@ def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = N
         100 * data.coverage,
     )
     drafter = head.drafter if head else new_drafter(run.drafter, run.draft, target.config, len(target_ids))
-    return Materials(source, target, loaded, prompts, data, drafter)
+    return Materials(run, source, target, loaded, prompts, data, drafter)
 
 
 def _notes(run: TrainRun, source: TargetSource, loaded: Dataset, target_ids: np.ndarray) -> dict[str, Any]:
@@ -171,18 +190,18 @@ def draft_vocab(
     return choose_draft_vocab(counts, pinned | frozenset(eos_ids), draft_vocab_size(size, len(counts)))
 
 
-def load_mixture(run: TrainRun, vocab_size: int, *, needs_answers: bool = True) -> Mixture:
-    """Read the sources of a run. Where the target answers the questions itself, those of the sources are not needed.
-    Raises ConfigError or DataError."""
+def load_mixture(target: str, data: DataSettings, vocab_size: int, *, needs_answers: bool = True) -> Mixture:
+    """Read the sources of a run for the target of this name. Where the target answers the questions itself, the answers
+    of the sources are not needed. Raises ConfigError or DataError."""
     # the bundled target is measured on the bundled questions, whatever it is trained on
-    measured = pydoc.build("held-out") if run.target == BUNDLED else ()
-    if run.target != BUNDLED and any(sources.parse_entry(entry)[0] == sources.PYDOC for entry in run.data.source):
+    measured = pydoc.build("held-out") if target == BUNDLED else ()
+    if target != BUNDLED and any(sources.parse_entry(entry)[0] == sources.PYDOC for entry in data.source):
         logger.warning(
-            "--source pydoc is data for the bundled target: a head for %s learns more from other data", run.target
+            "--source pydoc is data for the bundled target: a head for %s learns more from other data", target
         )
     return sources.load_mixture(
-        run.data.source,
-        Columns.parse(run.data.columns),
+        data.source,
+        Columns.parse(data.columns),
         vocab_size=vocab_size,
         withheld={conversation.key for conversation in measured},
         needs_answers=needs_answers,
@@ -190,22 +209,23 @@ def load_mixture(run: TrainRun, vocab_size: int, *, needs_answers: bool = True) 
 
 
 def load_data(
-    run: TrainRun,
+    target: str,  # its name
+    data: DataSettings,
+    train: TrainSettings,
+    mixture: Mixture,
     tokenizer: Tokenizer,
     folder: Path,  # of the tokenizer
     vocab_size: int,
-    mixture: Mixture | None = None,  # of `load_mixture`, where it is read already
 ) -> tuple[Dataset, list[Prompt]]:
     """Load the packed training rows, and the held-out prompts to measure on, which are not trained on."""
-    mixture = mixture or load_mixture(run, vocab_size)
-    drawn = dataset.draw(mixture, run.data.max_conversations, run.train.seed)
-    max_len, workers = run.train.seq_len, run.data.workers
+    drawn = dataset.draw(mixture, data.max_conversations, train.seed)
+    max_len, workers = train.seq_len, data.workers
     tokens = [dataset.tokenize_source(part, tokenizer, folder, max_len=max_len, workers=workers) for part in drawn]
-    questions = (sources.SourceRows(sources.PYDOC, 1.0, (), ()),) if run.target == BUNDLED else mixture
-    prompts = dataset.held_out_prompts(questions, tokenizer, run.data.eval_prompts, max_len=max_len)
-    if run.data.eval_prompts and not prompts:
+    questions = (sources.SourceRows(sources.PYDOC, 1.0, (), ()),) if target == BUNDLED else mixture
+    prompts = dataset.held_out_prompts(questions, tokenizer, data.eval_prompts, max_len=max_len)
+    if data.eval_prompts and not prompts:
         lack = f"no held-out question of at most {max_len} tokens: acceptance cannot be measured"
-        if run.train.patience:
+        if train.patience:
             raise ConfigError(f"{lack}, which --patience needs; raise --seq-len, give a larger source, or --patience 0")
         logger.warning(lack)
     return dataset.build(tokens, seq_len=max_len, vocab_size=vocab_size), prompts

@@ -153,8 +153,7 @@ def _of_devices(settings: Mapping[str, Any], given: Mapping[str, Any], *, is_dry
 
 
 def _is_published(entry: str) -> bool:
-    """Return whether a source's answers are other people's, as far as its name tells: a data set's are, a file's are
-    not."""
+    """Return whether a source's answers are other people's, by its name: a data set's are, a file's are not."""
     name, _ = parse_entry(entry)
     return name != PYDOC and not name.endswith(SUFFIXES)
 

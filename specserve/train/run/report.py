@@ -12,19 +12,14 @@ import numpy as np
 
 from specserve import config
 from specserve.data.dataset import Dataset
-from specserve.drafters.speculation import parse_speculation
 from specserve.host import whole_file
 from specserve.speculative.vocab import coverage
-from specserve.train.run import forecast
-from specserve.train.run.charts import Chart, ChartLine, line_chart, number
 from specserve.train.run.folder import SETTINGS_FILE
-from specserve.train.run.forecast import PowerLaw
-from specserve.train.run.pages import template
+from specserve.train.run.page import line_chart, number, template
 from specserve.train.settings import TrainRun
 
 REPORT_FILE = "report.html"
 TEMPLATE = "report.html.j2"
-AHEAD = 2.0  # how far the curve is drawn, in samples so far
 
 Row = Mapping[str, Any]
 
@@ -52,25 +47,22 @@ def render(report: RunReport) -> str:
     steps = [row for row in report.rows if row["loss"] is not None]
     all_measured = [row for row in report.rows if row["tau"] is not None]
     measured = comparable(all_measured)
-    curve = tau_curve(report.run, measured)
-    arms = measured[-1].get("arms", {}) if measured else {}
+    newest = next(reversed(measured), None)
+    arms = (newest or {}).get("arms", {})
     depth = max((len(arm["accept_rate"]) for arm in arms.values()), default=0)
-    chosen, as_they_come = _settings(report.run)
     return template(Path(__file__).parent, TEMPLATE).render(
         run=report.run,
         notes=report.notes,
         ending=report.ending,
         tiles=_tiles(steps, measured),
-        charts=_charts(steps, measured, curve, num_others=len(all_measured) - len(measured)),
-        outlook=outlook(curve),
-        measured=measured[-1] if measured else None,
+        charts=_charts(steps, measured, num_others=len(all_measured) - len(measured)),
+        measured=newest,
         depth=depth,
         depth_names=[f"depth {d}" for d in range(1, depth + 1)],
         data=report.notes.get("data_summary", {}),
-        chosen=chosen,
-        as_they_come=as_they_come,
+        settings=_settings(report.run),
         provenance=_shown(report),
-        commands=commands(report.run, is_stopped=report.ending.startswith("stopped")),
+        commands=commands(report.run.output, is_stopped=report.ending.startswith("stopped")),
     )
 
 
@@ -79,38 +71,18 @@ def comparable(measured: Sequence[Row]) -> list[Row]:
     return [row for row in measured if row.get("measurement") == measured[-1].get("measurement")]
 
 
-def tau_curve(run: TrainRun, measured: Sequence[Row]) -> PowerLaw | None:
-    """Fit the forecast's curve over loss-bearing tokens; None where the measurements allow none."""
-    by_tokens = {row["tokens"]: row["tau"] for row in comparable(measured) if row["tokens"]}
-    tree = parse_speculation(run.eval.speculation[0])
-    assert tree is not None
-    return forecast.fit(list(by_tokens), list(by_tokens.values()), longest=1.0 + tree.depth)
-
-
-def outlook(curve: PowerLaw | None) -> list[str]:
-    """Say the forecast in words, one sentence for each number of samples; nothing where there is none."""
-    if curve is None:
-        return []
-    words = ((2.0, "as many samples again"), (10.0, "ten times as many samples in all"))
-    found = [(text, curve.unit * times, curve.at(curve.unit * times)) for times, text in words]
+def commands(output: str, *, is_stopped: bool = False) -> list[tuple[str, str]]:
+    """List what one may do with the head in this folder, each with the command for it."""
+    folder = output.rstrip("/")
+    head, settings, other = map(shlex.quote, (output, f"{folder}/{SETTINGS_FILE}", f"{folder}-2"))
+    last = ("Train it further", f"specserve train --config {settings} --init-from {head} --output {other}")
+    if is_stopped:
+        last = ("Go on", f"specserve train --config {settings} --resume")
     return [
-        f"With {text} ({number(tokens)} tokens), tau {at.expected:.2f} is expected, {at.low:.2f} to {at.high:.2f} "
-        "in nine cases of ten."
-        for text, tokens, at in found
-    ]
-
-
-def commands(run: TrainRun, *, is_stopped: bool = False) -> list[tuple[str, str]]:
-    """List what one may do with the head, each with the command for it."""
-    folder, settings = shlex.quote(run.output), shlex.quote(f"{run.output.rstrip('/')}/{SETTINGS_FILE}")
-    more = f"--init-from {folder} --output {shlex.quote(run.output.rstrip('/') + '-2')}"
-    return [
-        ("Serve it", f"specserve serve --draft {folder}"),
-        ("Measure its speed", f"specserve eval --draft {folder}"),
-        ("Give it to vLLM", f"specserve export {folder} --to vllm"),
-        ("Go on", f"specserve train --config {settings} --resume")
-        if is_stopped
-        else ("Train it further", f"specserve train --config {settings} {more}"),
+        ("Serve it", f"specserve serve --draft {head}"),
+        ("Measure its speed", f"specserve eval --draft {head}"),
+        ("Give it to vLLM", f"specserve export {head} --to vllm"),
+        last,
     ]
 
 
@@ -180,44 +152,29 @@ CHARTS = (  # over steps: title, key of a row, whose value is one number or one 
 )
 
 
-def _charts(steps: Sequence[Row], measured: Sequence[Row], curve: PowerLaw | None, *, num_others: int) -> list[Chart]:
-    """Lay out the charts that have something to show."""
-    charts = [_tau_chart(measured, curve, num_others)]
-    for title, key, note in CHARTS:
-        values = [(row["step"], np.atleast_1d(row[key])) for row in steps if row.get(key) is not None]
-        series = [
-            ChartLine(name, [(x, y[k]) for x, y in values if len(y) > k])
-            for k in range(max((len(y) for _, y in values), default=0))
-            for name in [f"step {k}" if key.startswith("rollout") else title.lower()]
-        ]
-        charts.append(line_chart(title, "step", series, note=note, y_from_zero=key == "learning_rate"))
-    return [chart for chart in charts if chart]
-
-
-def _tau_chart(measured: Sequence[Row], curve: PowerLaw | None, num_others: int) -> Chart | None:
-    """Lay out what was measured over loss-bearing tokens, with the forecast where there is one."""
-    points = [(row["tokens"], row["tau"]) for row in measured]
-    series, band = [ChartLine("tau", points, is_dotted=True)], []
-    if curve is not None:
-        last = points[-1][0]
-        ahead = np.linspace(last, AHEAD * last, 24).tolist()
-        fitted = np.linspace(min(x for x, _ in points if x), AHEAD * last, 60).tolist()
-        series.append(ChartLine("forecast", tuple((x, curve.at(x).expected) for x in fitted), is_dashed=True))
-        band = [(x, at.low, at.high) for x in ahead for at in [curve.at(x)]]
+def _charts(steps: Sequence[Row], measured: Sequence[Row], *, num_others: int) -> list[str]:
+    """Draw the charts that have something to show."""
     note = "tokens per target forward on held-out prompts"
     if num_others:
         note += f"; {num_others} earlier measurements, of something else, are left out"
-    return line_chart("Tau", "tokens", series, band=band, note=note)
+    charts = [line_chart("Tau", "tokens", {"tau": [(row["tokens"], row["tau"]) for row in measured]}, note=note)]
+    for title, key, note in CHARTS:
+        values = [(row["step"], np.atleast_1d(row[key])) for row in steps if row.get(key) is not None]
+        depth = max((len(y) for _, y in values), default=0)
+        lines = {f"step {k}": [(x, y[k]) for x, y in values if len(y) > k] for k in range(depth)}
+        charts.append(line_chart(title, "step", lines, note=note, y_from_zero=key == "learning_rate"))
+    return [chart for chart in charts if chart]
 
 
-def _settings(run: TrainRun) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """List the names and values of the settings that somebody has chosen, and those of the others."""
-    chosen, others = [], []
-    for leaf in config.leaves(TrainRun):
-        value = attrgetter(leaf.name)(run)
-        text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        (others if value == leaf.default else chosen).append((leaf.name, text))
-    return chosen, others
+def _settings(run: TrainRun) -> list[tuple[str, str]]:
+    """List the names and values of the settings that are not the defaults."""
+    changed = {leaf.name: attrgetter(leaf.name)(run) for leaf in config.leaves(TrainRun)}
+    default = {leaf.name: leaf.default for leaf in config.leaves(TrainRun)}
+    return [(name, _text(value)) for name, value in changed.items() if value != default[name]]
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _shown(report: RunReport) -> list[tuple[str, str]]:

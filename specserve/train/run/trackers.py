@@ -17,7 +17,7 @@ from specserve.host import whole_file
 
 WANDB_ID_FILE = "wandb-id.txt"
 TENSORBOARD_FOLDER = "tensorboard"
-PROJECT = "specserve"  # WANDB_PROJECT says otherwise
+PROJECT = "specserve"  # unless WANDB_PROJECT is set
 
 
 class Tracker(Protocol):
@@ -52,7 +52,7 @@ def close(trackers: Sequence[Tracker]) -> None:
 
 class WandbTracker:
     """A run of Weights & Biases. Its id stays in the folder, so a resumed run goes on in the same one. Everything that
-    wandb reads from its environment holds: WANDB_MODE=offline writes to the folder and calls nobody."""
+    wandb reads from its environment holds: WANDB_MODE=offline writes to the folder and needs no network."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         wandb = _load("wandb", "wandb", "wandb")
@@ -106,7 +106,7 @@ class TensorBoardTracker:
             self._writer.close()
 
     def _open(self, step: int) -> Any:
-        # what the session before logged from this step on is hidden: it is logged again
+        # rows of the session before are hidden from this step on, because they are logged again
         writer = self._make(str(self._folder), purge_step=step if self._is_resumed else None)
         text = "\n".join(f"    {name}: {value}" for name, value in _leaves(self._settings))
         writer.add_text("settings", text, step)
@@ -130,8 +130,10 @@ def _leaves(values: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> Iter
 
 
 def _project() -> str | None:
-    """The project to log to, or None where the environment says it."""
-    return None if os.environ.get("WANDB_PROJECT") else PROJECT
+    """The project to log to, or None where the environment names it."""
+    if os.environ.get("WANDB_PROJECT"):
+        return None
+    return PROJECT
 
 
 def _load(module: str, package: str, extra: str) -> Any:

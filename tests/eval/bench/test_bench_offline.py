@@ -16,9 +16,10 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import DataError
 from specserve.eval.bench.offline import latency, throughput
-from specserve.eval.bench.roofline import Peaks, Roofline, StepWork, measure_peaks, step_work
+from specserve.eval.bench.roofline import Peaks, Roofline, measure_peaks, step_work
 from specserve.eval.bench.trace import Operation, newest_trace, operations, read_operations
 from specserve.eval.settings import LatencyRun, ThroughputRun
+from specserve.plan.work import DeviceWork
 from specserve.serve.launch import Models
 from specserve.speculative.drafter import Weights
 
@@ -41,7 +42,7 @@ def test_no_share_of_a_peak_passes_one(
     num_bytes: float, num_flops: float, seconds: float, bandwidth: float, flops: float
 ) -> None:
     """Whatever was measured: the step itself is one of the kernels that the peak is the best of."""
-    found = Roofline("off", 1, 1, StepWork(num_bytes, num_flops), seconds, 0.0, Peaks(bandwidth, flops))
+    found = Roofline("off", 1, 1, DeviceWork(num_flops, num_bytes, 0.0), seconds, 0.0, Peaks(bandwidth, flops))
     assert 0 < found.mbu <= 1
     assert 0 < found.mfu <= 1
     if num_bytes / seconds < bandwidth:
@@ -57,17 +58,17 @@ def test_the_work_of_a_step_by_hand(models: Models) -> None:
     assert models.head is not None
     config, weights = models.target.config, Weights(models.target.params, models.head.weights(None))
     plain = step_work(config, weights, None, None, batch=2, context=10)
-    assert plain.num_bytes == 4 * (2 * layer + 64 * 32 + norms) + 2 * 10 * entry
+    assert plain.read == 4 * (2 * layer + 64 * 32 + norms) + 2 * 10 * entry
     attention = 2 * 2 * (4 * 8) * 10.5  # products with keys and values over half of 20 keys, the own one included
-    assert plain.num_flops == 2 * (2 * (2 * layer + attention) + 2 * 64 * 32)
+    assert plain.flops == 2 * (2 * (2 * layer + attention) + 2 * 64 * 32)
 
     narrow = Weights(jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights.target), None)
     half = step_work(config, narrow, None, None, batch=2, context=10)
-    assert half.num_bytes == plain.num_bytes - 2 * (2 * layer + 64 * 32 + norms), "as the step takes them"
+    assert half.read == plain.read - 2 * (2 * layer + 64 * 32 + norms), "as the step takes them"
     grown = step_work(config, weights, models.head.drafter, tree, batch=2, context=10)
     head = sum(leaf.size for leaf in jax.tree.leaves(models.head.params) if leaf.ndim > 1)
-    assert grown.num_bytes - plain.num_bytes == 3 * (4 * head + 2 * 10 * entry / 2)
-    assert grown.num_flops == 6 * plain.num_flops + 2 * head * 2 * (1 + 2 * 2)
+    assert grown.read - plain.read == 3 * (4 * head + 2 * 10 * entry / 2)
+    assert grown.flops == 6 * plain.flops + 2 * head * 2 * (1 + 2 * 2)
 
 
 def test_operations_are_told_by_their_own_time(tmp_path: Path) -> None:

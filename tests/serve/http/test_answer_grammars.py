@@ -9,12 +9,12 @@ from chats import load
 from fakes import MODEL, USER, assert_refused
 from sayings import HERMES, WEATHER, serving
 
-from specserve.serve.http.formats.answer_grammars import answer_grammar
-from specserve.serve.http.formats.answers import AnswerSyntax
-from specserve.serve.http.formats.tool_formats import TOOL_FORMATS
+from specserve.serve.http.formats.grammars import answer_grammar
+from specserve.serve.http.formats.reasoning import AnswerSyntax
+from specserve.serve.http.formats.tools import TOOL_FORMATS
 from specserve.serve.http.openai.bodies import ChatBody
+from specserve.serve.http.openai.chat import FunctionDefinition
 from specserve.serve.http.openai.fields import check_body
-from specserve.serve.http.openai.tool_bodies import FunctionDefinition
 from specserve.serve.requests.grammars import Grammars
 from specserve.serve.requests.request import GrammarSpec, SamplingParams
 from specserve.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from specserve.errors import ConfigError
 from specserve.serve.http.app import create_app
 from specserve.serve.http.openai import streaming
 from specserve.serve.http.openai.bodies import ChatBody, ChatTemplateKwargs, CompletionBody, StreamOptions
-from specserve.serve.http.openai.chat_messages import ChatMessage
+from specserve.serve.http.openai.chat import ChatMessage
 from specserve.serve.http.transport.server import HttpServer, bind_listener
 from specserve.serve.requests.request import SamplingParams
 

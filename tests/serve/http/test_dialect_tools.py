@@ -36,6 +36,7 @@ def test_a_response_calls_and_goes_on(engine: SayingEngine, served: tuple[Saying
     with openai.OpenAI(base_url=f"{served[1]}", api_key="none", max_retries=0, timeout=10) as client:
         answer = client.responses.create(**asked, input="hi")
         *_, last = client.responses.create(**asked, input="hi", stream=True)
+        assert last.type == "response.completed"
         kinds = [(item.type, item.status) for item in answer.output]
         assert kinds == [(kind, "completed") for kind in ("reasoning", "message", "function_call")]
         texts = [item.to_dict() | {"id": "", "call_id": ""} for item in answer.output]

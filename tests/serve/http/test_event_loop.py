@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.serve.http.app import create_app
-from specserve.serve.http.transport.patient_json import ENCODER, MAX_AT_ONCE, write_json
+from specserve.serve.http.transport.json_codec import ENCODER, MAX_AT_ONCE, write_json
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.settings import ServeRun
 

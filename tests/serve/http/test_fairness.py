@@ -23,9 +23,9 @@ from specserve.serve.engine.admission import Queue
 from specserve.serve.http import service
 from specserve.serve.http.app import create_app
 from specserve.serve.http.openai import fields as bodies
-from specserve.serve.http.openai import replies, streaming
-from specserve.serve.http.transport import threads
-from specserve.serve.http.transport.patient_json import MAX_AT_ONCE, MAX_CONTAINERS, MAX_VALUES, read_json
+from specserve.serve.http.openai import streaming
+from specserve.serve.http.transport import json_codec, threads
+from specserve.serve.http.transport.json_codec import MAX_AT_ONCE, MAX_CONTAINERS, MAX_VALUES, read_json
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import GrammarSpec
@@ -199,7 +199,7 @@ def test_no_body_holds_the_event_loop(
         monkeypatch.setattr(owner, name, watched)
 
     for owner, name in [
-        *[(service, "parse_body"), (service, "write_json"), (streaming, "write_json"), (replies, "write_json")],
+        *[(service, "parse_body"), (service, "write_json"), (streaming, "write_json"), (json_codec, "write_json")],
         *[(fake_engine.tokenizer, "encode"), (fake_engine, "submit")],
     ]:
         watch(owner, name)
@@ -267,7 +267,7 @@ def busy(fake_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[_
 
     monkeypatch.setattr(fake_engine, "submit", compile_and_submit)
     monkeypatch.setattr(threads, "MAX_GRAMMARS", 4)
-    monkeypatch.setattr(threads, "_grammars", threads._Line(1))
+    monkeypatch.setattr(threads, "_grammars", threads._GrammarQueue(1))
     server = HttpServer(create_app(fake_engine, api_keys=["a", "b"]), port=0)
     server.start()
     found = _Grammars(server.url, threading.Event(), [])

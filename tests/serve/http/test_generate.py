@@ -8,9 +8,8 @@ import pytest
 from fakes import CONTEXT, MODEL, STORY, FakeTokenizer, assert_refused
 
 from specserve.serve.engine.interface import DraftInfo
-from specserve.serve.http.adapters.generate_bodies import GenerateBody
-from specserve.serve.http.adapters.generate_replies import GenerateFormat
-from specserve.serve.http.formats.parts import Part
+from specserve.serve.http.adapters.generate import GenerateBody, GenerateFormat
+from specserve.serve.http.formats.reader import Part
 from specserve.serve.http.openai.logprobs import TokenTexts
 from specserve.serve.http.openai.replies import Answer, Usage
 

@@ -9,7 +9,7 @@ import pytest
 from fakes import CONTEXT, STORY, USER, FakeEngine, assert_refused
 
 from specserve.serve.http.app import create_app
-from specserve.serve.http.openai import infill
+from specserve.serve.http.openai import prompts
 from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.settings import ServeRun
@@ -124,7 +124,7 @@ def test_a_suffix_is_put_into_the_tokens_of_the_model(http, fake_engine, monkeyp
     assert refused["param"] == "suffix"
     monkeypatch.setattr(fake_engine.tokenizer, "token_id", {"<fim_prefix>": 1}.get)
     assert assert_refused(http.post("/v1/completions", json=body))["param"] == "suffix"
-    assert len({marks.prompt for marks in infill._MARKS}) == len(infill._MARKS)
+    assert len({marks.prompt for marks in prompts._MARKS}) == len(prompts._MARKS)
 
 
 def test_a_final_message_is_continued_on_request(http, fake_engine):

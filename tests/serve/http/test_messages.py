@@ -11,7 +11,7 @@ from sayings import serving
 from specserve.serve.http.adapters.messages_bodies import MessagesBody
 from specserve.serve.http.adapters.messages_replies import MessagesFormat
 from specserve.serve.http.app import create_app
-from specserve.serve.http.formats.parts import Part, ToolCallPart
+from specserve.serve.http.formats.reader import Part, ToolCallPart
 from specserve.serve.http.openai.replies import Answer, Usage
 from specserve.serve.http.transport.server import HttpServer
 

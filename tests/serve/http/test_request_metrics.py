@@ -11,7 +11,7 @@ from fakes import STORY, FakeEngine
 from specserve.serve.engine.interface import EngineStats
 from specserve.serve.http.admin.metrics import Metrics
 from specserve.serve.http.app import create_app
-from specserve.serve.http.openai.request_metrics import RequestMetrics
+from specserve.serve.http.openai.replies import RequestMetrics
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import SpeculationStats

@@ -7,10 +7,10 @@ import pydantic
 import pytest
 from fakes import MODEL, STORY, assert_refused
 
-from specserve.serve.http.adapters.blocks import Blocks
 from specserve.serve.http.adapters.responses_bodies import ResponsesBody
 from specserve.serve.http.adapters.responses_replies import ResponsesFormat
-from specserve.serve.http.formats.parts import Part, ToolCallPart
+from specserve.serve.http.adapters.translation import Blocks
+from specserve.serve.http.formats.reader import Part, ToolCallPart
 from specserve.serve.http.openai.logprobs import ChatLogprobs, TokenTexts
 from specserve.serve.http.openai.replies import Answer, Usage
 

@@ -15,10 +15,10 @@ from pydantic import BaseModel
 from sayings import ARGUMENTS, CALL, HERMES, THOUGHT, WEATHER, SayingEngine, serving
 
 from specserve.errors import RequestError
-from specserve.serve.http.formats.answers import AnswerSyntax
-from specserve.serve.http.formats.parts import joined
+from specserve.serve.http.formats.reader import joined
+from specserve.serve.http.formats.reasoning import AnswerSyntax
 from specserve.serve.http.openai.bodies import ChatBody
-from specserve.serve.http.openai.chat_messages import template_messages
+from specserve.serve.http.openai.chat import template_messages
 from specserve.serve.http.openai.fields import check_body
 from specserve.serve.requests.output import OutputStream
 from specserve.serve.requests.request import Request, SamplingParams

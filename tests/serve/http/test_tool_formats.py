@@ -8,7 +8,7 @@ from answer_texts import FORMATS, TOOLS, VARIANTS, WRITERS, calls_of, make_reade
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.serve.http.formats.parts import Part
+from specserve.serve.http.formats.reader import Part
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<[｜\r"), max_size=8)
 arguments = st.fixed_dictionaries(

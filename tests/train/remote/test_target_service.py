@@ -44,7 +44,7 @@ def alone(tiny_target: Target) -> Target:
     return load_target(tiny_target.folder, dtype="float32", has_layers=False)
 
 
-def _wanted(target: Target, transport: Transport = "exact", accumulate: int = 1) -> PrefillSpec:
+def _spec(target: Target, transport: Transport = "exact", accumulate: int = 1) -> PrefillSpec:
     return PrefillSpec(
         target=str(target.folder),
         fingerprint=fingerprint(target.folder),
@@ -83,12 +83,12 @@ def test_exact_states_train_the_same_head(tmp_path: Path, tiny_target: Target, a
     changes: dict[str, Any] = {"max_steps": 4, "accumulate": 2}
     whole = tiny_trainer(tmp_path / "whole", tiny_target, **changes)
     whole.train()
-    wanted = dataclasses.replace(_wanted(tiny_target, accumulate=2), aux_layers=whole.drafter.aux_layers)
-    other = tiny_trainer(tmp_path / "other", alone, features=Here(tiny_target, wanted), **changes)
-    assert other.target.params.layers == ()
+    spec = dataclasses.replace(_spec(tiny_target, accumulate=2), aux_layers=whole.learner.drafter.aux_layers)
+    other = tiny_trainer(tmp_path / "other", alone, features=Here(tiny_target, spec), **changes)
+    assert other.learner.target.params.layers == ()
     other.train()
     assert curve(tmp_path / "other") == curve(tmp_path / "whole")
-    for leaf, same in zip(*map(jax.tree.leaves, (other.state, whole.state)), strict=True):
+    for leaf, same in zip(*map(jax.tree.leaves, (other.learner.state, whole.learner.state)), strict=True):
         np.testing.assert_array_equal(leaf, same)
 
 
@@ -99,8 +99,8 @@ def test_states_in_eight_bits_change_the_loss_by_what_codes_allow(
     """A state is off by 1/254 of its largest number, or 1/16 of itself, and the curve of the loss by that much at most
     (the bounds are those of captured states)."""
     whole = tiny_trainer(tmp_path / "whole", tiny_target, max_steps=5)
-    wanted = dataclasses.replace(_wanted(tiny_target, how), aux_layers=whole.drafter.aux_layers)
-    other = tiny_trainer(tmp_path / "other", alone, features=Here(tiny_target, wanted), max_steps=5)
+    spec = dataclasses.replace(_spec(tiny_target, how), aux_layers=whole.learner.drafter.aux_layers)
+    other = tiny_trainer(tmp_path / "other", alone, features=Here(tiny_target, spec), max_steps=5)
     losses: dict[str, list[float]] = {"whole": [], "other": []}
     for name, trainer in (("whole", whole), ("other", other)):
         seen = losses[name]
@@ -123,13 +123,13 @@ class FakeRay:
     """Ray as far as the buffer knows it, with actors that answer at once, or never (`silent`)."""
 
     def __init__(self, target: Target, loader: Loader, aux_layers: tuple[int, ...] = (1, 2, 3)) -> None:
-        wanted = dataclasses.replace(_wanted(target), aux_layers=aux_layers)
-        self.prefill, self.silent, self.killed = Prefill(wanted), set[int](), list[int]()
+        spec = dataclasses.replace(_spec(target), aux_layers=aux_layers)
+        self.prefill, self.silent, self.killed = Prefill(spec), set[int](), list[int]()
         self.asked: list[tuple[int, np.ndarray]] = []
         self.spoil: Callable[[Sample], Sample] = lambda sample: sample
         names = ("RayTaskError", "ObjectStoreFullError", "OutOfDiskError", "RayActorError", "RayError")
         self.exceptions = types.SimpleNamespace(**{name: type(name, (Broken,), {"cause": None}) for name in names})
-        expected = expected_states(target.config, wanted, loader.peek().token_ids.shape)
+        expected = expected_states(target.config, spec, loader.peek().token_ids.shape)
         self.service = TargetService(self, [self._actor(i) for i in range(2)], expected, AHEAD)
 
     def _actor(self, number: int) -> Any:
@@ -168,7 +168,7 @@ def test_batches_come_in_order_once_and_no_more_than_so_many_are_under_way(tiny_
             ray.silent.add(1)
         expected = loader.peek().token_ids
         states = ray.service.next_features(loader)
-        own = Here(tiny_target, _wanted(tiny_target))
+        own = Here(tiny_target, _spec(tiny_target))
         np.testing.assert_array_equal(states.taps, own.next_features(loader).taps) if step in (0, 3) else None
         np.testing.assert_array_equal(loader.next_batch().token_ids, expected)
         seen.append(states.taps)
@@ -218,8 +218,8 @@ def test_states_of_other_tokens_are_refused_and_the_steps_before_are_saved(
 
     def run(name: str, spoil: Callable[[Sample], Sample] = lambda sample: sample, **changes: Any) -> Trainer:
         trainer = tiny_trainer(tmp_path / name, alone, save_every=0, features=Unset(), **changes)
-        ray = FakeRay(alone, trainer.data.loader, trainer.drafter.aux_layers)
-        ray.spoil, trainer._features = spoil, ray.service
+        ray = FakeRay(alone, trainer.learner.data.loader, trainer.learner.drafter.aux_layers)
+        ray.spoil, trainer.learner.features = spoil, ray.service
         return trainer
 
     run("whole").train()
@@ -241,7 +241,7 @@ def test_states_of_other_tokens_are_refused_and_the_steps_before_are_saved(
     ("kind", "cause", "error", "message"),
     [
         ("RayTaskError", CheckpointError("no such file"), CheckpointError, "target process 0: no such file"),
-        ("RayTaskError", MemoryError("much"), ProcessError, r"target process 0 failed \(much\); mend that, then go on"),
+        ("RayTaskError", MemoryError("much"), ProcessError, r"target process 0 failed \(much\); repair that, then"),
         ("OutOfDiskError", None, ProcessError, "object store is full, and its disk too .* or lower --target-ahead"),
         ("RayActorError", None, ProcessError, r"target process 0 died 4 times over rows \d+, \d+, \d+, \d+ "),
         ("RayError", None, ProcessError, "target process 0: its states are lost"),

@@ -60,7 +60,7 @@ def test_what_was_decided_is_followed(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, budget="1h", eval_every=2000, save_every=0, max_steps=40_000)
     assert budgets.begin(dataclasses.replace(run, budget="")) is None
     decided = dataclasses.replace(Budget(3600.0), conversations=50, steps=300, spent=7.0)
-    budgets.record(run, decided)
+    budgets.record(Path(run.output), decided)
     resumed = dataclasses.replace(run, train=dataclasses.replace(run.train, resume=True))
     assert budgets.begin(resumed) == decided
     scaled = decided.apply(run)

@@ -81,8 +81,9 @@ def test_patience_needs_a_question_that_can_be_asked(tmp_path: Path, pydoc_token
     source = tmp_path / "plain.jsonl"
     source.write_text("".join(json.dumps({"text": f"plain words {number}"}) + "\n" for number in range(200)))
     run = tiny_run(tmp_path, target=str(tmp_path), data=DataSettings((str(source),), workers=1), **MEASURED)
+    mixture = load_mixture(run.target, run.data, 8192)
     with pytest.raises(ConfigError, match=r"no held-out question of at most 32 tokens.*--patience 0"):
-        load_data(run, pydoc_tokenizer, BUNDLED_FOLDER, 8192)
+        load_data(run.target, run.data, run.train, mixture, pydoc_tokenizer, BUNDLED_FOLDER, 8192)
 
 
 def test_a_process_that_cannot_be_one_of_them() -> None:
@@ -92,7 +93,7 @@ def test_a_process_that_cannot_be_one_of_them() -> None:
 
 
 def test_pydoc_for_another_target_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In one line; the bundled target's own data is none."""
     monkeypatch.setattr(sources, "load_mixture", lambda *_args, **_options: ())
@@ -100,6 +101,6 @@ def test_pydoc_for_another_target_is_a_warning(
     cases = (("qwen3-8b", "pydoc=2", True), ("qwen3-8b", "a.jsonl", False), (BUNDLED, "pydoc", False))
     for target, source, is_warned in cases:
         caplog.clear()
-        load_mixture(tiny_run(tmp_path, target=target, data=DataSettings((source,))), 64)
+        load_mixture(target, DataSettings((source,)), 64)
         assert [record.levelname for record in caplog.records] == ["WARNING"] * is_warned, (target, source)
         assert "data for the bundled target: a head for qwen3-8b" in caplog.text or not is_warned

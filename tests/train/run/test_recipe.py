@@ -17,7 +17,8 @@ from specserve import config
 from specserve.checkpoints.source import BUNDLED
 from specserve.mesh import mesh_sizes
 from specserve.models.presets import PRESETS
-from specserve.plan.outline import TAUS_FILE, outline
+from specserve.plan.outline import outline
+from specserve.plan.taus import TAUS_FILE
 from specserve.plan.training import make_plan
 from specserve.train.run.checks import check_settings, check_target
 from specserve.train.run.folder import RunFolder

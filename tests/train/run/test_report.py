@@ -15,9 +15,9 @@ from specserve.data.conversations import Conversation, Message
 from specserve.data.dataset import SourceTokens, build
 from specserve.data.documents import Document, TokenizedDocuments
 from specserve.data.sources import SourceRows
-from specserve.train.run import charts
-from specserve.train.run.charts import ChartLine, line_chart, nice, number
-from specserve.train.run.report import RunReport, duration, outlook, render, summarize, tau_curve
+from specserve.train.run import page as pages
+from specserve.train.run.page import line_chart, nice, number
+from specserve.train.run.report import RunReport, duration, render, summarize
 from specserve.train.settings import EvalSettings, TrainRun, TrainSettings
 
 HOSTILE = "<script>alert('x')</script>\"&{{ 7*7 }}"
@@ -138,7 +138,6 @@ def test_the_report_says_what_was_measured(report: RunReport) -> None:
         "specserve serve --draft 'my head'",
         "specserve train --config 'my head/run.yaml' --init-from 'my head' --output 'my head-2'",
         "92.86%",  # coverage, see below
-        "forecast",
         "finished",
     ]
     assert [value for value in expected if value not in text] == []
@@ -170,7 +169,6 @@ def test_a_report_of_a_run_that_hardly_began(report: RunReport, kept: str) -> No
     text = " ".join(page.text)
     assert "stopped by SIGTERM" in text
     assert "specserve train --config 'my head/run.yaml' --resume" in text
-    assert "forecast" not in page.text
 
 
 def test_a_run_that_ends_between_two_logged_steps_is_reported_to_its_end(report: RunReport) -> None:
@@ -188,42 +186,47 @@ def test_sources_add_up_to_the_whole(data_summary: dict[str, Any]) -> None:
     assert data_summary["loss_tokens"] == 18 + 6
 
 
-def test_the_forecast_speaks_only_of_a_curve(report: RunReport) -> None:
-    measured = [row for row in report.rows if row["tau"] is not None]
-    double, tenfold = outlook(tau_curve(report.run, measured))
-    assert double.startswith("With as many samples again (200k tokens), tau 2.23 is expected")
-    assert tenfold.startswith("With ten times as many samples in all (1M tokens), tau 2.38 is expected")
-    assert outlook(tau_curve(report.run, measured[:3])) == []
-
-
 def test_what_was_measured_otherwise_is_left_out_and_counted(report: RunReport) -> None:
     """A resumed run may measure with other prompts or another arm: those taus are no points of the same curve."""
     others = [_measurement(step, 2.9) | {"measurement": "chain:7"} for step in (5, 10)]
-    measured = [row for row in report.rows if row["tau"] is not None]
-    assert outlook(tau_curve(report.run, [*others, *measured])) == outlook(tau_curve(report.run, measured))
     page = render(dataclasses.replace(report, rows=[*others, *report.rows]))
     assert "2 earlier measurements, of something else, are left out" in page
     assert "best 2.90" not in page
     assert "earlier measurements" not in render(report)
 
 
-def test_charts_fit_their_frame_and_keep_their_values() -> None:
-    rng = np.random.default_rng(0)
-    for count, scale in ((1, 1.0), (2, 1e-7), (50, 1e6), (5000, 3.0)):
-        points = tuple((float(x), float(y)) for x, y in enumerate(scale * rng.normal(size=count)))
-        chart = line_chart("t", "step", [ChartLine("a", points), ChartLine("b", (*points, (0.0, float("nan"))))])
-        assert chart is not None
-        for line in chart.lines:
-            at = [tuple(map(float, part.split())) for part in line.path[1:].split("L")]
-            assert len(at) <= charts.MAX_POINTS
-            assert all(charts.LEFT - 0.1 <= x <= charts.WIDTH - charts.RIGHT + 0.1 for x, _ in at)
-            assert all(charts.TOP - 0.1 <= y <= charts.HEIGHT - charts.BOTTOM + 0.1 for _, y in at)
-            assert [x for x, _ in at] == sorted(x for x, _ in at)
-        assert 2 <= len(chart.y_ticks) <= 6
-        assert chart.columns == ["step", "a", "b"]
-        assert len(chart.rows) <= 40
-        assert chart.rows[-1] == [f"{count - 1:,.0f}", f"{points[-1][1]:.4g}", f"{points[-1][1]:.4g}"]
-    assert line_chart("t", "step", [ChartLine("a", ((0.0, float("nan")),))]) is None
+def _drawn(chart: str) -> list[list[tuple[float, float]]]:
+    """The points of each line of a chart, in SVG units."""
+    paths = [value[1:] for _, name, value in Page(chart).attributes if name == "d" and "L" in value]
+    return [[tuple(map(float, point.split())) for point in path.split("L")] for path in paths]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("count", "scale"), [(2, 1e-7), (50, 1e6), (5000, 3.0)])
+def test_charts_fit_their_frame(count: int, scale: float) -> None:
+    values = scale * np.random.default_rng(0).normal(size=count)
+    points = list(enumerate(values.tolist()))
+    chart = line_chart("t", "step", {"a": points, HOSTILE: [*points, (0.0, float("nan"))], "none": [(1.0, np.inf)]})
+    assert chart is not None
+    assert "".join(Page(chart).text).count(HOSTILE) == 1  # in the legend, as text
+    lines = _drawn(chart)
+    assert len(lines) == 2
+    for at in lines:
+        assert len(at) <= pages.MAX_POINTS
+        assert all(pages.LEFT - 0.1 <= x <= pages.WIDTH - pages.RIGHT + 0.1 for x, _ in at)
+        assert all(pages.TOP - 0.1 <= y <= pages.HEIGHT - pages.BOTTOM + 0.1 for _, y in at)
+        assert [x for x, _ in at] == sorted(x for x, _ in at)
+    assert line_chart("t", "step", {"a": [(0.0, float("nan"))]}) is None
+
+
+@pytest.mark.parametrize("scale", [1.5e-5, 1.0, -1.25e-5])
+def test_the_widest_label_of_a_chart_fits_its_margin(scale: float) -> None:
+    chart = line_chart("t", "step", {"a": [(0.0, 0.0), (9.0, scale)]})
+    assert chart is not None
+    labels = re.findall(r'text-anchor="end">([^<]+)<', chart)
+    left = min(x for x, _ in _drawn(chart)[0])
+    assert labels
+    assert max(map(len, labels)) * pages.LETTER <= left - pages.GAP + 0.1
+    assert (left == pages.LEFT) == (scale == 1)
 
 
 def test_numbers_for_people() -> None:

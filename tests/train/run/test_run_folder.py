@@ -79,9 +79,9 @@ def test_what_the_report_says_to_type_can_be_typed(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "a b")
     RunFolder(run).close()
     RunFolder(tiny_run(tmp_path / "a b", resume=True, process_id=1, dry_run=True)).close()
-    further = resolved(dict(commands(run))["Train it further"])
+    further = resolved(dict(commands(run.output))["Train it further"])
     assert further == dataclasses.replace(run, init_from=run.output, output=f"{run.output}-2")
-    again = resolved(dict(commands(run, is_stopped=True))["Go on"])
+    again = resolved(dict(commands(run.output, is_stopped=True))["Go on"])
     assert again == tiny_run(tmp_path / "a b", resume=True)
     for each in (further, again):
         RunFolder(each).close()

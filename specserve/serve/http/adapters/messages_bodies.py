@@ -7,16 +7,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from specserve.errors import RequestError
-from specserve.serve.http.adapters.dialects import DialectBody, Json, Tagged
+from specserve.serve.http.adapters.translation import Tagged, TranslatedBody
 from specserve.serve.http.openai.bodies import Int64
-from specserve.serve.http.openai.chat_messages import MAX_MESSAGES
-from specserve.serve.http.openai.fields import Body, Neutral
+from specserve.serve.http.openai.chat import MAX_MESSAGES
+from specserve.serve.http.openai.fields import Body, UnsupportedFields
+from specserve.serve.http.transport.json_codec import Json
 
 MAX_BLOCKS = 10_000
 
 
 class CacheControl(Body):
-    """A hint of what is worth caching. Every prefix is cached here, so it changes nothing."""
+    """A hint that a prefix is worth caching. Every prefix is cached here, so it changes nothing."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -25,7 +26,7 @@ class CacheControl(Body):
 class TextBlock(Body):
     """Text of a message."""
 
-    UNSUPPORTED: ClassVar[Neutral] = {"citations": ([],)}
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"citations": ([],)}
 
     type: Literal["text"]
     text: str
@@ -33,7 +34,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """What the model has thought. Nobody signs it here."""
+    """The thinking of the model. It is not signed here."""
 
     type: Literal["thinking"]
     thinking: str
@@ -43,7 +44,7 @@ class ThinkingBlock(Body):
 class ToolUseBlock(Body):
     """A call of a tool, as the model has asked for it."""
 
-    UNSUPPORTED: ClassVar[Neutral] = {"caller": ({"type": "direct"},)}
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"caller": ({"type": "direct"},)}
 
     type: Literal["tool_use"]
     id: str
@@ -64,7 +65,7 @@ Texts = Annotated[
 
 
 class ToolResultBlock(Body):
-    """What a tool has returned."""
+    """The result of a tool."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -83,7 +84,7 @@ ContentBlock = Annotated[
 
 
 class MessageBody(Body):
-    """One message. What the assistant says last is continued."""
+    """One message. A last message of the assistant is continued."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
@@ -116,7 +117,7 @@ class MessageBody(Body):
 class Tool(Body):
     """A tool that the client runs. Chat's `tools` checks the schema of its input."""
 
-    UNSUPPORTED: ClassVar[Neutral] = {
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {
         "defer_loading": (False,),
         "input_examples": ([],),
         "allowed_callers": (["direct"],),
@@ -136,7 +137,7 @@ class Tool(Body):
 
 
 class ToolChoice(Body):
-    """Whether the model has to call a tool."""
+    """The choice whether the model has to call a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None  # of the tool
@@ -152,9 +153,9 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model is to think. How long cannot be set."""
+    """The switch of thinking. Its length cannot be set."""
 
-    UNSUPPORTED: ClassVar[Neutral] = {"display": ("summarized",)}
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"display": ("summarized",)}
 
     type: Literal["adaptive", "enabled", "disabled"]
     budget_tokens: Annotated[Int64, Field(ge=1)] | None = None
@@ -176,7 +177,7 @@ class Thinking(Body):
 
 
 class Metadata(Body):
-    """Who has sent this, for the sender's own use."""
+    """The sender of the request, for the client's own use."""
 
     user_id: str | None = None
 
@@ -197,7 +198,7 @@ class OutputConfig(Body):
         return {name: value for name, value in fields.items() if value is not None}
 
 
-class _Prompt(DialectBody):
+class _Prompt(TranslatedBody):
     """The prompt of a request in Anthropic's API."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {
@@ -205,7 +206,7 @@ class _Prompt(DialectBody):
         "response_format": "output_config",
         "reasoning_effort": "output_config",
     }
-    UNSUPPORTED: ClassVar[Neutral] = {
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {
         "container": (),
         "context_management": (),
         "diagnostics": (),

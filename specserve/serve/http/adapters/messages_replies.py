@@ -3,12 +3,15 @@
 import json
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
+from pydantic import ConfigDict, Discriminator, with_config
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specserve.serve.http.adapters.blocks import Block, BlockEvent, Blocks
-from specserve.serve.http.openai.replies import Answer, Json, Usage, event
+from specserve.serve.http.adapters.translation import Block, BlockEvent, Blocks
+from specserve.serve.http.openai.replies import Answer, Usage, event
+from specserve.serve.http.transport.errors import Error
+from specserve.serve.http.transport.json_codec import Json, ReplyObject
 
 PATH = "/v1/messages"  # and what lies below it
 
@@ -29,6 +32,85 @@ _DELTA = {
 }
 
 
+class SaidText(ReplyObject):
+    """A message of the model."""
+
+    type: Literal["text"]
+    text: str
+
+
+class SaidThinking(ReplyObject):
+    """The reasoning of the model."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class SaidToolUse(ReplyObject):
+    """A tool that it calls."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Json
+
+
+class AnthropicUsage(ReplyObject):
+    """Token counts; `input_tokens` are those that were not cached."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageHead(ReplyObject):
+    """The members of a message that never change."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+
+
+class MessageEnd(ReplyObject):
+    """The reason why a message ended."""
+
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+
+
+class AnthropicMessage(MessageHead, MessageEnd):
+    """POST /v1/messages."""
+
+    content: list[Annotated[SaidText | SaidThinking | SaidToolUse, Discriminator("type")]]
+    usage: AnthropicUsage
+
+
+@with_config(ConfigDict(extra="allow", strict=True))
+class AnthropicEvent(ReplyObject):
+    """One event of a streamed message; its other members depend on its type, as in Anthropic's API."""
+
+    type: str
+    message: NotRequired[AnthropicMessage]
+
+
+class AnthropicErrorDetails(ReplyObject):
+    """`param` is the field that was wrong."""
+
+    type: str
+    message: str
+    param: str | None
+
+
+class AnthropicError(ReplyObject):
+    """Every reply of a status from 400 below /v1/messages."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+
+
 class MessagesFormat:
     """Spells the one answer to a body of /v1/messages as content blocks."""
 
@@ -36,22 +118,22 @@ class MessagesFormat:
 
     def __init__(self, model_name: str, request_id: str | None) -> None:
         self._blocks = Blocks()
-        self._end: Json = {"stop_reason": None, "stop_sequence": None}
-        self._head = {
+        self._end: MessageEnd = {"stop_reason": None, "stop_sequence": None}
+        self._head: MessageHead = {
             "id": f"msg_{request_id or uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
             "model": model_name,
         }
 
-    def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
+    def reply(self, answers: Sequence[Answer], usage: Usage) -> AnthropicMessage:
         for _ in self._grow(answers[0]):
             pass
         content = [_whole(block) for block in self._blocks.blocks]
-        return self._head | {"content": content} | self._end | {"usage": _usage(usage)}
+        return {**self._head, "content": content, **self._end, "usage": _usage(usage)}
 
     def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
-        message = self._head | {"content": []} | self._end | {"usage": _usage(usage())}
+        message: AnthropicMessage = {**self._head, "content": [], **self._end, "usage": _usage(usage())}
         yield _event("message_start", message=message)
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
@@ -68,10 +150,10 @@ class MessagesFormat:
         yield _event("message_delta", delta=self._end, usage=_usage(usage))
         yield _event("message_stop")
 
-    def failure(self, error: Json) -> Iterable[bytes]:
-        told = error["error"]
-        kind = told["type"] if told["type"] == "invalid_request_error" else "api_error"
-        yield _event("error", error={"type": kind, "message": told["message"]})
+    def failure(self, error: Error) -> Iterable[bytes]:
+        details = error["error"]
+        kind = details["type"] if details["type"] == "invalid_request_error" else "api_error"
+        yield _event("error", error={"type": kind, "message": details["message"]})
 
     def _grow(self, answer: Answer) -> Iterator[BlockEvent]:
         yield from self._blocks.push(answer.part)
@@ -81,7 +163,7 @@ class MessagesFormat:
             if isinstance(answer.stop_reason, str):
                 self._end["stop_sequence"] = answer.stop_reason
 
-    def _reason(self, answer: Answer) -> str:
+    def _reason(self, answer: Answer) -> Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]:
         if answer.finish_reason == "length":
             return "max_tokens"
         if self._blocks.has_calls:
@@ -89,11 +171,11 @@ class MessagesFormat:
         return "stop_sequence" if isinstance(answer.stop_reason, str) else "end_turn"
 
 
-def _event(name: str, **members: Any) -> bytes:
-    return event({"type": name} | members, name)
+def _event(name: str, /, **members: Any) -> bytes:
+    return event({"type": name, **members}, name)
 
 
-def _empty(block: Block) -> Json:
+def _empty(block: Block) -> SaidText | SaidThinking | SaidToolUse:
     if block.kind == "call":
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
     if block.kind == "reasoning":
@@ -101,10 +183,12 @@ def _empty(block: Block) -> Json:
     return {"type": "text", "text": ""}
 
 
-def _whole(block: Block) -> Json:
+def _whole(block: Block) -> SaidText | SaidThinking | SaidToolUse:
     if block.kind == "call":
-        return _empty(block) | {"input": _arguments(block.text)}
-    return _empty(block) | {_DELTA[block.kind][1]: block.text}
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(block.text)}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "text", "text": block.text}
 
 
 def _arguments(text: str) -> Json:
@@ -116,7 +200,7 @@ def _arguments(text: str) -> Json:
     return found if isinstance(found, dict) else {"text": text} if text else {}
 
 
-def _usage(usage: Usage) -> Json:
+def _usage(usage: Usage) -> AnthropicUsage:
     """Return the token counts. Anthropic counts a prompt's cached tokens apart from the others."""
     return {
         "input_tokens": usage.num_prompt - usage.num_cached,
@@ -126,8 +210,8 @@ def _usage(usage: Usage) -> Json:
     }
 
 
-class MessagesDoor:
-    """ASGI middleware for Anthropic's clients. Their header of the API key counts, and errors have their shape."""
+class MessagesLayer:
+    """An ASGI layer for Anthropic's clients. Their header of the API key counts, and errors have their shape."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -161,9 +245,10 @@ async def _send_error(start: Message, body: bytes, send: Send) -> None:
     """Send an error reply of OpenAI's shape in Anthropic's."""
     kind = _KINDS.get(start["status"], "invalid_request_error" if start["status"] < 500 else "api_error")
     if body:
-        told = json.loads(body)["error"]
-        error = {"type": kind, "message": told["message"], "param": told["param"]}
-        body = json.dumps({"type": "error", "error": error}, ensure_ascii=False).encode()
+        details = json.loads(body)["error"]
+        error: AnthropicErrorDetails = {"type": kind, "message": details["message"], "param": details["param"]}
+        whole: AnthropicError = {"type": "error", "error": error}
+        body = json.dumps(whole, ensure_ascii=False).encode()
     headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
     await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
     await send({"type": "http.response.body", "body": body})

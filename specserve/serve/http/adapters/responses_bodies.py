@@ -6,10 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from specserve.serve.http.adapters.dialects import DialectBody, Json, Tagged
+from specserve.serve.http.adapters.translation import Tagged, TranslatedBody
 from specserve.serve.http.openai.bodies import Int64
-from specserve.serve.http.openai.chat_messages import MAX_MESSAGES
-from specserve.serve.http.openai.fields import Body, Neutral, No
+from specserve.serve.http.openai.chat import MAX_MESSAGES
+from specserve.serve.http.openai.fields import Body, No, UnsupportedFields
+from specserve.serve.http.transport.json_codec import Json
 
 MAX_PARTS = 10_000
 
@@ -17,14 +18,14 @@ MAX_PARTS = 10_000
 class ContentPart(Body):
     """One part of a message's content. There are no others than text."""
 
-    UNSUPPORTED: ClassVar[Neutral] = {"annotations": ([],), "logprobs": ([],)}
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"annotations": ([],), "logprobs": ([],)}
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
 class ReasoningPart(Body):
-    """One part of what a model has thought."""
+    """One part of the reasoning of a model."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
@@ -50,9 +51,9 @@ class Item(Body):
 
 
 class MessageItem(Item):
-    """What somebody has said."""
+    """A message of the conversation."""
 
-    UNSUPPORTED: ClassVar[Neutral] = {"phase": ("final_answer",)}
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"phase": ("final_answer",)}
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -62,7 +63,7 @@ class MessageItem(Item):
 class CallItem(Item):
     """A call of a function, as the model has asked for it."""
 
-    UNSUPPORTED: ClassVar[Neutral] = {"namespace": (), "caller": ()}
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"namespace": (), "caller": ()}
 
     type: Literal["function_call"]
     call_id: str
@@ -71,9 +72,9 @@ class CallItem(Item):
 
 
 class CallOutputItem(Item):
-    """What a function has returned."""
+    """The result of a function."""
 
-    UNSUPPORTED: ClassVar[Neutral] = {"caller": ()}
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"caller": ()}
 
     type: Literal["function_call_output"]
     call_id: str
@@ -81,9 +82,9 @@ class CallOutputItem(Item):
 
 
 class ReasoningItem(Item):
-    """What a model has thought before it answered or called. It is read from `content`."""
+    """The reasoning of a model before it answered or called. It is read from `content`."""
 
-    UNSUPPORTED: ClassVar[Neutral] = {"encrypted_content": ()}
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"encrypted_content": ()}
 
     type: Literal["reasoning"]
     summary: list[ReasoningPart] = Field(default_factory=list)
@@ -106,7 +107,7 @@ def _as_items(value: Any) -> Any:
 class ReasoningOptions(Body):
     """The value of `reasoning`. There are no summaries."""
 
-    UNSUPPORTED: ClassVar[Neutral] = {"generate_summary": ("auto",), "summary": ("auto",)}
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"generate_summary": ("auto",), "summary": ("auto",)}
 
     effort: Any = None  # chat's `reasoning_effort` checks it
 
@@ -121,7 +122,7 @@ class TextOptions(Body):
 class ResponsesTool(Body):
     """A function that the model may call. Chat's `tools` checks the schema of its parameters."""
 
-    UNSUPPORTED: ClassVar[Neutral] = {"defer_loading": (False,)}
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"defer_loading": (False,)}
 
     type: Literal["function"]
     name: str
@@ -134,7 +135,7 @@ class ResponsesTool(Body):
         return {"type": "function", "function": own}
 
 
-class ResponsesBody(DialectBody):
+class ResponsesBody(TranslatedBody):
     """POST /v1/responses."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {
@@ -145,7 +146,7 @@ class ResponsesBody(DialectBody):
         "reasoning_effort": "reasoning",
         "logprobs": "top_logprobs",
     }
-    UNSUPPORTED: ClassVar[Neutral] = {
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {
         "access_programs": (),
         "background": (False,),
         "background_options": (),
@@ -170,7 +171,7 @@ class ResponsesBody(DialectBody):
     max_tokens: None = None  # type: ignore[assignment]  # it is max_output_tokens here
     max_output_tokens: Annotated[Int64, Field(ge=1)] | None = None
     top_logprobs: Int64 = 0
-    # Reasoning is told in plain text, which can be sent back; so asking for it encrypted changes nothing.
+    # Reasoning is sent in plain text, which can be sent back; so asking for it encrypted changes nothing.
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
         default_factory=list, max_length=8
     )

@@ -3,19 +3,135 @@
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
-from specserve.serve.http.adapters.blocks import Block, BlockEvent, Blocks
+from pydantic import ConfigDict, Discriminator, with_config
+
 from specserve.serve.http.adapters.responses_bodies import ResponsesBody
-from specserve.serve.http.openai.logprobs import ChatLogprobs
-from specserve.serve.http.openai.replies import Answer, Json, Usage, event
+from specserve.serve.http.adapters.translation import Block, BlockEvent, Blocks
+from specserve.serve.http.openai.logprobs import ChatLogprobs, ChosenLogprob
+from specserve.serve.http.openai.replies import Answer, CompletionDetails, PromptDetails, Usage, event
+from specserve.serve.http.transport.errors import Error
+from specserve.serve.http.transport.json_codec import Json, ReplyObject
 
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 _ID_PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _DELTA = {
     "reasoning": "response.reasoning_text",
     "text": "response.output_text",
     "call": "response.function_call_arguments",
 }
+
+
+class OutputText(ReplyObject):
+    """The text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Json]
+    logprobs: list[ChosenLogprob]
+
+
+class ReasoningText(ReplyObject):
+    """The text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputItem(ReplyObject):
+    """The members that all items have."""
+
+    id: str
+    status: ItemStatus
+
+
+class OutputMessage(OutputItem):
+    """A message of the model."""
+
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputReasoning(OutputItem):
+    """The reasoning of the model."""
+
+    type: Literal["reasoning"]
+    summary: list[Json]
+    content: list[ReasoningText]
+
+
+class OutputCall(OutputItem):
+    """A tool that it calls; `arguments` are JSON."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ResponseUsage(ReplyObject):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: PromptDetails
+    output_tokens: int
+    output_tokens_details: CompletionDetails
+    total_tokens: int
+
+
+class ResponseError(ReplyObject):
+    """The reason why a response failed."""
+
+    code: str
+    message: str
+
+
+class ResponseHead(ReplyObject):
+    """The members of a response that never change."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+
+
+class Response(ResponseHead):
+    """POST /v1/responses: the answer, and what the body asked for."""
+
+    status: ResponseStatus
+    error: ResponseError | None
+    incomplete_details: Json | None
+    output: list[Annotated[OutputMessage | OutputReasoning | OutputCall, Discriminator("type")]]
+    usage: ResponseUsage | None
+    background: Literal[False]
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: Json
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: Json
+    service_tier: str
+    store: Literal[False]
+    temperature: float | None
+    text: Json
+    tool_choice: str | Json
+    tools: list[Json]
+    top_logprobs: int
+    top_p: float | None
+    truncation: Literal["disabled"]
+    user: str | None
+
+
+@with_config(ConfigDict(extra="allow", strict=True))
+class ResponseEvent(ReplyObject):
+    """One event of a streamed response; its other members depend on its type, as in OpenAI's API."""
+
+    type: str
+    sequence_number: int
+    response: NotRequired[Response]
 
 
 class ResponsesFormat:
@@ -26,18 +142,18 @@ class ResponsesFormat:
         self._spell_logprobs = logprobs
         self._blocks = Blocks()
         self._ids: list[str] = []  # of the items
-        self._logprobs: list[Any] = []  # of the text
+        self._logprobs: list[ChosenLogprob] = []  # of the text
         self._is_cut = False  # by a length
         self._num_events = 0
-        self.is_long = body.has_logprobs  # the events of the end tell all of them
-        self._head = {
+        self.is_long = body.has_logprobs  # the events of the end have all of them
+        self._head: ResponseHead = {
             "id": f"resp_{body.request_id or uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
             "model": model_name,
         }
 
-    def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
+    def reply(self, answers: Sequence[Answer], usage: Usage) -> Response:
         for _ in self._grow(answers[0]):
             pass
         return self._response(self._final_status(), usage)
@@ -62,10 +178,11 @@ class ResponsesFormat:
         status = self._final_status()
         yield self._event(f"response.{status}", response=self._response(status, usage))
 
-    def failure(self, error: Json) -> Iterable[bytes]:
-        told = error["error"]
-        what = {"code": told["code"] or told["type"], "message": told["message"]}
-        yield self._event("response.failed", response=self._response("failed") | {"error": what})
+    def failure(self, error: Error) -> Iterable[bytes]:
+        details = error["error"]
+        response = self._response("failed")
+        response["error"] = {"code": details["code"] or details["type"], "message": details["message"]}
+        yield self._event("response.failed", response=response)
 
     def _grow(self, answer: Answer) -> Iterator[BlockEvent]:
         self._logprobs += self._tokens(answer)
@@ -77,12 +194,13 @@ class ResponsesFormat:
             self._is_cut = answer.finish_reason == "length"
             yield from self._blocks.finish()
 
-    def _tokens(self, answer: Answer) -> list[Json]:
+    def _tokens(self, answer: Answer) -> list[ChosenLogprob]:
         return self._spell_logprobs(0, answer.logprobs)["content"] if answer.logprobs else []
 
     def _start(self, block: Block) -> Iterator[bytes]:
         item = self._item(block, "in_progress")
-        item |= {"content": []} if "content" in item else {}
+        if item["type"] != "function_call":
+            item["content"] = []
         yield self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind != "call":
             yield self._event("response.content_part.added", **self._where(block), part=self._part(block))
@@ -103,36 +221,40 @@ class ResponsesFormat:
         where: Json = {"item_id": self._ids[block.index], "output_index": block.index}
         return where if block.kind == "call" else where | {"content_index": 0}
 
-    def _event(self, name: str, **members: Any) -> bytes:
-        payload = {"type": name, "sequence_number": self._num_events} | members
+    def _event(self, name: str, /, **members: Any) -> bytes:
+        payload = {"type": name, "sequence_number": self._num_events, **members}
         self._num_events += 1
-        return event(payload, name, is_long=self.is_long or "response" in members)  # which tells the request back
+        return event(payload, name, is_long=self.is_long or "response" in members)  # such events repeat the request
 
-    def _part(self, block: Block) -> Json:
-        if block.kind == "reasoning":
-            return {"type": "reasoning_text", "text": block.text}
+    def _part(self, block: Block) -> OutputText | ReasoningText:
+        return self._thought(block) if block.kind == "reasoning" else self._text(block)
+
+    def _thought(self, block: Block) -> ReasoningText:
+        return {"type": "reasoning_text", "text": block.text}
+
+    def _text(self, block: Block) -> OutputText:
         logprobs = self._logprobs if block.text else []
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
-    def _item(self, block: Block, status: str) -> Json:
-        head = {"id": self._ids[block.index], "status": status}
+    def _item(self, block: Block, status: ItemStatus) -> OutputMessage | OutputReasoning | OutputCall:
+        head: OutputItem = {"id": self._ids[block.index], "status": status}
         if block.kind == "call":
-            said = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-            return head | {"type": "function_call"} | said
-        content = [self._part(block)]
+            call_id, name, arguments = block.call_id, block.name, block.text
+            return {**head, "type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
         if block.kind == "reasoning":
-            return head | {"type": "reasoning", "summary": [], "content": content}
-        return head | {"type": "message", "role": "assistant", "content": content}
+            return {**head, "type": "reasoning", "summary": [], "content": [self._thought(block)]}
+        return {**head, "type": "message", "role": "assistant", "content": [self._text(block)]}
 
-    def _item_status(self, block: Block) -> str:
+    def _item_status(self, block: Block) -> ItemStatus:
         return "incomplete" if self._is_cut and block is self._blocks.blocks[-1] else "completed"
 
-    def _final_status(self) -> str:
+    def _final_status(self) -> ItemStatus:
         return "incomplete" if self._is_cut else "completed"
 
-    def _response(self, status: str, usage: Usage | None = None) -> Json:
+    def _response(self, status: ResponseStatus, usage: Usage | None = None) -> Response:
         body = self._body
-        return self._head | {
+        return {
+            **self._head,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -157,11 +279,11 @@ class ResponsesFormat:
             "user": body.user,
         }
 
-    def _usage(self, usage: Usage) -> Json:
+    def _usage(self, usage: Usage) -> ResponseUsage:
         return {
             "input_tokens": usage.num_prompt,
             "input_tokens_details": {"cached_tokens": usage.num_cached},
             "output_tokens": usage.num_completion,
-            "output_tokens_details": usage.as_json()["completion_tokens_details"],
+            "output_tokens_details": usage.completion_details(),
             "total_tokens": usage.num_prompt + usage.num_completion,
         }

@@ -22,31 +22,11 @@ from specserve.serve.requests.request import Delta, SamplingParams, SpeculationS
 from specserve.speculative.acceptance import Acceptance
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-_FIRST_TOKEN_BUCKETS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-)
+_FIRST_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 _LATENCY_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKEN_BUCKETS = tuple(digit * 10**exponent for exponent in range(6) for digit in (1, 2, 5))
-_SEQUENCE_SECONDS = {  # what of a sequence's stats is a histogram
+_SEQUENCE_SECONDS = {  # the histograms of a sequence's stats
     "queue": ("In the queue, of a sequence.", lambda stats: stats.queue_seconds),
     "prefill": ("From a slot to the first token.", lambda stats: stats.prefill_seconds),
     "decode": ("From the first token to the last.", lambda stats: stats.decode_seconds),
@@ -85,7 +65,7 @@ class Metrics:
             registry=self.registry,
         )
         self._first_token = self._histogram(
-            "vllm:time_to_first_token_seconds", "Submission to first token.", _FIRST_TOKEN_BUCKETS
+            "vllm:time_to_first_token_seconds", "Submission to first token.", _FIRST_BUCKETS
         )
         self._inter_token = TokenGaps(model_name)
         self.registry.register(self._inter_token)

@@ -1,28 +1,34 @@
-"""The description of an app by OpenAPI: every route, with the schemas of the body that it reads, of what it replies and
-of the errors that it may reply. What no schema can tell (a vocabulary, a context, two fields that do not fit) is a 400
-all the same.
+"""The description of an app by OpenAPI: every route, with the schemas of the body that it reads, of its reply and of
+its errors. They are made of the types that read the bodies and write the replies. What no schema can state (a
+vocabulary, a context, two fields that do not fit) is a 400 all the same.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
+from fastapi.responses import HTMLResponse
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 
 import specserve
-from specserve.serve.http.adapters.generate_bodies import GenerateBody
+from specserve.serve.http.adapters import messages_replies, responses_replies
+from specserve.serve.http.adapters.generate import GenerateBody, Generated
 from specserve.serve.http.adapters.messages_bodies import CountTokensBody, MessagesBody
-from specserve.serve.http.adapters.messages_replies import PATH as MESSAGES
 from specserve.serve.http.adapters.responses_bodies import ResponsesBody
-from specserve.serve.http.admin import dialect_shapes, reply_shapes
-from specserve.serve.http.admin.draft_routes import LoadDraftBody, SpeculationBody
+from specserve.serve.http.adapters.routes import ModelInfo, ServerInfo, TokenCount
+from specserve.serve.http.admin import routes
 from specserve.serve.http.admin.metrics import CONTENT_TYPE
+from specserve.serve.http.admin.openapi_page import page
+from specserve.serve.http.openai import completions
 from specserve.serve.http.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from specserve.serve.http.openai.fields import Body
-from specserve.serve.http.openai.replies import Json
-from specserve.serve.http.transport.guard import OPEN_PATHS
-from specserve.serve.http.transport.request_ids import HEADER
+from specserve.serve.http.openai.routes import Detokenized, TokenizerInfo, Tokens
+from specserve.serve.http.transport.errors import Error, error_response
+from specserve.serve.http.transport.guard import ID_HEADER, OPEN_PATHS
+from specserve.serve.http.transport.json_codec import Json, write_json
+from specserve.serve.http.transport.threads import in_thread
 
 BODIES: Mapping[str, type[Body]] = {
     "/generate": GenerateBody,
@@ -30,48 +36,48 @@ BODIES: Mapping[str, type[Body]] = {
     "/detokenize": DetokenizeBody,
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
-    "/v1/load_draft": LoadDraftBody,
+    "/v1/load_draft": routes.LoadDraftBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
     "/v1/responses": ResponsesBody,
-    "/v1/speculation": SpeculationBody,
+    "/v1/speculation": routes.SpeculationBody,
 }
 REPLIES: Mapping[str, Any] = {
-    "/flush_cache": reply_shapes.Status,
-    "/generate": dialect_shapes.Generated | list[dialect_shapes.Generated],
-    "/get_model_info": reply_shapes.ModelInfo,
-    "/get_server_info": reply_shapes.ServerInfo,
-    "/health": reply_shapes.Status,
-    "/load": reply_shapes.ServerLoad,
-    "/model_info": reply_shapes.ModelInfo,
+    "/flush_cache": routes.Status,
+    "/generate": Generated | list[Generated],
+    "/get_model_info": ModelInfo,
+    "/get_server_info": ServerInfo,
+    "/health": routes.Status,
+    "/load": routes.ServerLoad,
+    "/model_info": ModelInfo,
     "/openapi.json": dict[str, Any],
-    "/ready": reply_shapes.Status,
-    "/server_info": reply_shapes.ServerInfo,
-    "/tokenize": reply_shapes.Tokens,
-    "/detokenize": reply_shapes.Detokenized,
-    "/tokenizer_info": reply_shapes.TokenizerInfo,
-    "/v1/chat/completions": reply_shapes.ChatCompletion,
-    "/v1/completions": reply_shapes.Completion,
-    "/v1/load_draft": reply_shapes.LoadedDraft,
-    "/v1/messages": dialect_shapes.AnthropicMessage,
-    "/v1/messages/count_tokens": reply_shapes.TokenCount,
-    "/v1/models": reply_shapes.ModelList,
-    "/v1/models/{model}": reply_shapes.ModelCard,
-    "/v1/responses": dialect_shapes.Response,
-    "/v1/speculation": reply_shapes.SpeculationNow,
-    "/version": reply_shapes.Version,
+    "/ready": routes.Status,
+    "/server_info": ServerInfo,
+    "/tokenize": Tokens,
+    "/detokenize": Detokenized,
+    "/tokenizer_info": TokenizerInfo,
+    "/v1/chat/completions": completions.ChatCompletion,
+    "/v1/completions": completions.Completion,
+    "/v1/load_draft": routes.LoadedDraft,
+    "/v1/messages": messages_replies.AnthropicMessage,
+    "/v1/messages/count_tokens": TokenCount,
+    "/v1/models": routes.ModelList,
+    "/v1/models/{model}": routes.ModelCard,
+    "/v1/responses": responses_replies.Response,
+    "/v1/speculation": routes.SpeculationNow,
+    "/version": routes.Version,
 }
-EVENTS: Mapping[str, type[reply_shapes.ReplyShape]] = {  # of streams
-    "/generate": dialect_shapes.Generated,
-    "/v1/chat/completions": reply_shapes.ChatChunk,
-    "/v1/completions": reply_shapes.CompletionChunk,
-    "/v1/messages": dialect_shapes.AnthropicEvent,
-    "/v1/responses": dialect_shapes.ResponseEvent,
+EVENTS: Mapping[str, Any] = {  # of streams
+    "/generate": Generated,
+    "/v1/chat/completions": completions.ChatChunk,
+    "/v1/completions": completions.CompletionChunk,
+    "/v1/messages": messages_replies.AnthropicEvent,
+    "/v1/responses": responses_replies.ResponseEvent,
 }
 ENDS_WITH_DONE = ("/generate", "/v1/chat/completions", "/v1/completions")
-ERRORS: Mapping[str, type[reply_shapes.ReplyShape]] = {
-    "Error": reply_shapes.Error,
-    "AnthropicError": dialect_shapes.AnthropicError,
+ERRORS: Mapping[str, Any] = {
+    "Error": Error,
+    "AnthropicError": messages_replies.AnthropicError,
 }
 TEXTS: Mapping[str, str] = {"/docs": "text/html", "/metrics": CONTENT_TYPE.partition(";")[0]}
 
@@ -92,8 +98,8 @@ _FAILURES = {
 }
 _OF_ALL = (400, 405, 408, 431, 501)
 _OF_BODIES = (404, 413, 415, 500)
-_OF_NO_REQUEST = (431, 501)  # what is none is told before anyone knows whose it is
-_EARLY = (400, 408, 503)  # may be told then too: 503 where there are too many connections
+_OF_NO_REQUEST = (431, 501)  # replied before it is known which route the data is for
+_EARLY = (400, 408, 503)  # may be replied then too: 503 where there are too many connections
 _OF_OPERATORS = ("/v1/load_draft", "/v1/speculation")
 _HEADERS: Mapping[int, Json] = {
     401: {"WWW-Authenticate": "Bearer."},
@@ -101,7 +107,7 @@ _HEADERS: Mapping[int, Json] = {
     503: {"Retry-After": "Seconds."},
 }
 _SCHEMA_REF = "#/components/schemas/{model}"
-_ID_REF = {"$ref": f"#/components/headers/{HEADER}"}
+_ID_REF = {"$ref": f"#/components/headers/{ID_HEADER}"}
 
 
 def openapi(app: FastAPI, *, has_key: bool) -> Json:
@@ -121,11 +127,34 @@ def openapi(app: FastAPI, *, has_key: bool) -> Json:
             paths.setdefault(path, {})[method.lower()] = operation
     header = {"description": "The request's own, or one that was made for it.", "schema": _TEXT}
     failures = {f"{name}{status}": _failed(name, status, refs) for name in ERRORS for status in _FAILURES}
-    components: Json = {"schemas": definitions["$defs"], "headers": {HEADER: header}, "responses": failures}
+    components: Json = {"schemas": definitions["$defs"], "headers": {ID_HEADER: header}, "responses": failures}
     if has_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     info = {"title": "specserve", "version": specserve.__version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
+
+
+def add_openapi_routes(app: FastAPI, *, has_key: bool, has_docs: bool) -> None:
+    """Add /openapi.json, and its page at /docs, after all other routes. `has_key`: routes need an API key; `has_docs`:
+    there is a page."""
+
+    @functools.cache
+    def description() -> tuple[str, str]:
+        """Return the description as JSON and as a page. It takes a while, so it is made once, on a thread."""
+        found = openapi(app, has_key=has_key)
+        return write_json(found), page(found)
+
+    @app.get("/openapi.json", response_model=None)
+    async def openapi_json() -> Response:
+        text, _ = await in_thread(description, size=0)
+        return Response(text, media_type="application/json")
+
+    @app.get("/docs", response_model=None, include_in_schema=has_docs)
+    async def docs() -> Response:
+        if not has_docs:
+            return error_response(404, "no page of the API is served: start with --docs, or read /openapi.json")
+        _, html = await in_thread(description, size=0)
+        return HTMLResponse(html, headers={"Content-Security-Policy": "default-src 'unsafe-inline'"})
 
 
 def _routes(app: FastAPI) -> Iterator[APIRoute]:
@@ -136,7 +165,7 @@ def _operation(route: APIRoute, method: str, refs: Mapping[tuple[str, str], Json
     path = route.path_format
     body = BODIES.get(path) if method == "POST" else None
     responses = {
-        "200": {"description": "The reply.", "headers": {HEADER: _ID_REF}, "content": _content(path, refs, body)}
+        "200": {"description": "The reply.", "headers": {ID_HEADER: _ID_REF}, "content": _content(path, refs, body)}
     }
     responses |= {str(status): _failure(path, status) for status in _statuses(path, has_body=body is not None)}
     operation: Json = {"operationId": f"{method.lower()}_{path.strip('/')}", "responses": responses}
@@ -151,7 +180,7 @@ def _operation(route: APIRoute, method: str, refs: Mapping[tuple[str, str], Json
 def _statuses(path: str, *, has_body: bool) -> Iterator[int]:
     """Return the statuses of the errors that a route may reply."""
     yield from _OF_ALL
-    if path != "/version":  # which is there whatever the server does
+    if path != "/version":  # it is always there
         yield 503
     if has_body:
         yield from _OF_BODIES
@@ -162,7 +191,7 @@ def _statuses(path: str, *, has_body: bool) -> Iterator[int]:
 
 
 def _content(path: str, refs: Mapping[tuple[str, str], Json], body: type[Body] | None) -> Json:
-    """Return what a route replies where nothing is wrong, by media type."""
+    """Return the reply of a route where nothing is wrong, by media type."""
     if path in TEXTS:
         return {TEXTS[path]: {"schema": _TEXT}}
     content: Json = {"application/json": {"schema": refs["reply", path]}}
@@ -182,14 +211,14 @@ def _event(path: str, refs: Mapping[tuple[str, str], Json]) -> Json:
 
 
 def _failure(path: str, status: int) -> Json:
-    name = "AnthropicError" if path.startswith(MESSAGES) and status not in _OF_NO_REQUEST else "Error"
+    name = "AnthropicError" if path.startswith(messages_replies.PATH) and status not in _OF_NO_REQUEST else "Error"
     return {"$ref": f"#/components/responses/{name}{status}"}
 
 
 def _failed(name: str, status: int, refs: Mapping[tuple[str, str], Json]) -> Json:
-    headers = {header: {"description": told, "schema": _TEXT} for header, told in _HEADERS.get(status, {}).items()}
+    headers = {header: {"description": text, "schema": _TEXT} for header, text in _HEADERS.get(status, {}).items()}
     schema = refs["error", name]
     if status in _EARLY and name != "Error":
         schema = {"anyOf": [schema, refs["error", "Error"]]}
     content = {"application/json": {"schema": schema}}
-    return {"description": _FAILURES[status], "headers": {HEADER: _ID_REF} | headers, "content": content}
+    return {"description": _FAILURES[status], "headers": {ID_HEADER: _ID_REF} | headers, "content": content}

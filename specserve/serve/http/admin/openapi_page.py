@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from html import escape
 
-from specserve.serve.http.openai.replies import Json
+from specserve.serve.http.transport.json_codec import Json
 
 _STYLE = """
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
@@ -40,29 +40,30 @@ def _route(description: Json, path: str, methods: Json) -> str:
 
 
 def _rows(description: Json, schema: Json) -> Iterator[str]:
-    body = _resolved(description, schema)
+    body = resolved(description, schema)
     required = body.get("required", ())
     for name, member in sorted(body["properties"].items(), key=lambda item: (item[0] not in required, item[0])):
         if not member.get("description", "").startswith("Not supported"):
             default = "required" if name in required else json.dumps(member.get("default"))
-            cells = escape(name), escape(_takes(member)), escape(default)
+            cells = escape(name), escape(takes(member)), escape(default)
             yield "<tr>" + "".join(f"<td><code>{cell}</code></td>" for cell in cells) + "</tr>"
 
 
-def _resolved(description: Json, schema: Json) -> Json:
+def resolved(description: Json, schema: Json) -> Json:
+    """Return the schema that a reference stands for."""
     return description["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
 
 
-def _takes(schema: Json) -> str:
+def takes(schema: Json) -> str:
     """Return the values that a schema allows, in few words."""
     if "anyOf" in schema:
-        return " | ".join(_takes(option) for option in schema["anyOf"] if option != {"type": "null"})
+        return " | ".join(takes(option) for option in schema["anyOf"] if option != {"type": "null"})
     if "oneOf" in schema:
-        return " | ".join(_takes(option) for option in schema["oneOf"])
+        return " | ".join(takes(option) for option in schema["oneOf"])
     if "$ref" in schema:
         return schema["$ref"].rpartition("/")[2]
     if "enum" in schema or "const" in schema:
         return " | ".join(json.dumps(value) for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
-        return f"[{_takes(schema.get('items', {}))}, ...]"
+        return f"[{takes(schema.get('items', {}))}, ...]"
     return schema.get("type", "any")

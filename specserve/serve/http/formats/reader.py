@@ -1,16 +1,15 @@
-"""A reader of an answer's text while it arrives. A format of answers is a generator over a `Reader`: it takes the text
-that it understands, says what that means, and yields where it needs more text.
+"""A reader of an answer's text while it arrives, and the parts that it finds: content, reasoning and calls of tools.
 
-So a format reads like a description of its syntax. The way in which the text is cut into pieces changes nothing: text
-that may still become something else is held back.
+A format of answers is a generator over a `Reader`: it takes the text that it understands, notes what that means, and
+yields where it needs more text. So a format reads like a description of its syntax. The way in which the text is cut
+into pieces changes nothing: text that may still become something else is held back.
 """
 
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-from specserve.serve.http.formats.parts import Part, ToolCallPart, joined
 
 _T = TypeVar("_T")
 Reading = Generator[None, None, _T]  # of a format: it yields for more text
@@ -18,6 +17,64 @@ Say = Callable[[str], None]
 
 _ATOM = re.compile(r"(?:\(\?[^)]*\)|\[(?:\\.|[^\]\\])*\]|\\.|.)[*+?]?", re.DOTALL)
 _JSON_CHARS = frozenset('{}[],:+-. \t\r\n"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ')
+
+
+@dataclass(frozen=True)
+class ToolCallPart:
+    """A piece of one call of a tool. The first piece of a call has its id and name."""
+
+    index: int  # among the calls of the answer
+    arguments: str = ""  # JSON text, to be added to that of the pieces before
+    call_id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The meaning of one stretch of text. Parts of one answer can be added up, in order."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCallPart] = ()
+    pieces: Sequence["Part"] = field(default=(), compare=False)  # its summands; none: it came at once
+
+    @property
+    def in_order(self) -> Sequence["Part"]:
+        """The pieces in the order in which they came: text behind a call stands behind it."""
+        return self.pieces or ((self,) if self else ())
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls)
+
+    def __add__(self, other: "Part") -> "Part":
+        calls = {call.index: call for call in self.tool_calls}
+        for call in other.tool_calls:
+            before = calls.get(call.index, ToolCallPart(call.index))
+            calls[call.index] = ToolCallPart(
+                call.index,
+                before.arguments + call.arguments,
+                before.call_id or call.call_id,
+                before.name or call.name,
+            )
+        pieces = (*self.in_order, *other.in_order)
+        return Part(self.content + other.content, self.reasoning + other.reasoning, tuple(calls.values()), pieces)
+
+
+class PlainText:
+    """A parser for which all text is content."""
+
+    num_reasoning_tokens = 0
+
+    def push(self, text: str, num_chars: Sequence[int] = ()) -> Part:  # noqa: ARG002
+        return Part(text)
+
+    def finish(self) -> Part:
+        return Part()
+
+
+def joined(parts: Iterable[Part]) -> Part:
+    """Return all of an answer's parts as one."""
+    return sum(parts, Part())
 
 
 class Shape:
@@ -43,20 +100,28 @@ class Shape:
 
 
 class Reader:
-    """The text of one answer that has come and is not taken yet, and the meaning of the text before it."""
+    """A parser that splits the text of one answer by a format. It holds the text that has come and is not taken yet,
+    and the meaning of the text before it. Text that may still become one thing or another is held back, until more
+    comes.
+    """
 
     def __init__(
         self,
+        read: "Callable[[Reader], Reading[None]]",  # the format
         new_id: Callable[[], str],
         *,
         tools: Mapping[str, Mapping[str, Any]],  # JSON schemas of the arguments by the names of the tools
         hidden: Collection[str] = (),  # special tokens of the format, which are never shown
         keeps_reasoning: bool = True,
-        is_parallel: bool = True,  # else only the first call is told
+        is_parallel: bool = True,  # else only the first call is reported
     ) -> None:
+        self._reading = read(self)
+        self._num_chars = 0  # of all tokens
+        self._begins: deque[int] = deque()  # of tokens whose text is not read yet, by characters of the answer
+        self._num_reasoning_tokens = 0
         self.rest = ""
         self.num_taken = 0  # characters
-        self.thoughts: list[tuple[int, int]] = []  # of the characters taken, the stretches that are reasoning
+        self.thoughts: list[tuple[int, int]] = []  # of the characters taken last, the stretches that are reasoning
         self.is_whole = False  # no more text will come
         self.tools = tools
         self._hidden = tuple(hidden)
@@ -67,7 +132,43 @@ class Reader:
         self._content, self._reasoning = _Trimmed(), _Trimmed(is_at_start=True)
         self._parts: list[Part] = []
 
-    # --- what the text says ---
+    # --- for the reply ---
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """The number of tokens whose text begins in what has been read as reasoning, its marks left out."""
+        return self._num_reasoning_tokens
+
+    def push(self, text: str, num_chars: Sequence[int] = ()) -> Part:
+        """Take more text, and return the part that is certain. `num_chars` has for each further token the number of
+        characters that it has settled, of this text and of what is to come."""
+        for each in num_chars:
+            self._begins.append(self._num_chars)
+            self._num_chars += each
+        self.rest += text
+        next(self._reading)
+        return self._new_parts()
+
+    def finish(self) -> Part:
+        """End the answer, and return what was still held back."""
+        self.is_whole = True
+        for _ in self._reading:
+            raise AssertionError("a format asks for text where there is no more")
+        return self._new_parts()
+
+    def _new_parts(self) -> Part:
+        """Return the parts that were noted since the last time."""
+        while self._begins and self._begins[0] < self.num_taken:
+            at = self._begins.popleft()
+            self._num_reasoning_tokens += any(begin <= at < end for begin, end in self.thoughts)
+        self.thoughts.clear()  # later tokens begin later
+        if self.is_whole and not self._num_calls and (space := self._content.space):
+            self._parts.append(Part(space))
+        part = self._parts[0] if len(self._parts) == 1 else joined(self._parts)
+        self._parts.clear()
+        return part
+
+    # --- for a format: the meaning of its text ---
 
     def say(self, text: str) -> None:
         """Note that the text is content."""
@@ -108,15 +209,7 @@ class Reader:
             text = text.replace(mark, "")
         self.say(text)
 
-    def told(self) -> Part:
-        """Return the parts that were noted since the last time."""
-        if self.is_whole and not self._num_calls and (space := self._content.space):
-            self._parts.append(Part(space))
-        part = self._parts[0] if len(self._parts) == 1 else joined(self._parts)
-        self._parts.clear()
-        return part
-
-    # --- taking text ---
+    # --- for a format: taking text ---
 
     def take(self, num_chars: int) -> str:
         taken, self.rest = self.rest[:num_chars], self.rest[num_chars:]
@@ -187,40 +280,8 @@ class Reader:
             yield
 
 
-class AnswerReader:
-    """An `AnswerParser` by a format."""
-
-    def __init__(self, read: Callable[[Reader], Reading[None]], reader: Reader) -> None:
-        self._reader = reader
-        self._reading = read(reader)
-        self._num_chars = 0  # of all tokens
-        self._begins: deque[int] = deque()  # of tokens whose text is not read yet, by characters of the answer
-        self._num_reasoning_tokens = 0
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return self._num_reasoning_tokens
-
-    def push(self, text: str, num_chars: Sequence[int] = ()) -> Part:
-        for each in num_chars:
-            self._begins.append(self._num_chars)
-            self._num_chars += each
-        self._reader.rest += text
-        next(self._reading)
-        return self._told()
-
-    def finish(self) -> Part:
-        self._reader.is_whole = True
-        for _ in self._reading:
-            raise AssertionError("a format asks for text where there is no more")
-        return self._told()
-
-    def _told(self) -> Part:
-        while self._begins and self._begins[0] < self._reader.num_taken:
-            at = self._begins.popleft()
-            self._num_reasoning_tokens += any(begin <= at < end for begin, end in self._reader.thoughts)
-        self._reader.thoughts.clear()  # later tokens begin later
-        return self._reader.told()
+AnswerParser = Reader | PlainText
+MakeParser = Callable[[], AnswerParser]
 
 
 class _Trimmed:

@@ -1,8 +1,8 @@
 """The bodies of OpenAI's completions and chat, with the fields that clients of vLLM and SGLang send besides, and of
-/tokenize and /detokenize. See `bodies` for the rules that they are read by."""
+/tokenize and /detokenize. `fields` has the rules that they are read by."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, PlainValidator
@@ -10,12 +10,18 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from specserve.errors import RequestError
-from specserve.serve.http.openai import neutral
-from specserve.serve.http.openai.chat_messages import Messages
-from specserve.serve.http.openai.fields import Body, No, at_most, check_num_fields
+from specserve.serve.http.openai.chat import Messages, ToolChoice, Tools
+from specserve.serve.http.openai.fields import (
+    UNSUPPORTED_IN_CHAT,
+    UNSUPPORTED_IN_COMPLETIONS,
+    Body,
+    No,
+    UnsupportedFields,
+    at_most,
+    check_num_fields,
+)
 from specserve.serve.http.openai.grammar_fields import GrammarFields
 from specserve.serve.http.openai.replies import ReplyOptions
-from specserve.serve.http.openai.tool_bodies import ToolChoice, Tools
 from specserve.serve.requests.request import MAX_TOKEN_IDS, SamplingParams, describe, option_schemas
 from specserve.speculative.ranges import Bias, TokenId
 
@@ -26,22 +32,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat run
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 
-# Field -> the values that mean "not used". null always does.
-_UNSUPPORTED_IN_CHAT = neutral.IN_CHAT | {
-    "audio": (),
-    "chat_template": (),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-
-
-# What a body and SamplingParams both have; a field that the body lacks fails when the first request is read.
+# The fields that a body and SamplingParams share; a field that the body lacks fails when the first request is read.
 _OPTIONS = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "shown_special_ids"]
 
 
@@ -101,7 +92,9 @@ class StreamOptions(Body):
     """The value of `stream_options`."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # with include_usage: every chunk counts tokens
+    """The stream ends with a chunk of token counts."""
+    continuous_usage_stats: bool = False
+    """With `include_usage`: every chunk counts the tokens so far."""
     include_obfuscation: No = False
 
 
@@ -120,42 +113,69 @@ class SamplingBody(GrammarFields):
     """The fields that completions and chat share. SamplingParams checks the ranges of their values; the engine checks
     token ids and words against its vocabulary."""
 
-    model: str | None = None  # None: the one model that is served
+    model: str | None = None
+    """The name of the model that is served; it may be left out."""
     n: Int64 = SamplingParams.n
-    best_of: Int64 | None = None  # only n itself: nothing is ever ranked and dropped
+    """The number of answers; answer i is drawn with `seed + i`."""
+    best_of: Int64 | None = None
+    """Only `n` itself: no answer is ever ranked and dropped."""
     max_tokens: Annotated[Int64, Field(ge=1)] | None = None
     min_tokens: Int64 = SamplingParams.min_tokens
+    """No end of sequence and no stop token id comes before so many tokens."""
     temperature: float = SamplingParams.temperature
+    """0 is greedy."""
     top_p: float = SamplingParams.top_p
     top_k: Int64 = SamplingParams.top_k
+    """0 and -1: off."""
     min_p: float = SamplingParams.min_p
     presence_penalty: float = SamplingParams.presence_penalty
+    """Over the tokens of the answer."""
     frequency_penalty: float = SamplingParams.frequency_penalty
+    """Over the tokens of the answer."""
     repetition_penalty: float = SamplingParams.repetition_penalty
+    """Over the tokens of prompt and answer."""
     logit_bias: Biases = Field(default_factory=dict)
+    """From token ids, in plain decimal, to biases: `{"42": -100}`."""
     allowed_token_ids: TokenIds | None = None
+    """Every other token is banned."""
     bad_words: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
+    """Never produced, nor with a space in front."""
     seed: Int64 | None = None
+    """Drawn by the server where it is not given."""
     stop: Stops = Field(default_factory=list)
+    """Strings that end the answer and are no part of it."""
     stop_token_ids: TokenIds = Field(default_factory=list)
     include_stop_str_in_output: bool = SamplingParams.include_stop_str_in_output
+    """The text ends with the stop string, or with the text of the stop token id."""
     ignore_eos: bool = SamplingParams.ignore_eos
     skip_special_tokens: bool = SamplingParams.skip_special_tokens
-    truncate_prompt_tokens: Annotated[Int64, Field(ge=-1)] | None = None  # -1: to what the context leaves
-    truncation_side: Literal["left", "right"] = "left"  # what is cut off
+    """false: the text shows special tokens, but not the one that ends it."""
+    truncate_prompt_tokens: Annotated[Int64, Field(ge=-1)] | None = None
+    """Keep so many tokens of the prompt; -1: as many as fit."""
+    truncation_side: Literal["left", "right"] = "left"
+    """The side that this cuts: `right` keeps the first tokens."""
     prompt_logprobs: Int64 | None = None
-    return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
+    """Log-probabilities of the prompt's tokens, in vLLM's shape, and of 0 to 20 likely ones. Not in streams."""
+    return_tokens_as_token_ids: bool = False
+    """Tokens in log-probabilities are named `token_id:42`."""
     return_token_ids: bool = False
-    return_draft_depths: bool = False  # tells of each token where it comes from
+    """`token_ids` of each choice, and `prompt_token_ids`."""
+    return_draft_depths: bool = False
+    """The origin of each token: 0, or the depth at which it was a draft token."""
     return_tree: bool = SamplingParams.return_tree
-    request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None  # of the reply
+    """The tree that the last step proposed."""
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
+    """A part of the reply's `id`; drawn where it is not given."""
     speculation: Speculation = None
+    """"auto", "off", or the most draft tokens that a step accepts; 0 is off."""
     priority: Int64 = 0
+    """Lower runs first; other than 0 only with `--allow-priority`."""
     cache_salt: CacheSalt = ""
+    """Cached prefixes are shared only under one salt."""
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # Harmless by nature: they never change an answer.
     user: str | None = None
+    """Changes nothing, as all fields below."""
     metadata: Annotated[dict[str, str], BeforeValidator(check_num_fields)] | None = None
     store: bool | None = None
     safety_identifier: str | None = None
@@ -175,7 +195,7 @@ class SamplingBody(GrammarFields):
 
     @property
     def reply_options(self) -> ReplyOptions:
-        """The options of the reply: what it says besides the answers."""
+        """The options of the reply: what it holds besides the answers."""
         stream_options = self.stream_options or StreamOptions()
         return ReplyOptions(
             request_id=self.request_id,
@@ -227,17 +247,22 @@ class SamplingBody(GrammarFields):
 class CompletionBody(SamplingBody):
     """POST /v1/completions. `echo` puts the prompt's text before each answer."""
 
-    UNSUPPORTED = neutral.IN_COMPLETIONS
+    UNSUPPORTED = UNSUPPORTED_IN_COMPLETIONS
 
     prompt: Annotated[
         list[str | list[int]],
         PlainValidator(as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
-    suffix: str = ""  # what comes after the answer, for models that fill in the middle
+    """A string, token ids, or a list of them; a request makes at most 128 sequences."""
+    suffix: str = ""
+    """The answer is the text between prompt and suffix, for models that fill in the middle."""
     echo: bool = False
+    """The text begins with the prompt, and `logprobs` with the prompt's."""
     add_special_tokens: bool = True
     max_tokens: Annotated[Int64, Field(ge=0)] | None = DEFAULT_COMPLETION_TOKENS
+    """At most what the context leaves. With `echo`, 0 returns the prompt alone."""
     logprobs: Int64 | None = None
+    """Log-probabilities of each token, and of 0 to 20 of the most likely ones."""
 
     @property
     def is_prompt_only(self) -> bool:
@@ -247,7 +272,7 @@ class CompletionBody(SamplingBody):
 
     @property
     def max_new_tokens(self) -> int | None:
-        return 1 if self.is_prompt_only else self.max_tokens  # a sequence ends with a token, which is not told
+        return 1 if self.is_prompt_only else self.max_tokens  # a sequence ends with a token, which is left out
 
     @property
     def num_logprobs(self) -> int | None:
@@ -272,20 +297,30 @@ class ChatTemplateKwargs(Body):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
-    UNSUPPORTED = _UNSUPPORTED_IN_CHAT
+    UNSUPPORTED = UNSUPPORTED_IN_CHAT
 
     messages: Messages
     tools: Tools = Field(default_factory=list)
+    """`parameters` of a function is the JSON schema of an object."""
     tool_choice: ToolChoice = "auto"
+    """"none", "auto", "required" or `{"type": "function", "function": {"name": NAME}}`."""
     parallel_tool_calls: bool = True
+    """false: an answer calls at most one tool."""
     reasoning_effort: Effort | None = None
+    """As the template does by itself, where it is not given."""
     include_reasoning: bool = True
+    """false: reasoning is left out of the reply; its tokens count, and are in `logprobs`."""
     max_completion_tokens: Annotated[Int64, Field(ge=1)] | None = None
+    """At most what the context leaves, which is also the default; `max_tokens` is the same."""
     logprobs: bool = False
     top_logprobs: Int64 = 0
+    """From 0 to 20; needs `logprobs: true`."""
     chat_template_kwargs: ChatTemplateKwargs | None = None
-    add_generation_prompt: bool | None = None  # None: unless the final message is continued
+    """Variables of the chat template."""
+    add_generation_prompt: bool | None = None
+    """true unless the final message is continued."""
     continue_final_message: bool = False
+    """The answer goes on where the last message ends."""
 
     @property
     def has_generation_prompt(self) -> bool:
@@ -329,7 +364,7 @@ class ChatBody(SamplingBody):
 class TokenizeBody(Body):
     """POST /tokenize: either a prompt or messages."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"return_token_strs": (False,)}
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"return_token_strs": (False,)}
 
     model: str | None = None
     prompt: str | None = None

@@ -1,7 +1,7 @@
 """The rules that every request body is read by.
 
-Every field of a request is either honoured, harmless by nature (`user`, `metadata`, ...), accepted only at the value
-that changes nothing (`UNSUPPORTED`), or an error that names it. null means "not given", at any depth. Types are strict:
+Every field of a request is either honoured, harmless by nature (`user`, `metadata`, ...), accepted only at the values
+that change nothing (`UNSUPPORTED`), or an error that names it. null means "not given", at any depth. Types are strict:
 true is not 1 and "0.5" is not 0.5. Knows nothing of HTTP; errors are RequestError with `param` set.
 """
 
@@ -24,14 +24,78 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
 from specserve.errors import RequestError
-from specserve.serve.http.transport.patient_json import is_long, read_json
+from specserve.serve.http.transport.json_codec import is_long, read_json
 from specserve.serve.requests.request import describe, request_error
 
 logger = logging.getLogger(__name__)
 
 MAX_OBJECT_FIELDS = 100
-Neutral = Mapping[str, tuple[Any, ...]]  # field -> the values that change nothing; null never does
+UnsupportedFields = Mapping[str, tuple[Any, ...]]  # field -> the values that change nothing, beside null
 MAX_NAMES_LOGGED = 1000
+
+# Fields that clients of OpenAI, vLLM and SGLang send by default, at values that change nothing. This server does not do
+# what another value asks for, so such a value is an error. Of the first ones only null changes nothing.
+# fmt: off
+_NULL_ONLY = (
+    "moderation", "prompt_cache_options", "ec_transfer_params", "guided_decoding_backend",
+    "guided_whitespace_pattern", "kv_transfer_params", "logits_processors", "logprob_token_ids",
+    "repetition_detection", "structural_tag", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+    "custom_logit_processor", "data_parallel_rank", "disagg_prefill_dp_rank", "ebnf", "extra_key", "regex", "rid",
+    "routed_dp_rank",
+)
+# fmt: on
+UNSUPPORTED_ANYWHERE: UnsupportedFields = dict.fromkeys(_NULL_ONLY, ()) | {
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "early_stopping": (False,),
+    "length_penalty": (1,),
+    "mm_processor_kwargs": ({},),
+    "return_mm_kwargs": (True,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "thinking_token_budget": (-1,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    "custom_labels": ({},),
+    "custom_params": ({},),
+    "images_config": ({},),
+    "lora_path": ("",),
+    "no_stop_trim": (False,),
+    "return_cached_tokens_details": (False,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "routed_experts_start_len": (0,),
+    "session_params": ({},),
+    "stop_regex": ([], ""),
+}
+UNSUPPORTED_IN_COMPLETIONS: UnsupportedFields = {**UNSUPPORTED_ANYWHERE, "json_schema": (), "prompt_embeds": ()}
+UNSUPPORTED_IN_CHAT: UnsupportedFields = {
+    **UNSUPPORTED_ANYWHERE,
+    "add_special_tokens": (False,),
+    "input_ids": (),
+    "max_dynamic_patch": (),
+    "media_io_kwargs": ({},),
+    "min_dynamic_patch": (),
+    "return_meta_info": (False,),
+    "return_prompt_text": (False,),
+    "return_prompt_token_ids": (False,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "task": (),
+    "use_audio_in_video": (False,),
+    "audio": (),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
 
 
 def _only(expected: bool | int) -> BeforeValidator:
@@ -50,8 +114,7 @@ One = Annotated[Literal[1], _only(1)]
 
 
 class UnknownFields:
-    """Counts unknown fields, where the server was told to let them pass. Each name is logged once. Threads may share
-    it."""
+    """Counts unknown fields, where the server lets them pass. Each name is logged once. Threads may share it."""
 
     def __init__(self, count: Callable[[], None]) -> None:
         self._count = count
@@ -88,8 +151,8 @@ class Body(BaseModel):
     """The base of all bodies, and of the objects in them. `UNSUPPORTED` has known fields that may only be sent at
     values that change nothing."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    UNSUPPORTED: ClassVar[Neutral] = {}
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -99,14 +162,14 @@ class Body(BaseModel):
         members = own.setdefault("properties", {})
         for name in set(members) - set(own.get("required", ())):
             members[name] = _or_null(members[name])
-        for name, neutral in cls.UNSUPPORTED.items():
-            members[name] = {"enum": [*neutral, None], "description": "Not supported: only what changes nothing."}
+        for name, harmless in cls.UNSUPPORTED.items():
+            members[name] = {"enum": [*harmless, None], "description": "Not supported: only what changes nothing."}
         return found
 
     @model_validator(mode="before")
     @classmethod
     def _known_members(cls, value: Any, info: ValidationInfo) -> Any:
-        """The members that are fields of this body and say something. pydantic's own refusal of others would report
+        """Return the members that are fields of this body and not null. pydantic's own refusal of others would report
         every one of a million. The validation's context is an UnknownFields where unknown ones may pass."""
         if not isinstance(value, dict):
             return value
@@ -116,7 +179,7 @@ class Body(BaseModel):
                 if item is not None:
                     given[name] = item
             elif name in cls.UNSUPPORTED:
-                _check_neutral(name, item, cls.UNSUPPORTED[name])
+                _check_unsupported(name, item, cls.UNSUPPORTED[name])
             elif isinstance(info.context, UnknownFields):
                 info.context.note(cls.__name__, name)
             else:
@@ -125,7 +188,9 @@ class Body(BaseModel):
 
 
 def _or_null(schema: JsonSchemaValue) -> JsonSchemaValue:
-    options = schema.pop("anyOf", None) or [{name: schema.pop(name) for name in list(schema) if name != "default"}]
+    options = schema.pop("anyOf", None) or [
+        {name: schema.pop(name) for name in list(schema) if name not in ("default", "description")}
+    ]
     has_null = {"type": "null"} in options
     return {"anyOf": options if has_null else [*options, {"type": "null"}]} | schema
 
@@ -176,12 +241,12 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
         raise ValueError("an object has two members of one name")
 
 
-def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    is_neutral = value is None or any(
-        value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
+def _check_unsupported(name: str, value: Any, harmless: tuple[Any, ...]) -> None:
+    is_harmless = value is None or any(
+        value == item and isinstance(value, bool) == isinstance(item, bool) for item in harmless
     )
-    if not is_neutral:
-        allowed = " or send " + json.dumps(neutral[0]) if neutral else ""
+    if not is_harmless:
+        allowed = " or send " + json.dumps(harmless[0]) if harmless else ""
         raise PydanticCustomError("unsupported", "unsupported", {"field": name, "allowed": allowed})
 
 

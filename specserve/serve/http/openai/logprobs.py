@@ -1,20 +1,59 @@
 """Log-probabilities in the words of the two endpoints: OpenAI's legacy lists, and the objects of chat.
 
-Owns the text of single tokens. Knows nothing of HTTP or of the engine.
+Has the text of single tokens too. Knows nothing of HTTP or of the engine.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from specserve.serve.engine.interface import TokenizerLike
+from specserve.serve.http.transport.json_codec import ReplyObject
 from specserve.serve.requests.decoder import REPLACEMENT
 from specserve.serve.requests.request import PromptToken, TokenLogprobs
 
-Json = dict[str, Any]
-
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's floor
 MAX_TOKENS_PER_CHAR = 4  # UTF-8 has at most four bytes a character
+
+
+class PromptLogprob(ReplyObject):
+    """The log-probability of one token at a place of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; null for the first token
+
+
+class TokenLists(ReplyObject):
+    """Log-probabilities in parallel lists, one item for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TokenLogprob(ReplyObject):
+    """The log-probability of one token. `bytes` is null for a token that is only a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChosenLogprob(TokenLogprob):
+    """The log-probability of a token of the answer."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobLists(ReplyObject):
+    """One item for each token."""
+
+    content: list[ChosenLogprob]
+    refusal: None
 
 
 class TokenTexts:
@@ -93,7 +132,9 @@ class CompletionLogprobs:
             lambda: TextOffsets(texts, skip_special_tokens=skip_special_tokens)
         )
 
-    def __call__(self, index: int, logprobs: Sequence[TokenLogprobs], prompt: Sequence[PromptToken] = (), /) -> Json:
+    def __call__(
+        self, index: int, logprobs: Sequence[TokenLogprobs], prompt: Sequence[PromptToken] = (), /
+    ) -> TokenLists:
         """Spell the log-probabilities of the tokens of an answer, after those of its prompt, whose first has none."""
         token_ids = [item.token_id for item in (*prompt, *logprobs)]
         items = [*(token.logprobs for token in prompt), *logprobs]
@@ -114,14 +155,14 @@ class CompletionLogprobs:
         return _name(self.texts, token_id, self._as_token_ids)
 
 
-def prompt_logprobs(texts: TokenTexts, prompt: Sequence[PromptToken]) -> list[Json | None]:
+def prompt_logprobs(texts: TokenTexts, prompt: Sequence[PromptToken]) -> PromptLogprobs:
     """Spell the log-probabilities of a prompt as vLLM does: null for the first token, then objects by token id, of the
     token itself and of the most likely ones."""
 
-    def entry(token_id: int, logprob: float, rank: int) -> Json:
+    def entry(token_id: int, logprob: float, rank: int) -> PromptLogprob:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": texts[token_id]}
 
-    found: list[Json | None] = []
+    found: PromptLogprobs = []
     for token in prompt:
         if token.logprobs is None:
             found.append(None)
@@ -139,13 +180,14 @@ class ChatLogprobs:
         self.texts = texts
         self._as_token_ids = as_token_ids
 
-    def __call__(self, _index: int, logprobs: Sequence[TokenLogprobs], /) -> Json:
+    def __call__(self, _index: int, logprobs: Sequence[TokenLogprobs], /) -> ChatLogprobLists:
         return {"content": [self._token(item) for item in logprobs], "refusal": None}
 
-    def _token(self, item: TokenLogprobs) -> Json:
-        return self._entry(item.token_id, item.logprob) | {"top_logprobs": [self._entry(*top) for top in item.top]}
+    def _token(self, item: TokenLogprobs) -> ChosenLogprob:
+        top = [self._entry(*each) for each in item.top]
+        return {**self._entry(item.token_id, item.logprob), "top_logprobs": top}
 
-    def _entry(self, token_id: int, logprob: float) -> Json:
+    def _entry(self, token_id: int, logprob: float) -> TokenLogprob:
         text = self.texts[token_id]
         return {
             "token": _name(self.texts, token_id, self._as_token_ids),

@@ -1,19 +1,18 @@
 """The way from a client's prompt to the token ids that the engine takes. Errors are RequestErrors."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from specserve.errors import RequestError
 from specserve.serve.engine.interface import EngineLike
 from specserve.serve.http.openai.bodies import SamplingBody
-from specserve.serve.http.openai.chat_messages import ChatMessage, template_messages
+from specserve.serve.http.openai.chat import ChatMessage, template_messages
+from specserve.serve.http.transport.errors import ModelNotFoundError
 
-# No tokenizer in use has longer tokens than this, so a longer text is over the context: told before tokenizing it.
+# No tokenizer in use has longer tokens than this, so a longer text is over the context, which is found before
+# tokenizing it.
 MAX_CHARS_PER_TOKEN = 1024
-
-
-class ModelNotFoundError(RequestError):
-    """Raised for a request for another model than the one served (HTTP 404)."""
 
 
 def check_model(engine: EngineLike, model: str | None) -> None:
@@ -97,3 +96,46 @@ def check_token_ids(engine: EngineLike, token_ids: list[int], param: str) -> Non
     for token_id in token_ids:
         if not 0 <= token_id < engine.vocab_size:
             raise RequestError(f"{param} token ids must be in [0, {engine.vocab_size}), got {token_id}", param=param)
+
+
+# --- fill-in-the-middle: text before and after a gap, in the tokens that a code model was trained with ---
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """The special tokens around prompt and suffix. What follows the last of them is the middle."""
+
+    prompt: str
+    suffix: str
+    middle: str = ""  # empty: the suffix comes first, and the middle right after the prompt
+
+
+_MARKS = (
+    _Marks("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen Coder, CodeGemma
+    _Marks("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite, SmolLM
+    _Marks("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    _Marks("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    _Marks("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    _Marks("[PREFIX]", "[SUFFIX]"),  # Codestral
+)
+
+
+def infill_ids(engine: EngineLike, prompt: str, suffix: str, *, add_special_tokens: bool) -> list[int]:
+    """Return the token ids that ask for the text between `prompt` and `suffix`. Raises RequestError (param "suffix")
+    where the tokenizer has no tokens for that."""
+    check_text_length(engine, len(prompt) + len(suffix), "prompt")
+    tokenizer = engine.tokenizer
+    for marks in _MARKS:
+        ids = [tokenizer.token_id(mark) for mark in (marks.prompt, marks.suffix, marks.middle) if mark]
+        known = [token_id for token_id in ids if token_id is not None]
+        if len(known) == len(ids):
+            before = tokenizer.encode(prompt, add_special_tokens=False)
+            after = tokenizer.encode(suffix, add_special_tokens=False)
+            start = tokenizer.encode("", add_special_tokens=True) if add_special_tokens else []
+            if not marks.middle:
+                return [*start, known[1], *after, known[0], *before]
+            return [*start, known[0], *before, known[1], *after, known[2]]
+    raise RequestError(
+        f"suffix: the tokenizer of {engine.model_name} has no tokens for filling in the middle; leave it out",
+        param="suffix",
+    )

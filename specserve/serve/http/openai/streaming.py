@@ -1,8 +1,8 @@
 """The way from the engine's thread to one HTTP reply: it collects the deltas of all sequences of a request, whole or
 as a stream.
 
-Owns the hop between threads and the rule that a client who goes away takes all its sequences along. Knows nothing of
-bodies and fields (`bodies`), of what text means (`parts`) or of how a reply is spelled (`replies`).
+Has the hop between threads, and the rule that all sequences of a client end when its connection does. Knows nothing of
+bodies and fields (`bodies`), of the meaning of text (`formats`) or of how a reply is spelled (`completions`).
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from fastapi import Request as HttpRequest
 from fastapi.sse import KEEPALIVE_COMMENT
@@ -20,15 +21,20 @@ from fastapi.sse import KEEPALIVE_COMMENT
 from specserve.errors import CapacityError, RequestError, SpecServeError
 from specserve.serve.engine.interface import EngineLike
 from specserve.serve.http.admin.metrics import Metrics, SequenceMetrics
-from specserve.serve.http.formats.parts import AnswerParser, MakeParser, Part, PlainText
-from specserve.serve.http.openai.drafts import TokenOrigin
-from specserve.serve.http.openai.replies import TOOL_CALLS, Answer, Json, ReplyFormat, Usage, error_body
-from specserve.serve.http.openai.request_metrics import RequestMetrics
-from specserve.serve.http.transport.guard import INTERNAL_ERROR, EngineFailureError, client_of
-from specserve.serve.http.transport.mailbox import Mailbox
-from specserve.serve.http.transport.patient_json import write_json
-from specserve.serve.http.transport.request_ids import current_request_id
-from specserve.serve.http.transport.threads import in_line, in_thread
+from specserve.serve.http.formats.reader import AnswerParser, MakeParser, Part, PlainText
+from specserve.serve.http.openai.replies import (
+    Answer,
+    Ending,
+    ReplyFormat,
+    ReplyMetrics,
+    RequestMetrics,
+    TokenOrigin,
+    Usage,
+)
+from specserve.serve.http.transport.errors import INTERNAL_ERROR, EngineFailureError, error_body
+from specserve.serve.http.transport.guard import client_of, current_request_id
+from specserve.serve.http.transport.json_codec import write_json
+from specserve.serve.http.transport.threads import CallQueue, in_grammar_queue, in_thread
 from specserve.serve.http.transport.tracing import Tracing
 from specserve.serve.requests.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
 from specserve.speculative.acceptance import Acceptance
@@ -41,22 +47,92 @@ KEEPALIVE_SECONDS = 15.0
 ARRIVALS_AT_ONCE = 16  # that are spelled on the event loop, some tenths of a millisecond each
 
 
+ENDINGS: dict[FinishReason, Ending] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}  # others are errors
+
+
 class ClientGoneError(Exception):
     """The client closed the connection; all its sequences have been cancelled."""
 
 
+class WorkOptions(Protocol):
+    """The interface of a body: its options of how it is to be answered."""
+
+    stream: bool
+    priority: int
+    cache_salt: str
+
+    def reword(self, error: RequestError) -> RequestError:
+        """Return an error of the engine under the name that the client of this endpoint sent."""
+        ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one checked body: the prompts and options for the engine, and how the answers are read and
+    spelled."""
+
+    body: WorkOptions
+    params: SamplingParams
+    prompts: Sequence[Sequence[int]]
+    reply_format: ReplyFormat
+    make_parser: MakeParser = PlainText  # one for each sequence
+    has_origins: bool = False  # answers report where their tokens come from
+
+
 @dataclass(eq=False)
 class _Choice:
-    """A sequence of a reply, and its output so far."""
+    """A sequence of a reply as its client sees it: the engine's request, and the output so far."""
 
+    index: int
     request: Request
     metrics: SequenceMetrics
     is_first: bool  # of its prompt's
     parser: AnswerParser
+    has_origins: bool
     has_calls: bool = False
     num_tokens: int = 0
-    waiting_ids: Sequence[int] = ()  # of tokens that a stream has not told yet
+    waiting_ids: Sequence[int] = ()  # of tokens that a stream has not sent yet
     stats: SpeculationStats | None = None  # None until it has ended
+
+    def piece(self, delta: Delta) -> Answer:
+        """Return a delta as a piece of the answer."""
+        part = self.parser.push(delta.text, delta.num_chars)
+        if delta.finish_reason is not None:
+            part += self.parser.finish()
+        self.has_calls = self.has_calls or bool(part.tool_calls)
+        reason = None if delta.finish_reason is None else ENDINGS[delta.finish_reason]
+        if reason == "stop" and self.has_calls:
+            reason = "tool_calls"
+        return Answer(
+            self.index,
+            part,
+            reason,
+            delta.logprobs,
+            prompt=delta.prompt,
+            stop_reason=delta.stop_reason,
+            token_ids=(*self.waiting_ids, *delta.token_ids),
+            prompt_ids=self.request.prompt_ids,
+            stats=delta.stats,
+            origins=self._origins([delta]),
+            tree=delta.tree,
+        )
+
+    def whole(self, deltas: Sequence[Delta]) -> Answer:
+        """Return all deltas as one answer."""
+        everything = dataclasses.replace(
+            deltas[-1],
+            text="".join(delta.text for delta in deltas),
+            logprobs=tuple(item for delta in deltas for item in delta.logprobs),
+            token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+            prompt=next((delta.prompt for delta in deltas if delta.prompt), ()),
+            num_chars=tuple(num for delta in deltas for num in delta.num_chars),
+        )
+        return dataclasses.replace(self.piece(everything), origins=self._origins(deltas))
+
+    def _origins(self, deltas: Sequence[Delta]) -> Sequence[TokenOrigin]:
+        if not self.has_origins:
+            return ()
+        return [origin for delta in deltas for origin in zip(delta.token_ids, delta.draft_depths, strict=True)]
 
 
 class Generation:
@@ -68,45 +144,37 @@ class Generation:
         engine: EngineLike,
         metrics: Metrics,
         http: HttpRequest,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
+        work: Work,
         *,
-        mailbox: Mailbox,
-        make_parser: MakeParser = PlainText,  # one for each sequence
-        has_origins: bool = False,  # answers tell where their tokens come from
-        priority: int = 0,
-        cache_salt: str = "",
-        told: RequestMetrics | None = None,  # of a reply's one sequence; None: nothing
+        calls: CallQueue,
+        request_metrics: RequestMetrics,
         tracing: Tracing | None = None,
     ) -> None:
-        self._engine = engine
-        self._http = http
-        self._make_parser = make_parser
-        self._has_origins = has_origins
-        self._told = told or RequestMetrics()
+        """Prepare the work of one HTTP request. `request_metrics`: what the reply reports of its one sequence."""
+        self._engine, self._metrics, self._http, self._work = engine, metrics, http, work
+        self._request_metrics = request_metrics
         self._tracing, self._parent = tracing, tracing.parent(http.headers) if tracing else None
         self._request_id = current_request_id()
-        self._loop, self._mailbox = asyncio.get_running_loop(), mailbox
+        self._loop, self._calls = asyncio.get_running_loop(), calls
         self._arrivals: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()  # None: the client has gone
         self._choices: list[_Choice] = []
-        self._early: list[tuple[int, Delta]] | None = []  # what comes while sequences are still submitted
+        self._early: list[tuple[int, Delta]] | None = []  # arrivals while sequences are still submitted
         self._is_cancelled = False
-        self._metrics, self._prompts, self._params = metrics, prompts, params
-        self._options = {"priority": priority, "cache_salt": cache_salt, "client": client_of(http.scope)}
+        self._client = client_of(http.scope)
 
     async def submit(self) -> None:
         """Hand all sequences to the engine, off the event loop. Raises what `engine.submit` raises, and
         ClientGoneError; then no sequence is left behind."""
-        self._metrics.count_request(self._params)
+        self._metrics.count_request(self._work.params)
         # Watched from here on, not from the first read: a client can leave before its turn comes or its stream starts.
         self._watch = asyncio.create_task(self._watch_client())
         self._tick()
-        grammar = self._params.grammar
+        grammar = self._work.params.grammar
         try:
             if grammar is None or self._engine.knows_grammar(grammar):
-                await in_thread(self._submit_all, size=sum(map(len, self._prompts)))
+                await in_thread(self._submit_all, size=self._num_prompt_tokens())
             else:
-                await in_line(self._submit_all, self._options["client"])
+                await in_grammar_queue(self._submit_all, self._client)
         except BaseException:
             self._end()
             raise
@@ -116,19 +184,26 @@ class Generation:
                 self._receive(*arrival)
 
     def _submit_all(self) -> None:
-        self._check_wanted()
-        each = self._params.choices()
-        for token_ids, own in itertools.product(self._prompts, each):
+        self._check_client()
+        body, each = self._work.body, self._work.params.choices()
+        for token_ids, own in itertools.product(self._work.prompts, each):
             number = len(self._choices)
-            name = self._request_id and f"{self._request_id}-{number}"
-            on_delta = partial(self._on_delta, number)
-            request = self._engine.submit(token_ids, own, on_delta, request_id=name, **self._options)
+            request = self._engine.submit(
+                token_ids,
+                own,
+                partial(self._on_delta, number),
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                request_id=self._request_id and f"{self._request_id}-{number}",
+                client=self._client,
+            )
             counted = self._metrics.start_sequence(len(token_ids))
-            self._choices.append(_Choice(request, counted, number % len(each) == 0, self._make_parser()))
-            self._check_wanted()
+            is_first, parser = number % len(each) == 0, self._work.make_parser()
+            self._choices.append(_Choice(number, request, counted, is_first, parser, self._work.has_origins))
+            self._check_client()
 
-    def _check_wanted(self) -> None:
-        """Raises ClientGoneError where nobody waits any more for what is being submitted."""
+    def _check_client(self) -> None:
+        """Raises ClientGoneError where the client has gone while its sequences are submitted."""
         if self._is_cancelled:
             self.cancel()
             raise ClientGoneError
@@ -144,28 +219,29 @@ class Generation:
         self._watch.cancel()
         self._ticker.cancel()
 
-    async def reply(self, reply_format: ReplyFormat) -> bytes:
+    async def reply(self) -> bytes:
         """Return the whole reply, as JSON. Raises ClientGoneError, CapacityError or EngineFailureError."""
         arrived: list[list[Delta]] = [[] for _ in self._choices]
         async with contextlib.aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
                 before = arrived[index]
-                if before and before[-1].tree is not None:  # only the last step's is told
+                if before and before[-1].tree is not None:  # only the last step's is reported
                     before[-1] = dataclasses.replace(before[-1], tree=None)
                 before.append(delta)
 
         def spell() -> bytes:
-            answers = [self._whole(index, deltas) for index, deltas in enumerate(arrived)]
-            return write_json(reply_format.reply(answers, self._usage())).encode()
+            answers = [choice.whole(deltas) for choice, deltas in zip(self._choices, arrived, strict=True)]
+            return write_json(self._work.reply_format.reply(answers, self._usage())).encode()
 
         # Always: what it takes depends on texts, calls and log-probabilities; and one hop to a thread is little beside
         # the two by which the request was read and submitted.
-        return await in_thread(spell, size=self._num_tokens() + sum(map(len, self._prompts)))
+        return await in_thread(spell, size=self._num_tokens() + self._num_prompt_tokens())
 
-    async def stream(self, reply_format: ReplyFormat) -> AsyncIterator[bytes]:
+    async def stream(self) -> AsyncIterator[bytes]:
         """Yield the reply as server-sent events. An error after the start becomes an event."""
+        reply_format = self._work.reply_format
         try:
-            async with contextlib.aclosing(self._events(reply_format)) as events:
+            async with contextlib.aclosing(self._events()) as events:
                 async for each in events:
                     yield each
             for each in await _spelled(lambda: reply_format.end(self._usage()), self._num_tokens()):
@@ -183,7 +259,8 @@ class Generation:
         for each in reply_format.failure(failure):
             yield each
 
-    async def _events(self, reply_format: ReplyFormat) -> AsyncGenerator[bytes, None]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        reply_format = self._work.reply_format
         started: set[int] = set()
         last_time = self._loop.time()
         async with contextlib.aclosing(self._deltas(is_idle_reported=True)) as deltas:
@@ -200,12 +277,12 @@ class Generation:
                     begin = partial(reply_format.begin, start, self._usage)
                     for each in await _spelled(begin, len(start.prompt_ids)):
                         yield each
-                answer = self._piece(index, delta)
+                choice = self._choices[index]
+                answer = choice.piece(delta)
                 # A step may add tokens and no text yet: in the middle of a character, or of what may be a stop string.
                 # Their ids go with the next text.
-                choice = self._choices[index]
-                told = answer.part or answer.logprobs or answer.prompt or answer.origins or answer.tree
-                if told or answer.finish_reason is not None:
+                has_news = answer.part or answer.logprobs or answer.prompt or answer.origins or answer.tree
+                if has_news or answer.finish_reason is not None:
                     choice.waiting_ids = ()
                     spell = partial(reply_format.piece, answer, self._usage)
                     size = len(answer.prompt) + choice.num_tokens
@@ -214,50 +291,12 @@ class Generation:
                 else:
                     choice.waiting_ids = answer.token_ids
 
+    def _num_prompt_tokens(self) -> int:
+        return sum(map(len, self._work.prompts))
+
     def _num_tokens(self) -> int:
         """Return how many tokens have come so far."""
         return sum(choice.num_tokens for choice in self._choices)
-
-    def _piece(self, index: int, delta: Delta) -> Answer:
-        """Return a delta as a piece of its choice's answer."""
-        choice = self._choices[index]
-        part = choice.parser.push(delta.text, delta.num_chars)
-        if delta.finish_reason is not None:
-            part += choice.parser.finish()
-        choice.has_calls = choice.has_calls or bool(part.tool_calls)
-        reason = None if delta.finish_reason is None else str(delta.finish_reason)
-        if reason == FinishReason.STOP and choice.has_calls:
-            reason = TOOL_CALLS
-        return Answer(
-            index,
-            part,
-            reason,
-            delta.logprobs,
-            prompt=delta.prompt,
-            stop_reason=delta.stop_reason,
-            token_ids=(*choice.waiting_ids, *delta.token_ids),
-            prompt_ids=choice.request.prompt_ids,
-            stats=delta.stats,
-            origins=self._origins([delta]),
-            tree=delta.tree,
-        )
-
-    def _origins(self, deltas: Sequence[Delta]) -> Sequence[TokenOrigin]:
-        if not self._has_origins:
-            return ()
-        return [origin for delta in deltas for origin in zip(delta.token_ids, delta.draft_depths, strict=True)]
-
-    def _whole(self, index: int, deltas: Sequence[Delta]) -> Answer:
-        """Return all deltas of a choice as one answer."""
-        text = "".join(delta.text for delta in deltas)
-        logprobs = tuple(item for delta in deltas for item in delta.logprobs)
-        token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
-        prompt = next((delta.prompt for delta in deltas if delta.prompt), ())
-        num_chars = tuple(num for delta in deltas for num in delta.num_chars)
-        everything = dataclasses.replace(
-            deltas[-1], text=text, logprobs=logprobs, token_ids=token_ids, prompt=prompt, num_chars=num_chars
-        )
-        return dataclasses.replace(self._piece(index, everything), origins=self._origins(deltas))
 
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (choice, delta) until every sequence has ended. With `is_idle_reported` also (-1, empty delta), about
@@ -301,21 +340,21 @@ class Generation:
             metrics=self._metrics_of_one(),
         )
 
-    def _metrics_of_one(self) -> Json | None:
+    def _metrics_of_one(self) -> ReplyMetrics | None:
         """Return the `metrics` object at the end. There is none for several sequences, because they would have to
         share it."""
         [first, *others] = self._choices
-        return None if others or first.stats is None else self._told.spell(first.stats, first.num_tokens)
+        return None if others or first.stats is None else self._request_metrics.spell(first.stats, first.num_tokens)
 
     def _on_delta(self, index: int, delta: Delta) -> None:
         """Take a delta, on the engine's thread."""
         try:
-            self._mailbox.post(partial(self._receive, index, delta))
-        except RuntimeError:  # the event loop is closed: the server has stopped, nobody waits
+            self._calls.post(partial(self._receive, index, delta))
+        except RuntimeError:  # the event loop is closed: the server has stopped, and no client waits
             self.cancel()
 
     def _receive(self, index: int, delta: Delta) -> None:
-        # Here and not where deltas are read: a sequence whose client left still ends, and still counts.
+        # This is counted here and not where deltas are read: a sequence whose client left still ends, and still counts.
         if self._early is not None:
             self._early.append((index, delta))
             return
@@ -338,13 +377,13 @@ class Generation:
         while (await self._http.receive())["type"] != "http.disconnect":
             pass
         self.cancel()
-        self._ticker.cancel()  # nobody may ever read what comes
+        self._ticker.cancel()  # there may be no reader any more
         self._arrivals.put_nowait(None)
 
 
 async def _spelled(spell: Callable[[], Iterable[bytes]], size: int) -> list[bytes]:
-    """The events of a part of a stream that may be long: the beginning and the end tell the request back, or all that
-    was said."""
+    """Return the events of a part of a stream that may be long: the beginning and the end may repeat the request, or
+    the whole answer."""
     return await in_thread(lambda: list(spell()), size=size)
 
 

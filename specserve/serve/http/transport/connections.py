@@ -10,21 +10,23 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from specserve.serve.http.openai.replies import error_body
+from specserve.serve.http.transport.errors import error_body
 
 KEEP_ALIVE_SECONDS = 5.0  # between two requests
 HEAD_SECONDS = 20.0  # in which the head of a request must be there, once its connection or its first byte is
-STALL_SECONDS = 60.0  # that a client may not read while there is more to send
+STALL_SECONDS = 60.0  # a client may not read for so long while there is more to send
 PROBE_SECONDS = (0.1, 1.0)  # between the first two probes, and between later ones
-RESERVE = 32  # connections beyond the bound, for those who ask how the server is
+RESERVE = 32  # connections beyond the bound, for probes of the server's health
 READ_BYTES = 2**13  # at once: chunks of one byte, or lines of a head, take some microseconds each
 
 
 class Connection(H11Protocol):
-    """A client that has shut down its half of the connection after its request is answered, as one that reads. One that
-    has closed all of it looks the same, and tells itself apart only when something is sent to it. So it is sent
-    interim responses (102 Processing), which clients must skip; and once a stream has begun, the comments that it may
-    have: what the app keeps as `probe` in the request's state."""
+    """A connection of one client.
+
+    A client that has shut down its half of the connection after its request still reads, and is answered. One that has
+    closed all of it looks the same until something is sent to it. So it is sent interim responses (102 Processing),
+    which clients must skip; and once a stream has begun, the comments that a stream may have, which the app keeps as
+    `probe` in the request's state."""
 
     def __init__(self, *args: Any, most: int, **kwargs: Any) -> None:
         """Set the limits: so many connections, and `RESERVE` more."""
@@ -86,7 +88,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _probing(self) -> h11.Event | None:
-        """Return what may be sent to see whether anybody reads, or None where nothing may."""
+        """Return an event that may be sent to see whether the client reads, or None where none may."""
         if not self.cycle.response_started:  # of HTTP/1.0 there are no interim responses
             interim = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
             return interim if self.scope["http_version"] == "1.1" else None
@@ -115,8 +117,9 @@ class Connection(H11Protocol):
         self.transport.close()
 
 
-class Sips(asyncio.BufferedProtocol):
-    """Gives a protocol what its client sends, `READ_BYTES` at a time, between which other clients have their turn."""
+class BoundedReads(asyncio.BufferedProtocol):
+    """Gives a protocol what its client sends, at most `READ_BYTES` at a time. Other clients have their turn between two
+    reads."""
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
         self.connection_made, self.connection_lost = protocol.connection_made, protocol.connection_lost
@@ -126,7 +129,7 @@ class Sips(asyncio.BufferedProtocol):
         self._buffer = memoryview(b"")
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 (asyncio's signature)
-        self._buffer = memoryview(bytearray(READ_BYTES))  # kept no longer than it is read into, for there are many
+        self._buffer = memoryview(bytearray(READ_BYTES))  # freed after each read, for there are many connections
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:

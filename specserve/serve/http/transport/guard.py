@@ -1,4 +1,4 @@
-"""The layers between a socket and a route: the API key, the body's limits, and errors in OpenAI's shape.
+"""The layers between a socket and a route: request ids, host names, API keys, and limits of connections and bodies.
 
 Knows nothing of models, prompts or sampling.
 """
@@ -7,82 +7,105 @@ import asyncio
 import hashlib
 import hmac
 import logging
-from collections.abc import Sequence
+import re
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi import Request
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.routing import Route
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specserve.errors import CapacityError, RequestError, SpecServeError
-from specserve.serve.http.openai.replies import error_body
 from specserve.serve.http.page.routes import PAGE_PATHS
-from specserve.serve.http.transport.request_ids import current_request_id
+from specserve.serve.http.transport.errors import INTERNAL_ERROR, RETRY_AFTER_SECONDS, error_response
 
 logger = logging.getLogger(__name__)
 
+ID_HEADER = "X-Request-Id"
+MAX_ID_CHARS = 128
 MAX_BODY_BYTES = 16 * 2**20
 BODY_TIMEOUT_SECONDS = 60.0
-RETRY_AFTER_SECONDS = 1
-INTERNAL_ERROR = "internal error; the server's log has the details"
 OPEN_PATHS = PAGE_PATHS | {"/health", "/ready", "/version"}  # every other path needs the key, existing or not
 _MAX_DRAINED_BYTES = 4 * MAX_BODY_BYTES
 _CLIENT = "specserve.client"  # in the scope
+_ID_NAME = ID_HEADER.lower().encode()
+_VALID_ID = re.compile(rb"[!-~]{1,%d}" % MAX_ID_CHARS)  # printable ASCII, no spaces: it ends up in logs and headers
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
-class EngineFailureError(SpecServeError):
-    """The engine failed while it worked on a request (HTTP 500)."""
-
-
-class ApiKeyGate:
-    """ASGI middleware: `Authorization: Bearer <key>` or 401. Compares digests, and always all of them, so timing tells
-    nothing of the keys. Whose key it was is a part of the scope (`client_of`)."""
-
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
-        self._app = app
-        self._expected = [hashlib.sha256(key.encode()).digest() for key in api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        number = self._number_of_key(scope) if scope["type"] == "http" else None
-        if number is not None:
-            scope = {**scope, _CLIENT: f"key {number}"}
-        if number is not None or scope["type"] != "http" or scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
-        response = error_response(
-            401,
-            "a valid API key is required: send Authorization: Bearer <key>",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await response(scope, receive, send)
-
-    def _number_of_key(self, scope: Scope) -> int | None:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        digest = hashlib.sha256(key).digest()
-        found = [number for number, each in enumerate(self._expected) if hmac.compare_digest(digest, each)]
-        return found[0] if found and scheme.lower() == b"bearer" else None
+def current_request_id() -> str:
+    """Return the id of the request that this code works on; empty outside of requests."""
+    return _request_id.get()
 
 
 def client_of(scope: Scope) -> str:
-    """Return who sends a request: by the API key, else by the address."""
+    """Return the client that sends a request: by its API key, else by its address."""
     return scope.get(_CLIENT) or (scope["client"][0] if scope.get("client") else "")
 
 
-class BugGate:
-    """ASGI middleware: an unforeseen exception is logged and becomes a 500 that says nothing of internals.
+class Guard:
+    """The ASGI layer around all routes. In this order it
 
-    Starlette's own handler answers and raises again, upon which uvicorn closes the connection under the client's next
-    request.
+    - gives each request an id, the client's own of the header X-Request-Id or a new one, which the reply carries and
+      the log names sequences by. An id that is not 1 to 128 printable ASCII characters, or is sent twice, is a 400;
+    - answers browsers' questions about other origins (CORS), where such origins are allowed;
+    - logs an unforeseen exception, which becomes a 500 without internals. Starlette's own handler answers and raises
+      again, upon which uvicorn closes the connection under the client's next request;
+    - refuses requests whose Host header has no allowed name, whatever the port, so that a page of another site, whose
+      name was made to point here, cannot send any. `*.example.com` allows every name below example.com. OPEN_PATHS are
+      answered under any name, since probes send an address;
+    - answers HEAD as GET; the server drops the body;
+    - checks `Authorization: Bearer <key>`, else 401. It compares digests, and always all of them, so timing reveals
+      nothing about the keys. The key's number becomes a part of the scope (`client_of`).
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(
+        self, app: ASGIApp, *, api_keys: Sequence[str], allowed_hosts: Sequence[str], cors_origins: Sequence[str]
+    ) -> None:
         self._app = app
+        self._key_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._allowed_hosts = tuple(name.lower() for name in allowed_hosts)
+        self._answer: ASGIApp = self._answer_or_500
+        if cors_origins:
+            self._answer = CORSMiddleware(
+                self._answer_or_500,
+                allow_origins=cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=[ID_HEADER, "Retry-After"],
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = [value for name, value in scope["headers"] if name == _ID_NAME]
+        is_valid = not given or (len(given) == 1 and _VALID_ID.fullmatch(given[0]) is not None)
+        request_id = given[0].decode() if given and is_valid else uuid.uuid4().hex
+        token, start, status = _request_id.set(request_id), time.monotonic(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], (_ID_NAME, request_id.encode())]}
+            await send(message)
+
+        try:
+            if is_valid:
+                await self._answer(scope, receive, send_with_id)
+            else:
+                rule = f"must be sent once, with 1 to {MAX_ID_CHARS} printable ASCII characters and no spaces"
+                refusal = error_response(400, f"{ID_HEADER} {rule}", param=ID_HEADER)
+                await refusal(scope, receive, send_with_id)
+        finally:
+            _request_id.reset(token)
+            seconds = time.monotonic() - start
+            logger.debug("%s: %s %s: %d in %.3f s", request_id, scope["method"], scope["path"][:200], status, seconds)
+
+    async def _answer_or_500(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_started = False
 
         async def watched_send(message: Message) -> None:
@@ -91,20 +114,67 @@ class BugGate:
             await send(message)
 
         try:
-            await self._app(scope, receive, watched_send)
+            await self._answer_or_refuse(scope, receive, watched_send)
         except Exception:
-            if is_started or scope["type"] != "http":
+            if is_started:
                 raise
             logger.exception("%s: %s %s failed", current_request_id(), scope["method"], scope["path"])
-            response = error_response(500, INTERNAL_ERROR, code="internal_error")
-            await response(scope, receive, send)
+            await error_response(500, INTERNAL_ERROR, code="internal_error")(scope, receive, send)
+
+    async def _answer_or_refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["path"] in OPEN_PATHS
+        if self._allowed_hosts and not is_open and not self._is_allowed_host(scope):
+            message = "this host name is not served here; --allowed-hosts lists those that are"
+            await error_response(400, message, param="Host", code="unknown_host")(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        number = self._number_of_key(scope) if self._key_digests else None
+        if number is not None:
+            scope = {**scope, _CLIENT: f"key {number}"}
+        elif self._key_digests and not is_open:
+            message = "a valid API key is required: send Authorization: Bearer <key>"
+            headers = {"WWW-Authenticate": "Bearer"}
+            await error_response(401, message, code="invalid_api_key", headers=headers)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_allowed_host(self, scope: Scope) -> bool:
+        given = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
+        if len(given) != 1:
+            return False
+        host = given[0] if given[0].endswith("]") else given[0].rsplit(":", 1)[0]
+        return any(host == name or (name.startswith("*.") and host.endswith(name[1:])) for name in self._allowed_hosts)
+
+    def _number_of_key(self, scope: Scope) -> int | None:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        digest = hashlib.sha256(key).digest()
+        found = [number for number, each in enumerate(self._key_digests) if hmac.compare_digest(digest, each)]
+        return found[0] if found and scheme.lower() == b"bearer" else None
+
+
+class ConnectionLimit:
+    """An ASGI layer that refuses requests with a 503 that closes the connection, where there are more connections than
+    there may be. OPEN_PATHS are answered all the same."""
+
+    def __init__(self, app: ASGIApp, *, count: Callable[[], int], most: int) -> None:
+        self._app, self._count, self._most = app, count, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._count() <= self._most:
+            await self._app(scope, receive, send)
+            return
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS), "Connection": "close"}
+        message = f"there are more than {self._most} connections; close some, or try again later"
+        await error_response(503, message, code="overloaded", headers=headers)(scope, receive, send)
 
 
 async def read_body(request: Request) -> bytes:
     """Read the body of a JSON request. Raises HTTPException: 408 where it takes too long, 413 where it is too large,
     415 where it is not JSON."""
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > MAX_BODY_BYTES:  # told before it is sent, to who waits for that
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:  # before it is sent, for clients that wait for leave
         close = {"Connection": "close"} if int(length) > _MAX_DRAINED_BYTES else None  # else what comes is dropped
         raise HTTPException(413, f"the request body is over the limit of {MAX_BODY_BYTES} bytes", close)
     content_type = request.headers.get("content-type", "")
@@ -131,49 +201,3 @@ async def _read_bounded(request: Request) -> bytes:
     if num_bytes > MAX_BODY_BYTES:
         raise HTTPException(413, f"the request body is over the limit of {MAX_BODY_BYTES} bytes")
     return b"".join(chunks)
-
-
-def error_response(
-    status: int,
-    message: str,
-    *,
-    param: str | None = None,
-    code: str | None = None,
-    headers: dict[str, str] | None = None,
-) -> JSONResponse:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse(error_body(message, kind, param=param, code=code), status, headers)
-
-
-def _methods_at(app: FastAPI, path: str) -> set[str]:
-    """Return the methods that a path allows. HEAD is among them where GET is."""
-    routes = [each for each in app.routes if isinstance(each, Route) and each.path_regex.fullmatch(path)]
-    methods = {method for each in routes for method in each.methods or ()}
-    return methods | {"HEAD"} if "GET" in methods else methods
-
-
-def install_error_handlers(app: FastAPI) -> None:
-    """Make every error that leaves a route a reply in OpenAI's shape."""
-
-    @app.exception_handler(RequestError)
-    async def on_request_error(_: Request, error: RequestError) -> Response:
-        return error_response(400, str(error), param=error.param)
-
-    @app.exception_handler(CapacityError)
-    async def on_capacity_error(_: Request, error: CapacityError) -> Response:
-        return error_response(503, str(error), code="overloaded", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
-
-    @app.exception_handler(EngineFailureError)
-    async def on_engine_failure(_: Request, error: EngineFailureError) -> Response:
-        return error_response(500, str(error), code="engine_failure")
-
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> Response:
-        headers = dict(error.headers or {})
-        if error.status_code == 405:  # Starlette tells those of the first route of a path alone
-            headers["Allow"] = ", ".join(sorted(_methods_at(app, request.scope["path"])))
-        return error_response(error.status_code, error.detail, headers=headers)
-
-    @app.exception_handler(ClientDisconnect)
-    async def on_disconnect(_: Request, __: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nobody reads it

@@ -1,4 +1,4 @@
-"""The API keys of a server, from where its operator keeps them."""
+"""The API keys of a server: from its settings, a file and the environment."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ _LOOPBACK = ("127.", "localhost", "::1")
 
 def read_api_keys(run: ServeRun) -> tuple[str, ...]:
     """Read the keys that are accepted: `api_key`, the lines of `api_key_file`, and the environment variable, where
-    commas part them. Warns where everyone who reaches the server may use it. Raises ConfigError."""
+    commas part them. Warns where every client that reaches the server may use it. Raises ConfigError."""
     keys = [run.api_key] if run.api_key else []
     keys += [key.strip() for key in os.environ.get(VARIABLE, "").split(",") if key.strip()]
     if run.api_key_file:

@@ -14,13 +14,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from specserve.errors import ConfigError
-from specserve.serve.http.transport.connections import RESERVE, Connection, Sips
-from specserve.serve.http.transport.edge import CrowdGate
+from specserve.serve.http.transport.connections import RESERVE, BoundedReads, Connection
+from specserve.serve.http.transport.guard import ConnectionLimit
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_SECONDS = 10.0
-_OTHER_FILES = 200  # that a server may have open besides its connections
+_OTHER_FILES = 200  # files that a server may have open besides its connections
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
@@ -53,12 +53,12 @@ def check_tls(certfile: str, keyfile: str) -> None:
 def _allow_files(num_connections: int) -> None:
     """Allow the process enough open files for so many connections. The system lets a process have some, and more on
     request."""
-    wanted = num_connections + _OTHER_FILES
+    num_files = num_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        allowed = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        if allowed < wanted:
+        if allowed < num_files:
             logger.warning(
                 "this process may open %d files, so fewer than %d connections; raise it with ulimit -n, or lower "
                 "--max-connections",
@@ -113,8 +113,8 @@ class HttpServer:
             f"{scheme}://[{reachable}]:{self.port}" if ":" in reachable else f"{scheme}://{reachable}:{self.port}"
         )
         self._config = uvicorn.Config(
-            CrowdGate(app, count=self._num_connections, most=max_connections),
-            http=lambda **given: Sips(Connection(**given, most=max_connections)),  # type: ignore[arg-type] (any call)
+            ConnectionLimit(app, count=self._num_connections, most=max_connections),
+            http=lambda **given: BoundedReads(Connection(**given, most=max_connections)),  # type: ignore[arg-type] (any call)
             ws="none",
             lifespan="off",
             log_config=None,
@@ -141,7 +141,7 @@ class HttpServer:
         logger.info("serving on %s", self.url)
 
     def run(self) -> None:
-        """Serve until SIGINT or SIGTERM (or `stop`). Raises KeyboardInterrupt when it was told to stop at once."""
+        """Serve until SIGINT or SIGTERM (or `stop`). Raises KeyboardInterrupt after a signal to stop at once."""
         try:
             self._server.run(sockets=[self._listener])
         finally:

@@ -1,0 +1,101 @@
+"""The questions of a data set: which of its conversations can be asked, each once, and the ids of their rows."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specserve.data.conversations import Conversation, Row, TokenRow
+from specserve.errors import DataError
+
+
+@dataclass
+class Job:
+    """A conversation on its way: the messages so far, and the questions that are still to be asked."""
+
+    key: str
+    row: Row
+    asked: list[list[dict[str, Any]]]  # for each answer to come, the messages before it
+    template_kwargs: dict[str, Any]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The questions of a data set."""
+
+    jobs: list[Job]  # still to be asked, each once
+    order: dict[str, int]  # the place of each among all, by the id of its row
+    num_there: int  # answered before
+    left_out: Counter[str]  # those that cannot be asked, by reason
+
+
+def find_questions(
+    rows: Iterable[Row],
+    template_kwargs: Mapping[str, Any],
+    *,
+    samples: int,  # answers of each
+    done: Collection[str],  # ids of the rows that are there
+) -> Questions:
+    """Find the questions of these rows under variables of the chat template, over which a row's own have precedence.
+    Raises DataError for rows of token ids."""
+    jobs: dict[str, Job] = {}
+    order: dict[str, int] = {}
+    num_there, left_out = 0, Counter[str]()
+    for row in rows:
+        if isinstance(row, TokenRow):
+            raise DataError(f"{row.source} holds token ids, of which no question can be made; give what they came of")
+        asked, reason = _asked(row)
+        if reason:
+            left_out[reason] += 1
+            continue
+        kwargs = {**template_kwargs, **row.variables()}
+        for sample in range(samples):
+            key = _row_id(row, asked, sample)
+            order.setdefault(key, len(order))
+            if key in done:
+                num_there += 1
+            elif key in jobs:
+                left_out["asked before"] += 1
+            else:
+                jobs[key] = Job(key, row, [list(turn) for turn in asked], kwargs)
+    return Questions(list(jobs.values()), order, num_there, left_out)
+
+
+def row_id(row: Conversation) -> str:
+    """The `id` of the row that holds the (first) answers to a conversation's questions: the same for the same questions
+    under the same variables of the template, wherever they stand."""
+    return _row_id(row, _asked(row)[0], 0)
+
+
+def _row_id(row: Conversation, asked: list[list[dict[str, Any]]], sample: int) -> str:
+    variables = [row.variables()] if row.template_kwargs else []
+    return f"{digest(asked, *variables)}-{sample}"
+
+
+def _asked(row: Conversation) -> tuple[list[list[dict[str, Any]]], str]:
+    """Return the messages before each answer, or the reason why nothing can be asked."""
+    if any(message.role == "tool" for message in row.messages):
+        return [], "holds results of tools, which another answer might not call"
+    if any(message.tool_calls for message in row.messages):
+        return [], "calls tools, which the text of an answer cannot hold"
+    if row.tools:
+        return [], "offers tools, which the text of an answer cannot call"
+    turns: list[list[dict[str, Any]]] = [[]]
+    for message in row.as_dicts():
+        if message["role"] != "assistant":
+            turns[-1].append(message)
+        elif any(asked["role"] == "user" for asked in turns[-1]):
+            turns.append([])
+        # An answer to nothing, such as a greeting, was not the target's: it is left out.
+    asked = [turn for turn in turns if any(message["role"] == "user" for message in turn)]
+    return asked, "asks nothing" * (not asked)
+
+
+def digest(*parts: object) -> str:
+    """Return 16 hex digits that stand for these parts, which JSON can hold."""
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,185 @@
+"""The bytes that each device of a mesh holds of target and head, and its work in a served step: FLOPs, bytes read and
+bytes sent, from shapes alone.
+
+Counted is what any implementation must do: the bytes of the matrices that a device holds (of a mixture, those of the
+experts that so many tokens are expected to choose), the committed keys and values of its sequences, two operations for
+each number of a matrix and each row, attention's, and the bytes that layers send between devices. A pass takes as
+long as the slower of memory and arithmetic, each at a share of its peak that is usual, and what is sent besides (a
+roofline).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from specserve.devices import Device
+from specserve.drafters.interface import TrainedDrafter
+from specserve.kernels.grouped import expected_experts
+from specserve.mesh import MESH_AXES, num_parts
+from specserve.models.config import ModelConfig
+from specserve.models.params import ParamSpec, is_matrix, is_product, is_spec
+from specserve.models.sharding import place_target
+from specserve.models.target import target_spec
+from specserve.serve.programs.placement import bytes_per_token
+from specserve.speculative.tree import Tree
+from specserve.train.flops import mixing_flops
+
+SHARE_OF_PEAK = 0.4  # a good one for training in bfloat16
+SHARE_OF_BANDWIDTH = 0.5  # that answering many at once reaches
+SENDING_SECONDS = 5e-6  # before the first byte of a collective: an assumption
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """A part of the memory that a run takes on each device."""
+
+    name: str
+    num_bytes: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Held:
+    """The part of one parameter that each device holds."""
+
+    field: str  # of the parameters' outermost dataclass
+    spec: ParamSpec  # of the whole parameter
+    size: int  # numbers
+    num_bytes: int
+
+    @property
+    def is_expert(self) -> bool:
+        """True for stacked experts, of which a token reads those that it chooses."""
+        return bool(self.spec.axes) and self.spec.axes[0] == "experts"
+
+
+def held_by_each(tree: Any, dtype: str, places: Any = None, *, is_quantized: bool = False) -> tuple[Held, ...]:
+    """Count what each device holds of a spec tree whose parameters lie at `places`, or are whole on one device. In a
+    quantized tree the matrices have 8 bits, and a float32 scale for each output."""
+    leaves: list[tuple[Any, ParamSpec]] = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)[0]
+    shapes = [leaf.shape for _, leaf in leaves]
+    if places is not None:
+        shapes = [place.shard_shape(shape) for place, shape in zip(jax.tree.leaves(places), shapes, strict=True)]
+    found = []
+    for (path, leaf), shape in zip(leaves, shapes, strict=True):
+        size = math.prod(shape)
+        num_bytes = size * np.dtype(leaf.dtype(dtype)).itemsize
+        if is_quantized and is_product(path):
+            num_bytes = size + 4 * size // shape[-2]
+        found.append(Held(jax.tree_util.keystr(path[:1], simple=True), leaf, size, num_bytes))
+    return tuple(found)
+
+
+def target_held(config: ModelConfig, mesh: Mesh | None, *, is_quantized: bool = False) -> tuple[Held, ...]:
+    """Count what each device of the mesh holds of a target, or one device alone. Raises ConfigError where the mesh does
+    not divide the target."""
+    spec = target_spec(config)
+    places = None if mesh is None else place_target(config, spec, mesh)
+    return held_by_each(spec, config.dtype, places, is_quantized=is_quantized)
+
+
+def total_bytes(held: tuple[Held, ...]) -> int:
+    """Return the bytes of these parameters on each device."""
+    return sum(each.num_bytes for each in held)
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> Mesh:
+    """Make a mesh of devices that this machine need not have: only its shape is used."""
+    axes = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
+    return AbstractMesh(axes, MESH_AXES, axis_types=(AxisType.Auto,) * len(axes))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class DeviceWork:
+    """The work of a pass, or of a whole step, on each device."""
+
+    flops: float
+    weights: float  # bytes read
+    cache: float  # bytes of keys and values read
+    sums: int = 0  # collectives
+    sent: float = 0.0  # bytes, by all of them together
+
+    @property
+    def read(self) -> float:
+        """The bytes read."""
+        return self.weights + self.cache
+
+    def seconds(self, device: Device, num_devices: int) -> float:
+        """Return the time of the pass on so many of these devices."""
+        computing = self.flops / (device.peak * SHARE_OF_PEAK)
+        reading = self.read / (device.bandwidth * SHARE_OF_BANDWIDTH)
+        sending = self.sent / (device.rate_among(num_devices) * SHARE_OF_BANDWIDTH)
+        return max(reading, computing) + (self.sums * SENDING_SECONDS + sending)
+
+
+class Replica:
+    """A target, and perhaps a head, on the devices of a mesh. The constructor raises ConfigError where the mesh does
+    not divide the target."""
+
+    def __init__(
+        self, target: ModelConfig, head: TrainedDrafter | None, mesh: Mesh, *, is_quantized: bool = False
+    ) -> None:
+        self.target, self.head, self.mesh, self.is_quantized = target, head, mesh, is_quantized
+        self.target_held = target_held(target, mesh, is_quantized=is_quantized)
+        self.head_held: tuple[Held, ...] = ()
+        if head is not None:
+            self.head_held = held_by_each(head.spec(), head.dtype, head.place(mesh))
+        # an embedding that is no output head is only looked up
+        is_tied = all(each.field != "head" for each in self.target_held)
+        self._dense = tuple(e for e in self.target_held if not e.is_expert and (is_tied or e.field != "embedding"))
+        self._experts = tuple(each for each in self.target_held if each.is_expert)
+
+    @property
+    def matrix_bytes(self) -> int:
+        """The bytes of the target that a step reads if its rows choose every expert."""
+        return total_bytes(self._dense) + total_bytes(self._experts)
+
+    def forward(self, batch: int, nodes: int, context: int) -> DeviceWork:
+        """Count the work of the target's forward pass over `nodes` rows of each of `batch` sequences that have
+        `context` committed tokens."""
+        config, mesh = self.target, self.mesh
+        among = -(-batch // mesh.shape["data"]) * nodes  # rows whose experts lie on the same devices
+        own = -(-batch // num_parts(mesh, "batch"))  # sequences
+        rows = own * nodes  # outside the experts
+        # a mean over a row of twice the context sees what a token after the context sees
+        mixing = rows * mixing_flops(config, 2 * context) / num_parts(mesh, "heads")
+        flops, weights = 2 * _multiplied(self._dense) * rows + mixing, float(total_bytes(self._dense))
+        if experts := config.experts:
+            read = expected_experts(experts.num_experts, experts.top_k, among) / experts.num_experts
+            weights += total_bytes(self._experts) * read
+            flops += 2 * among * _multiplied(self._experts) * experts.top_k / experts.num_experts
+        cache = own * context * bytes_per_token(config, None, mesh)
+        return DeviceWork(flops, weights, cache, *self._sent(rows, among))
+
+    def _sent(self, rows: int, among: int) -> tuple[int, float]:
+        """Count the collectives of a forward pass and the bytes that a device sends in them: two sums of its `rows`
+        along `tensor` in each layer, and in each mixture a sum along `expert` of those rows `among` which its experts
+        are chosen (as an all-gather and a reduce-scatter, where each device has rows of its own)."""
+        config, tensor, expert = self.target, self.mesh.shape["tensor"], self.mesh.shape["expert"]
+        mixtures = sum(config.kind(i).has_experts for i in range(config.num_layers))
+        sums = 2 * config.num_layers * (tensor - 1) / tensor * rows + mixtures * (expert - 1) / expert * among
+        count = 2 * config.num_layers * (tensor > 1) + mixtures * (expert > 1)
+        return count, 2 * sums * config.d_model * np.dtype(config.dtype).itemsize
+
+    def drafts(self, batch: int, tree: Tree, context: int) -> tuple[DeviceWork, ...]:
+        """Count the work of the passes in which the head proposes a tree for each of `batch` sequences, one for each
+        depth. There are none for a tree that needs no head."""
+        if not tree.uses_head:
+            return ()
+        assert self.head is not None, "a tree that a head proposes has one"
+        own = -(-batch // num_parts(self.mesh, "batch"))
+        size = sum(each.size for each in self.head_held if is_matrix(each.spec))
+        entries = bytes_per_token(self.target, self.head, self.mesh) - bytes_per_token(self.target, None, self.mesh)
+        weights, cache = size * np.dtype(self.head.dtype).itemsize, own * context * entries
+        later = DeviceWork(2 * size * own * tree.top_k, weights, cache)
+        return (DeviceWork(2 * size * own, weights, cache), *(tree.depth - 1) * (later,))
+
+
+def _multiplied(held: tuple[Held, ...]) -> int:
+    """Count the numbers of matrices. An embedding among them is the output head too."""
+    return sum(each.size for each in held if is_matrix(each.spec) or each.field == "embedding")

@@ -1,0 +1,196 @@
+"""The syntax of the served model's answers: which text is reasoning, which calls tools, and by which grammar a tool
+must be called. It is chosen from the chat template, or by name."""
+
+import dataclasses
+import functools
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specserve.chat_template import END_THINK, THINK, thinking_switch
+from specserve.errors import RequestError
+from specserve.serve.engine.interface import TokenizerLike
+from specserve.serve.http.formats.grammars import answer_grammar
+from specserve.serve.http.formats.reader import MakeParser, PlainText, Reader, Reading, Shape
+from specserve.serve.http.formats.tools import TOOL_FORMATS, ToolFormat, choose_tool_format, new_call_id
+from specserve.serve.http.openai.bodies import ChatBody
+from specserve.serve.http.openai.chat import FunctionTool, chosen_tools
+from specserve.serve.requests.request import SamplingParams
+from specserve.serve.settings import ReasoningParser, ToolParser
+
+logger = logging.getLogger(__name__)
+
+THINK_MARKS: dict[ReasoningParser, tuple[str, str]] = {"think": (THINK, END_THINK), "mistral": ("[THINK]", "[/THINK]")}
+_HARMONY = next(each for each in TOOL_FORMATS if each.name == "harmony")
+_NUM_PROMPT_ENDS = 8  # tokens of a prompt's end that may open the reasoning
+
+
+@dataclass(frozen=True)
+class TemplateRequest:
+    """The part of a chat's body that the template is asked for, beside its messages."""
+
+    tools: Sequence[dict[str, Any]]  # as templates take them
+    variables: dict[str, Any]
+    callable_tools: Sequence[FunctionTool]  # those that the answer may call
+
+
+class AnswerSyntax:
+    """The syntax of one model's answers. Threads may share it."""
+
+    def __init__(self, tokenizer: TokenizerLike, tool_parser: ToolParser, reasoning_parser: ReasoningParser) -> None:
+        self._tokenizer = tokenizer
+        self._template = tokenizer.template
+        self._switch = thinking_switch(self._template.mentions)
+        self.tool_format = choose_tool_format(tool_parser, self._template)
+        self.reasoning: ReasoningParser = _choose_reasoning(reasoning_parser, self._template.mentions)
+        if self.tool_format or self.reasoning != "none":
+            name = self.tool_format.name if self.tool_format else "none"
+            logger.info("answers: calls of tools as %s, reasoning as %s", name, self.reasoning)
+
+    def question(self, body: ChatBody, thinks: bool | None = None) -> TemplateRequest:
+        """Return the input of the template. `thinks`: whether the model is to reason, by whatever variable the template
+        reads; None leaves it to the template. Raises RequestError for tools, efforts or a choice that it does not
+        know."""
+        chosen = chosen_tools(body.tools, body.tool_choice)
+        if chosen and self.tool_format is None and self._template.reads_tools:  # else the prompt is refused
+            raise RequestError(
+                "it is not known how this model calls tools: send none, or start the server with --tool-parser, one of "
+                + ", ".join(each.name for each in TOOL_FORMATS),
+                param="tools",
+            )
+        tools = [tool.for_template() for tool in body.tools] if chosen else []
+        return TemplateRequest(tools, self._variables(body, thinks), chosen)
+
+    def reading(
+        self, body: ChatBody, question: TemplateRequest, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> tuple[SamplingParams, MakeParser]:
+        """Return the sampling options under which the answer to a rendered prompt can be read, and the parser that
+        reads it. Raises RequestError."""
+        tools = question.callable_tools
+        is_harmony = self.reasoning == "harmony" or (self.tool_format is _HARMONY and bool(tools))
+        tool_format = _HARMONY if is_harmony else self.tool_format if tools else None
+        marks = THINK_MARKS.get(self.reasoning)
+        must_call = bool(tools) and body.tool_choice != "auto"
+        if must_call and params.grammar is not None:
+            raise RequestError(
+                "tool_choice demands a call, and the answer is to follow another grammar: send one of them",
+                param="tool_choice",
+            )
+        if not (tool_format or marks) or (params.grammar is not None and params.grammar.kind == "lark"):
+            return params, PlainText  # a client's own Lark grammar stands for the whole answer
+        names = [*(marks or ()), *(tool_format.marks if tool_format else ())]
+        ids = {name: i for name in names if (i := self._tokenizer.token_id(name)) is not None}
+        hidden = {name: i for name, i in ids.items() if i in self._tokenizer.special_token_ids}
+        is_open = marks is not None and self._ends_with(prompt_ids, marks[0])
+        if must_call or params.grammar is not None:
+            grammar = answer_grammar(
+                tool_format.wording_for(self._template) if tool_format else "",
+                [tool.function for tool in tools],
+                params.grammar,
+                ids,
+                is_parallel=body.parallel_tool_calls,
+                think_marks=marks,
+                is_thinking=is_open,
+            )
+            params = dataclasses.replace(params, grammar=grammar)
+        shown = dict.fromkeys((*params.shown_special_ids, *hidden.values()))
+        params = dataclasses.replace(params, shown_special_ids=tuple(shown))
+
+        def make_parser() -> Reader:
+            return Reader(
+                answer_format(tool_format, marks, is_thinking=is_open),
+                tool_format.new_id if tool_format else new_call_id,
+                tools={tool.function.name: tool.function.schema_of_arguments for tool in tools},
+                hidden=tuple(hidden),
+                keeps_reasoning=body.include_reasoning,
+                is_parallel=body.parallel_tool_calls,
+            )
+
+        return params, make_parser
+
+    def _variables(self, body: ChatBody, thinks: bool | None) -> dict[str, Any]:
+        """The variables of the template. Raises RequestError for an effort or a choice that it does not read."""
+        given = {} if body.chat_template_kwargs is None else body.chat_template_kwargs.model_dump(exclude_none=True)
+        if thinks is not None:
+            given |= self._thinking(thinks)
+        effort = body.reasoning_effort
+        if effort is None:
+            return given
+        variables = self._effort(effort, "reasoning_effort")
+        for name, value in variables.items():
+            if given.get(name, value) != value:
+                raise RequestError(
+                    f"reasoning_effort {json.dumps(effort)} and chat_template_kwargs.{name} "
+                    f"{json.dumps(given[name])} contradict each other: send one of them",
+                    param="reasoning_effort",
+                )
+        return given | variables
+
+    def _thinking(self, thinks: bool) -> dict[str, Any]:
+        """The variables by which the model reasons, by default as much as it likes, or does not."""
+        if thinks:
+            return {self._switch: True} if self._switch else {}
+        return self._effort("none", "thinking")
+
+    def _effort(self, effort: str, param: str) -> dict[str, Any]:
+        """The variables by which the model reasons so much. Raises RequestError, which names the field `param`, where
+        there are none and it would reason otherwise."""
+        if self._template.reads_variable("reasoning_effort") and not (effort == "none" and self._switch):
+            return {"reasoning_effort": effort}
+        if self._switch:
+            return {self._switch: effort != "none"}
+        if effort not in ("none", "medium") or (effort == "none" and self.reasoning != "none"):
+            raise RequestError(
+                f"the chat template of this model has no switch for reasoning, so {param} would change nothing; leave "
+                "it out",
+                param=param,
+            )
+        return {}
+
+    def _ends_with(self, prompt_ids: Sequence[int], mark: str) -> bool:
+        """Return whether the prompt has opened the reasoning, as the templates of models that always reason do."""
+        end = self._tokenizer.decode(prompt_ids[-_NUM_PROMPT_ENDS:], skip_special_tokens=False)
+        return end.rstrip().endswith(mark)
+
+
+def _choose_reasoning(name: ReasoningParser, mentions: Callable[[str], bool]) -> ReasoningParser:
+    """The way of marking reasoning that has this name, or that the template shows."""
+    if name != "auto":
+        return name
+    if any(mentions(sign) for sign in _HARMONY.signs):
+        return "harmony"
+    for each, (_, end) in THINK_MARKS.items():
+        if mentions(end):
+            return each
+    return "none"
+
+
+def answer_format(
+    tool_format: ToolFormat | None, marks: tuple[str, str] | None, *, is_thinking: bool = False
+) -> Callable[[Reader], Reading[None]]:
+    """The format of answers that may begin with reasoning between two marks (none where there are none), of which the
+    prompt may have the first, and go on as the format of calls says."""
+    read = tool_format.read if tool_format else _read_content
+    return functools.partial(_read_thinking, marks, is_thinking, read) if marks else read
+
+
+def _read_content(reader: Reader) -> Reading[None]:
+    yield from reader.content_until()
+
+
+def _read_thinking(
+    marks: tuple[str, str], is_thinking: bool, then: Callable[[Reader], Reading[None]], reader: Reader
+) -> Reading[None]:
+    begin, end = marks
+    if is_thinking or (yield from reader.match(_beginning(begin))):
+        yield from reader.text_until((end,), reader.think)
+        reader.end_thinking()
+    yield from then(reader)
+
+
+@functools.cache
+def _beginning(mark: str) -> Shape:
+    escaped = "".join(f"\\{char}" if char in "[]/" else char for char in mark)
+    return Shape(rf"\s*{escaped}")

@@ -1,0 +1,2 @@
+"""The page at /, by which a browser tries the server and shows what speculation does: files as they are sent, and their
+routes."""

@@ -1,0 +1,91 @@
+"""Error replies: their one shape, which is OpenAI's, and the status of each error that leaves a route."""
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+
+from specserve.errors import CapacityError, RequestError, SpecServeError
+from specserve.serve.http.transport.json_codec import ReplyObject
+
+RETRY_AFTER_SECONDS = 1
+INTERNAL_ERROR = "internal error; the server's log has the details"
+
+
+class EngineFailureError(SpecServeError):
+    """The engine failed while it worked on a request (HTTP 500)."""
+
+
+class ModelNotFoundError(RequestError):
+    """Raised for a request for another model than the one served (HTTP 404)."""
+
+
+class ErrorDetails(ReplyObject):
+    """`param` is the field that was wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(ReplyObject):
+    """Every reply of a status from 400, as OpenAI's."""
+
+    error: ErrorDetails
+
+
+def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Error:
+    """Return the body of an error reply. `param` is the field that was wrong."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> JSONResponse:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse(error_body(message, kind, param=param, code=code), status, headers)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every error that leaves a route a reply in OpenAI's shape."""
+
+    @app.exception_handler(RequestError)
+    async def on_request_error(_: Request, error: RequestError) -> Response:
+        return error_response(400, str(error), param=error.param)
+
+    @app.exception_handler(ModelNotFoundError)
+    async def on_model_not_found(_: Request, error: ModelNotFoundError) -> Response:
+        return error_response(404, str(error), param=error.param, code="model_not_found")
+
+    @app.exception_handler(CapacityError)
+    async def on_capacity_error(_: Request, error: CapacityError) -> Response:
+        return error_response(503, str(error), code="overloaded", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+    @app.exception_handler(EngineFailureError)
+    async def on_engine_failure(_: Request, error: EngineFailureError) -> Response:
+        return error_response(500, str(error), code="engine_failure")
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # Starlette names the methods of the first route of a path alone
+            headers["Allow"] = ", ".join(sorted(_methods_at(app, request.scope["path"])))
+        return error_response(error.status_code, error.detail, headers=headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_disconnect(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+
+def _methods_at(app: FastAPI, path: str) -> set[str]:
+    """Return the methods that a path allows. HEAD is among them where GET is."""
+    routes = [each for each in app.routes if isinstance(each, Route) and each.path_regex.fullmatch(path)]
+    methods = {method for each in routes for method in each.methods or ()}
+    return methods | {"HEAD"} if "GET" in methods else methods

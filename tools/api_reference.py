@@ -1,0 +1,110 @@
+"""Write the API reference of the documents, docs/api.md, from the server's own description of itself:
+
+python tools/api_reference.py
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from specserve.serve.http.admin.openapi import TEXTS, openapi
+from specserve.serve.http.admin.openapi_page import resolved, takes
+from specserve.serve.http.app import create_app
+
+PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+REFERENCE = re.compile(
+    r"(?<=<!-- reference: rewritten by `python tools/api_reference.py` -->\n).*(?=<!-- /reference -->)", re.S
+)
+_REF = re.compile(r"#/components/schemas/(\w+)")
+_BOUNDS = {
+    "minimum": ">= {:,}",
+    "exclusiveMinimum": "> {:,}",
+    "maximum": "<= {:,}",
+    "exclusiveMaximum": "< {:,}",
+    "minLength": "length >= {:,}",
+    "maxLength": "length <= {:,}",
+    "minItems": "length >= {:,}",
+    "maxItems": "length <= {:,}",
+    "maxProperties": "length <= {:,}",
+}
+_INT64 = {-(2**63), 2**63 - 1}  # bounds that every integer has
+
+
+def reference() -> str:
+    """Return the reference: every route, then every object."""
+    template = SimpleNamespace(mentions=lambda _: False, reads_tools=False)
+    tokenizer = SimpleNamespace(template=template, has_chat_template=True, special_token_ids=())
+    engine: Any = SimpleNamespace(model_name="model", tokenizer=tokenizer, stats=None)
+    api = openapi(create_app(engine), has_key=False)
+    routes = [line for path, methods in api["paths"].items() for line in _route(api, path, methods)]
+    schemas = api["components"]["schemas"]
+    objects = [line for name in sorted(schemas) for line in _object(name, schemas[name]) if not name.endswith("Body")]
+    return "\n".join(["## Routes", "", *routes, "## Objects", "", *objects])
+
+
+def _route(api: dict[str, Any], path: str, methods: dict[str, Any]) -> Iterator[str]:
+    for method, operation in methods.items():
+        yield from (f"### `{method.upper()} {path}`", "")
+        if "requestBody" in operation:
+            schema = resolved(api, operation["requestBody"]["content"]["application/json"]["schema"])
+            yield from (_text(schema).removeprefix(f"POST {path}").lstrip(".: "), "", *_members(schema))
+        elif path not in TEXTS:
+            schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
+            if "$ref" in schema:
+                yield from (_text(resolved(api, schema)).removeprefix(f"GET {path}").lstrip(".,: "), "")
+        content = operation["responses"]["200"]["content"]
+        replies = [f"`{kind}`: {_kinds(each)}" for kind, each in content.items()]
+        statuses = ", ".join(sorted(operation["responses"].keys() - {"200"}))
+        yield from (f"Replies {'; '.join(replies)}. Errors: {statuses}.", "")
+
+
+def _object(name: str, schema: dict[str, Any]) -> Iterator[str]:
+    yield from (f"### {name}", "", _text(schema), "", *_members(schema))
+
+
+def _text(schema: dict[str, Any]) -> str:
+    return " ".join(schema.get("description", "").split())
+
+
+def _members(schema: dict[str, Any]) -> Iterator[str]:
+    """Return a table of the members, and the names of those that are not supported."""
+    rows, unsupported = [], []
+    for name, member in schema.get("properties", {}).items():
+        if _text(member).startswith("Not supported"):
+            unsupported.append(f"`{name}`")
+            continue
+        default = "required" if name in schema.get("required", ()) else ""
+        if member.get("default") is not None:
+            default = f"`{json.dumps(member['default'])}`"
+        rows.append(f"| `{name}` | {_takes(member)} | {default} | {_text(member)} |".replace("|  |", "| |"))
+    if rows:
+        yield from ("| field | takes | default | |", "|---|---|---|---|", *rows, "")
+    if unsupported:
+        yield from (f"Accepted only at the values that change nothing: {', '.join(unsupported)}.", "")
+
+
+def _takes(member: dict[str, Any]) -> str:
+    """Return the values that a member may have, with their bounds, as one cell of a table."""
+    texts = []
+    for option in member.get("anyOf", [member]):
+        if option.get("type") != "null":
+            found = [(text, option[name]) for name, text in _BOUNDS.items() if name in option]
+            bounds = [text.format(value) for text, value in found if value not in _INT64]
+            texts.append(", ".join([takes(option), *bounds]))
+    text = " or ".join(texts).replace(" | ", " or ") or "null"
+    return re.sub(r"\b[A-Z]\w+", lambda name: f"[{name[0]}](#{name[0].lower()})", text)
+
+
+def _kinds(content: dict[str, Any]) -> str:
+    """Return the objects of a reply, or of the events of a stream."""
+    schema = content.get("schema") or content["itemSchema"]
+    names = dict.fromkeys(_REF.findall(json.dumps(schema)))
+    return ", ".join(f"[{name}](#{name.lower()})" for name in names) or f"a {schema.get('type', 'value')}"
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(REFERENCE.sub(lambda _: reference(), page), encoding="utf-8")
