@@ -60,6 +60,10 @@ class Inputs:
         """Return the weights that a step of so many sequences takes."""
         return self.layouts.for_rows(batch * self._shapes.num_nodes(tree))
 
+    def catch_up_for(self, batch: int, tree: Tree | None) -> StepProgram:
+        """Return the program by which the drafter reads what is pending, before a step of so many sequences."""
+        return StepProgram(batch, kind="catch-up", layout=self.layouts.number(self.layout_for(batch, tree)))
+
     def _admission(
         self,
         _program: StepProgram,

@@ -46,7 +46,7 @@ def is_compiled(runner: Runner, program: StepProgram) -> bool:
     """Return whether a step runs at once, also where the drafter must catch up before it."""
     needed = [program]
     if program.tree is not None and _catches_up(runner):
-        needed.append(runner.catch_up_for(program.batch, program.tree))
+        needed.append(runner.inputs.catch_up_for(program.batch, program.tree))
     return all(each in runner.compiled for each in needed)
 
 

@@ -290,15 +290,10 @@ class Runner:
             draft = self.config.drafter.forget(self.state.draft)
             self.state = dataclasses.replace(self.state, draft=draft)
 
-    def catch_up_for(self, batch: int, tree: Tree | None) -> StepProgram:
-        """Return the program by which the drafter reads what is pending, before a step of so many sequences."""
-        layout = self.inputs.layouts.number(self.inputs.layout_for(batch, tree))
-        return StepProgram(batch, kind="catch-up", layout=layout)
-
     def _catch_up(self, slots: Sequence[int], tree: Tree | None, num_steps: int) -> None:
         if self.bounds.must_catch_up(slots, tree, num_steps):
             padded = self.shapes.pad(slots)
-            self.run(self.catch_up_for(len(padded), tree), padded)
+            self.run(self.inputs.catch_up_for(len(padded), tree), padded)
             self.bounds.caught_up(slots)
 
     def _run_step(
