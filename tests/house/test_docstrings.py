@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "specserve"
 # Folders and files in which every comment, docstring and name keeps to plain words (WORDS, OPENINGS, RIDDLES)
-ROOMS_THAT_KEEP_IT = ("specserve", "tests")
+ROOMS_THAT_KEEP_IT = ("specserve", "tests", "benchmarks")
 # (file, word): why the word stands there all the same
 ALLOWED: dict[tuple[str, str], str] = {}
 PEOPLE = r"(?<!\buser )(?<!\busers )(?<!\bpeople )(?<!\bperson )(?<!\bsomebody )(?<!\banyone )(?<!\bnobody )"
