@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Discriminator, with_config
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.serve.http.adapters.translation import Block, BlockEvent, Blocks
-from specserve.serve.http.openai.replies import Answer, Usage, event
+from specserve.serve.http.openai.replies import Answer, ReplyFormat, Usage, event
 from specserve.serve.http.transport.errors import Error
 from specserve.serve.http.transport.json_codec import Json, ReplyObject
 
@@ -111,10 +111,8 @@ class AnthropicError(ReplyObject):
     error: AnthropicErrorDetails
 
 
-class MessagesFormat:
+class MessagesFormat(ReplyFormat):
     """Spells the one answer to a body of /v1/messages as content blocks."""
-
-    is_long = False
 
     def __init__(self, model_name: str, request_id: str | None) -> None:
         self._blocks = Blocks()

@@ -9,8 +9,8 @@ from pydantic import ConfigDict, Discriminator, with_config
 
 from specserve.serve.http.adapters.responses_bodies import ResponsesBody
 from specserve.serve.http.adapters.translation import Block, BlockEvent, Blocks
-from specserve.serve.http.openai.logprobs import ChatLogprobs, ChosenLogprob
-from specserve.serve.http.openai.replies import Answer, CompletionDetails, PromptDetails, Usage, event
+from specserve.serve.http.openai.logprobs import ChosenLogprob, TokenTexts, chat_logprobs
+from specserve.serve.http.openai.replies import Answer, CompletionDetails, PromptDetails, ReplyFormat, Usage, event
 from specserve.serve.http.transport.errors import Error
 from specserve.serve.http.transport.json_codec import Json, ReplyObject
 
@@ -134,12 +134,11 @@ class ResponseEvent(ReplyObject):
     response: NotRequired[Response]
 
 
-class ResponsesFormat:
+class ResponsesFormat(ReplyFormat):
     """Spells the one answer to a body of /v1/responses as output items."""
 
-    def __init__(self, model_name: str, body: ResponsesBody, logprobs: ChatLogprobs) -> None:
-        self._body = body
-        self._spell_logprobs = logprobs
+    def __init__(self, model_name: str, body: ResponsesBody, texts: TokenTexts) -> None:
+        self._body, self._texts = body, texts
         self._blocks = Blocks()
         self._ids: list[str] = []  # of the items
         self._logprobs: list[ChosenLogprob] = []  # of the text
@@ -195,7 +194,7 @@ class ResponsesFormat:
             yield from self._blocks.finish()
 
     def _tokens(self, answer: Answer) -> list[ChosenLogprob]:
-        return self._spell_logprobs(0, answer.logprobs)["content"] if answer.logprobs else []
+        return chat_logprobs(self._texts, answer.logprobs)
 
     def _start(self, block: Block) -> Iterator[bytes]:
         item = self._item(block, "in_progress")

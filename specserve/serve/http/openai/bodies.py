@@ -21,7 +21,6 @@ from specserve.serve.http.openai.fields import (
     check_num_fields,
 )
 from specserve.serve.http.openai.grammar_fields import GrammarFields
-from specserve.serve.http.openai.replies import ReplyOptions
 from specserve.serve.requests.request import MAX_TOKEN_IDS, SamplingParams, describe, option_schemas
 from specserve.speculative.ranges import Bias, TokenId
 
@@ -192,18 +191,6 @@ class SamplingBody(GrammarFields):
             for option in members[name]["anyOf"] if name in members and name not in _BOUND_ELSEWHERE else ():
                 option |= _bounds(known, option.get("type"))
         return found
-
-    @property
-    def reply_options(self) -> ReplyOptions:
-        """The options of the reply: what it holds besides the answers."""
-        stream_options = self.stream_options or StreamOptions()
-        return ReplyOptions(
-            request_id=self.request_id,
-            include_usage=stream_options.include_usage,
-            continuous_usage=stream_options.include_usage and stream_options.continuous_usage_stats,
-            token_ids=self.return_token_ids,
-            prompt_logprobs=self.prompt_logprobs is not None,
-        )
 
     @property
     def max_new_tokens(self) -> int | None:
