@@ -100,25 +100,15 @@ class SamplingOptions(Body):
 class GenerateBody(Body):
     """POST /generate: `text` or `input_ids`, one prompt or a list of them."""
 
+    # fmt: off
     UNSUPPORTED: ClassVar[UnsupportedFields] = {
-        "audio_data": ([],),
-        "bootstrap_host": (),
-        "bootstrap_port": (),
-        "bootstrap_room": (),
-        "custom_logit_processor": (),
-        "data_parallel_rank": (),
-        "extra_key": (),
-        "image_data": ([], ""),
-        "input_embeds": (),
-        "log_metrics": (True,),
-        "lora_path": ("",),
-        "modalities": ([],),
-        "return_hidden_states": (False,),
-        "return_routed_experts": (False,),
-        "session_params": ({},),
-        "token_ids_logprob": ([],),
-        "video_data": ([],),
+        "audio_data": ([],), "bootstrap_host": (), "bootstrap_port": (), "bootstrap_room": (),
+        "custom_logit_processor": (), "data_parallel_rank": (), "extra_key": (), "image_data": ([], ""),
+        "input_embeds": (), "log_metrics": (True,), "lora_path": ("",), "modalities": ([],),
+        "return_hidden_states": (False,), "return_routed_experts": (False,), "session_params": ({},),
+        "token_ids_logprob": ([],), "video_data": ([],),
     }
+    # fmt: on
 
     text: _Texts | None = None
     input_ids: _Ids | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from specserve.errors import RequestError
-from specserve.serve.http.adapters.translation import Tagged, TranslatedBody
+from specserve.serve.http.adapters.translation import TranslatedBody, of
 from specserve.serve.http.openai.bodies import Int64
 from specserve.serve.http.openai.chat import MAX_MESSAGES
 from specserve.serve.http.openai.fields import Body, UnsupportedFields
@@ -75,11 +75,11 @@ class ToolResultBlock(Body):
 
 
 ContentBlock = Annotated[
-    Annotated[TextBlock, Tag(Tagged.tag("text"))]
-    | Annotated[ThinkingBlock, Tag(Tagged.tag("thinking"))]
-    | Annotated[ToolUseBlock, Tag(Tagged.tag("tool_use"))]
-    | Annotated[ToolResultBlock, Tag(Tagged.tag("tool_result"))],
-    Discriminator(Tagged.of),
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    Discriminator(of),
 ]
 
 
@@ -206,16 +206,12 @@ class _Prompt(TranslatedBody):
         "response_format": "output_config",
         "reasoning_effort": "output_config",
     }
+    # fmt: off
     UNSUPPORTED: ClassVar[UnsupportedFields] = {
-        "container": (),
-        "context_management": (),
-        "diagnostics": (),
-        "inference_geo": (),
-        "mcp_servers": ([],),
-        "speed": ("standard",),
-        "user_profile_id": (),
-        "workspace_id": (),
+        "container": (), "context_management": (), "diagnostics": (), "inference_geo": (), "mcp_servers": ([],),
+        "speed": ("standard",), "user_profile_id": (), "workspace_id": (),
     }
+    # fmt: on
 
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Texts = Field(default_factory=list)

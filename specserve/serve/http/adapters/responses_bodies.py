@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from specserve.serve.http.adapters.translation import Tagged, TranslatedBody
+from specserve.serve.http.adapters.translation import TranslatedBody, of
 from specserve.serve.http.openai.bodies import Int64
 from specserve.serve.http.openai.chat import MAX_MESSAGES
 from specserve.serve.http.openai.fields import Body, No, UnsupportedFields
@@ -92,11 +92,11 @@ class ReasoningItem(Item):
 
 
 InputItem = Annotated[
-    Annotated[MessageItem, Tag(Tagged.tag("message"))]
-    | Annotated[CallItem, Tag(Tagged.tag("function_call"))]
-    | Annotated[CallOutputItem, Tag(Tagged.tag("function_call_output"))]
-    | Annotated[ReasoningItem, Tag(Tagged.tag("reasoning"))],
-    Discriminator(lambda value: Tagged.of(value, "message")),
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[CallOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    Discriminator(lambda value: of(value, "message")),
 ]
 
 
@@ -146,21 +146,13 @@ class ResponsesBody(TranslatedBody):
         "reasoning_effort": "reasoning",
         "logprobs": "top_logprobs",
     }
+    # fmt: off
     UNSUPPORTED: ClassVar[UnsupportedFields] = {
-        "access_programs": (),
-        "background": (False,),
-        "background_options": (),
-        "context_management": ([],),
-        "conversation": (),
-        "image": (),
-        "max_tool_calls": (),
-        "moderation": (),
-        "previous_response_id": (),
-        "prompt": (),
-        "prompt_cache_options": (),
-        "prompt_cache_retention": ("in_memory",),
-        "truncation": ("disabled",),
+        "access_programs": (), "background": (False,), "background_options": (), "context_management": ([],),
+        "conversation": (), "image": (), "max_tool_calls": (), "moderation": (), "previous_response_id": (),
+        "prompt": (), "prompt_cache_options": (), "prompt_cache_retention": ("in_memory",), "truncation": ("disabled",),
     }
+    # fmt: on
 
     input: Annotated[
         list[InputItem],
