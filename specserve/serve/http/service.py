@@ -159,17 +159,18 @@ class Service:
         def add(make_work: Callable[[bytes], Work]) -> None:
             @app.post(path, response_model=None)
             async def generate(http: Request) -> Response:
-                return await self.respond(http, await off_loop(make_work, await read_body(http)))
+                return await self.respond(http, await off_loop(make_work, http))
 
         return add
 
 
-async def off_loop(prepare: Callable[[bytes], _T], raw: bytes) -> _T:
-    """Run work off the event loop. Parsing and tokenizing a large body takes seconds, in which other requests' streams
-    go on."""
+async def off_loop(prepare: Callable[[bytes], _T], http: Request) -> _T:
+    """Read the body of a request, and prepare it off the event loop. Parsing and tokenizing a large body takes seconds,
+    in which other requests' streams go on."""
+    raw = await read_body(http)
     return await in_thread(prepare, raw, size=len(raw))
 
 
-async def reply_off_loop(answer: Callable[[bytes], Any], raw: bytes) -> Response:
+async def reply_off_loop(answer: Callable[[bytes], Any], http: Request) -> Response:
     """Return the reply that `answer` makes of a body off the event loop, where it is spelled too."""
-    return Response(await off_loop(lambda body: write_json(answer(body)).encode(), raw), media_type=_JSON)
+    return Response(await off_loop(lambda body: write_json(answer(body)).encode(), http), media_type=_JSON)

@@ -44,8 +44,7 @@ def _check_ids(value: Any) -> Any:
 
 _Texts = Annotated[str | list[str], PlainValidator(_check_texts, json_schema_input_type=str | list[str])]
 _Ids = Annotated[
-    list[int] | list[list[int]],
-    PlainValidator(_check_ids, json_schema_input_type=list[int] | list[list[int]]),
+    list[int] | list[list[int]], PlainValidator(_check_ids, json_schema_input_type=list[int] | list[list[int]])
 ]
 _RENAMED = {  # completions' names of sampling_params
     "max_tokens": "max_new_tokens",

@@ -225,13 +225,9 @@ class ResponsesFormat(ReplyFormat):
         self._num_events += 1
         return event(payload, name, is_long=self.is_long or "response" in members)  # such events repeat the request
 
-    def _part(self, block: Block) -> OutputText | ReasoningText:
-        return self._thought(block) if block.kind == "reasoning" else self._text(block)
-
-    def _thought(self, block: Block) -> ReasoningText:
-        return {"type": "reasoning_text", "text": block.text}
-
-    def _text(self, block: Block) -> OutputText:
+    def _part(self, block: Block) -> Any:  # as the content of the item has it
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": block.text}
         logprobs = self._logprobs if block.text else []
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
@@ -241,8 +237,8 @@ class ResponsesFormat(ReplyFormat):
             call_id, name, arguments = block.call_id, block.name, block.text
             return {**head, "type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
         if block.kind == "reasoning":
-            return {**head, "type": "reasoning", "summary": [], "content": [self._thought(block)]}
-        return {**head, "type": "message", "role": "assistant", "content": [self._text(block)]}
+            return {**head, "type": "reasoning", "summary": [], "content": [self._part(block)]}
+        return {**head, "type": "message", "role": "assistant", "content": [self._part(block)]}
 
     def _item_status(self, block: Block) -> ItemStatus:
         return "incomplete" if self._is_cut and block is self._blocks.blocks[-1] else "completed"

@@ -19,7 +19,6 @@ from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
 from specserve.serve.http.openai.replies import ReplyFormat
 from specserve.serve.http.openai.streaming import Work
 from specserve.serve.http.service import Service, off_loop
-from specserve.serve.http.transport.guard import read_body
 from specserve.serve.http.transport.json_codec import ReplyObject
 
 
@@ -80,12 +79,9 @@ def add_translated_routes(app: FastAPI, service: Service) -> None:
         body = service.read(MessagesBody, raw)
         return chat_work(body, MessagesFormat(model_name, body.request_id))
 
-    def count_work(raw: bytes) -> Work:
-        return chat_work(service.read(CountTokensBody, raw), None)
-
     @app.post(MESSAGES + "/count_tokens")
     async def count_tokens(http: Request) -> TokenCount:
-        work = await off_loop(count_work, await read_body(http))
+        work = await off_loop(lambda raw: chat_work(service.read(CountTokensBody, raw), None), http)
         return {"input_tokens": len(work.prompts[0])}
 
 

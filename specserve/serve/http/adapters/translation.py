@@ -52,6 +52,11 @@ class TranslatedBody(SamplingBody):
         return RequestError(str(error).replace(error.param or name, param).replace(name, ours), param=param)
 
 
+def text_part(text: str) -> Json:
+    """Return a text as chat's messages have it."""
+    return {"type": "text", "text": text}
+
+
 def of(value: Any, default: str = "") -> str:
     """Return the name of an alternative in a list of objects by an object's `type`: <type>. Error messages leave such
     names out of the path, but have the name of this function."""

@@ -52,17 +52,13 @@ class Metrics:
         )
         self._num_draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Tokens that the draft proposed.")
         self._num_accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Proposed tokens accepted.")
-        self._num_accepted_per_pos = Counter(
+        self._num_accepted_per_pos = self._counters(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Proposed tokens accepted, by depth (0 is the first proposed token).",
-            ["model_name", "position"],
-            registry=self.registry,
+            "position",
         )
-        self._num_finished = Counter(
-            "vllm:request_success",
-            "Sequences that ended, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
+        self._num_finished = self._counters(
+            "vllm:request_success", "Sequences that ended, by reason.", "finished_reason"
         )
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "Submission to first token.", _FIRST_BUCKETS
@@ -130,6 +126,9 @@ class Metrics:
         self._num_accepted.inc(stats.num_accepted)
         for depth, num_accepted in enumerate(stats.accepted_per_depth):
             self._num_accepted_per_pos.labels(self._model_name, str(depth)).inc(num_accepted)
+
+    def _counters(self, name: str, text: str, label: str) -> Counter:
+        return Counter(name, text, ["model_name", label], registry=self.registry)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model_name)

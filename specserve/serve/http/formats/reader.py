@@ -51,10 +51,7 @@ class Part:
         for call in other.tool_calls:
             before = calls.get(call.index, ToolCallPart(call.index))
             calls[call.index] = ToolCallPart(
-                call.index,
-                before.arguments + call.arguments,
-                before.call_id or call.call_id,
-                before.name or call.name,
+                call.index, before.arguments + call.arguments, before.call_id or call.call_id, before.name or call.name
             )
         pieces = (*self.in_order, *other.in_order)
         return Part(self.content + other.content, self.reasoning + other.reasoning, tuple(calls.values()), pieces)

@@ -19,6 +19,7 @@ from specserve.serve.http.openai.fields import (
     UnsupportedFields,
     at_most,
     check_num_fields,
+    or_text,
 )
 from specserve.serve.http.openai.grammar_fields import GrammarFields
 from specserve.serve.requests.request import MAX_TOKEN_IDS, SamplingParams, describe, option_schemas
@@ -65,10 +66,6 @@ def _as_token_id(key: str) -> int:
     return int(key)
 
 
-def _as_strings(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def _as_speculation(value: Any) -> int | None:
     if value == "auto":
         return None
@@ -81,9 +78,7 @@ def _as_speculation(value: Any) -> int | None:
 
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
 Biases = Annotated[dict[str, Bias], at_most(MAX_TOKEN_IDS, "biases", "token ids")]
-Stops = Annotated[
-    list[str], Field(fail_fast=True), BeforeValidator(_as_strings, json_schema_input_type=str | list[str])
-]
+Stops = Annotated[list[str], Field(fail_fast=True), or_text(list[str], str)]
 Speculation = Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)]
 
 

@@ -216,10 +216,7 @@ class OpenAIFormat(ReplyFormat):
         yield event("[DONE]")
 
     def _chunk(
-        self,
-        choice: CompletionChoice | ChatChunkChoice,
-        usage: Callable[[], Usage],
-        prompt: ChatPrompt | None = None,
+        self, choice: CompletionChoice | ChatChunkChoice, usage: Callable[[], Usage], prompt: ChatPrompt | None = None
     ) -> bytes:
         """Return a chunk about one choice. The first one of a stream has the fields about the prompt."""
         counts: ChunkUsage = {}

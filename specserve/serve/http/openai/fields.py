@@ -116,6 +116,15 @@ def at_most(most: int, kind: LiteralString, what: LiteralString) -> BeforeValida
     return BeforeValidator(check)
 
 
+def or_text(items: Any, item_of: Callable[[str], Any]) -> BeforeValidator:
+    """Return a validator of lists that takes one text too, of which it makes the one item."""
+
+    def as_list(value: Any) -> Any:
+        return [item_of(value)] if isinstance(value, str) else value
+
+    return BeforeValidator(as_list, json_schema_input_type=str | items)
+
+
 class Body(BaseModel):
     """The base of all bodies, and of the objects in them. `UNSUPPORTED` has known fields that may only be sent at
     values that change nothing."""

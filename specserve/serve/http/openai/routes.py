@@ -8,7 +8,6 @@ from specserve.serve.http.openai.bodies import ChatBody, CompletionBody, Detoken
 from specserve.serve.http.openai.prompts import check_model, check_text_length, check_token_ids, decode, render_chat
 from specserve.serve.http.openai.streaming import Work
 from specserve.serve.http.service import Service, reply_off_loop
-from specserve.serve.http.transport.guard import read_body
 from specserve.serve.http.transport.json_codec import Json, ReplyObject
 
 
@@ -57,7 +56,7 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", response_model=None)
     async def tokenize(http: Request) -> Response:
-        return await reply_off_loop(tokens, await read_body(http))
+        return await reply_off_loop(tokens, http)
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Json:
@@ -65,7 +64,7 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize", response_model=None)
     async def detokenize(http: Request) -> Response:
-        return await reply_off_loop(text, await read_body(http))
+        return await reply_off_loop(text, http)
 
 
 def _tokenize(service: Service, raw: bytes) -> list[int]:
