@@ -142,7 +142,7 @@ class ResponsesFormat(ReplyFormat):
         self._blocks = Blocks()
         self._ids: list[str] = []  # of the items
         self._logprobs: list[ChosenLogprob] = []  # of the text
-        self._is_cut = False  # by a length
+        self._status: Literal["completed", "incomplete"] = "completed"  # of the answer at its end
         self._num_events = 0
         self.is_long = body.has_logprobs  # the events of the end have all of them
         self._head: ResponseHead = {
@@ -155,7 +155,7 @@ class ResponsesFormat(ReplyFormat):
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Response:
         for _ in self._grow(answers[0]):
             pass
-        return self._response(self._final_status(), usage)
+        return self._response(self._status, usage)
 
     def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
         for name in ("response.created", "response.in_progress"):
@@ -174,8 +174,7 @@ class ResponsesFormat(ReplyFormat):
                 yield from self._stop(block)
 
     def end(self, usage: Usage) -> Iterable[bytes]:
-        status = self._final_status()
-        yield self._event(f"response.{status}", response=self._response(status, usage))
+        yield self._event(f"response.{self._status}", response=self._response(self._status, usage))
 
     def failure(self, error: Error) -> Iterable[bytes]:
         details = error["error"]
@@ -190,7 +189,8 @@ class ResponsesFormat(ReplyFormat):
                 self._ids.append(f"{_ID_PREFIX[block.kind]}_{uuid.uuid4().hex}")
             yield kind, block, text
         if answer.finish_reason is not None:
-            self._is_cut = answer.finish_reason == "length"
+            if answer.finish_reason == "length":
+                self._status = "incomplete"
             yield from self._blocks.finish()
 
     def _tokens(self, answer: Answer) -> list[ChosenLogprob]:
@@ -241,10 +241,7 @@ class ResponsesFormat(ReplyFormat):
         return {**head, "type": "message", "role": "assistant", "content": [self._part(block)]}
 
     def _item_status(self, block: Block) -> ItemStatus:
-        return "incomplete" if self._is_cut and block is self._blocks.blocks[-1] else "completed"
-
-    def _final_status(self) -> ItemStatus:
-        return "incomplete" if self._is_cut else "completed"
+        return self._status if block is self._blocks.blocks[-1] else "completed"
 
     def _response(self, status: ResponseStatus, usage: Usage | None = None) -> Response:
         body = self._body

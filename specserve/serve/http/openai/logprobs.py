@@ -77,6 +77,10 @@ class TokenTexts:
         text = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return self[token_ids[0]] if text and len(token_ids) == 1 else text
 
+    def name(self, token_id: int, *, as_token_id: bool) -> str:
+        """Return the name of a token in log-probabilities: its text, or `token_id:42`."""
+        return f"token_id:{token_id}" if as_token_id else self[token_id]
+
 
 class TextPieces:
     """Turns each token of one answer into the text that it adds. Of the tokens of one character, the last one
@@ -112,13 +116,14 @@ class CompletionLogprobs:
     ) -> TokenLists:
         """Spell the log-probabilities of the tokens of an answer, after those of its prompt, whose first has none."""
         token_ids = [item.token_id for item in (*prompt, *logprobs)]
+        as_token_id = self._as_token_ids
         items = [*(token.logprobs for token in prompt), *logprobs]
         offsets: list[int] = []  # the tokens of one character all begin where it does
         for token_id in token_ids:
             offsets.append(self._pieces[index].num_chars)
             self._pieces[index].push(token_id)
         return {
-            "tokens": [self._name(token_id) for token_id in token_ids],
+            "tokens": [self._texts.name(token_id, as_token_id=as_token_id) for token_id in token_ids],
             "token_logprobs": [None if item is None else finite(item.logprob) for item in items],
             "top_logprobs": [None if item is None else self._top(item) for item in items],
             "text_offset": offsets,
@@ -127,11 +132,9 @@ class CompletionLogprobs:
     def _top(self, item: TokenLogprobs) -> dict[str, float]:
         found: dict[str, float] = {}
         for token_id, logprob in (*item.top, (item.token_id, item.logprob)):
-            found.setdefault(self._name(token_id), finite(logprob))  # of two tokens of one text, the likelier
+            name = self._texts.name(token_id, as_token_id=self._as_token_ids)
+            found.setdefault(name, finite(logprob))  # of two tokens of one text, the likelier
         return found
-
-    def _name(self, token_id: int) -> str:
-        return _name(self._texts, token_id, self._as_token_ids)
 
 
 def prompt_logprobs(texts: TokenTexts, prompt: Sequence[PromptToken]) -> PromptLogprobs:
@@ -159,15 +162,11 @@ def chat_logprobs(
     def entry(token_id: int, logprob: float) -> TokenLogprob:
         text = texts[token_id]
         data = None if REPLACEMENT in text else list(text.encode())
-        return {"token": _name(texts, token_id, as_token_ids), "logprob": finite(logprob), "bytes": data}
+        return {"token": texts.name(token_id, as_token_id=as_token_ids), "logprob": finite(logprob), "bytes": data}
 
     return [
         {**entry(item.token_id, item.logprob), "top_logprobs": [entry(*each) for each in item.top]} for item in logprobs
     ]
-
-
-def _name(texts: TokenTexts, token_id: int, as_token_id: bool) -> str:
-    return f"token_id:{token_id}" if as_token_id else texts[token_id]
 
 
 def finite(logprob: float) -> float:
