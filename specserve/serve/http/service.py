@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
 
 from specserve.errors import RequestError
@@ -17,7 +17,7 @@ from specserve.serve.http.formats.reasoning import AnswerSyntax
 from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
 from specserve.serve.http.openai.completions import ChatFormat, CompletionFormat
 from specserve.serve.http.openai.fields import Body, UnknownFields, check_body, parse_body
-from specserve.serve.http.openai.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
+from specserve.serve.http.openai.logprobs import TokenTexts
 from specserve.serve.http.openai.prompts import (
     check_model,
     check_num_tokens,
@@ -30,6 +30,7 @@ from specserve.serve.http.openai.prompts import (
 )
 from specserve.serve.http.openai.replies import ReplyFormat, RequestMetrics
 from specserve.serve.http.openai.streaming import ClientGoneError, Generation, Work
+from specserve.serve.http.transport.guard import read_body
 from specserve.serve.http.transport.json_codec import write_json
 from specserve.serve.http.transport.threads import CallQueue, in_thread
 from specserve.serve.http.transport.tracing import Tracing
@@ -92,15 +93,7 @@ class Service:
                 is_whole = len(prompts[-1]) == len(token_ids)
                 text = prompt if isinstance(prompt, str) and is_whole else decode(engine, prompts[-1])
                 echoes += [text] * params.n
-        logprobs = CompletionLogprobs(
-            self.texts,
-            is_asked=body.logprobs is not None,
-            as_token_ids=body.return_tokens_as_token_ids,
-            skip_special_tokens=body.skip_special_tokens,
-        )
-        spelled = reply_format or CompletionFormat(
-            engine.model_name, logprobs, body.reply_options, echoes=echoes, is_prompt_only=body.is_prompt_only
-        )
+        spelled = reply_format or CompletionFormat(engine.model_name, body, self.texts, echoes)
         return Work(body, params, prompts, spelled, has_origins=body.return_draft_depths)
 
     def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None, *, thinks: bool | None = None) -> Work:
@@ -123,8 +116,7 @@ class Service:
             params, make_parser = self.syntax.reading(body, question, token_ids, params)
         except RequestError as error:
             raise body.reword(error) from None
-        logprobs = ChatLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
-        spelled = reply_format or ChatFormat(engine.model_name, logprobs, body.reply_options)
+        spelled = reply_format or ChatFormat(engine.model_name, body, self.texts)
         return Work(body, params, [token_ids], spelled, make_parser, has_origins=body.return_draft_depths)
 
     def _calls(self) -> CallQueue:
@@ -161,13 +153,24 @@ class Service:
         except ClientGoneError:
             return Response(status_code=499)  # there is no reader
 
+    def post(self, app: FastAPI, path: str) -> Callable[[Callable[[bytes], Work]], None]:
+        """Add the route of a path to the app, which replies to the work that the function below makes of a body."""
 
-async def off_loop(prepare: Callable[[bytes], _T], raw: bytes) -> _T:
-    """Run work off the event loop. Parsing and tokenizing a large body takes seconds, in which other requests' streams
-    go on."""
+        def add(make_work: Callable[[bytes], Work]) -> None:
+            @app.post(path, response_model=None)
+            async def generate(http: Request) -> Response:
+                return await self.respond(http, await off_loop(make_work, http))
+
+        return add
+
+
+async def off_loop(prepare: Callable[[bytes], _T], http: Request) -> _T:
+    """Read the body of a request, and prepare it off the event loop. Parsing and tokenizing a large body takes seconds,
+    in which other requests' streams go on."""
+    raw = await read_body(http)
     return await in_thread(prepare, raw, size=len(raw))
 
 
-async def reply_off_loop(answer: Callable[[bytes], Any], raw: bytes) -> Response:
+async def reply_off_loop(answer: Callable[[bytes], Any], http: Request) -> Response:
     """Return the reply that `answer` makes of a body off the event loop, where it is spelled too."""
-    return Response(await off_loop(lambda body: write_json(answer(body)).encode(), raw), media_type=_JSON)
+    return Response(await off_loop(lambda body: write_json(answer(body)).encode(), http), media_type=_JSON)

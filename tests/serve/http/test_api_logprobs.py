@@ -11,7 +11,7 @@ import openai
 import pytest
 from fakes import MODEL, STORY, UNICODE_STORY, FakeTokenizer
 
-from specserve.serve.http.openai.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
+from specserve.serve.http.openai.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
 from specserve.serve.requests.request import TokenLogprobs
 from specserve.tokenizer import Tokenizer
 
@@ -111,7 +111,7 @@ def test_minus_infinity_and_nan_are_the_floor_as_json_has_neither():
     entry = TokenLogprobs(97, -math.inf, ((98, math.nan),))
     texts = TokenTexts(FakeTokenizer())
     assert CompletionLogprobs(texts)(0, [entry])["top_logprobs"] == [{"b": FLOOR, "a": FLOOR}]
-    (token,) = ChatLogprobs(texts)(0, [entry])["content"]
+    (token,) = chat_logprobs(texts, [entry])
     assert (token["logprob"], token["top_logprobs"][0]["logprob"]) == (FLOOR, FLOOR)
 
 

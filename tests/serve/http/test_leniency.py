@@ -124,7 +124,7 @@ def test_a_suffix_is_put_into_the_tokens_of_the_model(http, fake_engine, monkeyp
     assert refused["param"] == "suffix"
     monkeypatch.setattr(fake_engine.tokenizer, "token_id", {"<fim_prefix>": 1}.get)
     assert assert_refused(http.post("/v1/completions", json=body))["param"] == "suffix"
-    assert len({marks.prompt for marks in prompts._MARKS}) == len(prompts._MARKS)
+    assert len({marks[0] for marks in prompts._MARKS}) == len(prompts._MARKS)
 
 
 def test_a_final_message_is_continued_on_request(http, fake_engine):

@@ -11,7 +11,7 @@ from specserve.serve.http.adapters.responses_bodies import ResponsesBody
 from specserve.serve.http.adapters.responses_replies import ResponsesFormat
 from specserve.serve.http.adapters.translation import Blocks
 from specserve.serve.http.formats.reader import Part, ToolCallPart
-from specserve.serve.http.openai.logprobs import ChatLogprobs, TokenTexts
+from specserve.serve.http.openai.logprobs import TokenTexts
 from specserve.serve.http.openai.replies import Answer, Usage
 
 
@@ -103,7 +103,7 @@ def test_parts_become_blocks_however_they_are_cut():
 def test_reasoning_and_calls_are_items_of_their_own(fake_engine):
     body = ResponsesBody.model_validate({"input": "x"})
     usage = Usage(1, 0, 2, 0, 0, num_reasoning=1)
-    spelled = ResponsesFormat(MODEL, body, ChatLogprobs(TokenTexts(fake_engine.tokenizer)))
+    spelled = ResponsesFormat(MODEL, body, TokenTexts(fake_engine.tokenizer))
     reply = spelled.reply([Answer(0, sum(PARTS, Part()), "tool_calls")], usage)
     assert [item["type"] for item in reply["output"]] == ["reasoning", "message", "function_call", "function_call"]
     assert reply["output"][2] | {"id": ""} == {

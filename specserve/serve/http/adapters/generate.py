@@ -22,8 +22,7 @@ from specserve.serve.http.openai.bodies import (
 )
 from specserve.serve.http.openai.fields import Body, UnsupportedFields
 from specserve.serve.http.openai.logprobs import TokenTexts, finite
-from specserve.serve.http.openai.replies import Answer, Usage, event
-from specserve.serve.http.transport.errors import Error
+from specserve.serve.http.openai.replies import Answer, ReplyFormat, Usage, event
 from specserve.serve.http.transport.json_codec import Json, ReplyObject
 from specserve.serve.requests.request import TokenLogprobs
 
@@ -45,8 +44,7 @@ def _check_ids(value: Any) -> Any:
 
 _Texts = Annotated[str | list[str], PlainValidator(_check_texts, json_schema_input_type=str | list[str])]
 _Ids = Annotated[
-    list[int] | list[list[int]],
-    PlainValidator(_check_ids, json_schema_input_type=list[int] | list[list[int]]),
+    list[int] | list[list[int]], PlainValidator(_check_ids, json_schema_input_type=list[int] | list[list[int]])
 ]
 _RENAMED = {  # completions' names of sampling_params
     "max_tokens": "max_new_tokens",
@@ -101,25 +99,15 @@ class SamplingOptions(Body):
 class GenerateBody(Body):
     """POST /generate: `text` or `input_ids`, one prompt or a list of them."""
 
+    # fmt: off
     UNSUPPORTED: ClassVar[UnsupportedFields] = {
-        "audio_data": ([],),
-        "bootstrap_host": (),
-        "bootstrap_port": (),
-        "bootstrap_room": (),
-        "custom_logit_processor": (),
-        "data_parallel_rank": (),
-        "extra_key": (),
-        "image_data": ([], ""),
-        "input_embeds": (),
-        "log_metrics": (True,),
-        "lora_path": ("",),
-        "modalities": ([],),
-        "return_hidden_states": (False,),
-        "return_routed_experts": (False,),
-        "session_params": ({},),
-        "token_ids_logprob": ([],),
-        "video_data": ([],),
+        "audio_data": ([],), "bootstrap_host": (), "bootstrap_port": (), "bootstrap_room": (),
+        "custom_logit_processor": (), "data_parallel_rank": (), "extra_key": (), "image_data": ([], ""),
+        "input_embeds": (), "log_metrics": (True,), "lora_path": ("",), "modalities": ([],),
+        "return_hidden_states": (False,), "return_routed_experts": (False,), "session_params": ({},),
+        "token_ids_logprob": ([],), "video_data": ([],),
     }
+    # fmt: on
 
     text: _Texts | None = None
     input_ids: _Ids | None = None
@@ -213,7 +201,7 @@ class _Output:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-class GenerateFormat:
+class GenerateFormat(ReplyFormat):
     """Spells the answers to one body of /generate."""
 
     def __init__(self, body: GenerateBody, texts: TokenTexts) -> None:
@@ -222,19 +210,11 @@ class GenerateFormat:
         self._id = body.rid or uuid.uuid4().hex
         self._start_time = time.monotonic()
         self._outputs: dict[int, _Output] = {}
-        self._most = 0  # tokens of an answer so far
-
-    @property
-    def is_long(self) -> bool:
-        """Return whether the next event may be long, as every one has all of its answer."""
-        return self._body.return_logprob or self._most >= _LONG
+        self.is_long = body.return_logprob  # every event has all of its answer
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Any:  # noqa: ARG002
         spelled = [self._spell(answer) for answer in answers]
         return spelled if self._body.is_batch else spelled[0]
-
-    def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
-        return ()
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
         generated = self._spell(answer)
@@ -242,18 +222,12 @@ class GenerateFormat:
             generated["index"] = answer.index
         yield event(generated, is_long=self.is_long)
 
-    def end(self, usage: Usage) -> Iterable[bytes]:  # noqa: ARG002
-        yield event("[DONE]")
-
-    def failure(self, error: Error) -> Iterable[bytes]:
-        return event(error), event("[DONE]")
-
     def _spell(self, answer: Answer) -> Generated:
         output = self._outputs.setdefault(answer.index, _Output())
         output.text += answer.part.content
         output.token_ids += answer.token_ids
         output.logprobs += answer.logprobs
-        self._most = max(self._most, len(output.token_ids))
+        self.is_long = self.is_long or len(output.token_ids) >= _LONG
         meta: GenerateMeta = {
             "id": self._id if not self._body.is_batch else f"{self._id}-{answer.index}",
             "finish_reason": _finish_reason(answer, output),

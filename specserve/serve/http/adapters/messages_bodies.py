@@ -4,13 +4,13 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from specserve.errors import RequestError
-from specserve.serve.http.adapters.translation import Tagged, TranslatedBody
+from specserve.serve.http.adapters.translation import TranslatedBody, of, text_part
 from specserve.serve.http.openai.bodies import Int64
 from specserve.serve.http.openai.chat import MAX_MESSAGES
-from specserve.serve.http.openai.fields import Body, UnsupportedFields
+from specserve.serve.http.openai.fields import Body, UnsupportedFields, or_text
 from specserve.serve.http.transport.json_codec import Json
 
 MAX_BLOCKS = 10_000
@@ -53,15 +53,8 @@ class ToolUseBlock(Body):
     cache_control: CacheControl | None = None
 
 
-def _as_blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-Texts = Annotated[
-    list[TextBlock],
-    Field(fail_fast=True, max_length=MAX_BLOCKS),
-    BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock]),
-]
+_BOUND = Field(fail_fast=True, max_length=MAX_BLOCKS)
+Texts = Annotated[list[TextBlock], _BOUND, or_text(list[TextBlock], text_part)]
 
 
 class ToolResultBlock(Body):
@@ -75,11 +68,11 @@ class ToolResultBlock(Body):
 
 
 ContentBlock = Annotated[
-    Annotated[TextBlock, Tag(Tagged.tag("text"))]
-    | Annotated[ThinkingBlock, Tag(Tagged.tag("thinking"))]
-    | Annotated[ToolUseBlock, Tag(Tagged.tag("tool_use"))]
-    | Annotated[ToolResultBlock, Tag(Tagged.tag("tool_result"))],
-    Discriminator(Tagged.of),
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    Discriminator(of),
 ]
 
 
@@ -87,11 +80,7 @@ class MessageBody(Body):
     """One message. A last message of the assistant is continued."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        list[ContentBlock],
-        Field(fail_fast=True, max_length=MAX_BLOCKS),
-        BeforeValidator(_as_blocks, json_schema_input_type=str | list[ContentBlock]),
-    ]
+    content: Annotated[list[ContentBlock], _BOUND, or_text(list[ContentBlock], text_part)]
 
     def for_chat(self) -> list[Json]:
         """Return the message as messages of chat. Results of tools come first, in messages of their own."""
@@ -107,7 +96,7 @@ class MessageBody(Body):
             elif isinstance(block, ThinkingBlock):
                 own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
             else:
-                own.setdefault("content", []).append({"type": "text", "text": block.text})
+                own.setdefault("content", []).append(text_part(block.text))
         if len(own) > 1 or not results:
             own.setdefault("content", "")
             return [*results, own]
@@ -206,16 +195,12 @@ class _Prompt(TranslatedBody):
         "response_format": "output_config",
         "reasoning_effort": "output_config",
     }
+    # fmt: off
     UNSUPPORTED: ClassVar[UnsupportedFields] = {
-        "container": (),
-        "context_management": (),
-        "diagnostics": (),
-        "inference_geo": (),
-        "mcp_servers": ([],),
-        "speed": ("standard",),
-        "user_profile_id": (),
-        "workspace_id": (),
+        "container": (), "context_management": (), "diagnostics": (), "inference_geo": (), "mcp_servers": ([],),
+        "speed": ("standard",), "user_profile_id": (), "workspace_id": (),
     }
+    # fmt: on
 
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Texts = Field(default_factory=list)
@@ -237,8 +222,7 @@ class _Prompt(TranslatedBody):
         fields = {name: value for name, value in fields.items() if name not in ("metadata", "service_tier")}
         messages: list[Json] = []
         if self.system:
-            texts = [{"type": "text", "text": block.text} for block in self.system]
-            messages.append({"role": "system", "content": texts})
+            messages.append({"role": "system", "content": [text_part(block.text) for block in self.system]})
         for message in self.messages:
             messages += message.for_chat()
         fields |= {"messages": messages, "max_tokens": self.max_tokens}

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Discriminator, with_config
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.serve.http.adapters.translation import Block, BlockEvent, Blocks
-from specserve.serve.http.openai.replies import Answer, Usage, event
+from specserve.serve.http.openai.replies import Answer, ReplyFormat, Usage, event
 from specserve.serve.http.transport.errors import Error
 from specserve.serve.http.transport.json_codec import Json, ReplyObject
 
@@ -111,10 +111,8 @@ class AnthropicError(ReplyObject):
     error: AnthropicErrorDetails
 
 
-class MessagesFormat:
+class MessagesFormat(ReplyFormat):
     """Spells the one answer to a body of /v1/messages as content blocks."""
-
-    is_long = False
 
     def __init__(self, model_name: str, request_id: str | None) -> None:
         self._blocks = Blocks()
@@ -129,7 +127,7 @@ class MessagesFormat:
     def reply(self, answers: Sequence[Answer], usage: Usage) -> AnthropicMessage:
         for _ in self._grow(answers[0]):
             pass
-        content = [_whole(block) for block in self._blocks.blocks]
+        content = [_content(block) for block in self._blocks.blocks]
         return {**self._head, "content": content, **self._end, "usage": _usage(usage)}
 
     def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
@@ -139,7 +137,7 @@ class MessagesFormat:
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
         for kind, block, text in self._grow(answer):
             if kind == "start":
-                yield _event("content_block_start", index=block.index, content_block=_empty(block))
+                yield _event("content_block_start", index=block.index, content_block=_content(block))  # no text yet
             elif kind == "delta":
                 delta_type, member = _DELTA[block.kind]
                 yield _event("content_block_delta", index=block.index, delta={"type": delta_type, member: text})
@@ -175,15 +173,7 @@ def _event(name: str, /, **members: Any) -> bytes:
     return event({"type": name, **members}, name)
 
 
-def _empty(block: Block) -> SaidText | SaidThinking | SaidToolUse:
-    if block.kind == "call":
-        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
-    if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": ""}
-
-
-def _whole(block: Block) -> SaidText | SaidThinking | SaidToolUse:
+def _content(block: Block) -> SaidText | SaidThinking | SaidToolUse:
     if block.kind == "call":
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(block.text)}
     if block.kind == "reasoning":

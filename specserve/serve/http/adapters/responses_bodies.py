@@ -4,12 +4,12 @@ be referred to by its id."""
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
-from specserve.serve.http.adapters.translation import Tagged, TranslatedBody
+from specserve.serve.http.adapters.translation import TranslatedBody, of, text_part
 from specserve.serve.http.openai.bodies import Int64
 from specserve.serve.http.openai.chat import MAX_MESSAGES
-from specserve.serve.http.openai.fields import Body, No, UnsupportedFields
+from specserve.serve.http.openai.fields import Body, No, UnsupportedFields, or_text
 from specserve.serve.http.transport.json_codec import Json
 
 MAX_PARTS = 10_000
@@ -31,14 +31,8 @@ class ReasoningPart(Body):
     text: str
 
 
-def _as_parts(value: Any) -> Any:
-    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
-
-
 _Content = Annotated[
-    list[ContentPart],
-    Field(fail_fast=True, max_length=MAX_PARTS),
-    BeforeValidator(_as_parts, json_schema_input_type=str | list[ContentPart]),
+    list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS), or_text(list[ContentPart], text_part)
 ]
 _Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -92,16 +86,12 @@ class ReasoningItem(Item):
 
 
 InputItem = Annotated[
-    Annotated[MessageItem, Tag(Tagged.tag("message"))]
-    | Annotated[CallItem, Tag(Tagged.tag("function_call"))]
-    | Annotated[CallOutputItem, Tag(Tagged.tag("function_call_output"))]
-    | Annotated[ReasoningItem, Tag(Tagged.tag("reasoning"))],
-    Discriminator(lambda value: Tagged.of(value, "message")),
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[CallOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    Discriminator(lambda value: of(value, "message")),
 ]
-
-
-def _as_items(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class ReasoningOptions(Body):
@@ -146,26 +136,18 @@ class ResponsesBody(TranslatedBody):
         "reasoning_effort": "reasoning",
         "logprobs": "top_logprobs",
     }
+    # fmt: off
     UNSUPPORTED: ClassVar[UnsupportedFields] = {
-        "access_programs": (),
-        "background": (False,),
-        "background_options": (),
-        "context_management": ([],),
-        "conversation": (),
-        "image": (),
-        "max_tool_calls": (),
-        "moderation": (),
-        "previous_response_id": (),
-        "prompt": (),
-        "prompt_cache_options": (),
-        "prompt_cache_retention": ("in_memory",),
-        "truncation": ("disabled",),
+        "access_programs": (), "background": (False,), "background_options": (), "context_management": ([],),
+        "conversation": (), "image": (), "max_tool_calls": (), "moderation": (), "previous_response_id": (),
+        "prompt": (), "prompt_cache_options": (), "prompt_cache_retention": ("in_memory",), "truncation": ("disabled",),
     }
+    # fmt: on
 
     input: Annotated[
         list[InputItem],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-        BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
+        or_text(list[InputItem], lambda text: {"role": "user", "content": text}),
     ]
     instructions: str | None = None
     max_tokens: None = None  # type: ignore[assignment]  # it is max_output_tokens here
@@ -234,7 +216,7 @@ def _assistant(messages: list[Json], *unless: str) -> Json:
 
 
 def _text_parts(parts: Sequence[ContentPart]) -> list[Json] | str:
-    return [{"type": "text", "text": part.text} for part in parts] or ""
+    return [text_part(part.text) for part in parts] or ""
 
 
 def _chat_format(given: Json | None) -> Json | None:

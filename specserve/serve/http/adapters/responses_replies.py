@@ -9,8 +9,8 @@ from pydantic import ConfigDict, Discriminator, with_config
 
 from specserve.serve.http.adapters.responses_bodies import ResponsesBody
 from specserve.serve.http.adapters.translation import Block, BlockEvent, Blocks
-from specserve.serve.http.openai.logprobs import ChatLogprobs, ChosenLogprob
-from specserve.serve.http.openai.replies import Answer, CompletionDetails, PromptDetails, Usage, event
+from specserve.serve.http.openai.logprobs import ChosenLogprob, TokenTexts, chat_logprobs
+from specserve.serve.http.openai.replies import Answer, CompletionDetails, PromptDetails, ReplyFormat, Usage, event
 from specserve.serve.http.transport.errors import Error
 from specserve.serve.http.transport.json_codec import Json, ReplyObject
 
@@ -134,16 +134,15 @@ class ResponseEvent(ReplyObject):
     response: NotRequired[Response]
 
 
-class ResponsesFormat:
+class ResponsesFormat(ReplyFormat):
     """Spells the one answer to a body of /v1/responses as output items."""
 
-    def __init__(self, model_name: str, body: ResponsesBody, logprobs: ChatLogprobs) -> None:
-        self._body = body
-        self._spell_logprobs = logprobs
+    def __init__(self, model_name: str, body: ResponsesBody, texts: TokenTexts) -> None:
+        self._body, self._texts = body, texts
         self._blocks = Blocks()
         self._ids: list[str] = []  # of the items
         self._logprobs: list[ChosenLogprob] = []  # of the text
-        self._is_cut = False  # by a length
+        self._status: Literal["completed", "incomplete"] = "completed"  # of the answer at its end
         self._num_events = 0
         self.is_long = body.has_logprobs  # the events of the end have all of them
         self._head: ResponseHead = {
@@ -156,7 +155,7 @@ class ResponsesFormat:
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Response:
         for _ in self._grow(answers[0]):
             pass
-        return self._response(self._final_status(), usage)
+        return self._response(self._status, usage)
 
     def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
         for name in ("response.created", "response.in_progress"):
@@ -175,8 +174,7 @@ class ResponsesFormat:
                 yield from self._stop(block)
 
     def end(self, usage: Usage) -> Iterable[bytes]:
-        status = self._final_status()
-        yield self._event(f"response.{status}", response=self._response(status, usage))
+        yield self._event(f"response.{self._status}", response=self._response(self._status, usage))
 
     def failure(self, error: Error) -> Iterable[bytes]:
         details = error["error"]
@@ -191,11 +189,12 @@ class ResponsesFormat:
                 self._ids.append(f"{_ID_PREFIX[block.kind]}_{uuid.uuid4().hex}")
             yield kind, block, text
         if answer.finish_reason is not None:
-            self._is_cut = answer.finish_reason == "length"
+            if answer.finish_reason == "length":
+                self._status = "incomplete"
             yield from self._blocks.finish()
 
     def _tokens(self, answer: Answer) -> list[ChosenLogprob]:
-        return self._spell_logprobs(0, answer.logprobs)["content"] if answer.logprobs else []
+        return chat_logprobs(self._texts, answer.logprobs)
 
     def _start(self, block: Block) -> Iterator[bytes]:
         item = self._item(block, "in_progress")
@@ -226,13 +225,9 @@ class ResponsesFormat:
         self._num_events += 1
         return event(payload, name, is_long=self.is_long or "response" in members)  # such events repeat the request
 
-    def _part(self, block: Block) -> OutputText | ReasoningText:
-        return self._thought(block) if block.kind == "reasoning" else self._text(block)
-
-    def _thought(self, block: Block) -> ReasoningText:
-        return {"type": "reasoning_text", "text": block.text}
-
-    def _text(self, block: Block) -> OutputText:
+    def _part(self, block: Block) -> Any:  # as the content of the item has it
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": block.text}
         logprobs = self._logprobs if block.text else []
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
@@ -242,14 +237,11 @@ class ResponsesFormat:
             call_id, name, arguments = block.call_id, block.name, block.text
             return {**head, "type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
         if block.kind == "reasoning":
-            return {**head, "type": "reasoning", "summary": [], "content": [self._thought(block)]}
-        return {**head, "type": "message", "role": "assistant", "content": [self._text(block)]}
+            return {**head, "type": "reasoning", "summary": [], "content": [self._part(block)]}
+        return {**head, "type": "message", "role": "assistant", "content": [self._part(block)]}
 
     def _item_status(self, block: Block) -> ItemStatus:
-        return "incomplete" if self._is_cut and block is self._blocks.blocks[-1] else "completed"
-
-    def _final_status(self) -> ItemStatus:
-        return "incomplete" if self._is_cut else "completed"
+        return self._status if block is self._blocks.blocks[-1] else "completed"
 
     def _response(self, status: ResponseStatus, usage: Usage | None = None) -> Response:
         body = self._body

@@ -3,7 +3,7 @@ body into one of chat, and SGLang's /generate with the routes that its benchmark
 
 import dataclasses
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 
 import specserve
 from specserve.errors import RequestError
@@ -16,11 +16,9 @@ from specserve.serve.http.adapters.responses_replies import ResponsesFormat
 from specserve.serve.http.adapters.translation import TranslatedBody
 from specserve.serve.http.admin.metrics import Metrics
 from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
-from specserve.serve.http.openai.logprobs import ChatLogprobs
 from specserve.serve.http.openai.replies import ReplyFormat
 from specserve.serve.http.openai.streaming import Work
 from specserve.serve.http.service import Service, off_loop
-from specserve.serve.http.transport.guard import read_body
 from specserve.serve.http.transport.json_codec import ReplyObject
 
 
@@ -71,35 +69,27 @@ def add_translated_routes(app: FastAPI, service: Service) -> None:
             raise body.reword(error) from None
         return dataclasses.replace(work, body=body)
 
-    def responses_work(raw: bytes) -> Work:
+    @service.post(app, "/v1/responses")
+    def responses(raw: bytes) -> Work:
         body = service.read(ResponsesBody, raw)
-        return chat_work(body, ResponsesFormat(model_name, body, ChatLogprobs(service.texts)))
+        return chat_work(body, ResponsesFormat(model_name, body, service.texts))
 
-    def messages_work(raw: bytes) -> Work:
+    @service.post(app, MESSAGES)
+    def messages(raw: bytes) -> Work:
         body = service.read(MessagesBody, raw)
         return chat_work(body, MessagesFormat(model_name, body.request_id))
 
-    def count_work(raw: bytes) -> Work:
-        return chat_work(service.read(CountTokensBody, raw), None)
-
-    @app.post("/v1/responses", response_model=None)
-    async def responses(http: Request) -> Response:
-        return await service.respond(http, await off_loop(responses_work, await read_body(http)))
-
-    @app.post(MESSAGES, response_model=None)
-    async def messages(http: Request) -> Response:
-        return await service.respond(http, await off_loop(messages_work, await read_body(http)))
-
     @app.post(MESSAGES + "/count_tokens")
     async def count_tokens(http: Request) -> TokenCount:
-        work = await off_loop(count_work, await read_body(http))
+        work = await off_loop(lambda raw: chat_work(service.read(CountTokensBody, raw), None), http)
         return {"input_tokens": len(work.prompts[0])}
 
 
 def add_sglang_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     engine = service.engine
 
-    def generate_work(raw: bytes) -> Work:
+    @service.post(app, "/generate")
+    def generate(raw: bytes) -> Work:
         body = service.read(GenerateBody, raw)
         try:
             completion = service.check(CompletionBody, body.completion_fields())
@@ -107,10 +97,6 @@ def add_sglang_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
         except RequestError as error:
             raise body.reword(error) from None
         return dataclasses.replace(work, body=body)
-
-    @app.post("/generate", response_model=None)
-    async def generate(http: Request) -> Response:
-        return await service.respond(http, await off_loop(generate_work, await read_body(http)))
 
     @app.get("/model_info")
     @app.get("/get_model_info")

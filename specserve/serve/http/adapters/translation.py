@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from specserve.errors import RequestError
-from specserve.serve.http.formats.reader import Part
+from specserve.serve.http.formats.reader import Part, ToolCallPart
 from specserve.serve.http.openai.bodies import ChatBody, SamplingBody
 from specserve.serve.http.openai.fields import No, One
 from specserve.serve.http.transport.json_codec import Json
@@ -52,18 +52,20 @@ class TranslatedBody(SamplingBody):
         return RequestError(str(error).replace(error.param or name, param).replace(name, ours), param=param)
 
 
-class Tagged:
-    """The names of the alternatives in a list of objects, which error messages leave out of the path."""
+def text_part(text: str) -> Json:
+    """Return a text as chat's messages have it."""
+    return {"type": "text", "text": text}
 
-    @staticmethod
-    def tag(kind: str) -> str:
-        return f"<{kind}>"
 
-    @staticmethod
-    def of(value: Any, default: str = "") -> str:
-        """The tag of an object by its `type`."""
-        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        return Tagged.tag(str(default if kind is None else kind))
+def of(value: Any, default: str = "") -> str:
+    """Return the name of an alternative in a list of objects by an object's `type`: <type>. Error messages leave such
+    names out of the path, but have the name of this function."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{default if kind is None else kind}>"
+
+
+BlockKind = Literal["reasoning", "text", "call"]
+NO_CALL = ToolCallPart(-1)
 
 
 @dataclass
@@ -72,7 +74,7 @@ class Block:
     API calls it an output item, the Messages API a content block."""
 
     index: int
-    kind: Literal["reasoning", "text", "call"]
+    kind: BlockKind
     call_index: int = -1  # among the calls of the answer
     call_id: str = ""
     name: str = ""
@@ -101,7 +103,7 @@ class Blocks:
             if piece.content:
                 yield from self._add("text", piece.content)
             for call in piece.tool_calls:
-                yield from self._add("call", call.arguments, call.index, call.call_id, call.name)
+                yield from self._add("call", call.arguments, call)
 
     def finish(self) -> Iterator[BlockEvent]:
         """End the answer, and yield the changes of the blocks."""
@@ -109,17 +111,10 @@ class Blocks:
             self._is_open = False
             yield "stop", self.blocks[-1], ""
 
-    def _add(
-        self,
-        kind: Literal["reasoning", "text", "call"],
-        text: str,
-        call_index: int = -1,
-        call_id: str = "",
-        name: str = "",
-    ) -> Iterator[BlockEvent]:
-        if not (self._is_open and (self.blocks[-1].kind, self.blocks[-1].call_index) == (kind, call_index)):
+    def _add(self, kind: BlockKind, text: str, call: ToolCallPart = NO_CALL) -> Iterator[BlockEvent]:
+        if not (self._is_open and (self.blocks[-1].kind, self.blocks[-1].call_index) == (kind, call.index)):
             yield from self.finish()
-            self.blocks.append(Block(len(self.blocks), kind, call_index, call_id, name))
+            self.blocks.append(Block(len(self.blocks), kind, call.index, call.call_id, call.name))
             self._is_open = True
             yield "start", self.blocks[-1], ""
         if text:

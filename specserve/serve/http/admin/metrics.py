@@ -52,17 +52,13 @@ class Metrics:
         )
         self._num_draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Tokens that the draft proposed.")
         self._num_accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Proposed tokens accepted.")
-        self._num_accepted_per_pos = Counter(
+        self._num_accepted_per_pos = self._counters(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Proposed tokens accepted, by depth (0 is the first proposed token).",
-            ["model_name", "position"],
-            registry=self.registry,
+            "position",
         )
-        self._num_finished = Counter(
-            "vllm:request_success",
-            "Sequences that ended, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
+        self._num_finished = self._counters(
+            "vllm:request_success", "Sequences that ended, by reason.", "finished_reason"
         )
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "Submission to first token.", _FIRST_BUCKETS
@@ -131,6 +127,9 @@ class Metrics:
         for depth, num_accepted in enumerate(stats.accepted_per_depth):
             self._num_accepted_per_pos.labels(self._model_name, str(depth)).inc(num_accepted)
 
+    def _counters(self, name: str, text: str, label: str) -> Counter:
+        return Counter(name, text, ["model_name", label], registry=self.registry)
+
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model_name)
 
@@ -167,6 +166,46 @@ def _histogram(
     return family
 
 
+def _usage(stats: EngineStats) -> float:
+    return stats.num_pages_held / stats.num_pages if stats.num_pages else 0.0
+
+
+_GAUGE, _COUNTER = GaugeMetricFamily, CounterMetricFamily
+_Series = tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[EngineStats], float]]
+# fmt: off
+_OF_ENGINE: Sequence[_Series] = (
+    (_GAUGE, "vllm:num_requests_running", "Sequences in a slot.", lambda s: s.num_running),
+    (_GAUGE, "vllm:num_requests_waiting", "Sequences that wait for a slot or pages.", lambda s: s.num_waiting),
+    (_GAUGE, "vllm:kv_cache_usage_perc", "Pages that running sequences hold; 1 is all of them.", _usage),
+    (_GAUGE, "vllm:gpu_cache_usage_perc", "The same under its former name, which routers read.", _usage),
+    (_GAUGE, "specserve:pages", "Pages of the cache.", lambda s: s.num_pages),
+    (_GAUGE, "specserve:pages_cached", "Pages in the prefix cache, held or idle.", lambda s: s.num_pages_cached),
+    (_GAUGE, "specserve:programs_left", "Programs still to be compiled, while others serve.",
+     lambda s: s.num_programs_left),
+    (_GAUGE, "specserve:estimated_speedup",
+     "Tokens emitted over what plain steps of the same measured cost would have emitted.",
+     lambda s: s.estimated_speedup),
+    (_COUNTER, "specserve:confidence_promised_tokens",
+     "Draft tokens that the head's confidence expected to be accepted.", lambda s: s.num_promised),
+    (_COUNTER, "specserve:confidence_kept_tokens", "Of them, accepted.", lambda s: s.num_kept),
+    (_GAUGE, "specserve:confidence_trust",
+     "How much of the head's confidence the choice of trees takes over; 0 is nothing.", lambda s: s.confidence_trust),
+    (_GAUGE, "specserve:seconds_in_step", "Age of the step that is being waited for.", lambda s: s.seconds_in_step),
+    (_COUNTER, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
+     lambda s: s.num_prefix_queries),
+    (_COUNTER, "vllm:prefix_cache_hits", "Prompt tokens found there.", lambda s: s.num_prefix_hits),
+    (_COUNTER, "vllm:gpu_prefix_cache_queries", "The same under its former name.", lambda s: s.num_prefix_queries),
+    (_COUNTER, "vllm:gpu_prefix_cache_hits", "The same under its former name.", lambda s: s.num_prefix_hits),
+    (_COUNTER, "vllm:num_preemptions", "Sequences sent back to the queue.", lambda s: s.num_preemptions),
+    (_COUNTER, "specserve:rebuilds", "Rebuilt caches after a device error.", lambda s: s.num_rebuilds),
+    (_COUNTER, "specserve:busy_seconds", "Of the engine's thread, with work to do.", lambda s: s.busy_seconds),
+    (_COUNTER, "specserve:host_seconds", "Of them, not waiting for the device.", lambda s: s.host_seconds),
+    (_COUNTER, "specserve:late_compiles", "Programs that a step had to wait for; more than 0 is a bug.",
+     lambda s: s.num_late_compiles),
+)
+# fmt: on
+
+
 class EngineCollector(Collector):
     """Reads the engine's state at the moment of a scrape."""
 
@@ -176,74 +215,21 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._read_stats()
-        usage = stats.num_pages_held / stats.num_pages if stats.num_pages else 0.0
-        yield self._gauge("vllm:num_requests_running", "Sequences in a slot.", stats.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for a slot or pages.", stats.num_waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Pages that running sequences hold; 1 is all of them.", usage)
-        yield self._gauge("vllm:gpu_cache_usage_perc", "The same under its former name, which routers read.", usage)
-        yield self._gauge("specserve:pages", "Pages of the cache.", stats.num_pages)
-        yield self._gauge("specserve:pages_cached", "Pages in the prefix cache, held or idle.", stats.num_pages_cached)
-        yield self._gauge(
-            "specserve:programs_left", "Programs still to be compiled, while others serve.", stats.num_programs_left
-        )
-        yield self._gauge(
-            "specserve:estimated_speedup",
-            "Tokens emitted over what plain steps of the same measured cost would have emitted.",
-            stats.estimated_speedup,
-        )
-        yield self._counter(
-            "specserve:confidence_promised_tokens",
-            "Draft tokens that the head's confidence expected to be accepted.",
-            stats.num_promised,
-        )
-        yield self._counter("specserve:confidence_kept_tokens", "Of them, accepted.", stats.num_kept)
-        yield self._gauge(
-            "specserve:confidence_trust",
-            "How much of the head's confidence the choice of trees takes over; 0 is nothing.",
-            stats.confidence_trust,
-        )
-        yield self._gauge(
-            "specserve:seconds_in_step", "Age of the step that is being waited for.", stats.seconds_in_step
-        )
-        yield self._counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_queries
-        )
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found there.", stats.num_prefix_hits)
-        for name, value in (("queries", stats.num_prefix_queries), ("hits", stats.num_prefix_hits)):
-            yield self._counter(f"vllm:gpu_prefix_cache_{name}", "The same under its former name.", value)
-        yield self._counter("vllm:num_preemptions", "Sequences sent back to the queue.", stats.num_preemptions)
-        yield self._counter("specserve:rebuilds", "Rebuilt caches after a device error.", stats.num_rebuilds)
-        yield self._counter("specserve:busy_seconds", "Of the engine's thread, with work to do.", stats.busy_seconds)
-        yield self._counter("specserve:host_seconds", "Of them, not waiting for the device.", stats.host_seconds)
-        yield self._counter(
-            "specserve:late_compiles",
-            "Programs that a step had to wait for; more than 0 is a bug.",
-            stats.num_late_compiles,
-        )
+        for family_type, name, text, read in _OF_ENGINE:
+            family = family_type(name, text, labels=["model_name"])
+            family.add_metric([self._model_name], read(stats))
+            yield family
         steps = CounterMetricFamily("specserve:steps", "Target forwards.", labels=["model_name", "speculation"])
         for speculation, num_steps in stats.num_steps_by_speculation.items():
             steps.add_metric([self._model_name, speculation], num_steps)
         yield steps
-        yield self._round_sizes(stats)
+        name, text = "vllm:iteration_tokens_total", "Prompt and new tokens of a step."
+        yield _histogram(name, text, self._model_name, ROUND_SIZES, stats.round_sizes, stats.num_round_tokens)
         facts = {"block_size": str(stats.page_size), "num_gpu_blocks": str(stats.num_pages)}
         facts |= {"cache_dtype": stats.cache_dtype, "enable_prefix_caching": str(stats.is_caching)}
         info = GaugeMetricFamily("vllm:cache_config_info", "The cache.", labels=["model_name", *facts])
         info.add_metric([self._model_name, *facts.values()], 1)
         yield info
-
-    def _round_sizes(self, stats: EngineStats) -> Metric:
-        name, text = "vllm:iteration_tokens_total", "Prompt and new tokens of a step."
-        return _histogram(name, text, self._model_name, ROUND_SIZES, stats.round_sizes, stats.num_round_tokens)
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
 
 
 class SequenceMetrics:

@@ -75,10 +75,7 @@ EVENTS: Mapping[str, Any] = {  # of streams
     "/v1/responses": responses_replies.ResponseEvent,
 }
 ENDS_WITH_DONE = ("/generate", "/v1/chat/completions", "/v1/completions")
-ERRORS: Mapping[str, Any] = {
-    "Error": Error,
-    "AnthropicError": messages_replies.AnthropicError,
-}
+ERRORS: Mapping[str, Any] = {"Error": Error, "AnthropicError": messages_replies.AnthropicError}
 TEXTS: Mapping[str, str] = {"/docs": "text/html", "/metrics": CONTENT_TYPE.partition(";")[0]}
 
 _TEXT = {"type": "string"}

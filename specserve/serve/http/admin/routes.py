@@ -18,7 +18,6 @@ from specserve.serve.http.openai.fields import Body
 from specserve.serve.http.openai.prompts import check_model
 from specserve.serve.http.service import Service, off_loop
 from specserve.serve.http.transport.errors import RETRY_AFTER_SECONDS, error_response
-from specserve.serve.http.transport.guard import read_body
 from specserve.serve.http.transport.json_codec import ReplyObject
 
 
@@ -169,9 +168,6 @@ def add_draft_routes(app: FastAPI, service: Service, *, is_allowed: bool) -> Non
         if not is_allowed:
             raise HTTPException(403, "only the operator changes how it speculates; --allow-load-draft lets clients")
 
-    def read_load(raw: bytes) -> LoadDraftBody:
-        return service.read(LoadDraftBody, raw)
-
     def load(body: LoadDraftBody) -> LoadedDraft:
         try:
             draft = service.engine.load_draft(body.draft)
@@ -182,7 +178,7 @@ def add_draft_routes(app: FastAPI, service: Service, *, is_allowed: bool) -> Non
     @app.post("/v1/load_draft")
     async def load_draft(http: Request) -> LoadedDraft:
         check_permission()
-        body = await off_loop(read_load, await read_body(http))
+        body = await off_loop(lambda raw: service.read(LoadDraftBody, raw), http)
         # a thread of its own: where programs are compiled it takes minutes, for which no other client may wait
         return await asyncio.to_thread(load, body)
 
@@ -201,4 +197,4 @@ def add_draft_routes(app: FastAPI, service: Service, *, is_allowed: bool) -> Non
     @app.post("/v1/speculation")
     async def set_speculation(http: Request) -> SpeculationNow:
         check_permission()
-        return await off_loop(choose, await read_body(http))
+        return await off_loop(choose, http)

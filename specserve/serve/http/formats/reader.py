@@ -51,10 +51,7 @@ class Part:
         for call in other.tool_calls:
             before = calls.get(call.index, ToolCallPart(call.index))
             calls[call.index] = ToolCallPart(
-                call.index,
-                before.arguments + call.arguments,
-                before.call_id or call.call_id,
-                before.name or call.name,
+                call.index, before.arguments + call.arguments, before.call_id or call.call_id, before.name or call.name
             )
         pieces = (*self.in_order, *other.in_order)
         return Part(self.content + other.content, self.reasoning + other.reasoning, tuple(calls.values()), pieces)
@@ -118,7 +115,7 @@ class Reader:
         self._reading = read(self)
         self._num_chars = 0  # of all tokens
         self._begins: deque[int] = deque()  # of tokens whose text is not read yet, by characters of the answer
-        self._num_reasoning_tokens = 0
+        self.num_reasoning_tokens = 0  # those whose text begins in what has been read as reasoning, its marks left out
         self.rest = ""
         self.num_taken = 0  # characters
         self.thoughts: list[tuple[int, int]] = []  # of the characters taken last, the stretches that are reasoning
@@ -133,11 +130,6 @@ class Reader:
         self._parts: list[Part] = []
 
     # --- for the reply ---
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """The number of tokens whose text begins in what has been read as reasoning, its marks left out."""
-        return self._num_reasoning_tokens
 
     def push(self, text: str, num_chars: Sequence[int] = ()) -> Part:
         """Take more text, and return the part that is certain. `num_chars` has for each further token the number of
@@ -160,7 +152,7 @@ class Reader:
         """Return the parts that were noted since the last time."""
         while self._begins and self._begins[0] < self.num_taken:
             at = self._begins.popleft()
-            self._num_reasoning_tokens += any(begin <= at < end for begin, end in self.thoughts)
+            self.num_reasoning_tokens += any(begin <= at < end for begin, end in self.thoughts)
         self.thoughts.clear()  # later tokens begin later
         if self.is_whole and not self._num_calls and (space := self._content.space):
             self._parts.append(Part(space))

@@ -19,9 +19,9 @@ from specserve.serve.http.openai.fields import (
     UnsupportedFields,
     at_most,
     check_num_fields,
+    or_text,
 )
 from specserve.serve.http.openai.grammar_fields import GrammarFields
-from specserve.serve.http.openai.replies import ReplyOptions
 from specserve.serve.requests.request import MAX_TOKEN_IDS, SamplingParams, describe, option_schemas
 from specserve.speculative.ranges import Bias, TokenId
 
@@ -66,10 +66,6 @@ def _as_token_id(key: str) -> int:
     return int(key)
 
 
-def _as_strings(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def _as_speculation(value: Any) -> int | None:
     if value == "auto":
         return None
@@ -82,9 +78,7 @@ def _as_speculation(value: Any) -> int | None:
 
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
 Biases = Annotated[dict[str, Bias], at_most(MAX_TOKEN_IDS, "biases", "token ids")]
-Stops = Annotated[
-    list[str], Field(fail_fast=True), BeforeValidator(_as_strings, json_schema_input_type=str | list[str])
-]
+Stops = Annotated[list[str], Field(fail_fast=True), or_text(list[str], str)]
 Speculation = Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)]
 
 
@@ -192,18 +186,6 @@ class SamplingBody(GrammarFields):
             for option in members[name]["anyOf"] if name in members and name not in _BOUND_ELSEWHERE else ():
                 option |= _bounds(known, option.get("type"))
         return found
-
-    @property
-    def reply_options(self) -> ReplyOptions:
-        """The options of the reply: what it holds besides the answers."""
-        stream_options = self.stream_options or StreamOptions()
-        return ReplyOptions(
-            request_id=self.request_id,
-            include_usage=stream_options.include_usage,
-            continuous_usage=stream_options.include_usage and stream_options.continuous_usage_stats,
-            token_ids=self.return_token_ids,
-            prompt_logprobs=self.prompt_logprobs is not None,
-        )
 
     @property
     def max_new_tokens(self) -> int | None:

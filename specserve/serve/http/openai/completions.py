@@ -8,26 +8,27 @@ from dataclasses import replace
 from typing import ClassVar, Literal, NotRequired
 
 from specserve.serve.http.formats.reader import Part, ToolCallPart
+from specserve.serve.http.openai.bodies import CompletionBody, SamplingBody, StreamOptions
 from specserve.serve.http.openai.logprobs import (
     ChatLogprobLists,
-    ChatLogprobs,
     CompletionLogprobs,
     PromptLogprobs,
     TextPieces,
     TokenLists,
+    TokenTexts,
+    chat_logprobs,
     prompt_logprobs,
 )
 from specserve.serve.http.openai.replies import (
     Answer,
     Ending,
+    ReplyFormat,
     ReplyMetrics,
-    ReplyOptions,
     TokenCounts,
     TokenUsage,
     Usage,
     event,
 )
-from specserve.serve.http.transport.errors import Error
 from specserve.serve.http.transport.json_codec import ENCODER, ReplyObject, encoded
 
 
@@ -194,42 +195,33 @@ class ChatChunk(ReplyHead, ChunkUsage, ChatPrompt):
     choices: list[ChatChunkChoice]
 
 
-class OpenAIFormat:
+class OpenAIFormat(ReplyFormat):
     """The common part of the formats of completions and chat."""
 
     ID_PREFIX: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
-    is_long = False
 
-    def __init__(
-        self, model_name: str, logprobs: ChatLogprobs | CompletionLogprobs, options: ReplyOptions | None = None
-    ) -> None:
-        self._options = options or ReplyOptions()
-        name = self._options.request_id or uuid.uuid4().hex
+    def __init__(self, model_name: str, body: SamplingBody, texts: TokenTexts) -> None:
+        self._body, self._texts = body, texts
+        self._stream_options = body.stream_options or StreamOptions()
+        name = body.request_id or uuid.uuid4().hex
         self._head: ReplyHead = {"id": f"{self.ID_PREFIX}-{name}", "created": int(time.time()), "model": model_name}
         # the beginning of all chunks of a stream, encoded once
         self._chunk_head = ENCODER.encode({**self._head, "object": self.CHUNK_KIND}).removesuffix("}")
-        self._texts = logprobs.texts
         self._pieces = defaultdict[int, TextPieces](lambda: TextPieces(self._texts))  # by choice
 
     def end(self, usage: Usage) -> Iterable[bytes]:
-        if self._options.include_usage:
+        if self._stream_options.include_usage:
             yield event({**self._head, "object": self.CHUNK_KIND, "choices": [], **_counted(usage)})
         yield event("[DONE]")
 
-    def failure(self, error: Error) -> Iterable[bytes]:
-        return event(error), event("[DONE]")
-
     def _chunk(
-        self,
-        choice: CompletionChoice | ChatChunkChoice,
-        usage: Callable[[], Usage],
-        prompt: ChatPrompt | None = None,
+        self, choice: CompletionChoice | ChatChunkChoice, usage: Callable[[], Usage], prompt: ChatPrompt | None = None
     ) -> bytes:
         """Return a chunk about one choice. The first one of a stream has the fields about the prompt."""
         counts: ChunkUsage = {}
-        if self._options.include_usage:
-            counts["usage"] = usage().counts() if self._options.continuous_usage else None
+        if self._stream_options.include_usage:
+            counts["usage"] = usage().counts() if self._stream_options.continuous_usage_stats else None
         tail = {"choices": [choice], **counts, **(prompt or {})}
         return event(
             f"{self._chunk_head},{encoded(tail, is_long=self.is_long or prompt is not None).removeprefix('{')}"
@@ -237,7 +229,7 @@ class OpenAIFormat:
 
     def _end_of(self, answer: Answer) -> ChoiceEnd:
         end: ChoiceEnd = {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
-        if self._options.token_ids:
+        if self._body.return_token_ids:
             end["token_ids"] = list(answer.token_ids)
         if answer.origins:
             tokens = [self._pieces[answer.index].push(token_id) for token_id, _ in answer.origins]
@@ -257,23 +249,17 @@ def _counted(usage: Usage) -> ReplyUsage:
 
 class CompletionFormat(OpenAIFormat):
     """The format of POST /v1/completions. With `echoes`, the text of each choice's prompt, every answer begins with
-    it."""
+    it: the prompt comes with the first piece, which has its log-probabilities."""
 
     ID_PREFIX, CHUNK_KIND = "cmpl", "text_completion"
 
-    def __init__(
-        self,
-        model_name: str,
-        logprobs: CompletionLogprobs,
-        options: ReplyOptions | None = None,
-        *,
-        echoes: Sequence[str] = (),
-        is_prompt_only: bool = False,
-    ) -> None:
-        """Prepare the format. With `is_prompt_only` the answers themselves are left out."""
-        super().__init__(model_name, logprobs, options)
-        self._spell_logprobs, self._echoes, self._is_prompt_only = logprobs, echoes, is_prompt_only
-        self.is_long = bool(echoes) and logprobs.is_asked
+    def __init__(self, model_name: str, body: CompletionBody, texts: TokenTexts, echoes: Sequence[str] = ()) -> None:
+        super().__init__(model_name, body, texts)
+        self._echoes, self._has_logprobs, self._is_prompt_only = echoes, body.logprobs is not None, body.is_prompt_only
+        self._spell_logprobs = CompletionLogprobs(
+            texts, as_token_ids=body.return_tokens_as_token_ids, skip_special_tokens=body.skip_special_tokens
+        )
+        self.is_long = bool(echoes) and self._has_logprobs
         self._begun: set[int] = set()
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Completion:
@@ -281,9 +267,6 @@ class CompletionFormat(OpenAIFormat):
             usage = replace(usage, num_completion=0)
         choices = [self._choice(answer) for answer in answers]
         return {**self._head, "object": "text_completion", "choices": choices, **_counted(usage)}
-
-    def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
-        return ()  # the prompt comes with the first piece, which has its log-probabilities
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         yield self._chunk(self._choice(answer), usage)
@@ -294,7 +277,7 @@ class CompletionFormat(OpenAIFormat):
         is_first = answer.index not in self._begun
         self._begun.add(answer.index)
         echo = self._echoes[answer.index] if self._echoes and is_first else ""
-        prompt = answer.prompt if echo and self._spell_logprobs.is_asked else ()
+        prompt = answer.prompt if echo and self._has_logprobs else ()
         logprobs = None
         if prompt or answer.logprobs:
             logprobs = self._spell_logprobs(answer.index, answer.logprobs, prompt)
@@ -304,9 +287,9 @@ class CompletionFormat(OpenAIFormat):
             "logprobs": logprobs,
             **self._end_of(answer),
         }
-        if self._options.prompt_logprobs:
+        if self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self._texts, answer.prompt)
-        if self._options.token_ids and is_first:
+        if self._body.return_token_ids and is_first:
             choice["prompt_token_ids"] = list(answer.prompt_ids)
         return choice
 
@@ -316,10 +299,6 @@ class ChatFormat(OpenAIFormat):
 
     ID_PREFIX, CHUNK_KIND = "chatcmpl", "chat.completion.chunk"
 
-    def __init__(self, model_name: str, logprobs: ChatLogprobs, options: ReplyOptions | None = None) -> None:
-        super().__init__(model_name, logprobs, options)
-        self._spell_logprobs = logprobs
-
     def reply(self, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
         whole: ChatCompletion = {
             **self._head,
@@ -328,7 +307,7 @@ class ChatFormat(OpenAIFormat):
             **_counted(usage),
             **self._prompt(answers[0]),
         }
-        if self._options.prompt_logprobs:
+        if self._body.prompt_logprobs is not None:
             whole["prompt_logprobs"] = prompt_logprobs(self._texts, answers[0].prompt)
         return whole
 
@@ -348,7 +327,7 @@ class ChatFormat(OpenAIFormat):
         return (self._chunk(self._delta(answer, delta), usage),)
 
     def _prompt(self, answer: Answer) -> ChatPrompt:
-        return {"prompt_token_ids": list(answer.prompt_ids)} if self._options.token_ids else {}
+        return {"prompt_token_ids": list(answer.prompt_ids)} if self._body.return_token_ids else {}
 
     def _choice(self, answer: Answer) -> ChatChoice:
         part = answer.part
@@ -356,18 +335,16 @@ class ChatFormat(OpenAIFormat):
         message: SaidMessage = {"role": "assistant", "content": content, "refusal": None, **_reasoning(part)}
         if part.tool_calls:
             message["tool_calls"] = [_call(call) for call in part.tool_calls]
-        return {
-            "index": answer.index,
-            "message": message,
-            "logprobs": self._logprobs(answer),
-            **self._end_of(answer),
-        }
+        return {"index": answer.index, "message": message, "logprobs": self._logprobs(answer), **self._end_of(answer)}
 
     def _delta(self, answer: Answer, delta: ChatDelta) -> ChatChunkChoice:
         return {"index": answer.index, "delta": delta, "logprobs": self._logprobs(answer), **self._end_of(answer)}
 
     def _logprobs(self, answer: Answer) -> ChatLogprobLists | None:
-        return self._spell_logprobs(answer.index, answer.logprobs) if answer.logprobs else None
+        if not answer.logprobs:
+            return None
+        as_token_ids = self._body.return_tokens_as_token_ids
+        return {"content": chat_logprobs(self._texts, answer.logprobs, as_token_ids=as_token_ids), "refusal": None}
 
 
 def _reasoning(part: Part) -> Reasoning:

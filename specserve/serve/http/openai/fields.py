@@ -43,59 +43,28 @@ _NULL_ONLY = (
     "custom_logit_processor", "data_parallel_rank", "disagg_prefill_dp_rank", "ebnf", "extra_key", "regex", "rid",
     "routed_dp_rank",
 )
-# fmt: on
 UNSUPPORTED_ANYWHERE: UnsupportedFields = dict.fromkeys(_NULL_ONLY, ()) | {
-    "prompt_cache_retention": ("in_memory", "in-memory"),
-    "early_stopping": (False,),
-    "length_penalty": (1,),
-    "mm_processor_kwargs": ({},),
-    "return_mm_kwargs": (True,),
-    "return_token_offsets": (False,),
-    "routed_experts_prompt_start": (0,),
-    "spaces_between_special_tokens": (True,),
-    "stream_interval": (1,),
-    "thinking_token_budget": (-1,),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-    "watermarking": (False,),
-    "custom_labels": ({},),
-    "custom_params": ({},),
-    "images_config": ({},),
-    "lora_path": ("",),
-    "no_stop_trim": (False,),
-    "return_cached_tokens_details": (False,),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-    "routed_experts_start_len": (0,),
-    "session_params": ({},),
+    "prompt_cache_retention": ("in_memory", "in-memory"), "early_stopping": (False,), "length_penalty": (1,),
+    "mm_processor_kwargs": ({},), "return_mm_kwargs": (True,), "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,), "spaces_between_special_tokens": (True,), "stream_interval": (1,),
+    "thinking_token_budget": (-1,), "use_beam_search": (False,), "vllm_xargs": ({},), "watermarking": (False,),
+    "custom_labels": ({},), "custom_params": ({},), "images_config": ({},), "lora_path": ("",),
+    "no_stop_trim": (False,), "return_cached_tokens_details": (False,), "return_hidden_states": (False,),
+    "return_routed_experts": (False,), "routed_experts_start_len": (0,), "session_params": ({},),
     "stop_regex": ([], ""),
 }
+# fmt: on
 UNSUPPORTED_IN_COMPLETIONS: UnsupportedFields = {**UNSUPPORTED_ANYWHERE, "json_schema": (), "prompt_embeds": ()}
+# fmt: off
 UNSUPPORTED_IN_CHAT: UnsupportedFields = {
-    **UNSUPPORTED_ANYWHERE,
-    "add_special_tokens": (False,),
-    "input_ids": (),
-    "max_dynamic_patch": (),
-    "media_io_kwargs": ({},),
-    "min_dynamic_patch": (),
-    "return_meta_info": (False,),
-    "return_prompt_text": (False,),
-    "return_prompt_token_ids": (False,),
-    "separate_reasoning": (True,),
-    "stream_reasoning": (True,),
-    "task": (),
-    "use_audio_in_video": (False,),
-    "audio": (),
-    "chat_template": (),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
+    **UNSUPPORTED_ANYWHERE, "add_special_tokens": (False,), "input_ids": (), "max_dynamic_patch": (),
+    "media_io_kwargs": ({},), "min_dynamic_patch": (), "return_meta_info": (False,), "return_prompt_text": (False,),
+    "return_prompt_token_ids": (False,), "separate_reasoning": (True,), "stream_reasoning": (True,), "task": (),
+    "use_audio_in_video": (False,), "audio": (), "chat_template": (), "documents": ([],), "echo": (False,),
+    "function_call": ("none",), "functions": ([],), "modalities": (["text"],), "prediction": (),
+    "verbosity": ("medium",), "web_search_options": (),
 }
+# fmt: on
 
 
 def _only(expected: bool | int) -> BeforeValidator:
@@ -145,6 +114,15 @@ def at_most(most: int, kind: LiteralString, what: LiteralString) -> BeforeValida
         return value
 
     return BeforeValidator(check)
+
+
+def or_text(items: Any, item_of: Callable[[str], Any]) -> BeforeValidator:
+    """Return a validator of lists that takes one text too, of which it makes the one item."""
+
+    def as_list(value: Any) -> Any:
+        return [item_of(value)] if isinstance(value, str) else value
+
+    return BeforeValidator(as_list, json_schema_input_type=str | items)
 
 
 class Body(BaseModel):

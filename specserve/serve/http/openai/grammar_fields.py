@@ -88,14 +88,14 @@ class GrammarFields(Body):
             "response_format": _of_format(self.response_format),
             "guided_json": _text("json_schema", self.guided_json),
             "guided_regex": _text("regex", self.guided_regex),
-            "guided_choice": _choice(self.guided_choice),
+            "guided_choice": _text("choice", self.guided_choice),
             "guided_grammar": _text("lark", self.guided_grammar),
         }
         if (own := self.structured_outputs) is not None:
             asked |= {
                 "structured_outputs.json": _text("json_schema", own.json_),
                 "structured_outputs.regex": _text("regex", own.regex),
-                "structured_outputs.choice": _choice(own.choice),
+                "structured_outputs.choice": _text("choice", own.choice),
                 "structured_outputs.grammar": _text("lark", own.grammar),
                 "structured_outputs.json_object": _ANY_OBJECT if own.json_object else None,
             }
@@ -115,9 +115,7 @@ def _of_format(response_format: ResponseFormat | None) -> GrammarSpec | None:
     return GrammarSpec("json_schema", json.dumps(response_format.json_schema.schema_))
 
 
-def _text(kind: Literal["json_schema", "regex", "lark"], text: str | None) -> GrammarSpec | None:
-    return None if text is None else GrammarSpec(kind, text)
-
-
-def _choice(choices: list[str] | None) -> GrammarSpec | None:
-    return None if choices is None else GrammarSpec("choice", json.dumps(choices))
+def _text(kind: Literal["json_schema", "regex", "lark", "choice"], text: str | list[str] | None) -> GrammarSpec | None:
+    if text is None:
+        return None
+    return GrammarSpec(kind, text if isinstance(text, str) else json.dumps(text))

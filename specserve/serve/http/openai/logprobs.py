@@ -77,6 +77,10 @@ class TokenTexts:
         text = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return self[token_ids[0]] if text and len(token_ids) == 1 else text
 
+    def name(self, token_id: int, *, as_token_id: bool) -> str:
+        """Return the name of a token in log-probabilities: its text, or `token_id:42`."""
+        return f"token_id:{token_id}" if as_token_id else self[token_id]
+
 
 class TextPieces:
     """Turns each token of one answer into the text that it adds. Of the tokens of one character, the last one
@@ -86,6 +90,7 @@ class TextPieces:
         self._texts = texts
         self._skip_special_tokens = skip_special_tokens
         self._open_ids: list[int] = []  # of a character that is not whole yet
+        self.num_chars = 0  # of the text so far
 
     def push(self, token_id: int) -> str:
         """Take the next token of the answer, and return the text that it adds."""
@@ -94,65 +99,42 @@ class TextPieces:
         if text.endswith(REPLACEMENT) and len(self._open_ids) < MAX_TOKENS_PER_CHAR:
             return ""
         self._open_ids.clear()
+        self.num_chars += len(text)
         return text
-
-
-class TextOffsets:
-    """Turns each token of one answer into the place where it begins in the text. The tokens of one character all begin
-    where it does."""
-
-    def __init__(self, texts: TokenTexts, *, skip_special_tokens: bool = True) -> None:
-        self._pieces = TextPieces(texts, skip_special_tokens=skip_special_tokens)
-        self._offset = 0
-
-    def push(self, token_id: int) -> int:
-        """Take the next token of the answer, and return the index of its first character in the text."""
-        offset = self._offset
-        self._offset += len(self._pieces.push(token_id))
-        return offset
 
 
 class CompletionLogprobs:
     """Spells log-probabilities as /v1/completions does, in parallel lists. As at OpenAI, `top_logprobs` has the token
     itself besides the most likely ones."""
 
-    def __init__(
-        self,
-        texts: TokenTexts,
-        *,
-        is_asked: bool = True,
-        as_token_ids: bool = False,
-        skip_special_tokens: bool = True,
-    ) -> None:
-        """Prepare the lists. `is_asked`: the body asks for log-probabilities of the answer, and with an echo of the
-        prompt."""
-        self.texts, self.is_asked = texts, is_asked
-        self._as_token_ids = as_token_ids
-        self._offsets: defaultdict[int, TextOffsets] = defaultdict(
-            lambda: TextOffsets(texts, skip_special_tokens=skip_special_tokens)
-        )
+    def __init__(self, texts: TokenTexts, *, as_token_ids: bool = False, skip_special_tokens: bool = True) -> None:
+        self._texts, self._as_token_ids = texts, as_token_ids
+        self._pieces = defaultdict[int, TextPieces](lambda: TextPieces(texts, skip_special_tokens=skip_special_tokens))
 
     def __call__(
         self, index: int, logprobs: Sequence[TokenLogprobs], prompt: Sequence[PromptToken] = (), /
     ) -> TokenLists:
         """Spell the log-probabilities of the tokens of an answer, after those of its prompt, whose first has none."""
         token_ids = [item.token_id for item in (*prompt, *logprobs)]
+        as_token_id = self._as_token_ids
         items = [*(token.logprobs for token in prompt), *logprobs]
+        offsets: list[int] = []  # the tokens of one character all begin where it does
+        for token_id in token_ids:
+            offsets.append(self._pieces[index].num_chars)
+            self._pieces[index].push(token_id)
         return {
-            "tokens": [self._name(token_id) for token_id in token_ids],
+            "tokens": [self._texts.name(token_id, as_token_id=as_token_id) for token_id in token_ids],
             "token_logprobs": [None if item is None else finite(item.logprob) for item in items],
             "top_logprobs": [None if item is None else self._top(item) for item in items],
-            "text_offset": [self._offsets[index].push(token_id) for token_id in token_ids],
+            "text_offset": offsets,
         }
 
     def _top(self, item: TokenLogprobs) -> dict[str, float]:
         found: dict[str, float] = {}
         for token_id, logprob in (*item.top, (item.token_id, item.logprob)):
-            found.setdefault(self._name(token_id), finite(logprob))  # of two tokens of one text, the likelier
+            name = self._texts.name(token_id, as_token_id=self._as_token_ids)
+            found.setdefault(name, finite(logprob))  # of two tokens of one text, the likelier
         return found
-
-    def _name(self, token_id: int) -> str:
-        return _name(self.texts, token_id, self._as_token_ids)
 
 
 def prompt_logprobs(texts: TokenTexts, prompt: Sequence[PromptToken]) -> PromptLogprobs:
@@ -172,32 +154,19 @@ def prompt_logprobs(texts: TokenTexts, prompt: Sequence[PromptToken]) -> PromptL
     return found
 
 
-class ChatLogprobs:
-    """Spells log-probabilities as /v1/chat/completions does, one object for each token. `bytes` is null for a token
-    that is only a part of a character."""
+def chat_logprobs(
+    texts: TokenTexts, logprobs: Sequence[TokenLogprobs], *, as_token_ids: bool = False
+) -> list[ChosenLogprob]:
+    """Spell log-probabilities as /v1/chat/completions does, one object for each token."""
 
-    def __init__(self, texts: TokenTexts, *, as_token_ids: bool = False) -> None:
-        self.texts = texts
-        self._as_token_ids = as_token_ids
+    def entry(token_id: int, logprob: float) -> TokenLogprob:
+        text = texts[token_id]
+        data = None if REPLACEMENT in text else list(text.encode())
+        return {"token": texts.name(token_id, as_token_id=as_token_ids), "logprob": finite(logprob), "bytes": data}
 
-    def __call__(self, _index: int, logprobs: Sequence[TokenLogprobs], /) -> ChatLogprobLists:
-        return {"content": [self._token(item) for item in logprobs], "refusal": None}
-
-    def _token(self, item: TokenLogprobs) -> ChosenLogprob:
-        top = [self._entry(*each) for each in item.top]
-        return {**self._entry(item.token_id, item.logprob), "top_logprobs": top}
-
-    def _entry(self, token_id: int, logprob: float) -> TokenLogprob:
-        text = self.texts[token_id]
-        return {
-            "token": _name(self.texts, token_id, self._as_token_ids),
-            "logprob": finite(logprob),
-            "bytes": None if REPLACEMENT in text else list(text.encode()),
-        }
-
-
-def _name(texts: TokenTexts, token_id: int, as_token_id: bool) -> str:
-    return f"token_id:{token_id}" if as_token_id else texts[token_id]
+    return [
+        {**entry(item.token_id, item.logprob), "top_logprobs": [entry(*each) for each in item.top]} for item in logprobs
+    ]
 
 
 def finite(logprob: float) -> float:

@@ -1,7 +1,6 @@
 """The way from a client's prompt to the token ids that the engine takes. Errors are RequestErrors."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from specserve.errors import RequestError
@@ -101,22 +100,13 @@ def check_token_ids(engine: EngineLike, token_ids: list[int], param: str) -> Non
 # --- fill-in-the-middle: text before and after a gap, in the tokens that a code model was trained with ---
 
 
-@dataclass(frozen=True)
-class _Marks:
-    """The special tokens around prompt and suffix. What follows the last of them is the middle."""
-
-    prompt: str
-    suffix: str
-    middle: str = ""  # empty: the suffix comes first, and the middle right after the prompt
-
-
-_MARKS = (
-    _Marks("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen Coder, CodeGemma
-    _Marks("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite, SmolLM
-    _Marks("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    _Marks("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
-    _Marks("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
-    _Marks("[PREFIX]", "[SUFFIX]"),  # Codestral
+_MARKS = (  # before the prompt, the suffix and the middle; without the last, the suffix comes first, then the prompt
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite, SmolLM
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    ("[PREFIX]", "[SUFFIX]"),  # Codestral
 )
 
 
@@ -126,13 +116,12 @@ def infill_ids(engine: EngineLike, prompt: str, suffix: str, *, add_special_toke
     check_text_length(engine, len(prompt) + len(suffix), "prompt")
     tokenizer = engine.tokenizer
     for marks in _MARKS:
-        ids = [tokenizer.token_id(mark) for mark in (marks.prompt, marks.suffix, marks.middle) if mark]
-        known = [token_id for token_id in ids if token_id is not None]
-        if len(known) == len(ids):
+        known = [token_id for mark in marks if (token_id := tokenizer.token_id(mark)) is not None]
+        if len(known) == len(marks):
             before = tokenizer.encode(prompt, add_special_tokens=False)
             after = tokenizer.encode(suffix, add_special_tokens=False)
             start = tokenizer.encode("", add_special_tokens=True) if add_special_tokens else []
-            if not marks.middle:
+            if len(known) == 2:
                 return [*start, known[1], *after, known[0], *before]
             return [*start, known[0], *before, known[1], *after, known[2]]
     raise RequestError(

@@ -1,10 +1,10 @@
-"""The material of every reply: answers, token counts, and the interface of the formats that spell them. Knows nothing
+"""The material of every reply: answers, token counts, and the base of the formats that spell them. Knows nothing
 of HTTP or of the engine."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NotRequired, Protocol
+from typing import Any, Literal, NotRequired
 
 from specserve.serve.http.formats.reader import Part
 from specserve.serve.http.transport.errors import Error
@@ -37,17 +37,6 @@ class Answer:
     stats: SpeculationStats | None = None  # when it has ended
     origins: Sequence[TokenOrigin] = ()  # of the tokens at hand, none unless they were asked for
     tree: DraftTree | None = None  # of the last step, None unless it was asked for
-
-
-@dataclass(frozen=True)
-class ReplyOptions:
-    """The options of a reply in OpenAI's shapes: what it holds besides the answers."""
-
-    request_id: str | None = None  # a part of the reply's id; None: drawn
-    include_usage: bool = False  # streams end with a chunk of token counts
-    continuous_usage: bool = False  # every chunk of a stream has token counts
-    token_ids: bool = False  # of prompts and answers
-    prompt_logprobs: bool = False
 
 
 # --- token counts, times and speculation ----------------------------------------------------------------------------
@@ -191,32 +180,31 @@ def _times(stats: SpeculationStats, num_tokens: int) -> ReplyMetrics:
 # --- formats --------------------------------------------------------------------------------------------------------
 
 
-class ReplyFormat(Protocol):
-    """The interface of a format, which spells the replies of one endpoint to one request."""
+class ReplyFormat:
+    """The base of the formats, each of which spells the replies of one endpoint to one request. Its streams end with
+    [DONE]."""
 
-    @property
-    def is_long(self) -> bool:
-        """Return whether pieces of a stream may have all log-probabilities of a prompt or of an answer, so that a
-        thread is to spell them, as it does the beginning and the end."""
-        ...
+    is_long = False
+    """Pieces of a stream may have all log-probabilities of a prompt or of an answer, so a thread spells them, as it
+    does the beginning and the end."""
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Any:
         """Return the whole body of a reply that is no stream."""
-        ...
+        raise NotImplementedError
 
-    def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
+    def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
         """Yield the events of a stream before the first piece of an answer; `start` is the answer without any text
         yet."""
-        ...
+        return ()
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         """Yield the events for the text of an answer since the last piece; `usage()` counts all tokens so far."""
-        ...
+        raise NotImplementedError
 
-    def end(self, usage: Usage) -> Iterable[bytes]:
+    def end(self, usage: Usage) -> Iterable[bytes]:  # noqa: ARG002
         """Yield the events after the last piece of all answers."""
-        ...
+        yield event("[DONE]")
 
     def failure(self, error: Error) -> Iterable[bytes]:
         """Yield the events that end a stream after an error, whose body is `error`."""
-        ...
+        return event(error), event("[DONE]")

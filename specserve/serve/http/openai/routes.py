@@ -7,8 +7,7 @@ from specserve.errors import RequestError
 from specserve.serve.http.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from specserve.serve.http.openai.prompts import check_model, check_text_length, check_token_ids, decode, render_chat
 from specserve.serve.http.openai.streaming import Work
-from specserve.serve.http.service import Service, off_loop, reply_off_loop
-from specserve.serve.http.transport.guard import read_body
+from specserve.serve.http.service import Service, reply_off_loop
 from specserve.serve.http.transport.json_codec import Json, ReplyObject
 
 
@@ -35,19 +34,13 @@ class TokenizerInfo(ReplyObject):
 
 
 def add_openai_routes(app: FastAPI, service: Service) -> None:
-    def completion_work(raw: bytes) -> Work:
+    @service.post(app, "/v1/completions")
+    def completions(raw: bytes) -> Work:
         return service.completion(service.read(CompletionBody, raw))
 
-    def chat_work(raw: bytes) -> Work:
+    @service.post(app, "/v1/chat/completions")
+    def chat_completions(raw: bytes) -> Work:
         return service.chat(service.read(ChatBody, raw))
-
-    @app.post("/v1/completions", response_model=None)
-    async def completions(http: Request) -> Response:
-        return await service.respond(http, await off_loop(completion_work, await read_body(http)))
-
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(http: Request) -> Response:
-        return await service.respond(http, await off_loop(chat_work, await read_body(http)))
 
 
 def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
@@ -56,11 +49,14 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
         return {"count": len(token_ids), "max_model_len": service.engine.max_model_len, "tokens": token_ids}
 
     def text(raw: bytes) -> Detokenized:
-        return {"prompt": _detokenize(service, raw)}
+        body, engine = service.read(DetokenizeBody, raw), service.engine
+        check_model(engine, body.model)
+        check_token_ids(engine, body.tokens, "tokens")
+        return {"prompt": decode(engine, body.tokens)}
 
     @app.post("/tokenize", response_model=None)
     async def tokenize(http: Request) -> Response:
-        return await reply_off_loop(tokens, await read_body(http))
+        return await reply_off_loop(tokens, http)
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Json:
@@ -68,7 +64,7 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize", response_model=None)
     async def detokenize(http: Request) -> Response:
-        return await reply_off_loop(text, await read_body(http))
+        return await reply_off_loop(text, http)
 
 
 def _tokenize(service: Service, raw: bytes) -> list[int]:
@@ -86,10 +82,3 @@ def _tokenize(service: Service, raw: bytes) -> list[int]:
         tools=[tool.for_template() for tool in body.tools],
         variables=body.chat_template_kwargs and body.chat_template_kwargs.model_dump(exclude_none=True),
     )
-
-
-def _detokenize(service: Service, raw: bytes) -> str:
-    body, engine = service.read(DetokenizeBody, raw), service.engine
-    check_model(engine, body.model)
-    check_token_ids(engine, body.tokens, "tokens")
-    return decode(engine, body.tokens)

@@ -56,21 +56,15 @@ def error_response(
 def install_error_handlers(app: FastAPI) -> None:
     """Make every error that leaves a route a reply in OpenAI's shape."""
 
-    @app.exception_handler(RequestError)
-    async def on_request_error(_: Request, error: RequestError) -> Response:
-        return error_response(400, str(error), param=error.param)
+    def add(kind: type[SpecServeError], status: int, code: str | None, headers: dict[str, str] | None = None) -> None:
+        @app.exception_handler(kind)
+        async def on_error(_: Request, error: SpecServeError) -> Response:
+            return error_response(status, str(error), param=getattr(error, "param", None), code=code, headers=headers)
 
-    @app.exception_handler(ModelNotFoundError)
-    async def on_model_not_found(_: Request, error: ModelNotFoundError) -> Response:
-        return error_response(404, str(error), param=error.param, code="model_not_found")
-
-    @app.exception_handler(CapacityError)
-    async def on_capacity_error(_: Request, error: CapacityError) -> Response:
-        return error_response(503, str(error), code="overloaded", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
-
-    @app.exception_handler(EngineFailureError)
-    async def on_engine_failure(_: Request, error: EngineFailureError) -> Response:
-        return error_response(500, str(error), code="engine_failure")
+    add(RequestError, 400, None)
+    add(ModelNotFoundError, 404, "model_not_found")
+    add(CapacityError, 503, "overloaded", {"Retry-After": str(RETRY_AFTER_SECONDS)})
+    add(EngineFailureError, 500, "engine_failure")
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
