@@ -13,6 +13,7 @@ from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 
 Level = Literal["error", "warning"]
 Dialect = Literal["sglang", "vllm", "speculators", "sglang-jax"]  # engines whose layouts heads are written in
+Renamer = Callable[[frozenset[str]], Callable[[str], str]]  # from a folder's names: from ours to the folder's
 FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -158,6 +159,11 @@ def put(key: str, value: Any, *, in_layer: bool = False, everywhere: bool = Fals
             repaired.layer[key] = value
 
     return fix
+
+
+def put_tensor(name: str, value: np.ndarray) -> Callable[[Copy], None]:
+    """A fix that writes a tensor."""
+    return lambda repaired: repaired.tensors.update({name: value})
 
 
 def describe(table: np.ndarray | None) -> str:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.interop.findings import Copy
+from specserve.interop.findings import Copy, Renamer
 
-Rename = Callable[[frozenset[str]], Callable[[str], str]]  # from a folder's names: from ours to the folder's
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "mask_token_id")
 
 
-def change(rename: Rename, how: Callable[[np.ndarray], np.ndarray], *names: str) -> Callable[[Copy], None]:
+def change(rename: Renamer, how: Callable[[np.ndarray], np.ndarray], *names: str) -> Callable[[Copy], None]:
     """Change tensors, given by our own names."""
 
     def fix(repaired: Copy) -> None:
@@ -22,7 +21,7 @@ def change(rename: Rename, how: Callable[[np.ndarray], np.ndarray], *names: str)
     return fix
 
 
-def exchange(rename: Rename, one: str, other: str) -> Callable[[Copy], None]:
+def exchange(rename: Renamer, one: str, other: str) -> Callable[[Copy], None]:
     """Put two tensors in each other's place."""
 
     def fix(repaired: Copy) -> None:

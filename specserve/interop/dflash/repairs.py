@@ -95,7 +95,7 @@ def _blocks(config: DFlashConfig, raw: Mapping[str, Any]) -> Iterator[Repair]:
     named = "a slot sees those before it alone" if is_causal else "a slot sees its whole block"
     keys = ["is_causal", *(["causal"] if "causal" in inner(raw, dialects.OWN) or "causal" in raw else [])]
     yield Repair(named, _put(**dict.fromkeys(keys, is_causal)))
-    windows = [config.backbone.kind(i).window for i in range(config.backbone.num_layers)]
+    windows = dialects.list_windows(config)
     if any(windows):
         yield Repair("its layers see all that is committed", _set_window(0, len(windows)))
         for window in (max(windows) - 1, max(windows) + 1):

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, listed
 from specserve.drafters.eagle3.model import draft_spec
-from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.catalogue import CHECKS
 from specserve.interop.eagle3.head_files import EagleFiles
 from specserve.interop.examined import check_specs
 from specserve.interop.findings import FLOATS, Copy, Finding, put
-from specserve.interop.published import D2T, is_eps
+from specserve.interop.published import ACTIVATION, D2T, architectures, is_eps
 from specserve.models.params import ParamSpec, specs
 
 _FLAG_TENSORS = {"fc_norm": r"fc_norm\.\d+\.weight", "norm_before_fc": r"input_norm\.weight"}
@@ -54,7 +53,7 @@ def check_identity(files: EagleFiles) -> Iterator[Finding]:
     """Check the keys by which engines choose the code that reads the head."""
     flat, own = files.flat, files.family.architectures[files.dialect]
     stated = flat.get("architectures")
-    if not isinstance(stated, list) or not files.family.known.intersection(map(str, stated)):
+    if not files.family.known & architectures(flat):
         check = CHECKS["architecture warning"] if stated else CHECKS["architecture"]
         yield check.found(f"{CONFIG}: architectures", own, repr(stated), put("architectures", [own]))
     if not flat.get("model_type"):
@@ -116,8 +115,8 @@ def check_layer(files: EagleFiles) -> Iterator[Finding]:
     """Check that the layer's activation is the one that engines compute, and that its norms have the target's
     epsilon."""
     act, eps = files.flat.get("hidden_act"), files.flat.get("rms_norm_eps", 1e-6)
-    if act not in (None, dialects.ACTIVATION):
-        yield CHECKS["hidden-act"].found(f"{CONFIG}: hidden_act", dialects.ACTIVATION, repr(act))
+    if act not in (None, ACTIVATION):
+        yield CHECKS["hidden-act"].found(f"{CONFIG}: hidden_act", ACTIVATION, repr(act))
     where = f"{CONFIG}: rms_norm_eps"
     if not is_eps(eps):
         yield CHECKS["eps"].found(where, "a number above 0 and far below 1, such as 1e-06", repr(eps))

@@ -1,6 +1,6 @@
 """EAGLE-3 heads as folders: config.json and tensors, in any dialect."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from specserve.interop.eagle3 import checks_files, checks_meaning, dialects
 from specserve.interop.eagle3.head_files import EAGLE3, EagleFiles
 from specserve.interop.eagle3.repairs import list_repairs
 from specserve.interop.examined import check_values
-from specserve.interop.findings import Dialect, Repair
+from specserve.interop.findings import Dialect
 from specserve.interop.format import HeadFormat
-from specserve.interop.notes import read_notes
-from specserve.interop.published import EMBEDDING, target_embedding, vocab_to_tensors
+from specserve.interop.notes import other_target
+from specserve.interop.published import EMBEDDING, architectures, target_embedding, vocab_to_tensors
 from specserve.models.config import ModelConfig
 
 OF_NETWORK = (
@@ -44,25 +44,17 @@ class Eagle3Format(HeadFormat):
 
     examined = EagleFiles
     checks = (*OF_NETWORK, checks_meaning.check_switches)
+    readings = (list_repairs,)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
-        stated = raw.get("architectures")
-        is_known = isinstance(stated, list) and not EAGLE3.known.isdisjoint(map(str, stated))
-        return is_known and not dialects.mask_ids(raw)
-
-    def renamer(self, names: frozenset[str]) -> Callable[[str], str]:
-        return dialects.renamer(names)
+        return bool(EAGLE3.known & architectures(raw)) and not dialects.mask_ids(raw)
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         where, names = folder / CONFIG, TensorFolder(folder).names()
         config = dialects.draft_config_from_hf(read_json(where), target, names, dtype=dtype, where=str(where))
         if (config.vocab_size, config.target_d_model) != (target.vocab_size, target.d_model):
-            trained_for = read_notes(folder).get("target", "the one that it was trained for")
-            raise CheckpointError(
-                f"{folder}: a head for a target with vocabulary {config.vocab_size} and width {config.target_d_model}; "
-                f"{target_name} has {target.vocab_size} and {target.d_model}. Give its own target "
-                f"(--target), {trained_for}"
-            )
+            theirs = f"vocabulary {config.vocab_size} and width {config.target_d_model}"
+            raise other_target(folder, theirs, target_name, f"{target.vocab_size} and {target.d_model}")
         if config.d_model != config.target_d_model and not config.has_embedding:
             raise CheckpointError(
                 f"{folder}: a head of width {config.d_model} without {EMBEDDING}, beside a target of width "
@@ -86,18 +78,7 @@ class Eagle3Format(HeadFormat):
                     "give a target folder with its weights (--target)"
                 )
             tensors[EMBEDDING] = embedding
-        raw_target = read_json(target.folder / CONFIG)
-        bos, architectures = raw_target.get("bos_token_id"), raw_target.get("architectures")
-        raw = dialects.draft_config_to_hf(
-            config,
-            target.config,
-            dtype=dtype,
-            bos_id=bos if isinstance(bos, int) else None,
-            eos_id=target.eos_ids[0] if target.eos_ids else None,
-            dialect=dialect,
-            target_name=target_name,
-            target_architectures=architectures if isinstance(architectures, list) else (),
-        )
+        raw = dialects.draft_config_to_hf(config, target, dtype=dtype, dialect=dialect, target_name=target_name)
         return dialects.name_tensors(tensors, dialect), raw
 
     def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
@@ -115,6 +96,3 @@ class Eagle3Format(HeadFormat):
         drafter = Eagle3(replace(head.drafter.config, has_embedding=False))
         change = f"{EMBEDDING} is the target's own embedding, so it is shared instead of stored"
         return Head(drafter, replace(head.params, embedding=None), head.target_ids), [change]
-
-    def list_repairs(self, files: EagleFiles) -> Iterable[Repair]:
-        return list_repairs(files)

@@ -38,18 +38,15 @@ class EagleFiles(ExaminedFiles):
     """The files of a head on this network."""
 
     family: ClassVar[Family] = EAGLE3
+    renamer = staticmethod(dialects.renamer)
 
     def __init__(self, folder: Path, target: Target | None) -> None:
         super().__init__(folder, target)
         self.flat = dialects.flat_config(self.raw)
-        self._rename = dialects.renamer(self.names)
 
     @property
     def dialect(self) -> Dialect:
         return dialects.dialect_of(self.raw, self.names)
-
-    def rename(self, name: str) -> str:
-        return self._rename(name)
 
     @cached_property
     def head_rows(self) -> int | None:

@@ -16,6 +16,7 @@ from specserve.errors import ConfigError
 from specserve.interop.eagle3.dialects import FLAGS, MASK_KEYS, TAP_IDS, mask_ids, unsupported
 from specserve.interop.eagle3.head_files import EAGLE3, Family
 from specserve.interop.findings import Dialect
+from specserve.interop.published import architectures
 
 ARCHITECTURE, MODEL_TYPE = "PEagleDraftModel", "peagle"
 OWN = frozenset((ARCHITECTURE, "PEagleSpeculator", "LlamaForCausalLMPeagle"))
@@ -46,8 +47,7 @@ _HEAD_KEYS = {
 
 def is_named(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json is of a P-EAGLE head. Engines also know them as EAGLE-3 heads that have a mask."""
-    stated = raw.get("architectures")
-    names = set(map(str, stated)) if isinstance(stated, list) else set()
+    names = architectures(raw)
     is_masked = bool(names & EAGLE3.known) and bool(mask_ids(raw))
     return raw.get("speculators_model_type") == MODEL_TYPE or bool(names & OWN) or is_masked
 

@@ -1,6 +1,6 @@
 """P-EAGLE heads as folders: config.json and tensors, in any dialect."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.model import mask_spec
 from specserve.interop.eagle3.files import OF_NETWORK, Eagle3Format
-from specserve.interop.eagle3.head_files import EagleFiles
-from specserve.interop.findings import Dialect, Repair
+from specserve.interop.eagle3.repairs import list_repairs
+from specserve.interop.findings import Dialect
 from specserve.interop.peagle import dialects
 from specserve.interop.peagle.checks import PEagleFiles, check_keys, check_mask
-from specserve.interop.peagle.repairs import list_repairs
+from specserve.interop.peagle.repairs import list_masks
 from specserve.models.config import ModelConfig
 
 
@@ -27,6 +27,7 @@ class PEagleFormat(Eagle3Format):
 
     examined = PEagleFiles
     checks = (*OF_NETWORK, check_keys, check_mask)
+    readings = (list_repairs, list_masks)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
         return dialects.is_named(raw)
@@ -54,9 +55,6 @@ class PEagleFormat(Eagle3Format):
         network, changes = super().without_copies(_network(head), target, dtype)
         drafter = PEagle(replace(head.drafter.config, network=network.drafter.config))
         return Head(drafter, replace(head.params, network=network.params), head.target_ids), changes
-
-    def list_repairs(self, files: EagleFiles) -> Iterable[Repair]:
-        return list_repairs(files)
 
 
 def _network(head: Head) -> Head:

@@ -1,19 +1,15 @@
-"""Repairs of the files of a P-EAGLE head: those of its EAGLE-3 network, and another token in its masked slots. Whether
-one helps is measured by running the head (`eval.trial`)."""
+"""Repairs of the files of a P-EAGLE head beside those of its EAGLE-3 network: another token in its masked slots."""
 
 from collections.abc import Callable, Iterator
 
-from specserve.interop.eagle3 import repairs
 from specserve.interop.eagle3.dialects import MASK_KEYS, mask_ids
 from specserve.interop.eagle3.head_files import EagleFiles
 from specserve.interop.findings import Copy, Repair
 from specserve.interop.repairs import masks
 
 
-def list_repairs(files: EagleFiles) -> Iterator[Repair]:
-    """List all repairs that are worth a try: those of the network, and for the masked slots every other token that may
-    be the mask."""
-    yield from repairs.list_repairs(files)
+def list_masks(files: EagleFiles) -> Iterator[Repair]:
+    """List every other token that may be the mask."""
     stated = next((i for i in mask_ids(files.raw).values() if type(i) is int), -1)
     for token in masks(files.target, stated) if files.target else ():
         yield Repair(f"masked slots hold token {token}", _put(token))
