@@ -33,15 +33,10 @@ from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.rope import rope_from_hf
 
 Layout = Literal["z-lab", "speculators"]
-ARCHITECTURES: Mapping[str, tuple[str, ...]] = {  # the first is the one that is written
+ARCHITECTURES: Mapping[str, tuple[str, ...]] = {  # the first is written; for speculators the second, if there is one
     "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
     "dspark": ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel"),
     "dflash2": ("DFlash2DraftModel",),
-}
-_SPECULATORS: Mapping[str, str] = {
-    "dflash": "DFlashSpeculator",
-    "dspark": "DSparkSpeculator",
-    "dflash2": "DFlash2DraftModel",
 }
 _SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 OWN, LAYER = "dflash_config", "transformer_layer_config"
@@ -112,12 +107,8 @@ class Stated:
 def read_stated(raw: Mapping[str, Any], where: str) -> Stated:
     """Take the nesting out. Raises ConfigError where a part is no object."""
     layer = inner(raw, LAYER)
-    layout: Layout = "speculators" if is_speculators(raw) else "z-lab"
+    layout: Layout = "speculators" if LAYER in raw or "speculators_model_type" in raw else "z-lab"
     return Stated(layout, {**layer, **raw}, inner(raw, OWN), where, kind_named(raw) or "dflash")
-
-
-def is_speculators(raw: Mapping[str, Any]) -> bool:
-    return LAYER in raw or "speculators_model_type" in raw
 
 
 def kind_named(raw: Mapping[str, Any]) -> str | None:
@@ -358,7 +349,7 @@ def config_to_hf(
         layer["dtype"] = layer.pop("torch_dtype")
         raw_target = read_json(target.folder / CONFIG)
         return {
-            "architectures": [_SPECULATORS[config.name]],
+            "architectures": [ARCHITECTURES[config.name][:2][-1]],
             "speculators_model_type": config.name,
             "draft_vocab_size": config.draft_vocab_size,
             "block_size": config.block_size,

@@ -12,38 +12,22 @@ from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.errors import CheckpointError
-from specserve.interop.eagle3 import checks_files, checks_meaning, dialects
+from specserve.interop.eagle3 import dialects
+from specserve.interop.eagle3.checks import OF_NETWORK, check_switches
 from specserve.interop.eagle3.head_files import EAGLE3, EagleFiles
 from specserve.interop.eagle3.repairs import list_repairs
-from specserve.interop.examined import check_values
 from specserve.interop.findings import Dialect
 from specserve.interop.format import HeadFormat
 from specserve.interop.notes import other_target
 from specserve.interop.published import EMBEDDING, architectures, target_embedding, vocab_to_tensors
 from specserve.models.config import ModelConfig
 
-OF_NETWORK = (
-    checks_files.check_names,  # first: what follows writes the right names
-    checks_files.check_keys,
-    checks_files.check_identity,
-    checks_meaning.check_speculators,
-    checks_meaning.check_fit,
-    checks_files.check_tensors,
-    checks_files.check_dtypes,
-    check_values,
-    checks_files.check_layer,
-    checks_meaning.check_vocabulary,
-    checks_meaning.check_taps,
-    checks_meaning.check_rope,
-    checks_meaning.check_positions,
-)
-
 
 class Eagle3Format(HeadFormat):
     """The layouts of EAGLE-3 heads (`dialects`)."""
 
     examined = EagleFiles
-    checks = (*OF_NETWORK, checks_meaning.check_switches)
+    checks = (*OF_NETWORK, check_switches)
     readings = (list_repairs,)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
