@@ -17,6 +17,15 @@ from specserve.models.rope import Rope, rope_to_hf
 D2T, T2D = "d2t", "t2d"
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 ACTIVATION = "silu"  # of the MLP; every engine that runs draft heads computes this one
+TRANSFORMERS_KEYS = frozenset(  # that a config class of transformers writes of its own accord
+    (
+        *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "initializer_range", "problem_type"),
+        *("attention_dropout", "pretraining_tp", "_attn_implementation", "attn_implementation", "return_dict"),
+        *("output_hidden_states", "output_attentions", "is_encoder_decoder", "is_decoder", "chunk_size_feed_forward"),
+        *("id2label", "label2id"),
+    )
+)
 _SIZES = {  # keys of a layer's settings, and our names
     "hidden_size": "d_model",
     "intermediate_size": "d_ff",

@@ -16,12 +16,12 @@ from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.start import NAMES, default_taps
 from specserve.errors import ConfigError
-from specserve.interop.findings import Dialect
 from specserve.interop.published import (
     ACTIVATION,
     D2T,
     EMBEDDING,
     OUTPUT,
+    TRANSFORMERS_KEYS,
     architectures,
     inner,
     is_eps,
@@ -56,13 +56,9 @@ _MEANING = {
 }
 # keys that change nothing here: names, dtypes, token ids, training, and all that transformers writes of itself
 HARMLESS = {
-    *("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class"),
-    *("use_cache", "attention_dropout", "initializer_range", "tie_word_embeddings", "embed_requires_grad"),
-    *("speculators_model_type", "speculators_version", "speculators_config", "attn_implementation"),
-    *("_attn_implementation", "_attn_implementation_autoset", "output_attentions", "output_hidden_states"),
-    *("return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "id2label", "label2id"),
-    *("problem_type", "pretraining_tp", "num_anchors", "loss_decay_gamma", "base_model_ep_plan"),
+    *(*TRANSFORMERS_KEYS, "auto_map", "sep_token_id", "decoder_start_token_id", "tokenizer_class"),
+    *("embed_requires_grad", "speculators_model_type", "speculators_version", "speculators_config"),
+    *("_attn_implementation_autoset", "num_anchors", "loss_decay_gamma", "base_model_ep_plan"),
     *("has_no_defaults_at_init", "initial_context_length", "max_anchors", "auf", "ce_loss_alpha", "l1_loss_alpha"),
     *("confidence_head_alpha", "lambda_base_start", "lambda_base_decay_ratio"),
     *("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"),  # of a projector that is none of ours, see UNCOMPUTED
@@ -417,24 +413,6 @@ def unsaid_in(layout: Layout, config: DFlashConfig) -> list[str]:
         "an output head of its own for every token": config.has_own_head and not is_partial(config),
     }
     return [what for what, is_there in unsaid.items() if is_there]
-
-
-def unknown_to(dialect: Dialect, config: DFlashConfig) -> list[str]:
-    """List what of a head the engine that a dialect is for does not compute, as its public code reads today."""
-    if dialect == "vllm":
-        found = {"scales of its embedding or its logits": (config.embedding_scale, config.output_scale) != (1, 1)}
-    elif dialect == "speculators":  # vLLM reads these too, and makes all layers causal where windows are
-        is_mixed = len({*config.is_causal}) > 1 and len({*list_windows(config)}) > 1
-        found = {"layers that see all beside causal ones": is_mixed}
-    elif dialect == "sglang-jax" and config.name == "dflash2":
-        found = {"convolutions and the choice among candidates": True}
-    else:
-        found = {
-            "an embedding of its own": config.has_embedding,
-            "an output head of its own": config.has_head,
-            "attention sinks": config.backbone.has_sinks,
-        }
-    return [what for what, is_there in found.items() if is_there]
 
 
 def list_windows(config: DFlashConfig) -> list[int]:

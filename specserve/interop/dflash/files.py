@@ -71,7 +71,22 @@ class DFlashFormat(HeadFormat):
         return tensors, dialects.config_to_hf(config, target, dtype=dtype, layout=layout, target_name=target_name)
 
     def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
-        return dialects.unknown_to(dialect, drafter.config)
+        """List what of a head the engine that a dialect is for does not compute, as its public code reads today."""
+        config = drafter.config
+        if dialect == "vllm":
+            found = {"scales of its embedding or its logits": (config.embedding_scale, config.output_scale) != (1, 1)}
+        elif dialect == "speculators":  # vLLM reads these too, and makes all layers causal where windows are
+            is_mixed = len({*config.is_causal}) > 1 and len({*dialects.list_windows(config)}) > 1
+            found = {"layers that see all beside causal ones": is_mixed}
+        elif dialect == "sglang-jax" and config.name == "dflash2":
+            found = {"convolutions and the choice among candidates": True}
+        else:
+            found = {
+                "an embedding of its own": config.has_embedding,
+                "an output head of its own": config.has_head,
+                "attention sinks": config.backbone.has_sinks,
+            }
+        return [what for what, is_there in found.items() if is_there]
 
     def has_own_embedding(self, folder: Path) -> bool:
         """Return whether the head brings a token embedding or output rows along."""

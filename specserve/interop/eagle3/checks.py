@@ -10,7 +10,6 @@ import numpy as np
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, listed
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
-from specserve.drafters.eagle3.model import draft_spec
 from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.catalogue import CHECKS
 from specserve.interop.eagle3.head_files import EagleFiles, read_rope
@@ -27,7 +26,7 @@ from specserve.interop.published import (
     rope_keys,
     vocab_to_tensors,
 )
-from specserve.models.params import ParamSpec, specs
+from specserve.models.params import ParamSpec
 from specserve.models.rope import Rope, plain_rope
 from specserve.tokenizer import Tokenizer
 
@@ -69,9 +68,9 @@ def check_keys(files: EagleFiles) -> Iterator[Finding]:
 
 def check_identity(files: EagleFiles) -> Iterator[Finding]:
     """Check the keys by which engines choose the code that reads the head."""
-    flat, own = files.flat, files.family.architectures[files.dialect]
+    flat, own = files.flat, files.architectures[files.dialect]
     stated = flat.get("architectures")
-    if not files.family.known & architectures(flat):
+    if not files.known & architectures(flat):
         check = CHECKS["architecture warning"] if stated else CHECKS["architecture"]
         yield check.found(f"{CONFIG}: architectures", own, repr(stated), put("architectures", [own]))
     if not flat.get("model_type"):
@@ -103,8 +102,7 @@ def check_tensors(files: EagleFiles) -> Iterator[Finding]:
         return f"nothing, though {asking[0]} is true" if asking else "nothing"
 
     checks = CHECKS["missing-tensor"], CHECKS["shape"], CHECKS["unknown-tensor"]
-    required = (*specs(draft_spec(config)), *files.family.more(config))
-    yield from check_specs(files, required, checks, _BUFFERS.fullmatch, instead)
+    yield from check_specs(files, files.specs(config), checks, _BUFFERS.fullmatch, instead)
 
 
 def check_dtypes(files: EagleFiles) -> Iterator[Finding]:

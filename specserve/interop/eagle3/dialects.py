@@ -36,6 +36,7 @@ ARCHITECTURES: dict[Dialect, str] = {
     "speculators": "Eagle3DraftModel",
     "sglang-jax": "LlamaForCausalLMEagle3",
 }
+KNOWN = frozenset((*ARCHITECTURES.values(), "Eagle3LlamaForCausalLM", "Eagle3Speculator"))  # the last: old speculators'
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
 REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "draft_vocab_size")
@@ -200,23 +201,6 @@ def draft_config_to_hf(
     if dialect == "vllm":
         return out | {TAP_IDS: input_ids, "num_aux_hidden_states": len(input_ids)}
     return out | {"eagle_config": {"use_aux_hidden_state": True, TAP_IDS: output_ids}}
-
-
-def unknown_to(dialect: Dialect, config: Eagle3Config) -> list[str]:
-    """List what of a head the engine that a flavour is for does not compute, as its public code reads today."""
-    if dialect == "speculators":  # vLLM reads this layout too, and computes both
-        used = ["a width that is not the target's"] if config.d_model != config.target_d_model else []
-        return [*used, "fc_norm with norm_before_fc"] if config.fc_norm and config.norm_before_fc else used
-    if dialect != "sglang-jax":
-        return []
-    used = [flag for flag in FLAGS if getattr(config, flag)]
-    if config.num_layers > 1:
-        used.append(f"{config.num_layers} layers")
-    if config.has_embedding:
-        used.append("an embedding of its own")
-    if len(config.aux_layers) != 3:
-        used.append(f"{len(config.aux_layers)} taps")
-    return used
 
 
 def name_tensors(tensors: Mapping[str, np.ndarray], dialect: Dialect) -> dict[str, np.ndarray]:

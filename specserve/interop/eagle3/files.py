@@ -14,7 +14,7 @@ from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.errors import CheckpointError
 from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.checks import OF_NETWORK, check_switches
-from specserve.interop.eagle3.head_files import EAGLE3, EagleFiles
+from specserve.interop.eagle3.head_files import EagleFiles
 from specserve.interop.eagle3.repairs import list_repairs
 from specserve.interop.findings import Dialect
 from specserve.interop.format import HeadFormat
@@ -31,7 +31,7 @@ class Eagle3Format(HeadFormat):
     readings = (list_repairs,)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
-        return bool(EAGLE3.known & architectures(raw)) and not dialects.mask_ids(raw)
+        return bool(dialects.KNOWN & architectures(raw)) and not dialects.mask_ids(raw)
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         where, names = folder / CONFIG, TensorFolder(folder).names()
@@ -66,7 +66,22 @@ class Eagle3Format(HeadFormat):
         return dialects.name_tensors(tensors, dialect), raw
 
     def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
-        return dialects.unknown_to(dialect, drafter.config)
+        """List what of a head the engine of a dialect does not compute, as its public code reads today."""
+        config, used = drafter.config, []
+        if dialect == "speculators":  # vLLM reads this layout too, and computes both
+            if config.d_model != config.target_d_model:
+                used.append("a width that is not the target's")
+            if config.fc_norm and config.norm_before_fc:
+                used.append("fc_norm with norm_before_fc")
+        if dialect == "sglang-jax":
+            used = [flag for flag in dialects.FLAGS if getattr(config, flag)]
+            if config.num_layers > 1:
+                used.append(f"{config.num_layers} layers")
+            if config.has_embedding:
+                used.append("an embedding of its own")
+            if len(config.aux_layers) != 3:
+                used.append(f"{len(config.aux_layers)} taps")
+        return used
 
     def has_own_embedding(self, folder: Path) -> bool:
         names = TensorFolder(folder).names()
