@@ -30,10 +30,16 @@ weight-range error: {name} has a size that 16 bits do not hold
 class ExaminedFiles:
     """The files of a head under examination, and what can be read from them. A kind adds how it reads them."""
 
+    @staticmethod
+    def renamer(_names: frozenset[str], /) -> Callable[[str], str]:
+        """Return a function from our names of tensors to those of a folder."""
+        return str
+
     def __init__(self, folder: Path, target: Target | None) -> None:
         self.folder, self.target = folder, target
         self.tensors = self.open(folder)
         self.names = self.tensors.names()
+        self.rename = self.renamer(self.names)  # from our name of a tensor
         self.raw: Mapping[str, Any] = read_json(folder / CONFIG)
 
     def open(self, folder: Path) -> TensorFolder:
@@ -44,10 +50,6 @@ class ExaminedFiles:
     def dialect(self) -> str:
         """The layout that the files are in."""
         return "specserve"
-
-    def rename(self, name: str) -> str:
-        """Return the folder's name of a tensor, from ours."""
-        return name
 
     @property
     def weights(self) -> frozenset[str]:

@@ -13,6 +13,7 @@ from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 
 Level = Literal["error", "warning"]
 Dialect = Literal["sglang", "vllm", "speculators", "sglang-jax"]  # engines whose layouts heads are written in
+Renamer = Callable[[frozenset[str]], Callable[[str], str]]  # from a folder's names: from ours to the folder's
 FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -29,6 +30,9 @@ class Copy:
         return self.raw.get("transformer_layer_config") or self.raw
 
 
+Fix = Callable[[Copy], None]
+
+
 @dataclass(frozen=True)
 class Finding:
     """A fault, or a likely one, of the files that were examined: a row of the table with what was seen."""
@@ -41,7 +45,7 @@ class Finding:
     where: str
     expected: str
     got: str
-    fix: Callable[[Copy], None] | None = field(default=None, repr=False, compare=False)  # None: it would be a guess
+    fix: Fix | None = field(default=None, repr=False, compare=False)  # None: it would be a guess
 
     def to_json(self) -> dict[str, Any]:
         names = ("code", "level", "what", "where", "expected", "got", "consequence", "mend")
@@ -61,9 +65,7 @@ class Check:
     by_fix: str = ""  # the change that `--fix` makes; empty: nothing, because it would have to guess
     by_hand: str = ""  # the advice where `--fix` would have to guess
 
-    def found(
-        self, where: str, expected: str, got: str, fix: Callable[[Copy], None] | None = None, **names: object
-    ) -> Finding:
+    def found(self, where: str, expected: str, got: str, fix: Fix | None = None, **names: object) -> Finding:
         """Return the fault as it was found at `where`; `fix` repairs a copy of the files, None where that would be a
         guess."""
         mend = self.by_fix if fix else self.by_hand
@@ -100,7 +102,7 @@ class Repair:
     """A change of a head's files that undoes a slip which the files alone do not show."""
 
     what: str  # the meaning of the files after it, as half a sentence
-    fix: Callable[[Copy], None]
+    fix: Fix
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def stored_dtype(tensors: TensorFolder) -> str:
     return found.pop() if len(found) == 1 else "float32"
 
 
-def put(key: str, value: Any, *, in_layer: bool = False, everywhere: bool = False) -> Callable[[Copy], None]:
+def put(key: str, value: Any, *, in_layer: bool = False, everywhere: bool = False) -> Fix:
     """A fix that writes a key of config.json: at the top, where the layer's settings stand, or in both places."""
 
     def fix(repaired: Copy) -> None:
@@ -158,6 +160,11 @@ def put(key: str, value: Any, *, in_layer: bool = False, everywhere: bool = Fals
             repaired.layer[key] = value
 
     return fix
+
+
+def put_tensor(name: str, value: np.ndarray) -> Fix:
+    """A fix that writes a tensor."""
+    return lambda repaired: repaired.tensors.update({name: value})
 
 
 def describe(table: np.ndarray | None) -> str:

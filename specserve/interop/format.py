@@ -16,10 +16,9 @@ from specserve.checkpoints.load import AS_VOCABULARY, Target, load_params, to_nu
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import load_kind
-from specserve.errors import CheckpointError
 from specserve.interop.examined import ExaminedFiles, check_values
 from specserve.interop.findings import Dialect, DoctorReport, Finding, Repair
-from specserve.interop.notes import read_notes
+from specserve.interop.notes import other_target
 from specserve.interop.published import D2T, T2D, vocab_from_tensors, vocab_to_tensors
 from specserve.models.config import ModelConfig
 
@@ -33,6 +32,7 @@ class HeadFormat:
     skipped: ClassVar[Mapping[str, str]] = {}  # patterns of tensors that are not read, each with the reason
     examined: ClassVar[type[ExaminedFiles]] = ExaminedFiles  # its files as the draft doctor reads them
     checks: ClassVar[Sequence[Callable[[Any], Iterable[Finding]]]] = (check_values,)
+    readings: ClassVar[Sequence[Callable[[Any], Iterable[Repair]]]] = ()  # list the repairs of its files
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -41,10 +41,6 @@ class HeadFormat:
         """Return whether a config.json is of a head of this kind."""
         return raw.get(KIND) == self.kind
 
-    def renamer(self, names: frozenset[str]) -> Callable[[str], str]:
-        """Return a function from our names of tensors to those of a folder."""
-        return str
-
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         """Read the shape of a head from its files, without its weights. Raises ConfigError or CheckpointError, also
         where it belongs to another target."""
@@ -52,18 +48,14 @@ class HeadFormat:
         config = TypeAdapter(typing.get_type_hints(make)["config"]).validate_python(read_json(folder / CONFIG)[SHAPE])
         drafter: TrainedDrafter = make(config)
         if drafter.vocab_size != target.vocab_size:
-            trained_for = read_notes(folder).get("target", "the one that it was trained for")
-            raise CheckpointError(
-                f"{folder}: a head for a target with vocabulary {drafter.vocab_size}; {target_name} has "
-                f"{target.vocab_size}. Give its own target (--target), {trained_for}"
-            )
+            raise other_target(folder, f"vocabulary {drafter.vocab_size}", target_name, str(target.vocab_size))
         return drafter.with_dtype(dtype)
 
     def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> Head:
         """Load a head in any dialect. Raises as `read` does."""
         drafter = self.read(folder, target.config, str(target.folder), dtype=dtype)
         tensors = TensorFolder(folder)
-        names, rename = tensors.names(), self.renamer(tensors.names())
+        names, rename = tensors.names(), self.examined.renamer(tensors.names())
         tables = {name: rename(name) for name in (D2T, T2D)}
         maps = {name: tensors.read(stored) for name, stored in tables.items() if stored in names}
         target_ids = vocab_from_tensors(
@@ -97,11 +89,8 @@ class HeadFormat:
 
     def repairs(self, folder: Path, target: Target) -> list[Repair]:
         """List other readings of a head's files, which are tried by running the head."""
-        return list(self.list_repairs(self.examined(folder, target)))
-
-    def list_repairs(self, files: Any) -> Iterable[Repair]:
-        """List the repairs of examined files."""
-        return ()
+        files = self.examined(folder, target)
+        return [repair for listed in self.readings for repair in listed(files)]
 
     def examine(self, folder: Path, target: Target | None) -> DoctorReport:
         """Make all checks of a head's files. Without a target, those that need one are left out. Raises CheckpointError

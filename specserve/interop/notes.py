@@ -17,6 +17,15 @@ def read_notes(folder: Path) -> dict[str, Any]:
     return dict(read_json(path)) if path.is_file() else {}
 
 
+def other_target(folder: Path, trained_for: str, target_name: str, given: str) -> CheckpointError:
+    """Return the error of a head beside a target that it was not trained for; both are given by their sizes."""
+    name = read_notes(folder).get("target", "the one that it was trained for")
+    return CheckpointError(
+        f"{folder}: a head for a target with {trained_for}; {target_name} has {given}. Give its own target (--target), "
+        f"{name}"
+    )
+
+
 def draft_quantization(notes: Mapping[str, Any], folder: Path) -> DraftQuantization:
     """Return how a head's matrices are rounded where it runs, as its notes state. Raises CheckpointError where that is
     unknown."""

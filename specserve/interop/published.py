@@ -1,19 +1,39 @@
-"""The common parts of the published layouts of draft heads: the tables of the draft vocabulary, rotary settings in
-both spellings, and copies of the target's tensors. It is the only file that knows how `d2t` and `t2d` are meant."""
+"""The common parts of the published layouts of draft heads: the keys of their layers, the tables of the draft
+vocabulary, rotary settings in both spellings, and copies of the target's tensors. It is the only file that knows how
+`d2t` and `t2d` are meant."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import TensorFolder
+from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.errors import CheckpointError, ConfigError
+from specserve.models.config import ModelConfig
 from specserve.models.rope import Rope, rope_to_hf
 
 D2T, T2D = "d2t", "t2d"
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+ACTIVATION = "silu"  # of the MLP; every engine that runs draft heads computes this one
+TRANSFORMERS_KEYS = frozenset(  # that a config class of transformers writes of its own accord
+    (
+        *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "initializer_range", "problem_type"),
+        *("attention_dropout", "pretraining_tp", "_attn_implementation", "attn_implementation", "return_dict"),
+        *("output_hidden_states", "output_attentions", "is_encoder_decoder", "is_decoder", "chunk_size_feed_forward"),
+        *("id2label", "label2id"),
+    )
+)
+_SIZES = {  # keys of a layer's settings, and our names
+    "hidden_size": "d_model",
+    "intermediate_size": "d_ff",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+}
 
 
 def inner(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -22,6 +42,14 @@ def inner(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"config.json: {key} must be an object, got {value!r}")
     return value
+
+
+def architectures(raw: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of model classes that a config.json states."""
+    stated = raw.get("architectures")
+    if not isinstance(stated, list):
+        return frozenset()
+    return frozenset(map(str, stated))
 
 
 def is_eps(value: object) -> bool:
@@ -37,6 +65,60 @@ def rope_keys(rope: Rope) -> dict[str, Any]:
         "rope_theta": rope.theta,
         "rope_scaling": scaling or None,
         "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": rope.theta},
+    }
+
+
+def sizes_from_hf(get: Callable[[str], Any], target: ModelConfig | None) -> dict[str, Any]:
+    """Read the sizes that `layer_to_hf` writes; `get` returns None for a key that is left out."""
+    sizes = {ours: get(key) for key, ours in _SIZES.items()}
+    return sizes | {
+        "num_layers": sizes["num_layers"] or 1,
+        "num_kv_heads": sizes["num_kv_heads"] or sizes["num_heads"],
+        "head_dim": sizes["head_dim"] or sizes["d_model"] // sizes["num_heads"],
+        "norm_eps": get("rms_norm_eps") or 1e-6,
+        "vocab_size": get("vocab_size"),
+        "max_len": get("max_position_embeddings") or (target.max_len if target else 2048),
+    }
+
+
+def layer_to_hf(
+    config: Any,  # with sizes by our names, `norm_eps`, `rope`
+    target: Target,
+    *,
+    model_type: str,
+    dtype: str,
+    has_bias: bool = False,
+    **masks: object,  # keys about what a position sees
+) -> dict[str, Any]:
+    """Write the part of a config.json that describes a head's own layers, in the keys of a Llama or a Qwen3."""
+    bos_id = read_json(target.folder / CONFIG).get("bos_token_id")
+    return {
+        "model_type": model_type,
+        **{key: getattr(config, ours) for key, ours in _SIZES.items()},
+        "hidden_act": ACTIVATION,
+        "rms_norm_eps": config.norm_eps,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_len,
+        **rope_keys(config.rope),
+        **masks,
+        "attention_bias": has_bias,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "bos_token_id": bos_id if isinstance(bos_id, int) else None,
+        "eos_token_id": next(iter(target.eos_ids), None),
+    }
+
+
+def speculators_config(
+    algorithm: str, num_tokens: int, target_name: str, target: Mapping[str, Any], **more: object
+) -> dict[str, Any]:
+    """Write what vLLM reads in the layout of speculators: how many tokens a head proposes, and for which target, whose
+    config.json is given."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_tokens, **more}],
+        "verifier": {"name_or_path": target_name, "architectures": target.get("architectures") or []},
     }
 
 

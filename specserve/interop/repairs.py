@@ -1,18 +1,20 @@
 """Changes of a head's files that undo slips, as far as they are the same for the `repairs` of all kinds."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.interop.findings import Copy
+from specserve.interop.findings import Copy, Fix, Renamer, Repair
+from specserve.interop.published import rope_keys
+from specserve.models.config import ModelConfig
+from specserve.models.rope import Rope, plain_rope
 
-Rename = Callable[[frozenset[str]], Callable[[str], str]]  # from a folder's names: from ours to the folder's
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "mask_token_id")
 
 
-def change(rename: Rename, how: Callable[[np.ndarray], np.ndarray], *names: str) -> Callable[[Copy], None]:
+def change(rename: Renamer, how: Callable[[np.ndarray], np.ndarray], *names: str) -> Fix:
     """Change tensors, given by our own names."""
 
     def fix(repaired: Copy) -> None:
@@ -22,7 +24,7 @@ def change(rename: Rename, how: Callable[[np.ndarray], np.ndarray], *names: str)
     return fix
 
 
-def exchange(rename: Rename, one: str, other: str) -> Callable[[Copy], None]:
+def exchange(rename: Renamer, one: str, other: str) -> Fix:
     """Put two tensors in each other's place."""
 
     def fix(repaired: Copy) -> None:
@@ -39,6 +41,23 @@ def tap_order(order: Sequence[int]) -> Callable[[np.ndarray], np.ndarray]:
         return weight.reshape(len(weight), len(order), -1)[:, list(order)].reshape(weight.shape)
 
     return reorder
+
+
+def tap_layers(
+    taps: tuple[int, ...], choices: Iterable[tuple[int, ...]], num_layers: int, write: Callable[[tuple[int, ...]], Fix]
+) -> Iterator[Repair]:
+    """List repairs with other layers as taps, as far as the target has them."""
+    for layers in dict.fromkeys(choices):
+        if layers != taps and all(0 <= i < num_layers for i in layers):
+            yield Repair(f"the taps are the outputs of layers {list(layers)}", write(layers))
+
+
+def of_target(norm_eps: float, rope: Rope, target: ModelConfig, write: Callable[..., Fix]) -> Iterator[Repair]:
+    """List repairs that take the epsilon and the rotary settings of the target, where a head has others."""
+    if norm_eps != target.norm_eps:
+        yield Repair("rms_norm_eps is the target's", write(rms_norm_eps=target.norm_eps))
+    if rope != (own := plain_rope(target.rope)):
+        yield Repair("the rotary settings are the target's", write(**rope_keys(own)))
 
 
 def masks(target: Target, stated: int) -> list[int]:

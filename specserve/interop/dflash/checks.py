@@ -30,18 +30,16 @@ _SINKS = re.compile(r".*\.attention_sink_bias")
 class BlockFiles(ExaminedFiles):
     """The files of a block drafter."""
 
+    renamer = staticmethod(dialects.renamer)
+
     def __init__(self, folder: Path, target: Target | None) -> None:
         super().__init__(folder, target)
         self.stated = dialects.read_stated(self.raw, CONFIG)
-        self._rename = dialects.renamer(self.names)
         self.has_sizes = not dialects.bad_sizes(self.stated)
 
     @property
     def dialect(self) -> str:
         return self.stated.layout
-
-    def rename(self, name: str) -> str:
-        return self._rename(name)
 
     @cached_property
     def num_layers(self) -> int:
@@ -74,7 +72,7 @@ class BlockFiles(ExaminedFiles):
         if self.config is None:
             return facts
         config, backbone = self.config, self.config.backbone
-        windows = [backbone.kind(i).window for i in range(backbone.num_layers)]
+        windows = dialects.list_windows(config)
         masks = zip(windows, config.is_causal, strict=True)
         kinds = [f"{window or 'no'} window, {'causal' if causal else 'both ways'}" for window, causal in masks]
         return facts | {

@@ -11,30 +11,37 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from specserve.checkpoints.load import Target
+from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.start import NAMES, default_taps
 from specserve.errors import ConfigError
-from specserve.interop.findings import Dialect
-from specserve.interop.published import D2T, EMBEDDING, OUTPUT, inner, is_eps, rope_keys
+from specserve.interop.published import (
+    ACTIVATION,
+    D2T,
+    EMBEDDING,
+    OUTPUT,
+    TRANSFORMERS_KEYS,
+    architectures,
+    inner,
+    is_eps,
+    layer_to_hf,
+    sizes_from_hf,
+    speculators_config,
+)
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.rope import rope_from_hf
 
 Layout = Literal["z-lab", "speculators"]
-ARCHITECTURES: Mapping[str, tuple[str, ...]] = {  # the first is the one that is written
+ARCHITECTURES: Mapping[str, tuple[str, ...]] = {  # the first is written; for speculators the second, if there is one
     "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
     "dspark": ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel"),
     "dflash2": ("DFlash2DraftModel",),
-}
-_SPECULATORS: Mapping[str, str] = {
-    "dflash": "DFlashSpeculator",
-    "dspark": "DSparkSpeculator",
-    "dflash2": "DFlash2DraftModel",
 }
 _SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 OWN, LAYER = "dflash_config", "transformer_layer_config"
 TAPS, INPUT_TAPS = "target_layer_ids", ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 SLIDING, FULL = "sliding_attention", "full_attention"
-ACTIVATION = "silu"
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 _MORE_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "draft_vocab_size", "target_hidden_size")
 # keys that decide how a head is computed, beyond its sizes; in `dflash_config`, which comes first, or beside it
@@ -49,13 +56,9 @@ _MEANING = {
 }
 # keys that change nothing here: names, dtypes, token ids, training, and all that transformers writes of itself
 HARMLESS = {
-    *("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class"),
-    *("use_cache", "attention_dropout", "initializer_range", "tie_word_embeddings", "embed_requires_grad"),
-    *("speculators_model_type", "speculators_version", "speculators_config", "attn_implementation"),
-    *("_attn_implementation", "_attn_implementation_autoset", "output_attentions", "output_hidden_states"),
-    *("return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "id2label", "label2id"),
-    *("problem_type", "pretraining_tp", "num_anchors", "loss_decay_gamma", "base_model_ep_plan"),
+    *(*TRANSFORMERS_KEYS, "auto_map", "sep_token_id", "decoder_start_token_id", "tokenizer_class"),
+    *("embed_requires_grad", "speculators_model_type", "speculators_version", "speculators_config"),
+    *("_attn_implementation_autoset", "num_anchors", "loss_decay_gamma", "base_model_ep_plan"),
     *("has_no_defaults_at_init", "initial_context_length", "max_anchors", "auf", "ce_loss_alpha", "l1_loss_alpha"),
     *("confidence_head_alpha", "lambda_base_start", "lambda_base_decay_ratio"),
     *("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"),  # of a projector that is none of ours, see UNCOMPUTED
@@ -100,21 +103,16 @@ class Stated:
 def read_stated(raw: Mapping[str, Any], where: str) -> Stated:
     """Take the nesting out. Raises ConfigError where a part is no object."""
     layer = inner(raw, LAYER)
-    layout: Layout = "speculators" if is_speculators(raw) else "z-lab"
+    layout: Layout = "speculators" if LAYER in raw or "speculators_model_type" in raw else "z-lab"
     return Stated(layout, {**layer, **raw}, inner(raw, OWN), where, kind_named(raw) or "dflash")
-
-
-def is_speculators(raw: Mapping[str, Any]) -> bool:
-    return LAYER in raw or "speculators_model_type" in raw
 
 
 def kind_named(raw: Mapping[str, Any]) -> str | None:
     """Return the kind of DFlash drafter that a config.json is of, or None where it is of none of them."""
     if "speculators_model_type" in raw:
         return next((kind for kind in ARCHITECTURES if kind == raw["speculators_model_type"]), None)
-    stated = raw.get("architectures")
-    names = [str(name) for name in stated] if isinstance(stated, list) else []
-    return next((kind for kind, known in ARCHITECTURES.items() if not {*known}.isdisjoint(names)), None)
+    names = architectures(raw)
+    return next((kind for kind, known in ARCHITECTURES.items() if not names.isdisjoint(known)), None)
 
 
 def config_from_hf(
@@ -124,21 +122,11 @@ def config_from_hf(
     known, and where no taps are stated, only their number is right. Raises ConfigError."""
     stated = read_stated(raw, where)
     _check_keys(stated)
-    num_layers, num_heads = stated.get("num_hidden_layers"), stated.get("num_attention_heads")
-    vocab_size, hidden_size = stated.get("vocab_size"), stated.get("hidden_size")
     has_bias = bool(stated.get("attention_bias", False))
     windows = read_windows(stated)
     backbone = ModelConfig(
         family="qwen3",
-        vocab_size=vocab_size,
-        d_model=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=stated.get("num_key_value_heads", num_heads),
-        head_dim=stated.get("head_dim", hidden_size // num_heads),
-        d_ff=stated.get("intermediate_size"),
-        max_len=stated.get("max_position_embeddings") or (target.max_len if target else 2048),
-        norm_eps=stated.get("rms_norm_eps", 1e-6),
+        **sizes_from_hf(stated.get, target),
         rope=rope_from_hf(stated.top, where),
         layers=tuple(LayerKind(window=window) for window in windows),
         qkv_bias=has_bias,
@@ -150,7 +138,7 @@ def config_from_hf(
         dtype=dtype,
     )
     rename = renamer(names)
-    draft_vocab_size = stated.get("draft_vocab_size", vocab_size)
+    draft_vocab_size = stated.get("draft_vocab_size", backbone.vocab_size)
     return DFlashConfig(
         backbone=backbone,
         aux_layers=read_taps(stated, target),
@@ -159,7 +147,7 @@ def config_from_hf(
         mask_token_id=stated.get("mask_token_id"),
         is_causal=read_causal(stated, windows),
         has_embedding=rename(EMBEDDING) in names,
-        has_own_head=rename(OUTPUT) in names and draft_vocab_size == vocab_size,
+        has_own_head=rename(OUTPUT) in names and draft_vocab_size == backbone.vocab_size,
         embedding_scale=float(stated.get("input_embedding_scale", 1.0)),
         output_scale=float(stated.get("output_multiplier", 1.0)) * float(stated.get("logit_scale", 1.0)),
         foresees_anchor=read_foresees_anchor(stated),
@@ -338,23 +326,26 @@ def count_layers(names: frozenset[str]) -> int:
 
 
 def config_to_hf(
-    config: DFlashConfig,
-    num_target_layers: int,
-    *,
-    dtype: str,
-    bos_id: int | None,
-    eos_id: int | None,
-    layout: Layout = "z-lab",
-    target_name: str = "",
-    target_architectures: Sequence[str] = (),
+    config: DFlashConfig, target: Target, *, dtype: str, layout: Layout, target_name: str
 ) -> dict[str, Any]:
     """Write the config.json of a head. Only speculators names the target."""
-    layer = _layer_to_hf(config, dtype, bos_id, eos_id)
+    backbone, windows = config.backbone, list_windows(config)
+    layer = layer_to_hf(
+        backbone,
+        target,
+        model_type="qwen3",
+        dtype=dtype,
+        has_bias=backbone.qkv_bias,
+        layer_types=[SLIDING if window else FULL for window in windows],
+        use_sliding_window=any(windows),  # without it transformers forgets the window
+        sliding_window=max(windows) or None,
+        max_window_layers=next((i for i, window in enumerate(windows) if window), backbone.num_layers),
+    )
     if layout == "speculators":
         layer["dtype"] = layer.pop("torch_dtype")
-        method = {"proposal_type": "greedy", "speculative_tokens": config.num_slots}
+        raw_target = read_json(target.folder / CONFIG)
         return {
-            "architectures": [_SPECULATORS[config.name]],
+            "architectures": [ARCHITECTURES[config.name][:2][-1]],
             "speculators_model_type": config.name,
             "draft_vocab_size": config.draft_vocab_size,
             "block_size": config.block_size,
@@ -366,15 +357,11 @@ def config_to_hf(
             "tie_word_embeddings": False,
             "dtype": dtype,
             LAYER: layer,
-            "speculators_config": {
-                "algorithm": config.name,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
-                "verifier": {"name_or_path": target_name, "architectures": list(target_architectures)},
-            },
+            "speculators_config": speculators_config(
+                config.name, config.num_slots, target_name, raw_target, verifier_accept_k=1, accept_tolerance=0.0
+            ),
         }
     own: dict[str, Any] = {"mask_token_id": config.mask_token_id, TAPS: list(config.aux_layers)}
-    windows = [config.backbone.kind(i).window for i in range(config.backbone.num_layers)]
     out = {"architectures": [ARCHITECTURES[config.name][0]], **layer, "block_size": config.block_size}
     if config.name == "dspark":  # readers of such heads look for everything at the top
         out |= {**own, **_joint_to_hf(config)}
@@ -382,18 +369,20 @@ def config_to_hf(
         own |= _joint_to_hf(config)
     if config.foresees_anchor or config.name == "dspark":
         out |= {"sample_from_anchor": config.foresees_anchor, "dspark_bonus_anchor": not config.foresees_anchor}
-    out |= {"num_target_layers": num_target_layers, OWN: own}
+    out |= {"num_target_layers": target.config.num_layers, OWN: own}
     if config.is_causal != tuple(window > 0 for window in windows):  # else the layers' kinds say it
         own["causal"] = out["is_causal"] = config.is_causal[0]
-    if config.backbone.has_sinks:
-        own["attention_sink_bias"] = True
-    if config.embedding_scale != 1:
-        own["input_embedding_scale"] = config.embedding_scale
-    if config.output_scale != 1:
-        own["output_multiplier"] = config.output_scale
-    if config.backbone.logit_softcap:
-        own["final_logit_softcapping"] = config.backbone.logit_softcap
-    return out | ({"draft_vocab_size": config.draft_vocab_size} if is_partial(config) else {})
+    for key, value, usual in (
+        ("attention_sink_bias", backbone.has_sinks, False),
+        ("input_embedding_scale", config.embedding_scale, 1),
+        ("output_multiplier", config.output_scale, 1),
+        ("final_logit_softcapping", backbone.logit_softcap, 0),
+    ):
+        if value != usual:
+            own[key] = value
+    if is_partial(config):
+        out["draft_vocab_size"] = config.draft_vocab_size
+    return out
 
 
 def _joint_to_hf(config: DFlashConfig) -> dict[str, Any]:
@@ -411,69 +400,26 @@ def _joint_to_hf(config: DFlashConfig) -> dict[str, Any]:
 
 def unsaid_in(layout: Layout, config: DFlashConfig) -> list[str]:
     """List the properties of a head that a layout has no words for."""
-    windows = [config.backbone.kind(i).window for i in range(config.backbone.num_layers)]
-    causal = list(config.is_causal)
+    windows, causal = list_windows(config), list(config.is_causal)
     if layout == "z-lab":  # one word for all layers, or the kinds of layers
         return [] if len({*causal}) == 1 or causal == [w > 0 for w in windows] else ["causal layers among others"]
-    unsaid = [
-        "causal layers without windows" if any(c and not w for c, w in zip(causal, windows, strict=True)) else "",
-        "windows of which some are causal" if len({c for c, w in zip(causal, windows, strict=True) if w}) > 1 else "",
-        "attention sinks" if config.backbone.has_sinks else "",
-        "a scale of its embedding" if config.embedding_scale != 1 else "",
-        "a scale of its logits" if config.output_scale != 1 else "",
-        "a cap on its logits" if config.backbone.logit_softcap else "",
-        "an output head of its own for every token" if config.has_own_head and not is_partial(config) else "",
-    ]
-    return [each for each in unsaid if each]
+    unsaid = {
+        "causal layers without windows": any(c and not w for c, w in zip(causal, windows, strict=True)),
+        "windows of which some are causal": len({c for c, w in zip(causal, windows, strict=True) if w}) > 1,
+        "attention sinks": config.backbone.has_sinks,
+        "a scale of its embedding": config.embedding_scale != 1,
+        "a scale of its logits": config.output_scale != 1,
+        "a cap on its logits": config.backbone.logit_softcap,
+        "an output head of its own for every token": config.has_own_head and not is_partial(config),
+    }
+    return [what for what, is_there in unsaid.items() if is_there]
 
 
-def unknown_to(dialect: Dialect, config: DFlashConfig) -> list[str]:
-    """List what of a head the engine that a dialect is for does not compute, as its public code reads today."""
-    scales = (
-        ["scales of its embedding or its logits"] if (config.embedding_scale, config.output_scale) != (1, 1) else []
-    )
-    if dialect == "vllm":
-        return scales
-    if dialect == "speculators":  # vLLM reads these too, and makes all layers causal where windows are
-        windows = {config.backbone.kind(i).window for i in range(config.backbone.num_layers)}
-        return ["layers that see all beside causal ones"] if len({*config.is_causal}) > 1 and len(windows) > 1 else []
-    if dialect == "sglang-jax" and config.name == "dflash2":
-        return ["convolutions and the choice among candidates"]
-    own = ["an embedding of its own"] if config.has_embedding else []
-    own += ["an output head of its own"] if config.has_head else []
-    return [*own, *(["attention sinks"] if config.backbone.has_sinks else [])]
+def list_windows(config: DFlashConfig) -> list[int]:
+    """Return the window of each layer, in tokens; 0 means none."""
+    return [config.backbone.kind(i).window for i in range(config.backbone.num_layers)]
 
 
 def is_partial(config: DFlashConfig) -> bool:
     """Return whether the head can propose a part of the vocabulary only."""
     return config.draft_vocab_size < config.backbone.vocab_size
-
-
-def _layer_to_hf(config: DFlashConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-    """The part of a config.json that describes the head's layers, in the keys of a Qwen3."""
-    backbone = config.backbone
-    windows = [backbone.kind(i).window for i in range(backbone.num_layers)]
-    has_windows = any(windows)
-    return {
-        "model_type": "qwen3",
-        "hidden_size": backbone.d_model,
-        "intermediate_size": backbone.d_ff,
-        "num_hidden_layers": backbone.num_layers,
-        "num_attention_heads": backbone.num_heads,
-        "num_key_value_heads": backbone.num_kv_heads,
-        "head_dim": backbone.head_dim,
-        "hidden_act": ACTIVATION,
-        "rms_norm_eps": backbone.norm_eps,
-        "vocab_size": backbone.vocab_size,
-        "max_position_embeddings": backbone.max_len,
-        **rope_keys(backbone.rope),
-        "layer_types": [SLIDING if window else FULL for window in windows],
-        "use_sliding_window": has_windows,  # without it transformers forgets the window
-        "sliding_window": max(windows) if has_windows else None,
-        "max_window_layers": next((i for i, window in enumerate(windows) if window), backbone.num_layers),
-        "attention_bias": backbone.qkv_bias,
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
-        "bos_token_id": bos_id,
-        "eos_token_id": eos_id,
-    }

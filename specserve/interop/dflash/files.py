@@ -1,6 +1,6 @@
 """DFlash heads as folders: config.json and tensors, in either layout."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,9 +17,9 @@ from specserve.interop.dflash import dialects
 from specserve.interop.dflash.catalogue import CHECKS
 from specserve.interop.dflash.checks import OF_BLOCKS, BlockFiles
 from specserve.interop.dflash.repairs import list_repairs
-from specserve.interop.findings import Dialect, DoctorReport, Repair
+from specserve.interop.findings import Dialect, DoctorReport
 from specserve.interop.format import HeadFormat
-from specserve.interop.notes import read_notes
+from specserve.interop.notes import other_target
 from specserve.interop.published import EMBEDDING, OUTPUT, target_embedding, target_output, vocab_to_tensors
 from specserve.models.config import ModelConfig
 
@@ -30,12 +30,10 @@ class DFlashFormat(HeadFormat):
     skipped: ClassVar[Mapping[str, str]] = dialects.SKIPPED
     examined = BlockFiles
     checks = OF_BLOCKS
+    readings = (list_repairs,)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
         return dialects.kind_named(raw) == self.kind
-
-    def renamer(self, names: frozenset[str]) -> Callable[[str], str]:
-        return dialects.renamer(names)
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         where, names = folder / CONFIG, TensorFolder(folder).names()
@@ -45,12 +43,9 @@ class DFlashFormat(HeadFormat):
         num_layers = stated.get("num_target_layers", target.num_layers)
         got = (stated.get("vocab_size"), width, num_layers)
         if got != (target.vocab_size, target.d_model, target.num_layers) and not dialects.bad_sizes(stated):
-            trained_for = read_notes(folder).get("target", "the one that it was trained for")
-            raise CheckpointError(
-                f"{folder}: a head for a target with vocabulary {got[0]}, width {width} and {num_layers} layers; "
-                f"{target_name} has {target.vocab_size}, {target.d_model} and {target.num_layers}. Give its own target "
-                f"(--target), {trained_for}"
-            )
+            theirs = f"vocabulary {got[0]}, width {width} and {num_layers} layers"
+            given = f"{target.vocab_size}, {target.d_model} and {target.num_layers}"
+            raise other_target(folder, theirs, target_name, given)
         config = dialects.config_from_hf(raw, target, names, dtype=dtype, where=str(where))
         if config.backbone.d_model != target.d_model:
             raise CheckpointError(
@@ -73,22 +68,25 @@ class DFlashFormat(HeadFormat):
         tensors = to_numpy(head.params, head.drafter.spec(), dtype)
         if dialects.is_partial(config):
             tensors |= vocab_to_tensors(head.target_ids, config.backbone.vocab_size)
-        raw_target = read_json(target.folder / CONFIG)
-        bos, architectures = raw_target.get("bos_token_id"), raw_target.get("architectures")
-        raw = dialects.config_to_hf(
-            config,
-            target.config.num_layers,
-            dtype=dtype,
-            bos_id=bos if isinstance(bos, int) else None,
-            eos_id=target.eos_ids[0] if target.eos_ids else None,
-            layout=layout,
-            target_name=target_name,
-            target_architectures=architectures if isinstance(architectures, list) else (),
-        )
-        return tensors, raw
+        return tensors, dialects.config_to_hf(config, target, dtype=dtype, layout=layout, target_name=target_name)
 
     def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
-        return dialects.unknown_to(dialect, drafter.config)
+        """List what of a head the engine that a dialect is for does not compute, as its public code reads today."""
+        config = drafter.config
+        if dialect == "vllm":
+            found = {"scales of its embedding or its logits": (config.embedding_scale, config.output_scale) != (1, 1)}
+        elif dialect == "speculators":  # vLLM reads these too, and makes all layers causal where windows are
+            is_mixed = len({*config.is_causal}) > 1 and len({*dialects.list_windows(config)}) > 1
+            found = {"layers that see all beside causal ones": is_mixed}
+        elif dialect == "sglang-jax" and config.name == "dflash2":
+            found = {"convolutions and the choice among candidates": True}
+        else:
+            found = {
+                "an embedding of its own": config.has_embedding,
+                "an output head of its own": config.has_head,
+                "attention sinks": config.backbone.has_sinks,
+            }
+        return [what for what, is_there in found.items() if is_there]
 
     def has_own_embedding(self, folder: Path) -> bool:
         """Return whether the head brings a token embedding or output rows along."""
@@ -113,9 +111,6 @@ class DFlashFormat(HeadFormat):
         if isinstance(files.read, ConfigError) and not report.errors:
             report.findings.append(CHECKS["block-sizes"].found(CONFIG, "a head that can be made", str(files.read)))
         return report
-
-    def list_repairs(self, files: BlockFiles) -> Iterable[Repair]:
-        return list_repairs(files)
 
 
 def _is_same(own: np.ndarray, targets: np.ndarray | None) -> bool:

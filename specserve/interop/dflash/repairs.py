@@ -2,7 +2,7 @@
 Whether one helps is measured by running the head (`eval.trial`)."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,9 @@ from specserve.drafters.dflash.start import FEWEST_MORE, default_taps
 from specserve.errors import ConfigError
 from specserve.interop.dflash import dialects
 from specserve.interop.dflash.checks import BlockFiles
-from specserve.interop.findings import Copy, Repair
-from specserve.interop.published import inner, rope_keys
-from specserve.interop.repairs import change, exchange, masks, tap_order
-from specserve.models.rope import plain_rope
+from specserve.interop.findings import Copy, Fix, Repair
+from specserve.interop.published import inner
+from specserve.interop.repairs import change, exchange, masks, of_target, tap_layers, tap_order
 
 _NORMS = (
     ("hidden_norm.weight", "norm.weight"),
@@ -40,14 +39,10 @@ def list_repairs(files: BlockFiles) -> Iterator[Repair]:
     for one, other in _NORMS:
         yield Repair(f"{one} and {other} stand in each other's place", exchange(dialects.renamer, one, other))
     yield from _products(config)
-    if config.backbone.norm_eps != target.config.norm_eps:
-        yield Repair("rms_norm_eps is the target's", _put(rms_norm_eps=target.config.norm_eps))
-    rope = plain_rope(target.config.rope)
-    if config.backbone.rope != rope:
-        yield Repair("the rotary settings are the target's", _put(**rope_keys(rope)))
+    yield from of_target(config.backbone.norm_eps, config.backbone.rope, target.config, _put)
 
 
-def _put(**values: object) -> Callable[[Copy], None]:
+def _put(**values: object) -> Fix:
     """Make a fix that writes keys wherever they stand. A key that stands nowhere yet is written beside the layers'
     settings."""
 
@@ -67,9 +62,7 @@ def _taps(config: DFlashConfig, num_layers: int) -> Iterator[Repair]:
     choices = [tuple(i + by for i in config.aux_layers) for by in (-1, 1)]
     if num_layers >= len(config.aux_layers) + FEWEST_MORE:
         choices.append(default_taps(num_layers, len(config.aux_layers)))
-    for layers in dict.fromkeys(choices):
-        if layers != config.aux_layers and all(0 <= i < num_layers for i in layers):
-            yield Repair(f"the taps are the outputs of layers {list(layers)}", _set_taps(layers))
+    yield from tap_layers(config.aux_layers, choices, num_layers, _set_taps)
     taps = range(len(config.aux_layers))
     orders = itertools.permutations(taps) if len(taps) <= _WHOLE_ORDERS else [tuple(reversed(taps))]
     for order in orders:
@@ -80,7 +73,7 @@ def _taps(config: DFlashConfig, num_layers: int) -> Iterator[Repair]:
         yield Repair(f"fc.weight takes the taps in the order {named}", fix)
 
 
-def _set_taps(layers: tuple[int, ...]) -> Callable[[Copy], None]:
+def _set_taps(layers: tuple[int, ...]) -> Fix:
     def fix(repaired: Copy) -> None:
         stated = dialects.stated_taps(dialects.read_stated(repaired.raw, CONFIG))
         for key in stated or (dialects.TAPS,):
@@ -95,7 +88,7 @@ def _blocks(config: DFlashConfig, raw: Mapping[str, Any]) -> Iterator[Repair]:
     named = "a slot sees those before it alone" if is_causal else "a slot sees its whole block"
     keys = ["is_causal", *(["causal"] if "causal" in inner(raw, dialects.OWN) or "causal" in raw else [])]
     yield Repair(named, _put(**dict.fromkeys(keys, is_causal)))
-    windows = [config.backbone.kind(i).window for i in range(config.backbone.num_layers)]
+    windows = dialects.list_windows(config)
     if any(windows):
         yield Repair("its layers see all that is committed", _set_window(0, len(windows)))
         for window in (max(windows) - 1, max(windows) + 1):
@@ -109,7 +102,7 @@ def _blocks(config: DFlashConfig, raw: Mapping[str, Any]) -> Iterator[Repair]:
         yield Repair(named, _put(sample_from_anchor=foresees, **bonus))
 
 
-def _set_window(window: int, num_layers: int) -> Callable[[Copy], None]:
+def _set_window(window: int, num_layers: int) -> Fix:
     kinds = [dialects.SLIDING if window else dialects.FULL] * num_layers
     keys = {"use_sliding_window": window > 0, "sliding_window": window or None, "layer_types": kinds}
 

@@ -1,5 +1,5 @@
-"""The faults that the draft doctor knows in an EAGLE-3 head's files. `checks_files` and `checks_meaning` look for them,
-and `tools/list_checks.py` makes the table in docs/checkpoints.md of it."""
+"""The faults that the draft doctor knows in an EAGLE-3 head's files. `checks` looks for them, and
+`tools/list_checks.py` makes the table in docs/checkpoints.md of it."""
 
 from specserve.interop.findings import read_checks
 

@@ -7,15 +7,26 @@ SGLang and `input_layernorm` in vLLM and speculators, none of which miss the one
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from specserve.checkpoints.load import Target
+from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.errors import ConfigError
 from specserve.interop.findings import Dialect
-from specserve.interop.published import D2T, EMBEDDING, inner, is_eps, rope_keys
+from specserve.interop.published import (
+    ACTIVATION,
+    D2T,
+    EMBEDDING,
+    inner,
+    is_eps,
+    layer_to_hf,
+    sizes_from_hf,
+    speculators_config,
+)
 from specserve.models.config import ModelConfig
 from specserve.models.rope import rope_from_hf
 
@@ -25,11 +36,11 @@ ARCHITECTURES: dict[Dialect, str] = {
     "speculators": "Eagle3DraftModel",
     "sglang-jax": "LlamaForCausalLMEagle3",
 }
+KNOWN = frozenset((*ARCHITECTURES.values(), "Eagle3LlamaForCausalLM", "Eagle3Speculator"))  # the last: old speculators'
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
 REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "draft_vocab_size")
 _OPTIONAL = ("num_hidden_layers", "target_hidden_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
-ACTIVATION = "silu"  # of the MLP; every engine that runs EAGLE-3 heads computes this one
 SPECULATIVE_TOKENS = 3  # a speculators config suggests so many to vLLM; a flag of the server overrides it
 _D2T_NAMES = (D2T, "draft_id_to_target_id")
 _NO_TAPS = (0, 1, 2)  # three of a target that nobody named
@@ -142,20 +153,11 @@ def draft_config_from_hf(
     aux_layers = ids or (default_taps(target) if target else _NO_TAPS)
     if target and any(not 0 <= i < target.num_layers for i in aux_layers):
         raise ConfigError(f"{where}: taps layers {aux_layers}, the target has layers 0..{target.num_layers - 1}")
-    num_heads = raw["num_attention_heads"]
     return Eagle3Config(
-        d_model=raw["hidden_size"],
+        **sizes_from_hf(raw.get, target),
         target_d_model=raw.get("target_hidden_size") or (target.d_model if target else raw["hidden_size"]),
-        num_heads=num_heads,
-        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
-        d_ff=raw["intermediate_size"],
-        vocab_size=raw["vocab_size"],
         draft_vocab_size=raw["draft_vocab_size"],
-        max_len=raw.get("max_position_embeddings") or (target.max_len if target else 2048),
         aux_layers=aux_layers,
-        num_layers=raw.get("num_hidden_layers") or 1,
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope=rope_from_hf(raw, where),
         has_embedding=renamer(names)(EMBEDDING) in names,
         dtype=dtype,
@@ -164,19 +166,11 @@ def draft_config_from_hf(
 
 
 def draft_config_to_hf(
-    config: Eagle3Config,
-    target: ModelConfig,
-    *,
-    dtype: str,
-    bos_id: int | None,
-    eos_id: int | None,
-    dialect: Dialect = "sglang",
-    target_name: str = "",
-    target_architectures: Sequence[str] = (),
+    config: Eagle3Config, target: Target, *, dtype: str, dialect: Dialect, target_name: str
 ) -> dict[str, Any]:
     """Write the config.json of a head, with both spellings of the rotary settings. Only speculators names the
     target."""
-    layer = _layer_to_hf(config, dtype, bos_id, eos_id)
+    layer = layer_to_hf(config, target, model_type="llama", dtype=dtype)
     head = {
         "architectures": [ARCHITECTURES[dialect]],
         "target_hidden_size": config.target_d_model,
@@ -185,10 +179,9 @@ def draft_config_to_hf(
     flags = {flag: getattr(config, flag) for flag in FLAGS}
     output_ids = list(config.aux_layers)
     input_ids = [i + 1 for i in output_ids]
-    has_default_taps = target.num_layers >= 5 and config.aux_layers == default_taps(target)
     if dialect == "speculators":  # its readers assume other flags than plain EAGLE-3's where one is left out
         layer["dtype"] = layer.pop("torch_dtype")  # they came after transformers renamed it
-        method = {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}
+        raw_target = read_json(target.folder / CONFIG)
         return {
             **head,
             "speculators_model_type": "eagle3",
@@ -198,59 +191,16 @@ def draft_config_to_hf(
             "tie_word_embeddings": False,
             "dtype": dtype,
             "transformer_layer_config": layer,
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
-                "verifier": {"name_or_path": target_name, "architectures": list(target_architectures)},
-            },
+            "speculators_config": speculators_config(
+                "eagle3", SPECULATIVE_TOKENS, target_name, raw_target, verifier_accept_k=1, accept_tolerance=0.0
+            ),
         }
     out = {**head, **layer} | {flag: True for flag, value in flags.items() if value}
-    if has_default_taps:  # left out, because readers count them differently
-        return out
+    if target.config.num_layers >= 5 and config.aux_layers == default_taps(target.config):
+        return out  # without taps, because readers count them differently
     if dialect == "vllm":
         return out | {TAP_IDS: input_ids, "num_aux_hidden_states": len(input_ids)}
     return out | {"eagle_config": {"use_aux_hidden_state": True, TAP_IDS: output_ids}}
-
-
-def _layer_to_hf(config: Eagle3Config, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-    """The part of a config.json that describes the head's own layers, in the keys of a Llama."""
-    return {
-        "model_type": "llama",
-        "hidden_size": config.d_model,
-        "intermediate_size": config.d_ff,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": ACTIVATION,
-        "rms_norm_eps": config.norm_eps,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_len,
-        **rope_keys(config.rope),
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
-        "bos_token_id": bos_id,
-        "eos_token_id": eos_id,
-    }
-
-
-def unknown_to(dialect: Dialect, config: Eagle3Config) -> list[str]:
-    """List what of a head the engine that a flavour is for does not compute, as its public code reads today."""
-    if dialect == "speculators":  # vLLM reads this layout too, and computes both
-        used = ["a width that is not the target's"] if config.d_model != config.target_d_model else []
-        return [*used, "fc_norm with norm_before_fc"] if config.fc_norm and config.norm_before_fc else used
-    if dialect != "sglang-jax":
-        return []
-    used = [flag for flag in FLAGS if getattr(config, flag)]
-    if config.num_layers > 1:
-        used.append(f"{config.num_layers} layers")
-    if config.has_embedding:
-        used.append("an embedding of its own")
-    if len(config.aux_layers) != 3:
-        used.append(f"{len(config.aux_layers)} taps")
-    return used
 
 
 def name_tensors(tensors: Mapping[str, np.ndarray], dialect: Dialect) -> dict[str, np.ndarray]:

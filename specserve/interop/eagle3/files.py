@@ -1,6 +1,6 @@
 """EAGLE-3 heads as folders: config.json and tensors, in any dialect."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,57 +12,33 @@ from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.errors import CheckpointError
-from specserve.interop.eagle3 import checks_files, checks_meaning, dialects
-from specserve.interop.eagle3.head_files import EAGLE3, EagleFiles
+from specserve.interop.eagle3 import dialects
+from specserve.interop.eagle3.checks import OF_NETWORK, check_switches
+from specserve.interop.eagle3.head_files import EagleFiles
 from specserve.interop.eagle3.repairs import list_repairs
-from specserve.interop.examined import check_values
-from specserve.interop.findings import Dialect, Repair
+from specserve.interop.findings import Dialect
 from specserve.interop.format import HeadFormat
-from specserve.interop.notes import read_notes
-from specserve.interop.published import EMBEDDING, target_embedding, vocab_to_tensors
+from specserve.interop.notes import other_target
+from specserve.interop.published import EMBEDDING, architectures, target_embedding, vocab_to_tensors
 from specserve.models.config import ModelConfig
-
-OF_NETWORK = (
-    checks_files.check_names,  # first: what follows writes the right names
-    checks_files.check_keys,
-    checks_files.check_identity,
-    checks_meaning.check_speculators,
-    checks_meaning.check_fit,
-    checks_files.check_tensors,
-    checks_files.check_dtypes,
-    check_values,
-    checks_files.check_layer,
-    checks_meaning.check_vocabulary,
-    checks_meaning.check_taps,
-    checks_meaning.check_rope,
-    checks_meaning.check_positions,
-)
 
 
 class Eagle3Format(HeadFormat):
     """The layouts of EAGLE-3 heads (`dialects`)."""
 
     examined = EagleFiles
-    checks = (*OF_NETWORK, checks_meaning.check_switches)
+    checks = (*OF_NETWORK, check_switches)
+    readings = (list_repairs,)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
-        stated = raw.get("architectures")
-        is_known = isinstance(stated, list) and not EAGLE3.known.isdisjoint(map(str, stated))
-        return is_known and not dialects.mask_ids(raw)
-
-    def renamer(self, names: frozenset[str]) -> Callable[[str], str]:
-        return dialects.renamer(names)
+        return bool(dialects.KNOWN & architectures(raw)) and not dialects.mask_ids(raw)
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         where, names = folder / CONFIG, TensorFolder(folder).names()
         config = dialects.draft_config_from_hf(read_json(where), target, names, dtype=dtype, where=str(where))
         if (config.vocab_size, config.target_d_model) != (target.vocab_size, target.d_model):
-            trained_for = read_notes(folder).get("target", "the one that it was trained for")
-            raise CheckpointError(
-                f"{folder}: a head for a target with vocabulary {config.vocab_size} and width {config.target_d_model}; "
-                f"{target_name} has {target.vocab_size} and {target.d_model}. Give its own target "
-                f"(--target), {trained_for}"
-            )
+            theirs = f"vocabulary {config.vocab_size} and width {config.target_d_model}"
+            raise other_target(folder, theirs, target_name, f"{target.vocab_size} and {target.d_model}")
         if config.d_model != config.target_d_model and not config.has_embedding:
             raise CheckpointError(
                 f"{folder}: a head of width {config.d_model} without {EMBEDDING}, beside a target of width "
@@ -86,22 +62,26 @@ class Eagle3Format(HeadFormat):
                     "give a target folder with its weights (--target)"
                 )
             tensors[EMBEDDING] = embedding
-        raw_target = read_json(target.folder / CONFIG)
-        bos, architectures = raw_target.get("bos_token_id"), raw_target.get("architectures")
-        raw = dialects.draft_config_to_hf(
-            config,
-            target.config,
-            dtype=dtype,
-            bos_id=bos if isinstance(bos, int) else None,
-            eos_id=target.eos_ids[0] if target.eos_ids else None,
-            dialect=dialect,
-            target_name=target_name,
-            target_architectures=architectures if isinstance(architectures, list) else (),
-        )
+        raw = dialects.draft_config_to_hf(config, target, dtype=dtype, dialect=dialect, target_name=target_name)
         return dialects.name_tensors(tensors, dialect), raw
 
     def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
-        return dialects.unknown_to(dialect, drafter.config)
+        """List what of a head the engine of a dialect does not compute, as its public code reads today."""
+        config, used = drafter.config, []
+        if dialect == "speculators":  # vLLM reads this layout too, and computes both
+            if config.d_model != config.target_d_model:
+                used.append("a width that is not the target's")
+            if config.fc_norm and config.norm_before_fc:
+                used.append("fc_norm with norm_before_fc")
+        if dialect == "sglang-jax":
+            used = [flag for flag in dialects.FLAGS if getattr(config, flag)]
+            if config.num_layers > 1:
+                used.append(f"{config.num_layers} layers")
+            if config.has_embedding:
+                used.append("an embedding of its own")
+            if len(config.aux_layers) != 3:
+                used.append(f"{len(config.aux_layers)} taps")
+        return used
 
     def has_own_embedding(self, folder: Path) -> bool:
         names = TensorFolder(folder).names()
@@ -115,6 +95,3 @@ class Eagle3Format(HeadFormat):
         drafter = Eagle3(replace(head.drafter.config, has_embedding=False))
         change = f"{EMBEDDING} is the target's own embedding, so it is shared instead of stored"
         return Head(drafter, replace(head.params, embedding=None), head.target_ids), [change]
-
-    def list_repairs(self, files: EagleFiles) -> Iterable[Repair]:
-        return list_repairs(files)

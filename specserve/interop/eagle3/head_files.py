@@ -1,7 +1,6 @@
 """The files of a head under examination, and what can be read from them."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,47 +8,30 @@ from typing import Any, ClassVar
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.eagle3.config import Eagle3Config
+from specserve.drafters.eagle3.model import draft_spec
 from specserve.errors import ConfigError
 from specserve.interop.eagle3 import dialects
 from specserve.interop.examined import ExaminedFiles
 from specserve.interop.findings import Dialect
 from specserve.interop.published import D2T, T2D, Vocabulary, is_eps, read_vocab
-from specserve.models.params import ParamSpec
+from specserve.models.params import ParamSpec, specs
 from specserve.models.rope import Rope, rope_from_hf
-
-
-@dataclass(frozen=True)
-class Family:
-    """The marks by which the files of one kind of head on this network differ from another's."""
-
-    architectures: Mapping[Dialect, str]  # the name of its kind in each layout
-    known: frozenset[str]  # names that engines know it by
-    more: Callable[[Eagle3Config], list[ParamSpec]] = lambda _: []  # parameters beside the network's
-
-
-EAGLE3 = Family(
-    dialects.ARCHITECTURES,
-    # the last is of old speculators
-    frozenset((*dialects.ARCHITECTURES.values(), "Eagle3LlamaForCausalLM", "Eagle3Speculator")),
-)
 
 
 class EagleFiles(ExaminedFiles):
     """The files of a head on this network."""
 
-    family: ClassVar[Family] = EAGLE3
+    architectures: ClassVar[Mapping[Dialect, str]] = dialects.ARCHITECTURES  # the name of its kind in each layout
+    known: ClassVar[frozenset[str]] = dialects.KNOWN  # names that engines know its kind by
+    renamer = staticmethod(dialects.renamer)
 
     def __init__(self, folder: Path, target: Target | None) -> None:
         super().__init__(folder, target)
         self.flat = dialects.flat_config(self.raw)
-        self._rename = dialects.renamer(self.names)
 
     @property
     def dialect(self) -> Dialect:
         return dialects.dialect_of(self.raw, self.names)
-
-    def rename(self, name: str) -> str:
-        return self._rename(name)
 
     @cached_property
     def head_rows(self) -> int | None:
@@ -112,6 +94,10 @@ class EagleFiles(ExaminedFiles):
         if self.config is None:
             return None
         return read_vocab(self.table(D2T), self.table(T2D), self.config.draft_vocab_size, self.config.vocab_size)
+
+    def specs(self, config: Eagle3Config) -> list[ParamSpec]:
+        """Return the parameters that a head of this shape has."""
+        return specs(draft_spec(config))
 
     def facts(self) -> dict[str, str]:
         facts = {"layout": self.dialect + (" (sglang-jax reads the same)" if self.dialect == "sglang" else "")}

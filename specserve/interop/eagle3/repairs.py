@@ -2,6 +2,7 @@
 key shows. Each is a change of the files that undoes a slip. Whether one helps is measured by running the head
 (`eval.trial`)."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -10,10 +11,8 @@ import numpy as np
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.head_files import EagleFiles
-from specserve.interop.findings import Copy, Repair
-from specserve.interop.published import rope_keys
-from specserve.interop.repairs import change, exchange, tap_order
-from specserve.models.rope import plain_rope
+from specserve.interop.findings import Copy, Fix, Repair
+from specserve.interop.repairs import change, exchange, of_target, tap_layers, tap_order
 
 _NORMS = {
     "input_layernorm": "midlayer.input_layernorm.weight",
@@ -35,16 +34,15 @@ def list_repairs(files: EagleFiles) -> Iterator[Repair]:
     yield from _products(config)
     yield from _norms()
     yield from _tap_orders(config)
-    yield from _tap_layers(files, config)
-    if config.norm_eps != files.target.config.norm_eps:
-        yield Repair("rms_norm_eps is the target's", _put(rms_norm_eps=files.target.config.norm_eps))
-    rope = plain_rope(files.target.config.rope)
-    if config.rope != rope:
-        keys = rope_keys(rope)
-        yield Repair("the rotary settings are the target's", _put(**keys))
+    target, taps = files.target.config, config.aux_layers
+    choices = [tuple(i + by for i in taps) for by in (1, -1)]  # one layer off, as the other way of counting has them
+    if target.num_layers >= 5:
+        choices.append(default_taps(target))
+    yield from tap_layers(taps, choices, target.num_layers, functools.partial(_set_taps, files.dialect))
+    yield from of_target(config.norm_eps, config.rope, target, _put)
 
 
-def _put(**values: object) -> Callable[[Copy], None]:
+def _put(**values: object) -> Fix:
     """Make a fix that writes keys of the layer's settings, or of the top where they stand there."""
 
     def fix(repaired: Copy) -> None:
@@ -117,20 +115,7 @@ def _tap_orders(config: Eagle3Config) -> Iterator[Repair]:
             yield Repair(f"fc.weight and its norms take the taps in the order {named}", with_norms)
 
 
-def _tap_layers(files: EagleFiles, config: Eagle3Config) -> Iterator[Repair]:
-    """List repairs with other layers as taps: the usual ones, and all one layer off, as the other way of counting has
-    them."""
-    assert files.target is not None, "taps are the target's"
-    num_layers = files.target.config.num_layers
-    choices = [tuple(i + by for i in config.aux_layers) for by in (1, -1)]
-    if num_layers >= 5:
-        choices.append(default_taps(files.target.config))
-    for layers in dict.fromkeys(choices):
-        if layers != config.aux_layers and all(0 <= i < num_layers for i in layers):
-            yield Repair(f"the taps are the outputs of layers {list(layers)}", _set_taps(files.dialect, layers))
-
-
-def _set_taps(dialect: str, layers: tuple[int, ...]) -> Callable[[Copy], None]:
+def _set_taps(dialect: str, layers: tuple[int, ...]) -> Fix:
     def fix(repaired: Copy) -> None:
         ids = [i + (dialect != "sglang") for i in layers]
         eagle = repaired.raw.get("eagle_config")

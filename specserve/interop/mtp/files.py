@@ -2,7 +2,7 @@
 checkpoint's names or in those of speculators."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from specserve.drafters.mtp.config import config_of
 from specserve.drafters.mtp.drafter import Mtp
 from specserve.drafters.mtp.model import draft_spec
 from specserve.errors import CheckpointError
-from specserve.interop.findings import Dialect, Repair
+from specserve.interop.findings import Dialect
 from specserve.interop.format import HeadFormat
 from specserve.interop.mtp.checks import MtpFiles, check_layer
 from specserve.interop.mtp.layouts import (
@@ -35,7 +35,7 @@ from specserve.interop.mtp.layouts import (
     read_target_ids,
 )
 from specserve.interop.mtp.repairs import list_repairs
-from specserve.interop.published import D2T, T2D, vocab_to_tensors
+from specserve.interop.published import D2T, T2D, architectures, speculators_config, vocab_to_tensors
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 
@@ -45,12 +45,15 @@ class MtpFormat(HeadFormat):
 
     examined = MtpFiles
     checks = (check_layer,)
+    readings = (list_repairs,)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
         """Return whether a config.json is of such a layer, or of a target whose checkpoint carries one."""
-        stated = raw.get("architectures")
-        own = isinstance(stated, list) and not ARCHITECTURES.isdisjoint(map(str, stated))
-        return own or raw.get("speculators_model_type") == "mtp" or num_carried(raw) > 0
+        return (
+            bool(ARCHITECTURES & architectures(raw))
+            or raw.get("speculators_model_type") == "mtp"
+            or num_carried(raw) > 0
+        )
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         return Mtp(read_config(folder, target, target_name, dtype=dtype))
@@ -93,12 +96,7 @@ class MtpFormat(HeadFormat):
             "speculators_model_type": "mtp",
             "num_nextn_predict_layers": 1,
             LAYER_CONFIG: raw,
-            "speculators_config": {
-                "algorithm": "mtp",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-                "verifier": {"name_or_path": target_name, "architectures": raw.get("architectures") or []},
-            },
+            "speculators_config": speculators_config("mtp", 3, target_name, raw),
         }
 
     def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
@@ -131,6 +129,3 @@ class MtpFormat(HeadFormat):
                 else:
                     config, params = replace(config, has_own_head=False), replace(params, head=None)
         return Head(Mtp(config), params, head.target_ids), changes
-
-    def list_repairs(self, files: MtpFiles) -> Iterable[Repair]:
-        return list_repairs(files)

@@ -1,14 +1,17 @@
 """The checks of a P-EAGLE head's mask, beside those of its EAGLE-3 network."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from specserve.checkpoints.tensors import CONFIG
-from specserve.drafters.peagle.config import NUM_SLOTS
+from specserve.drafters.eagle3.config import Eagle3Config
+from specserve.drafters.peagle.config import NUM_SLOTS, PEagleConfig
+from specserve.drafters.peagle.model import mask_spec
 from specserve.interop.eagle3.dialects import mask_ids, unsupported
-from specserve.interop.eagle3.head_files import EagleFiles, Family
-from specserve.interop.findings import Copy, Finding, read_checks
+from specserve.interop.eagle3.head_files import EagleFiles
+from specserve.interop.findings import Copy, Dialect, Finding, read_checks
 from specserve.interop.peagle import dialects
+from specserve.models.params import ParamSpec
 
 CHECKS = read_checks("""
 [masked slots (P-EAGLE)]
@@ -33,7 +36,11 @@ slots warning: how many tokens one pass foresees is not stated
 class PEagleFiles(EagleFiles):
     """The files of a head with masked slots."""
 
-    family: ClassVar[Family] = dialects.FAMILY
+    architectures: ClassVar[Mapping[Dialect, str]] = dict.fromkeys(EagleFiles.architectures, dialects.ARCHITECTURE)
+    known: ClassVar[frozenset[str]] = EagleFiles.known | dialects.OWN
+
+    def specs(self, config: Eagle3Config) -> list[ParamSpec]:
+        return [*super().specs(config), mask_spec(PEagleConfig(config, mask_token_id=0, num_slots=0))]
 
     def facts(self) -> dict[str, str]:
         slots = dialects.num_slots(self.raw) or f"{NUM_SLOTS}, as it does not say"

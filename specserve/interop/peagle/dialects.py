@@ -11,30 +11,28 @@ from typing import Any
 
 from specserve.drafters.eagle3.config import Eagle3Config
 from specserve.drafters.peagle.config import NUM_SLOTS, PEagleConfig
-from specserve.drafters.peagle.model import mask_spec
 from specserve.errors import ConfigError
-from specserve.interop.eagle3.dialects import FLAGS, MASK_KEYS, TAP_IDS, mask_ids, unsupported
-from specserve.interop.eagle3.head_files import EAGLE3, Family
+from specserve.interop.eagle3.dialects import FLAGS, KNOWN, MASK_KEYS, TAP_IDS, mask_ids, unsupported
 from specserve.interop.findings import Dialect
+from specserve.interop.published import TRANSFORMERS_KEYS, architectures
 
 ARCHITECTURE, MODEL_TYPE = "PEagleDraftModel", "peagle"
 OWN = frozenset((ARCHITECTURE, "PEagleSpeculator", "LlamaForCausalLMPeagle"))
-ARCHITECTURES: dict[Dialect, str] = dict.fromkeys(("sglang", "vllm", "speculators", "sglang-jax"), ARCHITECTURE)
 SLOTS = "num_depths"  # in the flat layout
 WRITTEN_MASK_KEYS = ("mask_token_id", "ptd_token_id")  # in the flat layout: SpecForge's name, and one that vLLM reads
-FAMILY = Family(
-    ARCHITECTURES, OWN | EAGLE3.known, lambda config: [mask_spec(PEagleConfig(config, mask_token_id=0, num_slots=0))]
-)
 # Keys that say something, and those that a config class of Hugging Face writes of its own accord.
 _NETWORK_KEYS = {
-    *("architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias", "tie_word_embeddings", "dtype"),
-    *("torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "use_sliding_window", "sliding_window"),
-    *("max_window_layers", "layer_types", "initializer_range", "attention_dropout", "use_cache", "pretraining_tp"),
-    *("transformers_version", "_name_or_path", "_attn_implementation", "attn_implementation", "return_dict"),
-    *("output_hidden_states", "output_attentions", "is_encoder_decoder", "is_decoder", "chunk_size_feed_forward"),
-    *("problem_type", "id2label", "label2id"),
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    ),
+    *("hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_theta", "rope_scaling"),
+    *("rope_parameters", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
+    *("layer_types", *TRANSFORMERS_KEYS),
 }
 _HEAD_KEYS = {
     *("target_hidden_size", "draft_vocab_size", "truncated_vocab_size", "num_aux_hidden_states", "eagle_config"),
@@ -46,9 +44,8 @@ _HEAD_KEYS = {
 
 def is_named(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json is of a P-EAGLE head. Engines also know them as EAGLE-3 heads that have a mask."""
-    stated = raw.get("architectures")
-    names = set(map(str, stated)) if isinstance(stated, list) else set()
-    is_masked = bool(names & EAGLE3.known) and bool(mask_ids(raw))
+    names = architectures(raw)
+    is_masked = bool(names & KNOWN) and bool(mask_ids(raw))
     return raw.get("speculators_model_type") == MODEL_TYPE or bool(names & OWN) or is_masked
 
 

@@ -1,6 +1,6 @@
 """P-EAGLE heads as folders: config.json and tensors, in any dialect."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,31 @@ from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.model import mask_spec
-from specserve.interop.eagle3.files import OF_NETWORK, Eagle3Format
-from specserve.interop.eagle3.head_files import EagleFiles
-from specserve.interop.findings import Dialect, Repair
+from specserve.interop.eagle3.checks import OF_NETWORK
+from specserve.interop.eagle3.dialects import MASK_KEYS, mask_ids
+from specserve.interop.eagle3.files import Eagle3Format
+from specserve.interop.eagle3.repairs import list_repairs
+from specserve.interop.findings import Copy, Dialect, Fix, Repair
 from specserve.interop.peagle import dialects
 from specserve.interop.peagle.checks import PEagleFiles, check_keys, check_mask
-from specserve.interop.peagle.repairs import list_repairs
+from specserve.interop.repairs import masks
 from specserve.models.config import ModelConfig
+
+
+def list_masks(files: PEagleFiles) -> Iterator[Repair]:
+    """List every other token that may be the mask."""
+    stated = next((i for i in mask_ids(files.raw).values() if type(i) is int), -1)
+    for token in masks(files.target, stated) if files.target else ():
+        yield Repair(f"masked slots hold token {token}", _put(token))
+
+
+def _put(token: int) -> Fix:
+    def fix(repaired: Copy) -> None:
+        nested = repaired.raw.get("dflash_config")
+        for place in (repaired.raw, repaired.layer, nested if isinstance(nested, dict) else {}):
+            place.update({key: token for key in MASK_KEYS if key in place})
+
+    return fix
 
 
 class PEagleFormat(Eagle3Format):
@@ -27,6 +45,7 @@ class PEagleFormat(Eagle3Format):
 
     examined = PEagleFiles
     checks = (*OF_NETWORK, check_keys, check_mask)
+    readings = (list_repairs, list_masks)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
         return dialects.is_named(raw)
@@ -54,9 +73,6 @@ class PEagleFormat(Eagle3Format):
         network, changes = super().without_copies(_network(head), target, dtype)
         drafter = PEagle(replace(head.drafter.config, network=network.drafter.config))
         return Head(drafter, replace(head.params, network=network.params), head.target_ids), changes
-
-    def list_repairs(self, files: EagleFiles) -> Iterable[Repair]:
-        return list_repairs(files)
 
 
 def _network(head: Head) -> Head:

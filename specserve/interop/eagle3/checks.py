@@ -1,19 +1,143 @@
-"""Checks of a head's meaning and of its fit to the target: vocabulary, special tokens, taps, rotary settings."""
+"""Checks of a head's files: keys, names, shapes, dtypes and values, then vocabulary, taps and rotary settings, and the
+fit to the target."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import CONFIG, listed
+from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, listed
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.catalogue import CHECKS
 from specserve.interop.eagle3.head_files import EagleFiles, read_rope
-from specserve.interop.findings import Copy, Finding, describe
-from specserve.interop.published import D2T, EMBEDDING, T2D, Vocabulary, rope_keys, vocab_to_tensors
+from specserve.interop.examined import check_specs, check_values
+from specserve.interop.findings import FLOATS, Copy, Finding, Fix, describe, put, put_tensor
+from specserve.interop.published import (
+    ACTIVATION,
+    D2T,
+    EMBEDDING,
+    T2D,
+    Vocabulary,
+    architectures,
+    is_eps,
+    rope_keys,
+    vocab_to_tensors,
+)
+from specserve.models.params import ParamSpec
 from specserve.models.rope import Rope, plain_rope
 from specserve.tokenizer import Tokenizer
+
+_FLAG_TENSORS = {"fc_norm": r"fc_norm\.\d+\.weight", "norm_before_fc": r"input_norm\.weight"}
+_BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
+
+
+def check_names(files: EagleFiles) -> Iterator[Finding]:
+    """Check that the tensors have the names of the layout that the head is in."""
+    odd = {name: name.removeprefix("model.") for name in files.names if name.startswith("model.")}
+    if (stored := files.rename(D2T)) in files.names and stored != D2T:
+        odd[stored] = D2T
+
+    def strip(repaired: Copy) -> None:
+        repaired.tensors = {odd.get(name, name): value for name, value in repaired.tensors.items()}
+
+    if odd:
+        file, right, wrong = files.tensors.file(min(odd)).name, min(odd.values()), min(odd)
+        yield CHECKS["names"].found(file, f"{right}, and so on", f"{wrong}, and so on", strip, count=len(odd))
+
+
+def check_keys(files: EagleFiles) -> Iterator[Finding]:
+    """Check that config.json states the shape, and as many layers as there are tensors of."""
+    flat = files.flat
+    stated = flat.get("draft_vocab_size")
+    right = stated or files.head_rows
+    if files.bad_keys:
+        got = ", ".join(f"{key}: {flat.get(key)!r}" for key in files.bad_keys)
+        yield CHECKS["config-keys"].found(CONFIG, "positive whole numbers", got)
+    elif stated is None or "draft_vocab_size" not in files.raw:
+        got = "nothing" if stated is None else "truncated_vocab_size"
+        yield CHECKS["draft-vocab-size"].found(CONFIG, f"{right}", got, put("draft_vocab_size", right))
+    stated, counted = flat.get("num_hidden_layers", 1), files.num_layers
+    if stated != counted:
+        is_cut = type(stated) is int and stated > counted  # or the config is of another head
+        fix = None if is_cut else put("num_hidden_layers", counted, in_layer=True)
+        yield CHECKS["layers"].found(f"{CONFIG}: num_hidden_layers", str(counted), repr(stated), fix)
+
+
+def check_identity(files: EagleFiles) -> Iterator[Finding]:
+    """Check the keys by which engines choose the code that reads the head."""
+    flat, own = files.flat, files.architectures[files.dialect]
+    stated = flat.get("architectures")
+    if not files.known & architectures(flat):
+        check = CHECKS["architecture warning"] if stated else CHECKS["architecture"]
+        yield check.found(f"{CONFIG}: architectures", own, repr(stated), put("architectures", [own]))
+    if not flat.get("model_type"):
+        place = "transformer_layer_config" if files.dialect == "speculators" else CONFIG
+        yield CHECKS["model-type"].found(place, "llama", "nothing", put("model_type", "llama", in_layer=True))
+    layer = files.raw.get("transformer_layer_config") or {}
+    if flat.get("tie_word_embeddings") is True or layer.get("tie_word_embeddings") is True:
+        fix = put("tie_word_embeddings", False, everywhere=True)
+        yield CHECKS["tied"].found(CONFIG, "false", "true", fix)
+
+
+def check_tensors(files: EagleFiles) -> Iterator[Finding]:
+    """Check that the tensors are those of the shape and flags that config.json states."""
+    if files.config is None:
+        return
+    config, names = files.config, files.names
+    implied = {
+        flag: any(re.fullmatch(pattern, n.removeprefix("model.")) for n in names)
+        for flag, pattern in _FLAG_TENSORS.items()
+    }
+    unstated = [flag for flag, has_tensors in implied.items() if has_tensors and not getattr(config, flag)]
+    for flag in unstated:
+        where, got = f"{CONFIG}: {flag}", repr(files.flat.get(flag))
+        yield CHECKS["norm-flag"].found(where, "true", got, put(flag, True), flag=flag)
+    config = replace(config, **dict.fromkeys(unstated, True))
+
+    def instead(spec: ParamSpec) -> str:
+        asking = [flag for flag, pattern in _FLAG_TENSORS.items() if re.fullmatch(pattern, spec.name)]
+        return f"nothing, though {asking[0]} is true" if asking else "nothing"
+
+    checks = CHECKS["missing-tensor"], CHECKS["shape"], CHECKS["unknown-tensor"]
+    yield from check_specs(files, files.specs(config), checks, _BUFFERS.fullmatch, instead)
+
+
+def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
+    """Check that the weights are floats, all of the dtype that config.json states."""
+    dtypes = {name: files.tensors.dtype(name).name for name in sorted(files.weights)}
+    odd = [f"{name} {dtype}" for name, dtype in dtypes.items() if dtype not in FLOATS]
+    if odd:
+        yield CHECKS["weight-dtype"].found(SINGLE_FILE, " or ".join(FLOATS), listed(odd, 3))
+        return
+    found = sorted(set(dtypes.values()))
+    if len(found) > 1:
+        yield CHECKS["mixed-dtypes"].found(SINGLE_FILE, "one", ", ".join(found))
+    stated = str(files.flat.get("torch_dtype") or files.flat.get("dtype") or "").removeprefix("torch.")
+    key, other = ("dtype", "torch_dtype") if files.dialect == "speculators" else ("torch_dtype", "dtype")
+
+    def set_dtype(repaired: Copy) -> None:
+        for place in (repaired.raw, repaired.layer):
+            place.pop(other, None)
+            place[key] = found[0]
+
+    if stated not in found and len(found) == 1:
+        yield CHECKS["dtype"].found(f"{CONFIG}: {key}", found[0], stated or "nothing", set_dtype)
+
+
+def check_layer(files: EagleFiles) -> Iterator[Finding]:
+    """Check that the layer's activation is the one that engines compute, and that its norms have the target's
+    epsilon."""
+    act, eps = files.flat.get("hidden_act"), files.flat.get("rms_norm_eps", 1e-6)
+    if act not in (None, ACTIVATION):
+        yield CHECKS["hidden-act"].found(f"{CONFIG}: hidden_act", ACTIVATION, repr(act))
+    where = f"{CONFIG}: rms_norm_eps"
+    if not is_eps(eps):
+        yield CHECKS["eps"].found(where, "a number above 0 and far below 1, such as 1e-06", repr(eps))
+    elif files.target is not None and eps != files.target.config.norm_eps:
+        yield CHECKS["eps-differs"].found(where, f"{files.target.config.norm_eps:g}, the target's", f"{eps:g}")
 
 
 def check_speculators(files: EagleFiles) -> Iterator[Finding]:
@@ -69,8 +193,7 @@ def _check_d2t(files: EagleFiles, vocab: Vocabulary, target_ids: np.ndarray, rig
     """Compare d2t with the table that it should be."""
     d2t, where = files.table(D2T), files.where(D2T)
 
-    def set_d2t(repaired: Copy) -> None:
-        repaired.tensors[D2T] = right
+    set_d2t = put_tensor(D2T, right)
 
     def sort_rows(repaired: Copy) -> None:
         set_d2t(repaired)
@@ -93,10 +216,7 @@ def _check_d2t(files: EagleFiles, vocab: Vocabulary, target_ids: np.ndarray, rig
 def _check_t2d(files: EagleFiles, config: Eagle3Config, vocab: Vocabulary, right: np.ndarray) -> Iterator[Finding]:
     """Compare t2d with the mask that it should be."""
     t2d, d2t, where = files.table(T2D), files.table(D2T), files.where(T2D)
-
-    def set_t2d(repaired: Copy) -> None:
-        repaired.tensors[T2D] = right
-
+    set_t2d = put_tensor(T2D, right)
     if t2d is None and config.draft_vocab_size != config.vocab_size:
         expected = f"a mask of {config.vocab_size:,} with {config.draft_vocab_size:,} set"
         yield CHECKS["t2d-missing"].found(where, expected, "nothing", set_t2d)
@@ -171,23 +291,21 @@ def check_rope(files: EagleFiles) -> Iterator[Finding]:
     readable = [rope for rope in ropes.values() if rope is not None]
     stated = "; ".join(f"{name}: {_describe_rope(rope)}" for name, rope in ropes.items()) or "nothing"
     both = "both spellings, alike" + (f": {_describe_rope(required)}" if required else "")
+    fix = required and _write_rope(required)
     if not ropes:
-        fix = _write_rope(required) if required else None
         yield CHECKS["rope-missing"].found(where, both, "nothing", fix)
         return
     if len(set(readable)) != 1 or len(readable) < len(ropes):
-        fix = _write_rope(required) if required and required in readable else None
-        yield CHECKS["rope-spellings"].found(where, both, stated, fix)
+        yield CHECKS["rope-spellings"].found(where, both, stated, fix if required in readable else None)
         return
     rope = readable[0]
     if len(ropes) == 1 and rope != Rope():
-        fix = _write_rope(rope)
-        yield CHECKS["rope-one-spelling"].found(where, "both spellings, alike", stated, fix)
+        yield CHECKS["rope-one-spelling"].found(where, "both spellings, alike", stated, _write_rope(rope))
     if required and rope != required:
         yield CHECKS["rope-differs"].found(where, _describe_rope(required), _describe_rope(rope))
 
 
-def _write_rope(rope: Rope) -> Callable[[Copy], None]:
+def _write_rope(rope: Rope) -> Fix:
     def fix(repaired: Copy) -> None:
         repaired.layer.update(rope_keys(rope))
         for key in ("rope_theta", "rope_scaling", "rope_parameters"):
@@ -222,3 +340,20 @@ def check_positions(files: EagleFiles) -> Iterator[Finding]:
     got = "nothing" if stated is None else f"{stated:,}" if isinstance(stated, int) else repr(stated)
     where = f"{CONFIG}: max_position_embeddings"
     yield CHECKS["max-positions"].found(where, f"at least {required:,}, the target's", got, fix)
+
+
+OF_NETWORK = (
+    check_names,  # first: what follows writes the right names
+    check_keys,
+    check_identity,
+    check_speculators,
+    check_fit,
+    check_tensors,
+    check_dtypes,
+    check_values,
+    check_layer,
+    check_vocabulary,
+    check_taps,
+    check_rope,
+    check_positions,
+)
