@@ -17,7 +17,7 @@ from typing import Any
 import typer
 from environments import environment
 
-from specserve.cli.bench import BenchRun, measure_engine
+from specserve.cli.bench import BenchRun, engine
 from specserve.cli.options import command
 from specserve.eval.bench.comparison import TimedAnswer
 from specserve.host import cache_folder
@@ -109,7 +109,7 @@ app = typer.Typer()
 @command(BenchRun)
 def main(run: BenchRun) -> None:
     """Measure what `specserve bench engine` does, and transformers' generate beside it."""
-    measure_engine(run, transformers_arms)
+    engine(run, transformers_arms)
 
 
 def run_beside_torch() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from specserve.checkpoints.tensors import write_json
-from specserve.cli.progress import Bars, console
+from specserve.cli.progress import console
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval.bench import offline as bench_offline
 from specserve.eval.bench.offline import Measured
@@ -15,6 +15,7 @@ from specserve.eval.bench.trace import newest_trace, read_operations
 from specserve.eval.report import table
 from specserve.eval.settings import LatencyRun, ThroughputRun
 from specserve.provenance import collect
+from specserve.serve.progress import Bars
 
 TOP = 12  # operations of a trace that are shown
 

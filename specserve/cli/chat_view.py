@@ -1,7 +1,6 @@
 """An answer in the terminal as it comes: its tokens coloured by depth, and a status line below."""
 
 import time
-from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -32,9 +31,7 @@ class AnswerView:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._live:
             self._live.stop()
         if self._line:

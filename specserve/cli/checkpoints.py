@@ -51,7 +51,7 @@ def export(
     name, described = _target(folder, target, needs_weights=to == "speculators" and not _has_embedding(folder))
     output = output or given.expanduser().with_name(f"{folder.resolve().name}-{to}")
     head = exchange.export_head(folder, output, described, target_name=name, dialect=to, dtype=dtype, is_forced=force)
-    console = _console()
+    console = Console(soft_wrap=True)
     for what in format_for(head.drafter.name).unknown_to(to, head.drafter):
         console.print(f"[yellow]warning:[/] {to} does not compute {what}: it will accept less", highlight=False)
     console.print(f"{escape(str(output))}: for {to}", highlight=False)
@@ -68,7 +68,7 @@ def import_(
     folder = _existing(folder)
     name, described = _target(folder, target, needs_weights=_has_embedding(folder))
     found = exchange.import_head(folder, output, described, target_name=name, dtype=dtype, is_forced=force)
-    console = _console()
+    console = Console(soft_wrap=True)
     for change in found.changes:
         console.print(f"[green]mended:[/] {escape(change)}", highlight=False)
     drafter = found.head.drafter
@@ -189,10 +189,6 @@ def _target(folder: Path, name: str, *, needs_weights: bool) -> tuple[str, Targe
         raise ConfigError(f"{folder} does not say which target it was trained for; give it with --target")
     source = resolve_target(name, needs_weights=needs_weights)
     return source.name, describe_target(source.folder)
-
-
-def _console() -> Console:
-    return Console(soft_wrap=True)
 
 
 def _show(report: DoctorReport, unchecked: str) -> None:

@@ -15,11 +15,12 @@ from specserve.answers.account import Account
 from specserve.answers.regenerate import AnswerSettings
 from specserve.answers.settings import RegenerateRun
 from specserve.chat_template import THINKING_SWITCH
-from specserve.cli.progress import bar_columns, console, warmup_bar
+from specserve.cli.progress import console, warmup_bar
 from specserve.data import dataset, sources
 from specserve.data.conversations import Columns, Row, parse_template_kwargs
 from specserve.errors import ConfigError
 from specserve.serve.engines import answering_engine, load
+from specserve.serve.progress import bar_columns
 from specserve.train.remote import ray_capture
 from specserve.train.settings import TrainRun
 

@@ -49,13 +49,8 @@ def load(run: MixtureRun) -> Prepared:
     raw = read_json(folder / "config.json")
     vocab_size = model_config(raw, dtype="float32").vocab_size
     tokenizer = Tokenizer.load(folder, parse_template_kwargs(run.template_kwargs))
-    data = DataSettings(
-        source=run.source,
-        columns=run.columns,
-        max_conversations=run.max_conversations,
-        workers=run.workers,
-        eval_prompts=0,
-    )
+    shared = {name: getattr(run, name) for name in ("source", "columns", "max_conversations", "workers")}
+    data = DataSettings(**shared, eval_prompts=0)
     train, mixture = TrainSettings(seq_len=run.seq_len, seed=run.seed), load_mixture(run.target, data, vocab_size)
     dataset, _ = load_data(run.target, data, train, mixture, tokenizer, folder, vocab_size)
     draft_ids = draft_vocab(dataset.counts, tokenizer, read_end_ids(folder), run.vocab_size)
@@ -76,11 +71,8 @@ def prepare(run: PrepareRun) -> None:
     parts: list[tuple[Split, SourceTokens]] = [("train", report.tokens) for report in prepared.dataset.reports]
     for source in [report.tokens.source for report in prepared.dataset.reports]:
         if source.held_out:
-            held_out, (tokenizer, folder) = (
-                replace(source, train=source.held_out),
-                (prepared.tokenizer, prepared.folder),
-            )
-            tokens = tokenize_source(held_out, tokenizer, folder, max_len=run.seq_len, workers=run.workers)
+            held_out, of = replace(source, train=source.held_out), (prepared.tokenizer, prepared.folder)
+            tokens = tokenize_source(held_out, *of, max_len=run.seq_len, workers=run.workers)
             parts.append(("held-out", tokens))
     num_rows = write_rows(parts, Path(run.output))
     next_command = f"specserve train --source {shlex.quote(run.output)}"
@@ -123,15 +115,13 @@ def summary(prepared: Prepared) -> Table:
         values = [column[measure] for column in columns]
         total = [f"{sum(values):,}"] * (len(reports) > 1)
         table.add_row(measure, *(f"{value:,}" for value in values), *total)
-    weights = [f"{report.tokens.source.weight:g}" for report in reports]
-    table.add_row("times per epoch", *weights)
-    shares = [_loss_share([report]) for report in reports] + [_loss_share(reports)] * (len(reports) > 1)
-    table.add_row("loss-bearing", *(f"{share:.1%}" for share in shares))
-    padding = [report.padding_share for report in reports] + [rows.padding_share] * (len(reports) > 1)
-    table.add_row("padding", *(f"{share:.2%}" for share in padding))
-    counts = [report.counts for report in reports] + [prepared.dataset.counts] * (len(reports) > 1)
-    covered = [coverage(count, prepared.draft_ids) for count in counts]
-    table.add_row(f"in a draft vocabulary of {len(prepared.draft_ids):,}", *(f"{share:.2%}" for share in covered))
+    table.add_row("times per epoch", *(f"{report.tokens.source.weight:g}" for report in reports))
+    shares = [(_loss_share([report]), report.padding_share, report.counts) for report in reports]
+    shares += [(_loss_share(reports), rows.padding_share, prepared.dataset.counts)] * (len(reports) > 1)
+    table.add_row("loss-bearing", *(f"{share:.1%}" for share, _, _ in shares))
+    table.add_row("padding", *(f"{padding:.2%}" for _, padding, _ in shares))
+    covered = [f"{coverage(counts, prepared.draft_ids):.2%}" for _, _, counts in shares]
+    table.add_row(f"in a draft vocabulary of {len(prepared.draft_ids):,}", *covered)
     return table
 
 

@@ -1,4 +1,4 @@
-"""The terminal that commands write to, and bars over what takes a while."""
+"""The terminal that commands write to, and a bar on it over programs that are compiled."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -6,9 +6,6 @@ from contextlib import AbstractContextManager
 from rich.console import Console
 
 from specserve.serve import progress
-from specserve.serve.progress import Bars, bar_columns
-
-__all__ = ["Bars", "bar_columns", "console", "warmup_bar"]
 
 console = Console()
 

@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from specserve.checkpoints.source import BUNDLED
 from specserve.cli.options import start
-from specserve.cli.progress import bar_columns, console
+from specserve.cli.progress import console
 from specserve.cli.training_bar import TrainingBar
 from specserve.eval.acceptance import SpeculationReport, converse, reader, warm_up
 from specserve.eval.bench.comparison import PLAIN, EngineArm
@@ -27,6 +27,7 @@ from specserve.serve.engines import measured_engine
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.launch import Models, load_models
+from specserve.serve.progress import bar_columns
 from specserve.train.run.folder import RunFolder
 from specserve.train.run.observers import observing
 from specserve.train.run.prepare import prepare

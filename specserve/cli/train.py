@@ -18,12 +18,13 @@ from specserve.checkpoints.source import resolve_target
 from specserve.cli import evaluate
 from specserve.cli.options import report_error
 from specserve.cli.plan_view import show_outline, show_plan
-from specserve.cli.progress import bar_columns, console
+from specserve.cli.progress import console
 from specserve.cli.training_bar import TrainingBar
 from specserve.errors import CheckpointError, DataError, SpecServeError
 from specserve.eval.prompts import load_questions
 from specserve.eval.settings import EvalRun
 from specserve.mesh import mesh_sizes
+from specserve.serve.progress import bar_columns
 from specserve.train.remote import workers
 from specserve.train.run import budget as budgets
 from specserve.train.run.budget import Budget

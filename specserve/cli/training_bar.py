@@ -1,6 +1,5 @@
 """Progress of a training run: a live bar where there is a terminal, a line per logged moment where there is none."""
 
-from types import TracebackType
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -42,9 +41,7 @@ class TrainingBar:
             self._live.update(Group(self._bar, Text("compiling", style="dim")), refresh=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._live:
             self._live.stop()
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from specserve.checkpoints.tensors import write_json
-from specserve.cli.progress import Bars, console
+from specserve.cli.progress import console
 from specserve.drafters.speculation import describe
 from specserve.eval.report import table
 from specserve.eval.settings import VerifyRun
@@ -20,6 +20,7 @@ from specserve.eval.verify.runners import load_prompts, make_bench, ways_to_prov
 from specserve.provenance import collect
 from specserve.serve.engines import load
 from specserve.serve.launch import Models
+from specserve.serve.progress import Bars
 from specserve.speculative.tree import Tree
 
 SHOWN_BUGS, SHOWN_TIES = 5, 2

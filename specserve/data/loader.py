@@ -44,37 +44,27 @@ class Loader:
         if batch_size % shard[1]:
             raise ConfigError(f"train.batch_size is {batch_size}, which {shard[1]} processes cannot share evenly")
         self._rows = rows
-        self._batch_size = batch_size
+        self.batch_size = batch_size  # rows of a batch, over all processes
         self._seed = seed
         self._shard = shard
         self._weights = [Fraction(str(weight)) for weight in rows.weights]  # the decimal that was typed, exactly
         self._sizes = np.diff([*rows.source_starts, len(rows)]).tolist()
-        self._position = 0  # rows handed out so far, to all processes
+        self.position = 0  # rows handed out so far, to all processes
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # the epoch whose order is kept, and it
         self._digest = _digest(rows)
-
-    @property
-    def batch_size(self) -> int:
-        """The number of rows in a batch, over all processes."""
-        return self._batch_size
-
-    @property
-    def position(self) -> int:
-        """The number of rows that were handed out, to all processes."""
-        return self._position
 
     def next_batch(self) -> Batch:
         """Return this process's share of the next batch."""
         batch = self.peek()
-        self._position += self._batch_size
+        self.position += self.batch_size
         return batch
 
     def peek(self, ahead: int = 0) -> Batch:
         """Return this process's share of the batch that comes `ahead` batches after the next one, which stays the
         next."""
         index, count = self._shard
-        share = self._batch_size // count
-        begin = self._position + ahead * self._batch_size + index * share
+        share = self.batch_size // count
+        begin = self.position + ahead * self.batch_size + index * share
         at = np.array([self._row_at(position) for position in range(begin, begin + share)])
         rows = self._rows
         arrays = rows.token_ids[at], rows.loss_mask[at], rows.document_ids[at], rows.position_ids[at]
@@ -83,7 +73,7 @@ class Loader:
     def state(self) -> dict[str, int]:
         """Return all that `restore` needs, as plain integers; it is the same on every process."""
         return {
-            "position": self._position,
+            "position": self.position,
             "seed": self._seed,
             "num_rows": len(self._rows),
             "rows_digest": self._digest,
@@ -99,7 +89,7 @@ class Loader:
                     f"cannot resume the data stream: its {what} was {state[key]}, now it is {own[key]}; "
                     "resume with the same data and seed, or start a new run"
                 )
-        self._position = state["position"]
+        self.position = state["position"]
 
     @property
     def _epoch_size(self) -> Fraction:

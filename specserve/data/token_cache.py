@@ -29,15 +29,9 @@ log = logging.getLogger(__name__)
 TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 CONFIG_FILES = ("config.json", "generation_config.json")  # they name the ids that end a turn
 PACKAGE = Path(__file__).parent.parent
-CODE = tuple(  # the code that decides about ids and masks
-    PACKAGE / name
-    for name in (
-        "chat_template.py",
-        "tokenizer.py",
-        "data/chat_masks.py",
-        "data/conversations.py",
-        "data/documents.py",
-    )
+CODE = (  # the code that decides about ids and masks
+    *(PACKAGE / name for name in ("chat_template.py", "tokenizer.py")),
+    *(PACKAGE / "data" / name for name in ("chat_masks.py", "conversations.py", "documents.py")),
 )
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 PART = 1000  # conversations that a worker takes at a time

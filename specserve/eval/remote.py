@@ -4,21 +4,25 @@ it; figures that a server does not report are left empty."""
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from specserve.errors import ConfigError, SpecServeError
 from specserve.eval.acceptance import Messages, Read, SpeculationReport
 from specserve.eval.bench.comparison import TimedAnswer
 from specserve.eval.client import Client, RefusedError, UnreachableError
-from specserve.eval.series import DRAFTS, OWN_STEPS, TOKENS, Series
 from specserve.serve.engine.interface import EngineStats
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
 
 COUNT_SECONDS = 2.0  # how long counters may lag behind an answer
+SPEC = "vllm:spec_decode_num"  # series have the names that vLLM gives them, where vLLM has them
+STEPS = ("specserve:sequence_steps_total", f"{SPEC}_drafts_total")  # our own count plain steps too, so they come first
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,21 @@ class Counts:
 
 
 def parse_counts(text: str) -> Counts | None:
-    """Read the counters of speculation, or None where there are none. Only our own server counts plain steps too."""
-    series = Series.parse(text)
-    acceptance = series.acceptance(OWN_STEPS, DRAFTS)
-    return acceptance and Counts(int(series.total(TOKENS) or 0), acceptance)
+    """Read the counters of speculation, added up over the models and engines behind one address, or None where there
+    are none. Raises ValueError for what is no text of Prometheus."""
+    totals, by_depth = Counter[str](), Counter[int]()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            totals[sample.name] += sample.value  # type: ignore[assignment]
+            if sample.name == f"{SPEC}_accepted_tokens_per_pos_total":
+                by_depth[int(sample.labels.get("position", ""))] += int(sample.value)
+    steps = next((name for name in STEPS if name in totals), None)
+    if steps is None:
+        return None
+    per_depth = tuple(by_depth[depth] for depth in range(max(by_depth, default=-1) + 1))
+    per_depth = per_depth or (int(totals[f"{SPEC}_accepted_tokens_total"]),)
+    acceptance = Acceptance(int(totals[steps]), int(totals[f"{SPEC}_draft_tokens_total"]), per_depth)
+    return Counts(int(totals["vllm:generation_tokens_total"]), acceptance)
 
 
 class ServerArm:

@@ -46,9 +46,7 @@ logger = logging.getLogger(__name__)
 
 SPECULATION = "chain:3"
 DEPTH = 2  # of the trials: what is handed on from one draft step to the next shows at the second
-DEVIATIONS = (
-    6.0  # a repair must gain more than chance does, over everything that is tried and as texts repeat themselves
-)
+DEVIATIONS = 6.0  # by which a repair must gain more than chance: many are tried, and texts repeat themselves
 NOTED_DEVIATIONS = 4.0
 ANCHOR_EVERY = 4  # tokens of a text, for a drafter that is tried at some places alone
 _PADDED_TO = 64

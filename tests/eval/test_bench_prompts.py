@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from specserve.cli.bench import measure_engine
+from specserve.cli.bench import engine
 from specserve.cli.bench_offline import throughput
 from specserve.errors import ConfigError, DataError
 from specserve.eval import prompts
@@ -155,7 +155,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_length_that_would_be_ignored_is_refused_though_it_is_the_usual_one(length: int) -> None:
     """A given length is distinguished from none: the default is no length that anybody gives."""
     for refused in (
-        lambda: measure_engine(BenchRun(input_len=length)),
+        lambda: engine(BenchRun(input_len=length)),
         lambda: throughput(ThroughputRun(input_len=length)),
     ):
         with pytest.raises(ConfigError, match="--input-len is the length of random prompts, and --bench is pydoc"):
@@ -165,14 +165,14 @@ def test_a_length_that_would_be_ignored_is_refused_though_it_is_the_usual_one(le
 @pytest.mark.usefixtures("unloaded")
 def test_random_prompts_that_do_not_fit_are_refused_before_anything_is_loaded() -> None:
     for run, room in (
-        (partial(measure_engine, BenchRun(bench="random", input_len=2000, max_tokens=24)), 1000),
+        (partial(engine, BenchRun(bench="random", input_len=2000, max_tokens=24)), 1000),
         (partial(throughput, ThroughputRun(bench="random", input_len=2000, output_len=24)), 1000),
-        (partial(measure_engine, BenchRun(bench="random", max_model_len=160, max_tokens=33)), 127),
+        (partial(engine, BenchRun(bench="random", max_model_len=160, max_tokens=33)), 127),
     ):
         with pytest.raises(ConfigError, match=rf"--max-model-len leaves room for prompts of {room} tokens"):
             run()
     with pytest.raises(AssertionError, match="are loaded"):
-        measure_engine(BenchRun(bench="random", max_model_len=160, max_tokens=32))
+        engine(BenchRun(bench="random", max_model_len=160, max_tokens=32))
 
 
 def test_random_prompts_have_the_length_that_is_asked_for() -> None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from specserve.errors import SpecServeError
+from specserve.eval.settings import BenchRun
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.interface import EngineStats
 from specserve.serve.requests.request import Delta, FinishReason, SamplingParams
@@ -25,26 +26,14 @@ from specserve.speculative.acceptance import Acceptance
 PLAIN = "off"
 
 
-@dataclass(frozen=True)
-class BenchSize:
-    """The questions that a benchmark asks, and how often it asks."""
+def requests_at(run: BenchRun, concurrency: int) -> int:
+    """Return how many questions each arm answers in a round with so many clients: never fewer than run at once."""
+    return max(run.requests, concurrency)
 
-    concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    temperatures: tuple[float, ...] = (0.0,)
-    num_rounds: int = 3
-    num_requests: int = 8  # per round and arm; never fewer than run at once
-    max_tokens: int = 128
-    seed: int = 0
 
-    def requests_at(self, concurrency: int) -> int:
-        """Return how many questions each arm answers in a round with so many clients."""
-        return max(self.num_requests, concurrency)
-
-    @property
-    def num_prompts(self) -> int:
-        """The number of prompts that it takes to ask none of them twice."""
-        per_temperature = self.num_rounds * sum(self.requests_at(concurrency) for concurrency in self.concurrencies)
-        return per_temperature * len(self.temperatures)
+def num_prompts(run: BenchRun) -> int:
+    """Return how many prompts it takes to ask none of them twice."""
+    return len(run.temperature) * run.rounds * sum(requests_at(run, concurrency) for concurrency in run.concurrency)
 
 
 @dataclass(eq=False)
@@ -253,25 +242,25 @@ class Comparison:
 def run_comparisons(
     arms: Mapping[str, BenchArm],
     prompts: Sequence[Sequence[int]],
-    size: BenchSize,
+    run: BenchRun,
     on_round: Callable[[Comparison], None] = lambda _comparison: None,
 ) -> list[Comparison]:
     """Make every comparison. The arm named "off" is the baseline; every prompt must leave room for `max_tokens`."""
     assert PLAIN in arms, "ratios are to plain decoding"
     supply = itertools.cycle(prompts)
     for arm in arms.values():  # first touches of memory are not measured
-        arm.ask(prompts[:1], [params_of(size, 0.0, 0)], 1)
+        arm.ask(prompts[:1], [params_of(run, 0.0, 0)], 1)
     comparisons = []
-    for temperature, concurrency in itertools.product(size.temperatures, size.concurrencies):
+    for temperature, concurrency in itertools.product(run.temperature, run.concurrency):
         taking_part = {name: arm for name, arm in arms.items() if arm.can_run(temperature, concurrency)}
         results = {name: ArmResult(must_agree=isinstance(arm, EngineArm)) for name, arm in taking_part.items()}
         comparison = Comparison(temperature, concurrency, results)
-        for number in range(size.num_rounds):
-            if number == 0 or len(prompts) < size.num_prompts:  # where prompts come again, no arm may know them
+        for number in range(run.rounds):
+            if number == 0 or len(prompts) < num_prompts(run):  # where prompts come again, no arm may know them
                 for arm in taking_part.values():
                     arm.forget()
-            asked = list(itertools.islice(supply, size.requests_at(concurrency)))
-            params = [params_of(size, temperature, i) for i in range(len(asked))]
+            asked = list(itertools.islice(supply, requests_at(run, concurrency)))
+            params = [params_of(run, temperature, i) for i in range(len(asked))]
             run_round(taking_part, asked, params, comparison, number)
             on_round(comparison)
         comparisons.append(comparison)
@@ -304,9 +293,9 @@ def run_round(
     return answers
 
 
-def params_of(size: BenchSize, temperature: float, i: int) -> SamplingParams:
+def params_of(run: BenchRun, temperature: float, i: int) -> SamplingParams:
     """Return the sampling parameters of question `i` of a round, which are the same for every arm."""
-    return SamplingParams(max_tokens=size.max_tokens, temperature=temperature, seed=size.seed + i)
+    return SamplingParams(max_tokens=run.max_tokens, temperature=temperature, seed=run.seed + i)
 
 
 def _record(

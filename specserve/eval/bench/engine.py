@@ -17,7 +17,6 @@ from specserve.eval.bench.comparison import (
     PLAIN,
     ArmResult,
     BenchArm,
-    BenchSize,
     Comparison,
     EngineArm,
     params_of,
@@ -25,6 +24,7 @@ from specserve.eval.bench.comparison import (
     run_round,
 )
 from specserve.eval.bench.step_times import StepTimes, measure_steps, read_bandwidth
+from specserve.eval.settings import BenchRun
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engines import measured_engine
 from specserve.serve.launch import Models
@@ -63,7 +63,7 @@ def measure_coupling(
     coupled: BenchArm,
     uncoupled: BenchArm,
     prompts: Sequence[Sequence[int]],
-    size: BenchSize,
+    run: BenchRun,
     temperature: float,
 ) -> Coupling:
     """Measure both arms on the same questions and seeds, one answer at a time. They take turns in being the first."""
@@ -72,12 +72,12 @@ def measure_coupling(
     results = {"coupled": found.coupled, "uncoupled": found.uncoupled}
     comparison = Comparison(temperature, 1, results, baseline="uncoupled")
     for arm in arms.values():
-        arm.ask(prompts[:1], [params_of(size, 0.0, 0)], 1)
+        arm.ask(prompts[:1], [params_of(run, 0.0, 0)], 1)
         arm.forget()
     supply = itertools.cycle(prompts)
-    for number in range(size.num_rounds):
-        asked = list(itertools.islice(supply, size.num_requests))
-        params = [params_of(size, temperature, number * size.num_requests + i) for i in range(len(asked))]
+    for number in range(run.rounds):
+        asked = list(itertools.islice(supply, run.requests))
+        params = [params_of(run, temperature, number * run.requests + i) for i in range(len(asked))]
         run_round(arms, asked, params, comparison, number)
     return found
 
@@ -86,7 +86,7 @@ def measure_coupling(
 class BenchReport:
     """The results of the benchmark of the engine."""
 
-    size: BenchSize
+    run: BenchRun
     comparisons: list[Comparison] = field(default_factory=list)
     couplings: list[Coupling] = field(default_factory=list)
     steps: dict[str, StepTimes] = field(default_factory=dict)  # by arm
@@ -121,22 +121,19 @@ class BenchReport:
 
 def run_bench(
     models: Models,
-    names: Sequence[str],
+    run: BenchRun,
     prompts: Sequence[Sequence[int]],
-    size: BenchSize,
     *,
-    max_model_len: int,
     others: Mapping[str, BenchArm] | None = None,
-    has_coupling: bool = True,
     on_warmup: OnWarmup = lambda _arm, _done, _total, _name: None,
     on_round: Callable[[Comparison], None] = lambda _comparison: None,
 ) -> BenchReport:
-    """Measure the speculations of `names` against plain decoding, each as an engine of its own over the same loaded
-    models; `others` are further arms. Prompts leave room for `size.max_tokens`. Raises ConfigError."""
-    names = [PLAIN, *[name for name in dict.fromkeys(names) if name != PLAIN]]
+    """Measure the speculations of `run.arms` against plain decoding, each as an engine of its own over the same loaded
+    models; `others` are further arms. Prompts leave room for `run.max_tokens`. Raises ConfigError."""
+    names = [PLAIN, *[name for name in dict.fromkeys(run.arms) if name != PLAIN]]
     if models.head is None and (headed := [name for name in names if _has_draft(name)]):
         raise ConfigError(f"there is no head for {models.name}, and {', '.join(headed)} need one; give it with --draft")
-    report = BenchReport(size)
+    report = BenchReport(run)
 
     def make(name: str, num_slots: int, *, is_coupled: bool = True) -> Engine:
         label = name if is_coupled else f"{name}, uncoupled"
@@ -144,12 +141,12 @@ def run_bench(
             models,
             name,
             num_slots=num_slots,
-            max_model_len=max_model_len,
+            max_model_len=run.max_model_len,
             is_coupled=is_coupled,
             on_warmup=lambda done, total, program: on_warmup(label, done, total, program),
         )
 
-    engines = {name: make(name, max(size.concurrencies)) for name in names}
+    engines = {name: make(name, max(run.concurrency)) for name in names}
     report.read_bandwidth = read_bandwidth()
     for name, engine in engines.items():
         if _has_draft(name):
@@ -161,13 +158,13 @@ def run_bench(
             )
     with ExitStack() as stack:
         arms: dict[str, BenchArm] = {name: EngineArm(stack.enter_context(engine)) for name, engine in engines.items()}
-        report.comparisons = run_comparisons({**arms, **(others or {})}, prompts, size, on_round)
+        report.comparisons = run_comparisons({**arms, **(others or {})}, prompts, run, on_round)
         report.memory = _memory(models, engines.values())  # before further engines are made
         report.num_late_compiles = sum(engine.stats().num_late_compiles for engine in engines.values())
-        temperature = next((t for t in size.temperatures if t > 0), 1.0)
-        for name in filter(_has_draft, names if has_coupling else ()):
+        temperature = next((t for t in run.temperature if t > 0), 1.0)
+        for name in filter(_has_draft, names if run.coupling else ()):
             with make(name, 1, is_coupled=False) as engine:
-                coupling = measure_coupling(name, arms[name], EngineArm(engine), prompts, size, temperature)
+                coupling = measure_coupling(name, arms[name], EngineArm(engine), prompts, run, temperature)
                 report.num_late_compiles += engine.stats().num_late_compiles
             report.couplings.append(coupling)
     return report

@@ -10,7 +10,7 @@ bins. Then the statistic of n draws follows a noncentral chi-square law with b -
 noncentrality n * sum((p - 1 / b) ** 2 * b), which is at least 4 * n * d ** 2 (Cauchy and Schwarz), where d is the total
 variation distance between p and the even distribution. A test that fails below the p-value a, which a fault of the
 distance d is to fail with the power w, so takes n draws with `ncx2.sf(chi2.isf(a, b - 1), b - 1, 4 * n * d ** 2) = w`.
-For d = 0.2, w = 0.99, 16 bins, and a the share of one of 20 tests in `verify_report.FALSE_ALARMS` (5e-6), n is 470:
+For d = 0.2, w = 0.99, 16 bins, and a the share of one of 20 tests in `report.FALSE_ALARMS` (5e-6), n is 470:
 `NUM_DRAWS` is the next number that whole answers give. First tokens, which the program of the prompt draws, have a test
 of their own. A way to speculate that is off by less is found by its tokens: every draw is compared with plain
 decoding's of the same seed, too.

@@ -123,7 +123,7 @@ class Judge:
         )
 
     def cells(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Return the cells of each answer, [token, 2] (see `verify_draws.cells_of`). An answer's text is run once,
+        """Return the cells of each answer, [token, 2] (see `draws.cells_of`). An answer's text is run once,
         however often it is asked for."""
         missing = sorted({tuple(answer) for answer in answers} - self._cells.keys())
         by_text: dict[tuple[int, ...], list[tuple[int, ...]]] = {}

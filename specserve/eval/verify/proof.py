@@ -19,11 +19,11 @@ from specserve.errors import SpecServeError
 from specserve.eval.verify.draws import COUNTED_TOKENS, NUM_DRAWS, chi_square, num_answers, places
 from specserve.eval.verify.judge import Judge, ProofSubject, bug, log_sum_exp
 from specserve.eval.verify.report import Mismatch, ProofReport, Row, Test
-from specserve.eval.verify.requests import ProofRequest, base_requests, follow_ups, option_requests
+from specserve.eval.verify.requests import ProofRequest, base_requests, draw_requests, follow_ups, option_requests
 from specserve.serve.engine.engine import Engine, EngineOptions
 from specserve.serve.engine.interface import EngineStats
 from specserve.serve.requests.completion import Collector, CompletionOutput
-from specserve.serve.requests.request import Delta, SamplingParams
+from specserve.serve.requests.request import Delta
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.controller import Controller, Estimate
 from specserve.speculative.program import StepProgram
@@ -62,9 +62,7 @@ class _Answers:
     """The answers of an engine to some requests, in their order."""
 
     of: list[CompletionOutput]
-    drafts: list[
-        list[tuple[int, ...]]
-    ]  # the tokens proposed for each answer, step by step, where its request has the tree
+    drafts: list[list[tuple[int, ...]]]  # proposed for each answer, step by step, where its request has the tree
     stats: EngineStats
 
     @property
@@ -184,7 +182,7 @@ class Prover:
         answers = answer(first)
         second = follow_ups(first, answers)
         self.first, self.base = first, [*first, *second]
-        self.options = option_requests(
+        options = option_requests(
             self.prompts,
             answers[::2],
             self.bench.tokenizer,
@@ -192,19 +190,15 @@ class Prover:
             seed=self.size.seed,
             has_grammars=self._runner.has_constrained,
         )
+        self.everything = [*self.base, *options]
         self._total = self._number_in_all()
         answer(second)
-        answer(self.options)
-
-    @property
-    def everything(self) -> list[ProofRequest]:
-        return [*self.base, *self.options]
+        answer(options)
 
     def _number_in_all(self) -> int:
         """The tokens of all answers that the checks take, drawn ones included."""
-        first, base, everything = (
-            sum(map(_num_tokens, requests)) for requests in (self.first, self.base, self.everything)
-        )
+        requests = self.first, self.base, self.everything
+        first, base, everything = (sum(map(_num_tokens, some)) for some in requests)
         drawn = num_answers(self.size.draws) * (1 + COUNTED_TOKENS)
         number = everything + base + self.size.draws + drawn  # plain ones
         for group in self.bench.groups:
@@ -268,19 +262,21 @@ class Prover:
         tokens = int(best[at]), answer.token_ids[at]
         self._add(row, self._judge.judge("off", row.check, request, answer, answer, at, *tokens))
 
+    def _check(
+        self, way: str, check: str, script: Script, requests: Sequence[ProofRequest], **options: Any
+    ) -> tuple[Row, _Answers]:
+        """Compare the answers to these requests with those of plain decoding. `options` are those of `_answer`."""
+        self._begin(way, check)
+        answers = self._answer(script, requests, **options)
+        return self._compare(way, check, requests, answers), answers
+
     def _check_way(self, tree: Tree) -> None:
         way = describe(tree)
-        self._begin(way, "alone")
         alone = self.base if _is_by_head_alone(tree) else self.first  # to compare drafts, or it takes half as long
-        fresh = self._answer(lambda: tree, alone, is_caching=False, is_alone=True)
-        self._compare(way, "alone", alone, fresh)
-        self._begin(way, "prefix hits")
-        hits = self._answer(lambda: tree, self.base, is_caching=True, is_alone=True)
-        row = self._compare(way, "prefix hits", self.base, hits)
+        _, fresh = self._check(way, "alone", lambda: tree, alone, is_caching=False, is_alone=True)
+        row, hits = self._check(way, "prefix hits", lambda: tree, self.base, is_caching=True, is_alone=True)
         _note_events(row, hits.stats.num_prefix_hits, f"{hits.stats.num_prefix_hits:,} tokens hit")
-        self._begin(way, "mixed batches")
-        together = self._answer(lambda: tree, self.everything, is_caching=False)
-        self._compare(way, "mixed batches", self.everything, together)
+        _, together = self._check(way, "mixed batches", lambda: tree, self.everything, is_caching=False)
         self._in_few_pages(way, "preemption", lambda: tree, self.base)
         if _is_by_head_alone(tree):
             control = _Steps()
@@ -300,10 +296,8 @@ class Prover:
 
     def _in_few_pages(self, way: str, check: str, script: Script, requests: Sequence[ProofRequest]) -> None:
         """Check answers in so few pages that sequences give theirs back, wait, and go on later."""
-        self._begin(way, check)
         pages = 1 + max(-(-request.num_tokens // self._runner.shapes.page_size) for request in requests)
-        few = self._answer(script, requests, is_caching=True, num_pages=pages)
-        row = self._compare(way, check, requests, few)
+        row, few = self._check(way, check, script, requests, is_caching=True, num_pages=pages)
         ranks = self._runner.shapes.num_ranks
         where = f"{pages} pages" if ranks == 1 else f"{pages} pages of each of {ranks} data ranks"
         _note_events(row, few.stats.num_preemptions, f"{few.stats.num_preemptions} preemptions in {where}")
@@ -358,15 +352,15 @@ class Prover:
 
     def _draw(self, tree: Tree | None) -> None:
         """Draws at temperature 1 from one prompt with many seeds: chi-square tests against the target's own softmax
-        (`verify_draws`), and the tokens beside those of plain decoding with the same seeds."""
+        (`draws`), and the tokens beside those of plain decoding with the same seeds."""
         way = describe(tree)
         self._begin(way, "distribution")
         prompt = min(self.prompts, key=len)
         if tree is None:
-            requests = self._drawing(prompt, self.size.draws, 1)
+            requests = draw_requests(prompt, self.size.draws, 1, self.size.seed)
             answers = self._answer(lambda: None, requests, is_caching=True).of
             self._test_draws(way, "first token", prompt, answers, 0)
-            self._drawn = self._drawing(prompt, num_answers(self.size.draws), 1 + COUNTED_TOKENS)
+            self._drawn = draw_requests(prompt, num_answers(self.size.draws), 1 + COUNTED_TOKENS, self.size.seed)
         found = self._answer(lambda: tree, self._drawn, is_caching=True)
         if tree is None:
             self._plain |= {id(request): answer for request, answer in zip(self._drawn, found.of, strict=True)}
@@ -374,20 +368,13 @@ class Prover:
             self._compare(way, "distribution", self._drawn, found)
         self._test_draws(way, "next tokens", prompt, found.of, 1)
 
-    def _drawing(self, prompt: Sequence[int], number: int, max_tokens: int) -> list[ProofRequest]:
-        """Make the requests of one prompt with `number` different seeds."""
-        seeds = range(self.size.seed, self.size.seed + number)
-        options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True}
-        return [ProofRequest(f"seed {seed}", tuple(prompt), SamplingParams(seed=seed, **options)) for seed in seeds]
-
     def _test_draws(
         self, way: str, what: str, prompt: Sequence[int], answers: Sequence[CompletionOutput], start: int
     ) -> None:
         """Test how the tokens from `start` on of these answers were drawn. All are of the same length."""
         if broken := [answer for answer in answers if answer.finish_reason != "length"]:
-            found = (
-                f"{len(broken)} of {len(answers)} answers are not whole: {broken[0].error or broken[0].finish_reason}"
-            )
+            why = broken[0].error or broken[0].finish_reason
+            found = f"{len(broken)} of {len(answers)} answers are not whole: {why}"
             self.report.tests.append(Test(way, f"distribution of {what}", found, 0.0))
             return
         cells = self._judge.cells(prompt, [answer.token_ids for answer in answers])

@@ -53,6 +53,13 @@ def follow_ups(requests: Sequence[ProofRequest], answers: Sequence[CompletionOut
     ]
 
 
+def draw_requests(prompt: Sequence[int], number: int, max_tokens: int, seed: int) -> list[ProofRequest]:
+    """Make requests of one prompt at temperature 1, with `number` seeds from this one on."""
+    options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True}
+    seeds = range(seed, seed + number)
+    return [ProofRequest(f"seed {each}", tuple(prompt), SamplingParams(seed=each, **options)) for each in seeds]
+
+
 def option_requests(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[CompletionOutput],  # greedy ones, whose tokens the options name

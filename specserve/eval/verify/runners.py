@@ -72,18 +72,13 @@ def make_bench(
 ) -> ProofSubject:
     """Make a bench with one group of the ways that a head proposes, and one of those that need no head, because no
     runner has both. Nothing is compiled yet."""
-    opened = functools.partial(_open, models, max_model_len=max_model_len, on_warmup=on_warmup)
     ways = [[tree for tree in trees if tree.uses_head == uses_head] for uses_head in (True, False)]
-    groups = [Group(some, functools.partial(opened, some)) for some in ways if some]
+    groups = [Group(some, functools.partial(_open, models, some, max_model_len, on_warmup)) for some in ways if some]
     return ProofSubject(models.target, models.tokenizer, WholeText(models.target, models.mesh), groups)
 
 
 def _open(
-    models: Models,
-    trees: Sequence[Tree],
-    *,
-    max_model_len: int,
-    on_warmup: Callable[[int, int, str], None],
+    models: Models, trees: Sequence[Tree], max_model_len: int, on_warmup: Callable[[int, int, str], None]
 ) -> Runner:
     num_slots = NUM_SLOTS * num_parts(models.mesh, "batch")
     shapes = make_shapes(

@@ -64,7 +64,7 @@ class WandbTracker:
         quiet = wandb.Settings(console="off")
         try:
             self._run: Any = wandb.init(
-                project=_project(),
+                project=os.environ.get("WANDB_PROJECT") or PROJECT,
                 name=folder.resolve().name,
                 id=id_file.read_text().strip(),
                 resume="allow",
@@ -127,13 +127,6 @@ def _leaves(values: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> Iter
             yield from _leaves(value, f"{prefix}{key}/")
         else:
             yield f"{prefix}{key}", value
-
-
-def _project() -> str | None:
-    """The project to log to, or None where the environment names it."""
-    if os.environ.get("WANDB_PROJECT"):
-        return None
-    return PROJECT
 
 
 def _load(module: str, package: str, extra: str) -> Any:

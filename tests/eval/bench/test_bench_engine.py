@@ -8,17 +8,19 @@ import pytest
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.errors import ConfigError
-from specserve.eval.bench.comparison import BenchSize
+from specserve.eval.bench.comparison import num_prompts
 from specserve.eval.bench.engine import BenchReport, run_bench
 from specserve.eval.bench.step_times import read_bandwidth
 from specserve.eval.prompts import load_chats
 from specserve.eval.report import bench_lines, bench_table, coupling_table
+from specserve.eval.settings import BenchRun
 from specserve.serve import launch
 from specserve.serve.launch import Models
 
-PLAN = BenchSize(concurrencies=(1, 2), temperatures=(0.0, 1.0), num_rounds=2, num_requests=3, max_tokens=12)
 ARMS = ("chain:2", "auto")
-PROMPTS = [[1 + (7 * i + j) % 60 for j in range(5 + i)] for i in range(PLAN.num_prompts)]
+SIZE = {"concurrency": (1, 2), "temperature": (0.0, 1.0), "rounds": 2, "requests": 3, "max_tokens": 12}
+PLAN = BenchRun(arms=ARMS, max_model_len=128, **SIZE)  # type: ignore[arg-type]
+PROMPTS = [[1 + (7 * i + j) % 60 for j in range(5 + i)] for i in range(num_prompts(PLAN))]
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +37,8 @@ def report(models: Models, tmp_path_factory: pytest.TempPathFactory) -> BenchRep
         patch.setattr(launch, "AUTO_TREES_CPU", ())
         report = run_bench(
             models,
-            ARMS,
-            PROMPTS,
             PLAN,
-            max_model_len=128,
+            PROMPTS,
             on_round=lambda comparison: seen.append((comparison.temperature, comparison.concurrency)),
         )
     assert seen == [(0.0, 1)] * 2 + [(0.0, 2)] * 2 + [(1.0, 1)] * 2 + [(1.0, 2)] * 2
@@ -99,7 +99,7 @@ def test_the_rest_of_the_report(report: BenchReport, models: Models) -> None:
 def test_a_head_is_needed_where_one_is_asked_for(models: Models) -> None:
     headless = Models("tiny", models.target, None, None)
     with pytest.raises(ConfigError, match="tree:2x2x4 need"):
-        run_bench(headless, ["tree:2x2x4", "auto"], PROMPTS, PLAN, max_model_len=128)
+        run_bench(headless, dataclasses.replace(PLAN, arms=("tree:2x2x4", "auto")), PROMPTS)
 
 
 def test_chats_are_of_several_lengths_and_end_with_a_question() -> None:

@@ -7,9 +7,8 @@ from spread import mesh_of, spread_head, spread_target
 
 from specserve.errors import ConfigError
 from specserve.eval.bench import offline as bench_offline
-from specserve.eval.bench.comparison import BenchSize
 from specserve.eval.bench.engine import run_bench
-from specserve.eval.settings import LatencyRun, ThroughputRun
+from specserve.eval.settings import BenchRun, LatencyRun, ThroughputRun
 from specserve.mesh import in_equal_parts
 from specserve.serve.engines import measured_engine
 from specserve.serve.launch import Models
@@ -54,8 +53,9 @@ def test_a_number_of_slots_that_was_given_is_refused_as_everywhere() -> None:
 @pytest.mark.slow
 def test_the_benchmark_of_the_engine_ends_with_its_report() -> None:
     """One client over two data ranks, and the coupling, whose engines are made when all the rest is done."""
-    size = BenchSize(concurrencies=(1,), temperatures=(1.0,), num_rounds=1, num_requests=2, max_tokens=8)
-    report = run_bench(models_over("data=2"), ["chain:2"], PROMPTS, size, max_model_len=128)
+    size = {"concurrency": (1,), "temperature": (1.0,), "rounds": 1, "requests": 2, "max_tokens": 8}
+    run = BenchRun(arms=("chain:2",), max_model_len=128, **size)  # type: ignore[arg-type]
+    report = run_bench(models_over("data=2"), run, PROMPTS)
     assert report.num_different == report.num_late_compiles == 0
     assert [coupling.arm for coupling in report.couplings] == ["chain:2"]
     assert report.couplings[0].coupled.num_identical == 2
