@@ -24,7 +24,7 @@ def list_programs(runner: Runner) -> list[StepProgram]:
         sizes = itertools.product(shapes.batch_sizes, range(len(runner.inputs.layouts.distinct)))
         found += [StepProgram(size, kind="catch-up", layout=number) for size, number in sizes]
     for width, size in itertools.product(shapes.widths, shapes.batch_sizes):
-        found += [each for each in shapes.step_programs(size, width) if each.tree != shapes.plain]
+        found += [each for each in shapes.step_programs[size, width] if each.tree != shapes.plain]
     found.sort(key=lambda program: not shapes.is_plain(program))
     found += _constrained_programs(shapes) if runner.has_constrained else ()
     return [program for program in found if program not in runner.left_out]
