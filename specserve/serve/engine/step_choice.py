@@ -140,7 +140,8 @@ class StepChoice:
             return speculative
         if self.only == (None,):
             return plain
-        if self.is_partial or not program_list.is_constrained_compiled(self._runner, sizes.batch, tree):
+        needed = shapes.constrained_step(sizes.batch, tree)
+        if self.is_partial or not all(program in self._runner.compiled for program in needed):
             return plain
         if not self.is_choosing:
             return speculative
