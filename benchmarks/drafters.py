@@ -135,11 +135,11 @@ def steps_of(folder: Path) -> int:
     return int(json.loads((folder / NOTES).read_text())["steps"])
 
 
-def check_steps(arm: Arm, wanted: int) -> None:
+def check_steps(arm: Arm, expected: int) -> None:
     """Refuse a head that was trained for longer or shorter than the others are. Raises BenchmarkError."""
-    if (found := steps_of(arm.folder)) != wanted:
+    if (found := steps_of(arm.folder)) != expected:
         raise BenchmarkError(
-            f"{arm.folder} was trained for {found} steps, and --minutes asks for {wanted} of {arm.kind}: give the "
+            f"{arm.folder} was trained for {found} steps, and --minutes asks for {expected} of {arm.kind}: give the "
             "minutes that it was trained for, or another --output"
         )
 
@@ -194,8 +194,8 @@ def row_of(kind: str, arms: Sequence[Arm], found: Sequence[Mapping[str, Any]]) -
 
 def best_of(rows: Sequence[Row], number: int = 2) -> list[str]:
     """The kinds that accept most with a tree, greedy, the best first."""
-    told = [row for row in rows if (TREE, 0.0) in row.taus]
-    return [row.kind for row in sorted(told, key=lambda row: -row.taus[TREE, 0.0][0])[:number]]
+    measured = [row for row in rows if (TREE, 0.0) in row.taus]
+    return [row.kind for row in sorted(measured, key=lambda row: -row.taus[TREE, 0.0][0])[:number]]
 
 
 def num_parameters(folder: Path) -> int:
@@ -224,8 +224,8 @@ def table(rows: Sequence[Row], clients: Sequence[int]) -> str:
         cells = [row.kind, f"{row.parameters / 1e6:.1f}M", str(row.steps), f"{row.tokens_per_second:,.0f}"]
         cells += [f"{row.draft_ms:.1f}"]
         cells += ["-" if tau is None else f"{tau[0]:.2f} ({tau[1]:.2f}-{tau[2]:.2f})" for tau in taus]
-        told = {number: f"{pace:.0f}, {gain:.2f}x" for number, (gain, pace) in row.gains.items()}
-        cells += [told.get(number, "-") for number in clients]
+        gains = {number: f"{pace:.0f}, {gain:.2f}x" for number, (gain, pace) in row.gains.items()}
+        cells += [gains.get(number, "-") for number in clients]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

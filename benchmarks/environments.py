@@ -44,8 +44,8 @@ def environment(folder: Path, packages: Sequence[str], *, needs: str = "") -> Pa
     pip cannot install the packages.
     """
     python = folder / "env" / "bin" / "python"
-    stamp, wanted = folder / "installed.json", json.dumps([*packages, needs])
-    if stamp.is_file() and stamp.read_text() == wanted:
+    stamp, expected = folder / "installed.json", json.dumps([*packages, needs])
+    if stamp.is_file() and stamp.read_text() == expected:
         return python
     say(f"installing {', '.join(packages)} into {folder}, once")
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,5 +53,5 @@ def environment(folder: Path, packages: Sequence[str], *, needs: str = "") -> Pa
     run([sys.executable, "-m", "venv", "--clear", folder / "env"], folder / "venv.log", "making an environment")
     what = "pip install (it needs a network, and a package index that has wheels for this platform)"
     run([python, "-m", "pip", "--disable-pip-version-check", "install", *packages], folder / "pip.log", what)
-    stamp.write_text(wanted)
+    stamp.write_text(expected)
     return python

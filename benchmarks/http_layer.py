@@ -212,9 +212,9 @@ def alone(options: argparse.Namespace) -> None:
 
         for path, body in asked.items():
             seconds, cpu, events = measure([body | {"max_tokens": options.max_tokens}] * (4 * slots), path)
-            told = f"{events / seconds:,.0f} | {1e6 * cpu / events:.0f}"
+            per_event = f"{events / seconds:,.0f} | {1e6 * cpu / events:.0f}"
             seconds, cpu, _ = measure([body | {"max_tokens": 1}] * TINY, path)
-            print(f"| {path} | {told} | {TINY / seconds:,.0f} | {1e6 * cpu / TINY:.0f} |")
+            print(f"| {path} | {per_event} | {TINY / seconds:,.0f} | {1e6 * cpu / TINY:.0f} |")
     engine.stop()
 
 

@@ -46,7 +46,7 @@ class KernelWork:
     function: Callable[..., Any]
     own: tuple[Any, ...] | None  # None: there is no kernel of ours here
     xla: tuple[Any, ...]
-    num_bytes: int  # that must be read and written, each once
+    num_bytes: int  # read and written at least, each once
     num_flops: int
 
 

@@ -73,26 +73,26 @@ def stream(url: str, number: int, max_tokens: int) -> tuple[int, float]:
 
 def load(url: str, at_once: int, max_tokens: int) -> list[tuple[int, float]]:
     """So many streams at once."""
-    told: list[tuple[int, float]] = []
+    streams: list[tuple[int, float]] = []
     threads = [
-        threading.Thread(target=lambda i=i: told.append(stream(url, i, max_tokens)), daemon=True)
+        threading.Thread(target=lambda i=i: streams.append(stream(url, i, max_tokens)), daemon=True)
         for i in range(at_once)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return told
+    return streams
 
 
 def measure(name: str, url: str, args: argparse.Namespace) -> None:
     load(url, args.at_once, 8)
     for _ in range(args.rounds):
         begin = time.monotonic()
-        told = load(url, args.at_once, args.tokens)
+        streams = load(url, args.at_once, args.tokens)
         seconds = time.monotonic() - begin
-        firsts = sorted(first for _, first in told)
-        tokens = sum(came for came, _ in told)
+        firsts = sorted(first for _, first in streams)
+        tokens = sum(came for came, _ in streams)
         first = firsts[len(firsts) // 2]
         print(f"{name:12} {tokens / seconds:7.1f} tokens/s, median first token {first * 1e3:6.0f} ms", flush=True)
 
@@ -101,8 +101,8 @@ def recover(url: str, tree: psutil.Process, args: argparse.Namespace) -> None:
     """Kill a replica under load, and wait until as many pages serve as before."""
     whole = num_pages(url)
     found = [each for each in tree.children(recursive=True) if " ".join(each.cmdline()).startswith(REPLICA)]
-    told: list[list[tuple[int, float]]] = []
-    loaded = threading.Thread(target=lambda: told.append(load(url, args.at_once, args.tokens)))
+    streams: list[list[tuple[int, float]]] = []
+    loaded = threading.Thread(target=lambda: streams.append(load(url, args.at_once, args.tokens)))
     loaded.start()
     time.sleep(1)
     begin = time.monotonic()
@@ -114,7 +114,7 @@ def recover(url: str, tree: psutil.Process, args: argparse.Namespace) -> None:
         time.sleep(0.1)
     print(f"a killed replica: missed after {noticed:.1f} s, another one serves after {time.monotonic() - begin:.1f} s")
     loaded.join()
-    cut = sum(came < args.tokens for came, _ in told[0])
+    cut = sum(came < args.tokens for came, _ in streams[0])
     print(f"of {args.at_once} streams that ran, {cut} were cut and {args.at_once - cut} came whole")
 
 

@@ -57,11 +57,11 @@ class Batch:
     seconds: float
     answers: tuple[Answer, ...]
     num_forwards: int = 0  # of the target, after prompts; 0 where the server does not report it
-    told_accepted: int = 0  # by the server's metrics, where it does not report it of each answer
+    reported_accepted: int = 0  # by the server's metrics, where it does not report it of each answer
 
     @property
     def num_accepted(self) -> int:
-        return sum(answer.num_accepted for answer in self.answers) or self.told_accepted
+        return sum(answer.num_accepted for answer in self.answers) or self.reported_accepted
 
     @property
     def forwards(self) -> int:

@@ -88,11 +88,11 @@ class Peer:
 
     def __init__(self, options: argparse.Namespace, python: Path, source: Path, folder: Path) -> None:
         self.log = folder / "specjax.log"
-        told = {
+        given = {
             "num_epochs": options.rounds + 1,  # the first one compiles
             **{name: getattr(options, name) for name in ("batch_size", "seq_len", "rollout", "draft_vocab_size")},
         }
-        command = [str(python), __file__, "_peer", str(source), str(folder), json.dumps(told)]
+        command = [str(python), __file__, "_peer", str(source), str(folder), json.dumps(given)]
         with self.log.open("wb") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=folder
@@ -121,10 +121,10 @@ class Peer:
         raise BenchmarkError(f"SpecJAX ended. The last lines of {self.log}:\n{tail(self.log)}")
 
 
-def peer_here(source: str, folder: str, told: str) -> None:
+def peer_here(source: str, folder: str, given: str) -> None:
     """Run SpecJAX's own `train` in its environment, over the data in `folder`, an epoch for each line of stdin."""
     sys.path.insert(0, source)
-    settings: dict[str, Any] = json.loads(told)
+    settings: dict[str, Any] = json.loads(given)
     import jax
     import jax.numpy as jnp
     import ml_dtypes

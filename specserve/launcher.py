@@ -224,7 +224,7 @@ def wait_for_room(ray: Any, group: ProcessGroup, ready: Any) -> None:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Within the context SIGTERM and Ctrl-C raise KeyboardInterrupt. Gives the list of the signals that came."""
+    """A context in which SIGTERM and Ctrl-C raise KeyboardInterrupt. It gives the list of the signals that came."""
     signals: list[int] = []
 
     def interrupt(number: int, _frame: object) -> None:

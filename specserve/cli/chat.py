@@ -141,7 +141,7 @@ def _own_server(target: str, draft: str, speculation: str) -> Iterator[Client]:
         raise ConfigError(f"{engine.model_name} has no chat template; `specserve serve` can still complete texts")
     key = secrets.token_urlsafe()
     with engine:
-        with Console(stderr=True).status("compiling how to speculate"):  # what it is about shows from the first answer
+        with Console(stderr=True).status("compiling how to speculate"):  # the first answer shows what for
             while speculation != "auto" and engine.stats().num_programs_left and engine.is_healthy:
                 time.sleep(0.05)
         server = HttpServer(create_app(engine, api_keys=[key], run=run), port=0)

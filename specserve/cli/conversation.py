@@ -73,7 +73,7 @@ class ServerChat:
         self._options = {"max_tokens": max_tokens, "temperature": temperature}
         self.model = str(client.json("/v1/models")["data"][0]["id"])
         self._bound: int | None = None  # draft tokens that a step may accept for us
-        self._is_ours = self._told_speculation() is not None
+        self._is_ours = self._reported_speculation() is not None
         self.messages: list[dict[str, str]] = list(self._start)
         self.answer = AnswerSoFar()
 
@@ -81,10 +81,10 @@ class ServerChat:
     def speculation(self) -> str | None:
         """The server's way to speculate, and the bound on it for our own requests. None where the server does
         not report it."""
-        own = self._told_speculation()
+        own = self._reported_speculation()
         return own if own is None or self._bound is None else f"{own}, of which {self._bound} draft tokens at most"
 
-    def _told_speculation(self) -> str | None:
+    def _reported_speculation(self) -> str | None:
         try:
             return str(self._client.json("/v1/speculation")["speculation"])
         except (RefusedError, KeyError, TypeError):

@@ -27,7 +27,7 @@ from specserve import host, hub
 
 ACCELERATORS = {"/dev/nvidia0": "cuda", "/dev/accel0": "tpu", "/dev/vfio/0": "tpu"}  # device file -> extra
 SHOWN = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "transformers", "wandb", "tensorboardX")
-LEAST_MEMORY = 3 * 10**9  # that serving the bundled target takes while its programs are compiled
+LEAST_MEMORY = 3 * 10**9  # serving the bundled target takes it while programs compile
 LEAST_MAPS = 30_000  # memory maps; every compiled program takes up to 1,000
 
 
@@ -97,7 +97,7 @@ def examine(address: str, port: int) -> Iterator[MachineCheck]:
         check = MachineCheck(name)
         try:
             run(check)
-        except Exception as error:  # whatever a broken installation raises
+        except Exception as error:  # a broken installation may raise anything
             check.text = "could not be checked"
             check.fail(
                 f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",

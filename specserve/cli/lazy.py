@@ -19,7 +19,7 @@ class Lazy:
     body: str
     help: str
     settings: str = ""  # the schema of a body that takes resolved settings; without one, typer reads its signature
-    fill: str = ""  # what gives defaults that depend on the settings that were given (see `config.resolve`)
+    fill: str = ""  # gives the defaults that depend on the settings that were given (see `config.resolve`)
 
     def load(self, name: str) -> Any:
         """Make the click command. Where there are settings, the body is imported only once they are found right, so

@@ -107,7 +107,7 @@ def _train(minutes: float, output: Path) -> None:
         log_every=4,
         eval_every=40,
     )
-    # what fits the minutes is read: tokenising all of pydoc would take a tenth of them
+    # only as much is read as fits the minutes: tokenising all of pydoc would take a tenth of them
     data = DataSettings(max_conversations=max(600, int(6000 * minutes)), eval_prompts=8)
     draft = DraftSettings(vocab_size=3072, d_ff=768, fc_norm=True, norm_output=True)
     measured = EvalSettings(speculation=(SPECULATION,))

@@ -132,11 +132,11 @@ def _serve_requests(run: ServeRun, leader: Leader | None, kv_events: Publisher |
         return
 
     gc.collect()
-    gc.freeze()  # what is loaded stays, and no later collection walks it: that takes longer than many steps
+    gc.freeze()  # all that is loaded stays, and no later collection walks it: that takes many steps' time
 
     def drain(seconds: float) -> None:
         engine.drain(seconds)
-        engine.stop()  # what has not ended by now gets an error before its connection is cut
+        engine.stop()  # a request that has not ended gets an error before its connection is cut
 
     with engine, tracing or nullcontext():
         server = HttpServer(

@@ -42,7 +42,7 @@ class SpeculationReport:
     detail: str = "all"  # of acceptance: all; "no depths"; "mean", without counts; "nothing". Engines report all
     is_per_answer: bool = True  # of each answer; else of what was asked together
     reported_mean: float | None = None  # tau, of an arm that reports a mean alone
-    notes: list[str] = field(default_factory=list)  # what a reader of the figures has to know
+    notes: list[str] = field(default_factory=list)  # a reader of the figures has to know them
 
     @property
     def name(self) -> str:

@@ -49,7 +49,7 @@ def _alpaca(row: Raw) -> list[str]:
     return [f"### Instruction:\n{row['instruction']}{given}\n\n### Response:"]
 
 
-# A bench is asked as those who publish heads ask it: the row's own text as the user's turn, without a system prompt and
+# A bench is asked as the publishers of heads ask it: the row's own text as the user's turn, without a system prompt and
 # without examples. Where they do not agree, docs/evaluation.md describes what is done here.
 BENCHES = {
     "mt-bench": QuestionSet(

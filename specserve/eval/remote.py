@@ -52,7 +52,7 @@ class ServerArm:
         self.num_refused, self.refusal = 0, ""  # questions that do not fit the context
         if self._counts() is not None:
             self.kind = "counters"
-        else:  # what an answer reports is only known from one, which also warms the server up
+        else:  # only an answer shows what answers report; it also warms the server up
             self._answer([{"role": "user", "content": "Count to twenty."}], SamplingParams(max_tokens=32, seed=0))
             self._look_for_mean()
             self.num_refused = 0

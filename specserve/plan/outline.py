@@ -13,7 +13,7 @@ from specserve.plan.work import SHARE_OF_BANDWIDTH, SHARE_OF_PEAK
 
 ANSWER_TOKENS = 700  # of a conversation, where nothing is known of the data
 BYTES_PER_TOKEN = 4.5  # of text
-REFERENCE = "H100 80 GB"  # what hours are for where the device found is not in the table
+REFERENCE = "H100 80 GB"  # hours are for it where the device found is not in the table
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class RunPlan:
     config_from: str
     shape: StepShape
     mesh: dict[str, int]  # devices by axis, of those with more than one
-    memory: tuple[MemoryPart, ...]  # what stays, then what a step needs besides
+    memory: tuple[MemoryPart, ...]  # the parts that stay, then what a step needs besides
     without_remat: int  # bytes on each device more, if no rollout step were computed again
     host_bytes: int  # of each device's moments, in the host's memory
     flops: StepFlops

@@ -30,7 +30,7 @@ from specserve.speculative.tree import Tree
 from specserve.train.flops import mixing_flops
 
 SHARE_OF_PEAK = 0.4  # a good one for training in bfloat16
-SHARE_OF_BANDWIDTH = 0.5  # that answering many at once reaches
+SHARE_OF_BANDWIDTH = 0.5  # reached by answering many at once
 SENDING_SECONDS = 5e-6  # before the first byte of a collective: an assumption
 
 

@@ -95,7 +95,7 @@ def test_answers_of_other_settings_are_not_mixed(tmp_path):
         regenerate(Scripted("qwen3", echo), [ask("two", "old")], tmp_path / "p.jsonl" / "o.jsonl", EXACT)
 
 
-FAMILIES = {  # what the target writes behind its prompt; the content of a row that keeps reasoning, and that drops it
+FAMILIES = {  # the target's text after its prompt; the content of a row that keeps reasoning, and that drops it
     "qwen3": ("<think>\nhm\n</think>\n\nyo", "<think>\nhm\n</think>\n\nyo", "yo"),
     "glm-4.5": ("\n<think>hm</think>\nyo", "<think>hm</think>\nyo", "yo"),
     "glm-4": ("\nyo", "yo", "yo"),
@@ -247,7 +247,7 @@ def test_reasoning_that_does_not_end_makes_no_row(tmp_path):
     assert len(read(tmp_path / "o.jsonl")) == account.num_rows == 1
 
 
-def test_the_template_is_told_of_reasoning(tmp_path):
+def test_the_template_gets_the_switch_of_reasoning(tmp_path):
     engine = Scripted("qwen3", lambda prompt, seed: "yo")
     quiet = AnswerSettings(max_tokens=40, template_kwargs={"enable_thinking": False})
     account = regenerate(engine, [ask("hi", "old")], tmp_path / "o.jsonl", quiet)

@@ -63,20 +63,20 @@ def changeable(fake_engine: FakeEngine) -> Iterator[ServerChat]:
 @given(st.lists(st.lists(st.integers(0, 4), max_size=4), max_size=6))
 def test_steps_are_counted_as_they_were_made(steps: list[list[int]]) -> None:
     """Whatever pieces the depths of an answer come in: those of a step are 1, 2, ..., 0, after the first token's 0."""
-    expected, told = Acceptance(), AnswerSoFar()
-    told.take([0], 1)
+    expected, so_far = Acceptance(), AnswerSoFar()
+    so_far.take([0], 1)
     for chunk in steps:
         depths = []
         for n_accepted in chunk:
             expected = expected.after_step(n_accepted, depth=max(n_accepted, len(expected.accepted_per_depth)))
             depths += [*range(1, n_accepted + 1), 0]
         for cut in (depths[: len(depths) // 2], depths[len(depths) // 2 :]):
-            told.take(cut, len(cut))
-    told.end()
-    assert told.acceptance == expected
-    told.take([1, 2], 2)
-    told.end()
-    assert told.acceptance == expected + Acceptance(1, 0, (1, 1))
+            so_far.take(cut, len(cut))
+    so_far.end()
+    assert so_far.acceptance == expected
+    so_far.take([1, 2], 2)
+    so_far.end()
+    assert so_far.acceptance == expected + Acceptance(1, 0, (1, 1))
 
 
 @given(st.lists(st.tuples(st.text("ab c\n", max_size=5), st.integers(0, 7)), min_size=1, max_size=40))
@@ -93,11 +93,11 @@ def test_what_is_shown_is_what_was_said(pieces: Sequence[tuple[str, int]]) -> No
 
 
 def test_accepted_tokens_have_the_colour_of_their_depth() -> None:
-    console, told = terminal(), AnswerSoFar()
+    console, so_far = terminal(), AnswerSoFar()
     with AnswerView(console) as view:
         for depth in range(8):
-            told.take([depth], 1)
-            view.push(Token(f"<{depth}>", depth), told)
+            so_far.take([depth], 1)
+            view.push(Token(f"<{depth}>", depth), so_far)
     shown = console.export_text(styles=True)
     colours = re.findall(r"48;2;(\d+;\d+;\d+)m[^m]*<(\d)>", shown)
     assert [depth for _, depth in colours] == ["1", "2", "3", "4", "5", "6", "7"]
@@ -117,7 +117,7 @@ def test_a_conversation_sends_what_was_said_before(talk: ServerChat, fake_engine
     assert bytes(fake_engine.requests[-1].prompt_ids).decode().startswith("<user>three")
     with pytest.raises(RefusedError, match="the template refuses"):
         list(talk.ask("forbidden"))
-    assert talk.messages[-2]["content"] == "three"  # what was refused is not part of it
+    assert talk.messages[-2]["content"] == "three"  # a refused question is not part of it
 
 
 def test_an_interrupt_ends_an_answer_and_its_request_alone(
@@ -126,9 +126,9 @@ def test_an_interrupt_ends_an_answer_and_its_request_alone(
     """And what had come of it stays in the conversation. Ctrl-C at the prompt does nothing, the end of input leaves."""
     push, console = AnswerView.push, terminal()
 
-    def interrupted(self: AnswerView, token: Token, told: AnswerSoFar) -> None:
-        push(self, token, told)
-        if told.num_pieces >= 3:
+    def interrupted(self: AnswerView, token: Token, so_far: AnswerSoFar) -> None:
+        push(self, token, so_far)
+        if so_far.num_pieces >= 3:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(AnswerView, "push", interrupted)
@@ -189,13 +189,13 @@ def test_counts_are_those_of_the_engine(runner: Runner) -> None:
     with serving(make_engine(runner, Dice(1))) as engine:
         inboxes = run(engine, [Ask((5, 6, 7 + i), params) for i in range(6)])
     for inbox in inboxes:
-        told, stats = AnswerSoFar(), inbox.wait().stats
+        so_far, stats = AnswerSoFar(), inbox.wait().stats
         for delta in inbox.deltas:
-            told.take(delta.draft_depths, len(delta.token_ids))
-        told.end()
+            so_far.take(delta.draft_depths, len(delta.token_ids))
+        so_far.end()
         assert stats is not None
-        assert told.acceptance.num_steps == stats.num_steps
+        assert so_far.acceptance.num_steps == stats.num_steps
         unseen = [
-            n - m for n, m in zip_longest(stats.accepted_per_depth, told.acceptance.accepted_per_depth, fillvalue=0)
+            n - m for n, m in zip_longest(stats.accepted_per_depth, so_far.acceptance.accepted_per_depth, fillvalue=0)
         ]
         assert set(unseen) <= {0, 1}

@@ -17,7 +17,7 @@ from specserve.checkpoints.source import BUNDLED_FOLDER, BUNDLED_HEADS
 from specserve.cli.main import app
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 
-BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # which every engine's layout can hold
+BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # every engine's layout can hold it
 BITS = np.dtype(ml_dtypes.bfloat16)  # safetensors finds it once it is registered
 
 
@@ -33,7 +33,7 @@ def refused(*arguments: object) -> SpecServeError:
 
 @pytest.fixture
 def sick(tmp_path: Path) -> Path:
-    """The shipped head with two defects that can be mended."""
+    """The shipped head with two defects that can be repaired."""
     folder = tmp_path / "sick"
     shutil.copytree(BUNDLED_EAGLE3, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -63,23 +63,23 @@ def test_the_shipped_head_goes_out_and_comes_back(tmp_path: Path, flavour: str) 
         np.testing.assert_array_equal(value.view(np.uint8), theirs[name].view(np.uint8))
 
 
-def test_a_sick_head_is_told_and_mended(sick: Path, tmp_path: Path) -> None:
-    told = json.loads(run("inspect", sick, "--json").stdout)
-    assert [finding["code"] for finding in told["findings"]] == ["absolute-d2t", "max-positions"]
+def test_a_sick_head_is_reported_and_repaired(sick: Path, tmp_path: Path) -> None:
+    report = json.loads(run("inspect", sick, "--json").stdout)
+    assert [finding["code"] for finding in report["findings"]] == ["absolute-d2t", "max-positions"]
     assert run("inspect", sick).exit_code == 1
-    fixed = run("inspect", sick, "--fix", tmp_path / "mended")
+    fixed = run("inspect", sick, "--fix", tmp_path / "repaired")
     assert fixed.exit_code == 0, fixed.output
     assert fixed.output.count("changed") == 2
-    assert run("inspect", tmp_path / "mended", "--json").exit_code == 0
-    mended, healthy = tmp_path / "mended" / "model.safetensors", BUNDLED_EAGLE3 / "model.safetensors"
-    np.testing.assert_array_equal(load_file(mended)["d2t"], load_file(healthy)["d2t"])
-    again = run("inspect", sick, "--fix", tmp_path / "mended")
+    assert run("inspect", tmp_path / "repaired", "--json").exit_code == 0
+    repaired, healthy = tmp_path / "repaired" / "model.safetensors", BUNDLED_EAGLE3 / "model.safetensors"
+    np.testing.assert_array_equal(load_file(repaired)["d2t"], load_file(healthy)["d2t"])
+    again = run("inspect", sick, "--fix", tmp_path / "repaired")
     assert isinstance(again.exception, CheckpointError), "a folder with files in it is not overwritten"
 
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_nothing_is_wider_than_the_terminal(sick: Path, tmp_path: Path, columns: int) -> None:
-    text = run("inspect", sick, "--fix", tmp_path / "mended", columns=columns).output
+    text = run("inspect", sick, "--fix", tmp_path / "repaired", columns=columns).output
     assert max(map(len, text.splitlines())) <= columns
     for word in ("midlayer.post_attention_layernorm.weight", "768 x 512", "absolute-d2t", "--fix does", "2 errors"):
         assert word in text
@@ -162,9 +162,9 @@ def test_a_head_that_cannot_be_loaded_is_not_run_and_that_is_said(tmp_path: Path
     save_file(tensors | {"fc.weight": np.zeros_like(tensors["fc.weight"])}, head / "model.safetensors")
     done = run("inspect", head, "--prompts", "pydoc", "--limit", 1, "--json")
     assert done.exit_code == 1
-    told = json.loads(done.stdout)
-    assert [finding["code"] for finding in told["findings"]] == ["all-zero"]
-    assert "nothing but zeros: fc.weight" in told["running"]["error"]
+    report = json.loads(done.stdout)
+    assert [finding["code"] for finding in report["findings"]] == ["all-zero"]
+    assert "nothing but zeros: fc.weight" in report["running"]["error"]
     (head / "specserve.json").unlink()
     assert "give it with --target to run it" in str(refused("inspect", head, "--prompts", "pydoc"))
 

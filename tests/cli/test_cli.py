@@ -43,7 +43,7 @@ def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(host, "is_compiling", lambda: False)  # else it would end this process
-    monkeypatch.setattr(serve, "bind_listener", lambda _host, _port: None)  # which the end of a process gives back
+    monkeypatch.setattr(serve, "bind_listener", lambda _host, _port: None)  # the end of a process gives it back
 
     def say(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["specserve", *arguments])
@@ -77,8 +77,8 @@ def test_help_imports_nothing_heavy(arguments: list[str], unneeded: list[str]) -
 def test_the_options_of_train_that_people_use_first_come_first() -> None:
     command = Root.lazy["train"].load("train")
     first = [option.opts[0] for option in command.params if not option.rich_help_panel]
-    wanted = "--target --source --regenerate --output --budget --max-steps --mesh --resume --dry-run --config"
-    assert first[:10] == wanted.split()
+    expected = "--target --source --regenerate --output --budget --max-steps --mesh --resume --dry-run --config"
+    assert first[:10] == expected.split()
 
 
 @pytest.mark.parametrize("group", [Root, BenchCommands, PlanCommands, DataCommands])

@@ -41,12 +41,12 @@ def test_a_sound_machine_has_no_errors_and_a_broken_one_exits_with_1() -> None:
         port = str(taken.getsockname()[1])
         sound = CliRunner().invoke(app, ["doctor", "--json", "--port", port])
     assert sound.exit_code == 0, sound.output
-    told = json.loads(sound.stdout)
-    assert told["is_sound"]
-    by_name = {each["name"]: each for each in told["checks"]}
+    report = json.loads(sound.stdout)
+    assert report["is_sound"]
+    by_name = {each["name"]: each for each in report["checks"]}
     assert "is taken" in by_name["port"]["text"]
     assert by_name["port"]["findings"][0]["fix"]
-    assert all(each["text"] for each in told["checks"])
+    assert all(each["text"] for each in report["checks"])
     Path("rich.py").touch()
     broken = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "300"})
     assert broken.exit_code == 1

@@ -64,11 +64,11 @@ def run(line: list[str], output: Path, cache: Path, *more: str) -> str:
 def start(line: list[str], output: Path, cache: Path, death: str, *more: str) -> None:
     """The line as a process of its own, which kills itself: `answer 5` within the writing of the fifth answer, `step 2`
     after the second step, `report` before what was measured at the end is written."""
-    told = {"line": [*line, "--output", str(output), *more], "death": death}
+    setting = {"line": [*line, "--output", str(output), *more], "death": death}
     kept = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     environment = {"XDG_CACHE_HOME": str(cache), "JAX_COMPILATION_CACHE_DIR": f"{kept}-runs"}
     process = subprocess.run(
-        [sys.executable, __file__, json.dumps(told)],
+        [sys.executable, __file__, json.dumps(setting)],
         env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -140,9 +140,9 @@ def _arrange(death: str) -> None:
 def main() -> None:
     compile_without_emitters()
     jax.config.update("jax_disable_most_optimizations", True)
-    told = json.loads(sys.argv[1])
-    _arrange(told["death"])
-    app(told["line"], standalone_mode=False)
+    setting = json.loads(sys.argv[1])
+    _arrange(setting["death"])
+    app(setting["line"], standalone_mode=False)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def test_a_ray_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     """Before anything is asked of it; one that fits, and is attached already, stays where it is."""
     ray = SimpleNamespace(is_initialized=lambda: True)
     monkeypatch.setattr(cluster, "load", lambda _module: ray)
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # which Ray is told by
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # `connect` sets variables that Ray reads
     for version in ("2.59.1", "3.0.0", "3.1"):
         ray.__version__ = version
         with pytest.raises(ConfigError, match=rf"Ray {version} is installed, needed is 2\.60 to before 3: pip install"):
@@ -25,7 +25,7 @@ def test_a_ray_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_workers_get_the_devices_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the kind that JAX is told to use, else of the best that there is; too few are refused."""
+    """They are of the kind that JAX_PLATFORMS names, else of the best that there is; too few are refused."""
     ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0, "GPU": 8.0, "memory": 1e9})
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     assert cluster.reserve(ray, 4, 2) == {"CPU": 1.0, "GPU": 4.0}

@@ -65,19 +65,19 @@ def test_what_bears_loss(key):
     name, case = CASES[key]
     tokenizer, kwargs = TOKENIZERS[name], case.get("template_kwargs")
     token_ids, loss_mask = encode_chat(tokenizer, case["messages"], tools=case.get("tools"), template_kwargs=kwargs)
-    _, wanted_ids, wanted_mask = expected(case)
+    _, expected_ids, expected_mask = expected(case)
     assert runs(case) == case["tokens"], "run this file to write the tokens again"
-    assert wanted_ids == case["token_ids"]
+    assert expected_ids == case["token_ids"]
     shown = [
         f"{'+' if bit else ' '}{tokenizer.decode([i], skip_special_tokens=False)!r}"
         for i, bit in zip(token_ids, loss_mask, strict=True)
     ]
-    wanted = [
+    expected_shown = [
         f"{'+' if bit else ' '}{tokenizer.decode([i], skip_special_tokens=False)!r}"
-        for i, bit in zip(wanted_ids, wanted_mask, strict=True)
+        for i, bit in zip(expected_ids, expected_mask, strict=True)
     ]
-    assert shown == wanted
-    assert token_ids == wanted_ids
+    assert shown == expected_shown
+    assert token_ids == expected_ids
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -194,7 +194,7 @@ def test_loss_mask_when_the_template_drops_earlier_reasoning():
     ],
     ids=["backwards", "counts its messages", "no end of turn"],
 )
-def test_answers_that_cannot_be_told_from_the_rest_are_refused(template):
+def test_answers_that_cannot_be_distinguished_from_the_rest_are_refused(template):
     with pytest.raises(DataError, match="generation tags"):
         encode_chat(with_template(template), chat("one", "first", "two", "second"))
 

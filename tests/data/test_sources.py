@@ -125,7 +125,7 @@ def test_every_named_data_set_has_a_layout():
 def test_only_the_named_file_of_a_repository_is_read(hub):
     hub_id, _, _, name = HUB["sharegpt"]
     file = hub(hub_id, [LAYOUTS["sharegpt"](i) for i in range(40)], file=name)
-    (file.parent / "README.md").write_text("---\nlicense: apache-2.0\n---\n")  # which names no files, as the hub's
+    (file.parent / "README.md").write_text("---\nlicense: apache-2.0\n---\n")  # it names no files, as the hub's
     (file.parent / "ShareGPT_2023.05.04v0_Wasteland_Edition.json").write_text(json.dumps([LAYOUTS["sharegpt"](99)]))
     (found,) = load_mixture(["sharegpt"])
     assert len(found.train) + len(found.held_out) == 40

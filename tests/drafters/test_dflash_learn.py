@@ -112,7 +112,7 @@ def test_anchors_are_uniform_and_others_at_each_seed(shallow_target: Target, rng
     assert counts.sum() == counts[places].sum()
     assert np.max(off) < 5 * (draws * share * (1 - share)) ** 0.5
     assert len(np.unique(index, axis=0)) > draws // 2
-    assert training.num_anchors(config, Rollout(SLOTS, False), 24) == 8  # whose slots are as many as the tokens
+    assert training.num_anchors(config, Rollout(SLOTS, False), 24) == 8  # its slots are as many as the tokens
 
 
 def _states(head: Head, target: Target, rows: Rows, rollout: Rollout) -> tuple[Any, tuple[Any, ...]]:
@@ -121,8 +121,8 @@ def _states(head: Head, target: Target, rows: Rows, rollout: Rollout) -> tuple[A
 
     @jax.jit
     def train(target_params: TargetParams, params: DFlashParams) -> jax.Array:
-        lesson = teach(target_params, LossConfig(target.config, head.drafter, rollout, 0.8), rows)
-        states = head.drafter.learn(params, target_params, rows, lesson.aux_hidden_states, rollout)
+        draft_targets = teach(target_params, LossConfig(target.config, head.drafter, rollout, 0.8), rows)
+        states = head.drafter.learn(params, target_params, rows, draft_targets.aux_hidden_states, rollout)
         return block_logits(params.output, config, target_params, jnp.stack(states)[:, 0])
 
     return train, (target.params, head.params)
@@ -242,7 +242,7 @@ def _naive(config: LossConfig, target: Target, vocab: DraftVocab, rows: Rows) ->
     known[np.asarray(vocab.target_ids)] = range(len(vocab.target_ids))
 
     def loss(params: DFlashParams, target_params: TargetParams) -> tuple[jax.Array, Any]:
-        lesson = teach(target_params, config, rows)
+        draft_targets = teach(target_params, config, rows)
         out = forward(
             target_params, config.target, rows.token_ids, rows.position_ids, row_kernel.Documents(rows.document_ids)
         )
@@ -255,7 +255,7 @@ def _naive(config: LossConfig, target: Target, vocab: DraftVocab, rows: Rows) ->
             p = jax.nn.one_hot(best, len(vocab.target_ids), dtype=jnp.float32)
         batch = jnp.arange(len(best))[None, :, None]
         p, best = p[batch, targets.positions], best[batch, targets.positions]
-        states = config.drafter.learn(params, target_params, rows, lesson.aux_hidden_states, config.rollout)
+        states = config.drafter.learn(params, target_params, rows, draft_targets.aux_hidden_states, config.rollout)
         own = config.drafter.logits(config.drafter.output(params), target_params, jnp.stack(states))
         counts, number = jnp.where(best >= 0, targets.weights, 0.0), jnp.sum(targets.weights, axis=(1, 2))
         decay = 0.8 ** jnp.arange(SLOTS, dtype=jnp.float32) / number

@@ -35,7 +35,7 @@ from specserve.train.losses import LossName
 from specserve.train.step import LossConfig, loss_and_gradient, place_rows, rollout_loss, teach
 
 ROLLOUT = 3
-SHORT = 2  # a step after the target's text and one after the head's own: all that gradients tell apart
+SHORT = 2  # a step after the target's text and one after the head's own: all that gradients distinguish
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_the_chunked_loss_and_its_gradient_equal_the_naive_ones(
     mine, other = (jax.jit(jax.value_and_grad(form, has_aux=True)) for form in (chunked, naive))
     args = head.params, shallow_target.params
     expected = other(*args)
-    assert_same(mine(*args), expected, tolerance(other, *args))  # which also says that no gradient is nothing but noise
+    assert_same(mine(*args), expected, tolerance(other, *args))  # so no gradient is nothing but noise
     assert all(np.any(leaf) for leaf in jax.tree.leaves(expected[1])), "nothing was tested"
 
 

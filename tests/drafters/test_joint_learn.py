@@ -44,13 +44,13 @@ def test_what_is_learned_is_what_is_served(shallow_target: Target, rng: np.rando
     ones = jnp.ones((1, seq), jnp.int32)
     rows = Rows(token_ids, ones > 0, ones, jnp.arange(seq, dtype=jnp.int32)[None], seeds=jnp.ones(1, jnp.uint32))
     rollout = Rollout(config.num_slots, remat=False)
-    wanted = rng.dirichlet(np.full(64, 0.2), seq).astype(np.float32)
+    target_probs = rng.dirichlet(np.full(64, 0.2), seq).astype(np.float32)
 
     @jax.jit
     def train(target: TargetParams, draft: DFlashParams) -> tuple[jax.Array, ...]:
         aux = teach(target, LossConfig(shallow_target.config, drafter, rollout, 0.8), rows).aux_hidden_states
         states = jnp.stack(drafter.learn(draft, target, rows, aux, rollout))
-        output, p = drafter.output(draft), wanted[targets.positions]
+        output, p = drafter.output(draft), target_probs[targets.positions]
         logits = drafter.logits(output, target, states)
         also = drafter.auxiliary_loss(output, target, states, logits, jnp.asarray(p))
         assert also is not None
@@ -80,7 +80,7 @@ def test_what_is_learned_is_what_is_served(shallow_target: Target, rng: np.rando
         position = int(targets.positions[slot, 0, column])
         scores, extra = serve(*args, states[slot, column], token_ids[0, position])
         assert_same(logits[slot, column], scores, off[slot, column], f"slot {slot}")
-        p = wanted[position].astype(np.float64)
+        p = target_probs[position].astype(np.float64)
         if kind == "dspark":
             alpha = np.minimum(p, np.exp(log_softmax(np.asarray(scores, np.float64)))).sum()
             sure = float(extra)

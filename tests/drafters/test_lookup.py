@@ -58,7 +58,7 @@ def _texts(low: int, high: int) -> st.SearchStrategy[list[int]]:
 def test_a_match_is_the_longest_and_then_the_most_recent(
     texts: tuple[list[int], ...], recall: list[list[int]], garbage: int, has_recall: bool
 ) -> None:
-    history = np.full((2, LENGTH), garbage, np.int32)  # what is left of the slot's last sequence is never found
+    history = np.full((2, LENGTH), garbage, np.int32)  # the rest of the slot's last sequence is never found
     for row, text in enumerate(texts):
         history[row, : len(text)] = text
     remembered = np.full((ROWS, ROW_LENGTH), -1, np.int32)
@@ -151,7 +151,7 @@ def test_what_is_remembered_is_the_end_of_an_answer_until_it_is_forgotten() -> N
 
 
 def test_gains_are_of_steps_in_which_there_was_a_choice() -> None:
-    """After a tree of the head alone, a prompt or a plain step nothing is learned of who proposes better."""
+    """After a tree of the head alone, a prompt or a plain step nothing is learned of which proposer is better."""
     mixed = lookup.Mixed(SimpleNamespace(observe=lambda *_: None), lookup.Lookup(searches_answers=False))  # type: ignore[arg-type]
     state = lookup.MixedState(None, None, jnp.tile(lookup._first_gains(jnp.float32(1)), (3, 1)))
     view: Any = SimpleNamespace(slots=jnp.asarray([2, 3], jnp.int32))  # the second is padding

@@ -102,7 +102,7 @@ def _by_transformers(folder: Path, config: MtpConfig, raw: dict[str, Any], text:
     write_tensors(alone / "model.safetensors", own)
     model_type = {"mimo": "qwen2"}.get(raw["model_type"], raw["model_type"])
     changes = {"model_type": model_type, "num_hidden_layers": 1, "first_k_dense_replace": 0, "torch_dtype": "float32"}
-    changes |= {  # what transformers would not take from the same config as we do
+    changes |= {  # transformers would not take these from the same config as we do
         "qwen3_next": {"full_attention_interval": 1, "layer_types": ["full_attention"]},
         "deepseek_v3": {"head_dim": raw.get("qk_rope_head_dim")},
         "glm4_moe": {"partial_rotary_factor": 0.5},
@@ -285,7 +285,7 @@ def _leaves(params: Any) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("raw", [carried.SMALL], ids=["dense"])
 def test_training_begins_with_the_targets_own_layer(tmp_path: Path, raw: dict[str, Any]) -> None:
-    """That which its checkpoint carries, else a copy of its last one."""
+    """The layer that its checkpoint carries, else a copy of its last one."""
     target, head = carried.models(tmp_path, raw)
     everything = np.arange(VOCAB, dtype=np.int32)
     assert load_kind("mtp").new(DraftSettings(), target.config, VOCAB) == head.drafter

@@ -138,7 +138,7 @@ def test_a_slot_sees_its_document_up_to_its_anchor_and_its_own_slots(
     whole, off = run(head.params, rows, aux), tolerance(lambda params: run(params, rows, aux), head.params)
     foreign = np.asarray(rows.document_ids)[0]
     for anchor in (0, 4, 9, 14, 19):
-        # whatever is after the anchor's known token, or of another document, is other text
+        # all that is after the anchor's known token, or of another document, is other text
         index = np.arange(24)
         is_seen = (foreign == foreign[anchor]) & (index <= anchor + 1)
         other = np.where(is_seen, rows.token_ids[0], rng.integers(0, 64, 24)).astype(np.int32)

@@ -34,7 +34,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_tutorial_has_the_code_that_is_tested() -> None:
     page = (ROOT / "docs" / "add-a-drafter.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    blocks = re.findall(r"```(?:python|text)\n(.*?)```", page, re.DOTALL)
     assert "".join(blocks) == Path(toy_drafter.__file__).read_text() + LINE.strip().rstrip(",") + ",\n"
     assert len(blocks[0].splitlines()) <= 100
 

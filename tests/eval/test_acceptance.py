@@ -75,15 +75,15 @@ def _regeneration_is_the_same_with_speculation(plain: Engine, speculative: Engin
     asked.append(Conversation((*asked[2].messages, Message("assistant", "old"), *asked[0].messages), "source", "y"))
     for temperature in (0.0, 1.0):
         manner = AnswerSettings(max_tokens=8, temperature=temperature)
-        whole, mended = folder / f"whole{temperature}.jsonl", folder / f"mended{temperature}.jsonl"
+        whole, repaired = folder / f"whole{temperature}.jsonl", folder / f"repaired{temperature}.jsonl"
         account = regenerate(plain, asked, whole, manner)
         assert account.num_rows == 4
         first, *_, last = whole.read_text().splitlines(keepends=True)
-        mended.write_text(first + last[:20])
-        whole.with_name(f"{whole.name}.settings.json").rename(folder / f"{mended.name}.settings.json")
-        account = regenerate(speculative, asked, mended, manner)
+        repaired.write_text(first + last[:20])
+        whole.with_name(f"{whole.name}.settings.json").rename(folder / f"{repaired.name}.settings.json")
+        account = regenerate(speculative, asked, repaired, manner)
         assert (account.num_there, account.num_rows) == (1, 3)
-        assert sorted(mended.read_text().splitlines()) == sorted(whole.read_text().splitlines())
+        assert sorted(repaired.read_text().splitlines()) == sorted(whole.read_text().splitlines())
 
 
 def test_no_number_of_a_table_is_cut_off_in_a_narrow_terminal() -> None:

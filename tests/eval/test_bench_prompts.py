@@ -153,7 +153,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize("length", [128, 512])
 def test_a_length_that_would_be_ignored_is_refused_though_it_is_the_usual_one(length: int) -> None:
-    """What is given is told from what is not: the default is no length that anybody gives."""
+    """A given length is distinguished from none: the default is no length that anybody gives."""
     for refused in (
         lambda: measure_engine(BenchRun(input_len=length)),
         lambda: throughput(ThroughputRun(input_len=length)),

@@ -1,4 +1,4 @@
-"""What other engines tell of acceptance is read where each of them tells it, and what they do not tell stays untold."""
+"""What other engines report of acceptance is read where each of them reports it, and what none reports stays open."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ Handler = Callable[[httpx.Request], httpx.Response]
 
 class Engine:
     """Answers five tokens to everything, over three steps of a chain of 2: of which 2, 0 and 0 tokens are accepted. It
-    tells that in the words of `kind`."""
+    reports that in the words of `kind`."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.num_answers = kind, 0

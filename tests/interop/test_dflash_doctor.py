@@ -1,4 +1,4 @@
-"""The doctor of block drafters: each planted fault is found under its own name, and alone; what can be mended without
+"""The doctor of block drafters: each planted fault is found under its own name, and alone; what can be repaired without
 guessing comes back as the head it was."""
 
 import dataclasses
@@ -70,7 +70,7 @@ HEADS: dict[str, Raw] = {
     "speculators": {},
     "taps": {"aux_layers": (1, 3)},
 }
-FOUND: list[tuple[str, str, Plant, bool]] = [  # head, code, fault, and whether it is mended
+FOUND: list[tuple[str, str, Plant, bool]] = [  # head, code, fault, and whether it is repaired
     ("plain", "block-sizes", put(block_size=0), False),
     ("plain", "unknown-key", put(window_size=3), False),
     ("plain", "unknown-key", own(gamma=3), False),
@@ -128,9 +128,9 @@ def test_healthy_heads_are_left_in_peace(folder: Path, tiny_target: Target, name
     assert doctor.examine(folder, None).findings == []
 
 
-@pytest.mark.parametrize(("name", "code", "plant", "is_mended"), FOUND, ids=[each[1] for each in FOUND])
+@pytest.mark.parametrize(("name", "code", "plant", "is_repaired"), FOUND, ids=[each[1] for each in FOUND])
 def test_each_fault_is_found_under_its_own_name(
-    folder: Path, tmp_path: Path, tiny_target: Target, name: str, code: str, plant: Plant, is_mended: bool
+    folder: Path, tmp_path: Path, tiny_target: Target, name: str, code: str, plant: Plant, is_repaired: bool
 ) -> None:
     write(folder, tiny_target, name)
     head = load_head(folder, tiny_target, dtype="float32")
@@ -138,17 +138,17 @@ def test_each_fault_is_found_under_its_own_name(
     plant(raw, tensors)
     (folder / "config.json").write_text(json.dumps(raw))
     save_file(tensors, folder / "model.safetensors")
-    doctor.examine(folder, None)  # which says less, and does not stumble
+    doctor.examine(folder, None)  # reports less, and does not stumble
     report = doctor.examine(folder, tiny_target)
     assert {finding.code for finding in report.findings} - {"block-unknown"} | {code} == {code}, report.findings
     assert code in {finding.code for finding in report.findings}
-    assert is_mended == all(finding.fix for finding in report.findings if finding.code == code)
+    assert is_repaired == all(finding.fix for finding in report.findings if finding.code == code)
     assert "findings" in report.to_json()
-    if is_mended:
-        (tmp_path / "mended").mkdir()
-        write_head(tmp_path / "mended", *report.repaired(), {})
-        assert doctor.examine(tmp_path / "mended", tiny_target).findings == []
-        assert_same(head, load_head(tmp_path / "mended", tiny_target, dtype="float32"))
+    if is_repaired:
+        (tmp_path / "repaired").mkdir()
+        write_head(tmp_path / "repaired", *report.repaired(), {})
+        assert doctor.examine(tmp_path / "repaired", tiny_target).findings == []
+        assert_same(head, load_head(tmp_path / "repaired", tiny_target, dtype="float32"))
 
 
 def test_every_check_is_planted_here() -> None:

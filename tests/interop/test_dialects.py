@@ -165,7 +165,7 @@ def test_heads_are_read_as_they_were_published(
     assert_same_head(head, load_head(tmp_path / "back", described, dtype="float16"))
 
 
-def test_what_cannot_be_mended_is_refused_and_leaves_nothing(tmp_path: Path, described: Target) -> None:
+def test_what_cannot_be_repaired_is_refused_and_leaves_nothing(tmp_path: Path, described: Target) -> None:
     head = tiny.random_head(described.config, seed=3)
     save_head(tmp_path / "head", head, described, dtype="float32", notes={})
     tensors = load_file(tmp_path / "head" / "model.safetensors")

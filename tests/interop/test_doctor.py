@@ -1,4 +1,4 @@
-"""The draft doctor: each planted defect is found under its own name, what can be mended without guessing comes back
+"""The draft doctor: each planted defect is found under its own name, what can be repaired without guessing comes back
 as the head it was, and a healthy head is left in peace."""
 
 import contextlib
@@ -31,7 +31,7 @@ from specserve.tokenizer import Tokenizer
 Raw = dict[str, Any]
 Plant = Callable[[Raw, Tensors], object]
 ROOT = Path(__file__).parent.parent.parent
-BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # which every engine's layout can hold
+BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # every engine's layout can hold it
 FLAGS = {"fc_norm": True, "norm_before_fc": True}
 
 
@@ -128,23 +128,25 @@ KEYS_AND_NAMES: list[tuple[set[str], Plant]] = [
     ({"rope-spellings"}, put(rope_parameters={"rope_type": "yarn"})),
     ({"rope-missing"}, drop("rope_theta", "rope_scaling", "rope_parameters")),
 ]
-MENDABLE = [("sglang", *each) for each in TABLES + KEYS_AND_NAMES] + [("speculators", *each) for each in KEYS_AND_NAMES]
+REPAIRABLE = [("sglang", *each) for each in TABLES + KEYS_AND_NAMES] + [
+    ("speculators", *each) for each in KEYS_AND_NAMES
+]
 
 
-@pytest.mark.parametrize(("dialect", "codes", "plant"), MENDABLE)
-def test_what_can_be_mended_comes_back_as_it_was(
+@pytest.mark.parametrize(("dialect", "codes", "plant"), REPAIRABLE)
+def test_what_can_be_repaired_comes_back_as_it_was(
     tmp_path: Path, described: Target, head: Head, dialect: Dialect, codes: set[str], plant: Plant
 ) -> None:
-    """The mended head is the original bit for bit, so it proposes what the original proposes."""
+    """The repaired head is the original bit for bit, so it proposes what the original proposes."""
     write(tmp_path / "head", head, described, dialect)
     healthy = load_head(tmp_path / "head", described, dtype="float32")
     edit(tmp_path / "head", plant)
     report = doctor.examine(tmp_path / "head", described)
     assert {finding.code for finding in report.findings} == codes
-    (tmp_path / "mended").mkdir()
-    write_head(tmp_path / "mended", *report.repaired(), {})
-    assert doctor.examine(tmp_path / "mended", described).findings == []
-    assert_same_head(healthy, load_head(tmp_path / "mended", described, dtype="float32"))
+    (tmp_path / "repaired").mkdir()
+    write_head(tmp_path / "repaired", *report.repaired(), {})
+    assert doctor.examine(tmp_path / "repaired", described).findings == []
+    assert_same_head(healthy, load_head(tmp_path / "repaired", described, dtype="float32"))
     assert len(report.changes) == len(codes)
 
 
@@ -219,7 +221,7 @@ def test_a_head_of_another_width_needs_an_embedding(tmp_path: Path, described: T
     assert [finding.code for finding in doctor.examine(tmp_path / "head", described).findings] == ["embedding"]
 
 
-def test_a_head_for_a_target_of_another_width_is_told(tmp_path: Path, described: Target) -> None:
+def test_a_head_for_a_target_of_another_width_is_reported(tmp_path: Path, described: Target) -> None:
     other = replace(described, config=replace(described.config, d_model=2 * described.config.d_model))
     write(tmp_path / "head", tiny.random_head(other.config, seed=1, has_embedding=True), other, "sglang")
     assert [finding.code for finding in doctor.examine(tmp_path / "head", described).findings] == ["target-width"]
@@ -260,9 +262,9 @@ def test_layers_that_nobody_states_are_counted(
     edit(tmp_path / "head", plant)
     report = doctor.examine(tmp_path / "head", described)
     assert [finding.code for finding in report.findings] == ["layers"]
-    (tmp_path / "mended").mkdir()
-    write_head(tmp_path / "mended", *report.repaired(), {})
-    assert_same_head(healthy, load_head(tmp_path / "mended", described, dtype="float32"))
+    (tmp_path / "repaired").mkdir()
+    write_head(tmp_path / "repaired", *report.repaired(), {})
+    assert_same_head(healthy, load_head(tmp_path / "repaired", described, dtype="float32"))
 
 
 def test_the_shipped_head_is_healthy_and_its_tokens_are_watched(tmp_path: Path) -> None:

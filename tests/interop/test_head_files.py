@@ -356,17 +356,17 @@ def test_a_sharded_target_loads_like_a_whole_one(tmp_path: Path, tiny_target: Ta
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         (lambda fc: np.where(fc == fc.max(), np.nan, fc), r"not a number or infinite: fc\.weight"),
         (np.zeros_like, r"nothing but zeros: fc\.weight"),
     ],
 )
 def test_weights_that_say_nothing_are_refused_by_the_tensor(
-    folder: Path, tiny_target: Target, how: Callable[[np.ndarray], np.ndarray], told: str
+    folder: Path, tiny_target: Target, how: Callable[[np.ndarray], np.ndarray], message: str
 ) -> None:
     _edit(folder, lambda tensors: tensors.update({"fc.weight": how(tensors["fc.weight"])}))
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         load_head(folder, tiny_target, dtype="float32")
 
 

@@ -158,7 +158,7 @@ def test_a_layer_in_eight_bits_is_what_its_scales_make_of_it(tmp_path: Path, rng
 
     def quantise(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.startswith("model.layers.3.") and tensors[name].ndim == 2]:
-            if name.endswith(("mlp.gate.weight", "eh_proj.weight")):  # which stay whole there
+            if name.endswith(("mlp.gate.weight", "eh_proj.weight")):  # they stay whole there
                 continue
             values = rng.integers(-100, 100, tensors[name].shape).astype(ml_dtypes.float8_e4m3fn)
             grid = [-(-size // 16) for size in values.shape]
@@ -274,7 +274,7 @@ def test_the_doctor_finds_what_is_wrong(tmp_path: Path, change: Callable[[Tensor
         load_head(tmp_path / "own", target, dtype="float32")
 
 
-def test_a_served_model_is_told_where_its_layer_comes_from(tmp_path: Path) -> None:
+def test_a_served_model_knows_where_its_layer_comes_from(tmp_path: Path) -> None:
     _, head = carried.models(tmp_path, carried.SMALL)
     models = load_models(str(tmp_path), CARRIED, has_tokenizer=False)
     assert models.head is not None

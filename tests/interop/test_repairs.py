@@ -139,18 +139,18 @@ def slipped(tmp_path: Path, target: Target, kind: str, plant: Plant) -> tuple[Pa
 
 
 def _assert_same(folder: Path, other: Path, target: Target) -> None:
-    mended, made = (load_head(each, target, dtype="float32") for each in (folder, other))
-    assert mended.drafter == made.drafter
-    for leaf, same in zip(jax.tree.leaves(mended.params), jax.tree.leaves(made.params), strict=True):
+    repaired, made = (load_head(each, target, dtype="float32") for each in (folder, other))
+    assert repaired.drafter == made.drafter
+    for leaf, same in zip(jax.tree.leaves(repaired.params), jax.tree.leaves(made.params), strict=True):
         # at most one was taken away and added again, and both round: by a unit of |x - 1|, and of |x|
         assert_within(leaf, same, UNIT * (1 + 2 * np.abs(same)))
 
 
-@pytest.mark.parametrize(("kind", "told", "plant"), SLIPS)
-def test_a_repair_undoes_each_slip(slipped: tuple[Path, Path, Copy], target: Target, told: str) -> None:
+@pytest.mark.parametrize(("kind", "description", "plant"), SLIPS)
+def test_a_repair_undoes_each_slip(slipped: tuple[Path, Path, Copy], target: Target, description: str) -> None:
     made, folder, copy = slipped
     assert not doctor.examine(folder, target).errors, "no file shows it"
-    [repair] = [each for each in format_of(copy.raw).repairs(folder, target) if told in each.what]
+    [repair] = [each for each in format_of(copy.raw).repairs(folder, target) if description in each.what]
     repair.fix(copy)
     write_head(folder, copy.tensors, copy.raw, {})
     _assert_same(folder, made, target)
@@ -191,9 +191,9 @@ def _texts(head: Head, target: Target, monkeypatch: pytest.MonkeyPatch) -> Texts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "told", "plant"), SLIPS)
+@pytest.mark.parametrize(("kind", "description", "plant"), SLIPS)
 def test_running_the_head_finds_the_slip(
-    slipped: tuple[Path, Path, Copy], target: Target, told: str, monkeypatch: pytest.MonkeyPatch
+    slipped: tuple[Path, Path, Copy], target: Target, description: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, folder, copy = slipped
     texts = _texts(load_head(made, target, dtype="float32"), target, monkeypatch)
@@ -202,7 +202,7 @@ def test_running_the_head_finds_the_slip(
     assert num_tried > 4
     found, _ = find_misreading(folder, texts, dtype="float32")
     assert found is not None
-    assert told in found.what, found
+    assert description in found.what, found
     assert found.fix is not None
     found.fix(copy)
     write_head(folder, copy.tensors, copy.raw, {})

@@ -1,4 +1,4 @@
-"""The draft doctor by running: slips of a head's files that no file shows are found, told and undone."""
+"""The draft doctor by running: slips of a head's files that no file shows are found, named and undone."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from specserve.speculative.acceptance import Acceptance
 from specserve.tokenizer import Tokenizer
 from specserve.train.acceptance import AcceptanceMeter, Arm
 
-BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # which every engine's layout can hold
+BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # every engine's layout can hold it
 BITS = np.dtype(ml_dtypes.bfloat16)  # safetensors finds it once it is registered
 Plant = Callable[[dict[str, Any], dict[str, np.ndarray]], object]
 
@@ -67,7 +67,7 @@ SLIPS: list[tuple[str, Plant]] = [
 ]
 
 # These cost the bundled head at most 0.04 of its 1.39 drafts in a row, which over texts like these is no more than
-# chance: no run of the head can tell them, and nobody is told to mend what costs nothing. Other heads may lose more.
+# chance: no run of the head can find them, and no repair is advised of what costs nothing. Other heads may lose more.
 SMALL_SLIPS: list[tuple[str, Plant]] = [
     ("the taps are the outputs of layers [1, 3, 4]", taps),
     ("the rotary settings are the target's", rotary),
@@ -104,44 +104,46 @@ def slipped(tmp_path: Path, plant: Plant) -> tuple[Path, Copy]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("told", "plant"), [*SLIPS, *SMALL_SLIPS])
-def test_each_slip_has_a_repair_that_undoes_it(slipped: tuple[Path, Copy], pydoc_target: Target, told: str) -> None:
+@pytest.mark.parametrize(("description", "plant"), [*SLIPS, *SMALL_SLIPS])
+def test_each_slip_has_a_repair_that_undoes_it(
+    slipped: tuple[Path, Copy], pydoc_target: Target, description: str
+) -> None:
     folder, copy = slipped
     assert not doctor.examine(folder, pydoc_target).errors, "no file shows it"
-    repair = next(each for each in format_of(copy.raw).repairs(folder, pydoc_target) if told in each.what)
+    repair = next(each for each in format_of(copy.raw).repairs(folder, pydoc_target) if description in each.what)
     repair.fix(copy)
     write_head(folder, copy.tensors, copy.raw, {})
-    mended, shipped = (load_head(each, pydoc_target, dtype="float32") for each in (folder, BUNDLED_EAGLE3))
-    assert mended.drafter == shipped.drafter
-    jax.tree.map(np.testing.assert_array_equal, mended.params, shipped.params)
+    repaired, shipped = (load_head(each, pydoc_target, dtype="float32") for each in (folder, BUNDLED_EAGLE3))
+    assert repaired.drafter == shipped.drafter
+    jax.tree.map(np.testing.assert_array_equal, repaired.params, shipped.params)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("told", "plant"), SLIPS)
-def test_running_the_head_finds_the_slip(slipped: tuple[Path, Copy], texts: Texts, told: str) -> None:
+@pytest.mark.parametrize(("description", "plant"), SLIPS)
+def test_running_the_head_finds_the_slip(slipped: tuple[Path, Copy], texts: Texts, description: str) -> None:
     """Among all repairs; and in the head as it shipped, which it is then, nothing further is found."""
     folder, copy = slipped
     found, num_tried = find_misreading(folder, texts, dtype="float32")
     assert found is not None
-    assert told in found.what, found
+    assert description in found.what, found
     assert num_tried > 30, "the best reading is tried for further slips"
-    if told in AMBIGUOUS and found.fix is None:
-        assert "just as much is accepted if" in found.mend, "what would be a guess is not mended"
+    if description in AMBIGUOUS and found.fix is None:
+        assert "just as much is accepted if" in found.mend, "what would be a guess is not repaired"
         return
     assert found.fix is not None
     found.fix(copy)
     write_head(folder, copy.tensors, copy.raw, {})
     heads = [load_head(each, texts.target, dtype="float32") for each in (folder, BUNDLED_EAGLE3)]
-    mended, shipped = map(texts.accepted, heads)
-    np.testing.assert_array_equal(mended, shipped)
+    repaired, shipped = map(texts.accepted, heads)
+    np.testing.assert_array_equal(repaired, shipped)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("told", "plant"), SMALL_SLIPS)
-def test_a_slip_that_costs_next_to_nothing_is_not_told_from_chance(
-    slipped: tuple[Path, Copy], texts: Texts, told: str
+@pytest.mark.parametrize(("description", "plant"), SMALL_SLIPS)
+def test_a_slip_that_costs_next_to_nothing_is_taken_for_chance(
+    slipped: tuple[Path, Copy], texts: Texts, description: str
 ) -> None:
-    del told
+    del description
     folder, _ = slipped
     found, shipped = (
         texts.accepted(load_head(each, texts.target, dtype="float32")) for each in (folder, BUNDLED_EAGLE3)
@@ -151,7 +153,7 @@ def test_a_slip_that_costs_next_to_nothing_is_not_told_from_chance(
 
 
 @pytest.mark.slow
-def test_a_head_that_knows_nothing_is_told(tmp_path: Path, tiny_target: Target, rng: np.random.Generator) -> None:
+def test_a_head_that_knows_nothing_is_reported(tmp_path: Path, tiny_target: Target, rng: np.random.Generator) -> None:
     head = tiny.random_head(tiny_target.config, seed=1, num_heads=2, num_kv_heads=1, head_dim=6)
     save_head(tmp_path, head, tiny_target, dtype="float32", notes={})
     prompts = [Prompt("any", rng.integers(3, 64, 9).tolist()) for _ in range(4)]

@@ -74,7 +74,7 @@ def test_many_engines_write_the_file_of_one(commands: Commands, alone: bytes) ->
 
 @pytest.mark.slow
 def test_a_stopped_command_goes_on(commands: Commands, alone: bytes) -> None:
-    """Rows of before stay, whoever wrote them; the rest is answered, and the file is that of one engine."""
+    """Rows of before stay, of whichever writer; the rest is answered, and the file is that of one engine."""
     kept = alone.splitlines(keepends=True)
     (commands.folder / "rest.jsonl").write_bytes(b"".join(kept[5:20:3]) + kept[0][:10])
     settings = (commands.folder / "alone.jsonl.settings.json").read_bytes()
@@ -86,7 +86,7 @@ def test_a_stopped_command_goes_on(commands: Commands, alone: bytes) -> None:
 
 
 def test_what_is_wrong_is_said_once(commands: Commands) -> None:
-    """Only the workers, who have loaded the target, know its context."""
+    """Only the workers, which have loaded the target, know its context."""
     process = regenerate(commands, "wrong", "--ray", "--max-model-len", "99999")
     assert commands.end("wrong", process) == 2, commands.log("wrong")
     assert len(re.findall("^error: ", commands.log("wrong"), re.MULTILINE)) == 1

@@ -142,7 +142,7 @@ def _body(number: int, **changes: Any) -> dict[str, Any]:
     return {"prompt": [5 + number, 7, 11, 13 + number] * (number + 1), **own, **options, **changes}
 
 
-def _told(url: str, body: dict[str, Any], on_event: Callable[[], object] = lambda: None) -> list[str]:
+def _tokens(url: str, body: dict[str, Any], on_event: Callable[[], object] = lambda: None) -> list[str]:
     """The tokens of an answer, by their ids, streamed or not."""
     if not body.get("stream"):
         reply = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
@@ -181,9 +181,9 @@ def test_answers_are_those_of_one_server(bare: str, pair: tuple[str, psutil.Proc
     the same words."""
     url, _ = pair
     bodies = [_body(number, stream=number % 3 == 0) for number in range(10)]
-    expected = [_told(bare, body | {"stream": False}) for body in bodies]
+    expected = [_tokens(bare, body | {"stream": False}) for body in bodies]
     assert all(len(tokens) == body["max_tokens"] for tokens, body in zip(expected, bodies, strict=True))
-    assert _at_once([lambda body=body: _told(url, body) for body in bodies]) == expected
+    assert _at_once([lambda body=body: _tokens(url, body) for body in bodies]) == expected
     for wrong in (_body(1, max_tokens=4000), _body(1, prompt=[10**6]), _body(1, model="another"), {"prompt": 5}):
         ours, theirs = (httpx.post(f"{each}/v1/completions", json=wrong) for each in (url, bare))
         assert (ours.status_code, ours.json()) == (theirs.status_code, theirs.json())
@@ -219,7 +219,7 @@ def test_a_head_is_swapped_on_every_replica_or_on_none(
 ) -> None:
     url, _ = pair
     body = _body(3)
-    expected = _told(bare, body)
+    expected = _tokens(bare, body)
 
     def load(folder: Path) -> httpx.Response:
         return httpx.post(f"{url}/v1/load_draft", json={"draft": str(folder)}, timeout=PATIENCE)
@@ -228,7 +228,7 @@ def test_a_head_is_swapped_on_every_replica_or_on_none(
         return [card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]][1:]
 
     assert heads() == ["one"]
-    answers = _at_once([lambda: load(models["two"]), *[lambda: _told(url, body)] * 6])
+    answers = _at_once([lambda: load(models["two"]), *[lambda: _tokens(url, body)] * 6])
     assert answers[0].json()["draft"]["id"] == "two"
     assert answers[1:] == [expected] * 6
     assert heads() == ["two"]
@@ -236,7 +236,7 @@ def test_a_head_is_swapped_on_every_replica_or_on_none(
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "draft")
     assert "no such folder" in refused.json()["error"]["message"]
     assert heads() == ["two"]
-    assert _told(url, body) == expected
+    assert _tokens(url, body) == expected
 
 
 def test_a_killed_replica_is_replaced_and_nobody_else_notices(bare: str, pair: tuple[str, psutil.Process]) -> None:
@@ -244,15 +244,15 @@ def test_a_killed_replica_is_replaced_and_nobody_else_notices(bare: str, pair: t
     the others have been given."""
     url, tree = pair
     body = _body(4)
-    expected = _told(bare, body)
+    expected = _tokens(bare, body)
     head = httpx.get(f"{url}/v1/models").json()["data"][1]["id"]
     before = _replicas(tree)
     next(iter(before.values())).kill()
     for _ in range(6):
-        assert _told(url, body) == expected
+        assert _tokens(url, body) == expected
     wait_until(lambda: len(_replicas(tree)) == 2 and not set(before) >= set(_replicas(tree)))
     assert httpx.get(f"{url}/v1/models").json()["data"][1]["id"] == head
-    assert _told(url, body) == expected
+    assert _tokens(url, body) == expected
 
 
 def test_a_stop_lets_running_replies_end(bare: str, pair: tuple[str, psutil.Process]) -> None:
@@ -260,9 +260,9 @@ def test_a_stop_lets_running_replies_end(bare: str, pair: tuple[str, psutil.Proc
     url, tree = pair
     there = [tree, *tree.children(recursive=True)]
     bodies = [_body(number, max_tokens=200, stream=True) for number in range(4)]
-    expected = [_told(bare, body | {"stream": False}) for body in bodies]
+    expected = [_tokens(bare, body | {"stream": False}) for body in bodies]
     begun = [threading.Event() for _ in bodies]
-    calls = [lambda i=i: _told(url, bodies[i], begun[i].set) for i in range(4)]
+    calls = [lambda i=i: _tokens(url, bodies[i], begun[i].set) for i in range(4)]
     answers: list[Any] = []
     asking = threading.Thread(target=lambda: answers.extend(_at_once(calls)))
     asking.start()
@@ -282,7 +282,7 @@ def test_the_printed_yaml_deploys_the_same(models: Mapping[str, Path], cache: Pa
     file.write_text(subprocess.run(words, env=_environment(cache), check=True, capture_output=True, text=True).stdout)
     run = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(file)]
     with _running(run, port, _environment(cache), is_ours=False) as (url, tree):
-        assert _told(url, _body(5)) == _told(bare, _body(5))
+        assert _tokens(url, _body(5)) == _tokens(bare, _body(5))
         assert len(_replicas(tree)) == 1
 
 

@@ -1,4 +1,4 @@
-"""The choice of a replica, without a cluster: who holds the prompt's beginning, who is overloaded, who is too old."""
+"""The choice of a replica, without a cluster: the prompt's beginning, overload, and age."""
 
 import asyncio
 import dataclasses
@@ -17,7 +17,7 @@ PAGES = prefix_digests(range(40), 8)
 
 @dataclasses.dataclass(eq=False)
 class Replica:
-    """What the router is told of a replica."""
+    """The facts about a replica that the router gets."""
 
     name: str
     routing_stats: dict[str, Any]
@@ -93,10 +93,10 @@ def test_versions_and_names_bind(router: Any) -> None:
     assert router.choose(old, new, to="h") == [["h"]]
 
 
-def test_autoscaling_aims_at_its_target() -> None:
+def test_autoscaling_reaches_its_target() -> None:
     from specserve.serve.fleet.routing import TARGET_USE, scale
 
-    def wanted(*use: float) -> float:
+    def num_replicas(*use: float) -> float:
         context = SimpleNamespace(
             aggregated_metrics={"use": dict(enumerate(use))} if use else None,
             current_num_replicas=len(use),
@@ -104,10 +104,10 @@ def test_autoscaling_aims_at_its_target() -> None:
         )
         return scale(context)[0]
 
-    assert wanted() == 3
-    assert wanted(TARGET_USE, TARGET_USE) == pytest.approx(2)
-    assert wanted(2 * TARGET_USE, 2 * TARGET_USE) == pytest.approx(4)
-    assert wanted(0.0, 0.0) == 0
+    assert num_replicas() == 3
+    assert num_replicas(TARGET_USE, TARGET_USE) == pytest.approx(2)
+    assert num_replicas(2 * TARGET_USE, 2 * TARGET_USE) == pytest.approx(4)
+    assert num_replicas(0.0, 0.0) == 0
 
 
 def test_a_pool_reports_the_digests_of_what_it_holds() -> None:

@@ -28,8 +28,8 @@ from specserve.serve.requests.request import (
 
 MODEL = "tests/fake-model"
 CONTEXT = 4096
-STORY = "abcdefgh."  # what the fake engine writes, over and over; "." is its end of sequence
-UNICODE_STORY = "aé€😀z."  # what it writes for prompts that contain "unicode"
+STORY = "abcdefgh."  # the fake engine writes it over and over; "." is its end of sequence
+UNICODE_STORY = "aé€😀z."  # it writes this for prompts that contain "unicode"
 FIM_IDS = {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}
 USER = [{"role": "user", "content": "hi"}]
 

@@ -75,13 +75,13 @@ OPTIONS: list[Json] = [
     {"ignore_eos": True},
     {"truncate_prompt_tokens": 7},
 ]
-OF_ONE_ANSWER = ("n", "return_token_ids")  # which the dialects of chat lack
+OF_ONE_ANSWER = ("n", "return_token_ids")  # the dialects of chat lack them
 THOUGHTS: dict[str, list[Json]] = {
     CHAT: [{"reasoning_effort": "high"}, {"reasoning_effort": "high", "include_reasoning": False}],
     RESPONSES: [{"reasoning": {"effort": "high"}}],
     MESSAGES: [{"thinking": {"type": "adaptive"}}],
 }
-TOLD: dict[str, list[Json]] = {
+REPORTED: dict[str, list[Json]] = {
     COMPLETIONS: [{}, {"echo": True}, {"echo": True, "logprobs": 1}],
     CHAT: [{}, {"logprobs": True, "top_logprobs": 2}],
     RESPONSES: [{}, {"top_logprobs": 2}],
@@ -97,7 +97,7 @@ class Ask:
 
     path: str
     body: Json
-    kind: str  # what the answer must be
+    kind: str  # of the answer
 
     @property
     def has_grammar(self) -> bool:
@@ -122,7 +122,7 @@ def asks(number: int, seed: int) -> Iterator[Ask]:
             options.pop("ignore_eos", None)  # nothing may follow the end of a grammar
         said = OWN.get((path, kind)) if rng.random() < 0.5 or path == GENERATE else None
         said = _tools(path, kind) if kind in CALLS else said or rng.choice(SPELLINGS[kind])
-        said = said | rng.choice(TOLD.get(path, [{}]))
+        said = said | rng.choice(REPORTED.get(path, [{}]))
         if rng.random() < 0.3:
             said |= rng.choice(THOUGHTS.get(path, [{}]))
         yield Ask(path, _body(path, options, said, rng.choice(QUESTIONS)), kind)
@@ -224,7 +224,7 @@ def _of_message(bodies: Sequence[Json]) -> Any:
             elif body["type"] == "content_block_delta":
                 [(name, piece)] = [item for item in body["delta"].items() if item[0] != "type"]
                 blocks[body["index"]][{"partial_json": "input"}.get(name, name)] += piece
-    told = []
+    found = []
     for block in blocks:
         written = block.get("input")
         if isinstance(written, str):
@@ -232,8 +232,8 @@ def _of_message(bodies: Sequence[Json]) -> Any:
                 block["input"] = json.loads(written or "{}")
             except ValueError:  # cut by a length
                 block["input"] = {"text": written}
-        told.append({name: each for name, each in block.items() if name != "id"})
-    return told, end["stop_reason"], end["stop_sequence"]
+        found.append({name: each for name, each in block.items() if name != "id"})
+    return found, end["stop_reason"], end["stop_sequence"]
 
 
 def _of_generated(bodies: Sequence[Any]) -> Any:

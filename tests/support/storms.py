@@ -46,10 +46,10 @@ def storm(
     reference: Reference,
     num_requests: int,
     num_distinct: int,
-    num_pages: int | None = None,  # that the engine believes to have
+    num_pages: int | None = None,  # the engine believes to have as many
 ) -> tuple[EngineStats, set[FinishReason | None]]:
     """Serve all of that. When it is over nothing is held, nothing was compiled, and every answer is the one that plain
-    decoding gives to that request alone. What is told of it, and how requests have ended."""
+    decoding gives to that request alone. Returns the counts of the engine, and how requests have ended."""
     rng = random.Random(num_requests)
     families = [rng.choices(range(VOCAB), k=60) for _ in range(4)]
     asked = reference.firm(_any_ask(rng, families) for _ in itertools.count())

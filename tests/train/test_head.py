@@ -105,7 +105,7 @@ def _save(folder: Path, target: Target, **changes: Any) -> Head:
 def test_an_earlier_head_begins_as_it_was(tmp_path: Path, tiny_target: Target, dialect: Dialect) -> None:
     head = _save(tmp_path / "ours", tiny_target, **SHAPE)
     export_head(tmp_path / "ours", tmp_path / "theirs", tiny_target, target_name="tiny", dialect=dialect)
-    settings = DraftSettings(num_layers=2, vocab_size=48, export_dtype="float32")  # what is asked for, it has
+    settings = DraftSettings(num_layers=2, vocab_size=48, export_dtype="float32")  # it has all that is asked for
     found = earlier_head(str(tmp_path / "theirs"), settings, tiny_target)
     assert found.drafter == head.drafter
     np.testing.assert_array_equal(found.target_ids, head.target_ids)

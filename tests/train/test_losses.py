@@ -45,7 +45,7 @@ def test_a_perfect_draft_has_the_least_loss(rng: np.random.Generator, name: Loss
     loss = make_loss(name, 2.5)
     best = loss(jnp.asarray(p), jnp.log(jnp.asarray(p)))
     assert (best < loss(jnp.asarray(p), jnp.asarray(other))).all()
-    if not name.startswith("ce"):  # whose least is the target's own entropy
+    if not name.startswith("ce"):  # the least of a cross-entropy is the target's own entropy
         args = jnp.asarray(p), jnp.log(jnp.asarray(p))
         assert (np.abs(best) <= tolerance(loss, *args)).all()
     gradient = jax.grad(lambda logits: loss(jnp.asarray(p), logits).sum())(jnp.asarray(other))

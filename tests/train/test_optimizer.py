@@ -12,7 +12,7 @@ from specserve.train.settings import TrainSettings
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
-def test_muon_told_its_iterations_one_by_one_is_muon(rng: np.random.Generator, shape: tuple[int, int]) -> None:
+def test_muon_with_its_iterations_one_by_one_is_muon(rng: np.random.Generator, shape: tuple[int, int]) -> None:
     """As optax has it by default, with its iterations unrolled, over several steps."""
     settings = TrainSettings(optimizer="muon", muon_lr=1.0, clip=1e9)
     ours, theirs = make_optimizer(settings), muon(1.0, adam_b2=0.95)

@@ -117,7 +117,7 @@ def _curve(output: Path) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("setting", "message"),
     [
         (("", 2, 0), "need a coordinator"),
         (("", 1, 1), "need a coordinator"),
@@ -126,13 +126,13 @@ def _curve(output: Path) -> list[tuple[object, ...]]:
         (("host", 2, 1), "expected host:port of the first process, or auto"),
     ],
 )
-def test_processes_that_cannot_join_are_refused(told: tuple[str, int, int], message: str) -> None:
+def test_processes_that_cannot_join_are_refused(setting: tuple[str, int, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        processes.join(*told, 60)
+        processes.join(*setting, 60)
 
 
-def _meet(*told: tuple[int, int], seconds: int = 60) -> list[str]:
-    """How processes of these numbers fare that come at once, each with the number of all that it was told."""
+def _meet(*numbers: tuple[int, int], seconds: int = 60) -> list[str]:
+    """Have processes come at once, each with its number and the number of all as it has it. Returns errors, or ""."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -144,11 +144,11 @@ def _meet(*told: tuple[int, int], seconds: int = 60) -> list[str]:
             return str(error)
         return ""
 
-    with ThreadPoolExecutor(len(told)) as pool:
-        return [each.result() for each in [pool.submit(fares, *each) for each in told]]
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        return [each.result() for each in [pool.submit(fares, *each) for each in numbers]]
 
 
-def test_those_that_come_are_told_the_same() -> None:
+def test_those_that_come_get_the_same_error() -> None:
     assert _meet((0, 4), (3, 4), (1, 4), (2, 4)) == [""] * 4
     assert _meet((0, 1)) == [""]
     assert _meet((0, 3), (1, 3), (1, 3)) == ["two processes have the number 1"] * 3
@@ -215,13 +215,13 @@ def test_one_that_ends_while_the_first_waits_may_be_started_again() -> None:
         ours.close()
 
 
-def test_processes_that_have_come_and_are_not_connected_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_have_come_and_are_not_connected_get_another_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """That is not that some are missing: JAX's service is what did not answer, of which a proxy is a cause."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     is_over = threading.Event()
     monkeypatch.setattr(jax.config, "update", lambda *_setting: None)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **_told: is_over.wait(60))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_options: is_over.wait(60))
     monkeypatch.setattr(processes, "INITIALIZE_SECONDS", 0.05)
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     said = rf"coordinator {address}: all 1 processes have come, .* connect process 0 within .*HTTPS_PROXY.*start all"
@@ -290,8 +290,8 @@ def test_a_launcher_says_who_takes_part(launcher: Callable[[int, int], dict[str,
     assert [said for _, said in _end(both)] == ["0 of 2 with 2\n", "1 of 2 with 2\n"]
 
 
-def test_who_is_not_there_in_time_is_not_waited_for() -> None:
-    """Where the launcher alone knows who takes part, and JAX waits. It is said that it does."""
+def test_a_process_that_is_not_there_in_time_is_not_waited_for() -> None:
+    """Where the launcher alone knows the processes, and JAX waits. The log reports that it does."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -308,7 +308,7 @@ def test_without_a_launcher_it_is_said_which_there_are() -> None:
 
 
 def test_a_mistake_has_another_status_than_the_end_of_another_process() -> None:
-    """Who starts processes again can tell them apart."""
+    """So that the two can be distinguished before processes are started again."""
     assert processes.exit_status(ConfigError("--mesh")) == 2
     assert processes.exit_status(processes.ProcessError("process 1 has ended")) == 3
     assert processes.exit_status(RuntimeError("the device failed")) == 3

@@ -163,8 +163,8 @@ def test_laps_leave_out_what_is_no_training(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @dataclass
-class Told:
-    """What the bar asks of a trainer."""
+class ShownTrainer:
+    """The fields of a trainer that the bar shows."""
 
     run: TrainRun
     output: Path
@@ -181,8 +181,8 @@ def test_the_bar_tells_what_happens(finished: Path, monkeypatch: pytest.MonkeyPa
         tuple(ArmAcceptance(Arm(*name), found, {"a": found, "b[i]": found}) for name in PAIRS), 0, "chain:2"
     )
     speed = Speed(1234.0, 2345.0, 0.42, 3_200_000_000, 1_500_000_000)
-    told = Told(tiny_run(finished, eval=EVAL), finished, Best(4, 2.5))
-    with training_bar.TrainingBar(told) as bar:  # type: ignore[arg-type]
+    trainer = ShownTrainer(tiny_run(finished, eval=EVAL), finished, Best(4, 2.5))
+    with training_bar.TrainingBar(trainer) as bar:  # type: ignore[arg-type]
         bar.update(Progress(1, 100.0, 0.1, 500, loss=4.5))
         bar.update(Progress(2, 110.0, 0.2, 900, loss=3.5, speed=speed))
         bar.update(Progress(3, 130.0, 0.4, 900, evaluation=measured, is_last=True))

@@ -30,7 +30,7 @@ from specserve.speculative.acceptance import Acceptance
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 MOST_WAYS = 4  # of stepping that are timed, those that the run took most often
 REPEATS = 7
-OnProgress = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
+OnProgress = Callable[[str, int, int], None]  # the work's name, how much of it is done, of how much
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import numpy as np
 from specserve.eval.verify.report import Test
 
 NUM_BINS = 16  # few enough that each expects dozens of draws
-FOUND_DISTANCE, POWER, MOST_TESTS = 0.2, 0.99, 20  # what NUM_DRAWS follows from
+FOUND_DISTANCE, POWER, MOST_TESTS = 0.2, 0.99, 20  # NUM_DRAWS follows from them
 COUNTED_TOKENS = 8  # of each answer, so that steps of the deepest chains are whole; its first token is not counted
 NUM_DRAWS = 472  # draws of each test
 

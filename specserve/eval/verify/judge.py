@@ -93,7 +93,7 @@ class Judge:
         lead = float(row.max() - row[b])
         is_tie = lead <= 2 * noise * stretch
         rng = np.random.default_rng(at)
-        for _ in range(NUM_NUDGES if not np.isfinite(lead) and noise else 0):  # what top_p and the like cut off
+        for _ in range(NUM_NUDGES if not np.isfinite(lead) and noise else 0):  # top_p and the like cut it off
             nudged = logits + rng.uniform(-noise, noise, logits.shape).astype(np.float32)
             is_tie = is_tie or int(self.scores(request, prefix, nudged)[at].argmax()) == b
         return Mismatch(
@@ -128,7 +128,7 @@ class Judge:
         missing = sorted({tuple(answer) for answer in answers} - self._cells.keys())
         by_text: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for answer in missing:
-            by_text.setdefault(answer[:-1], []).append(answer)  # what comes before the last token
+            by_text.setdefault(answer[:-1], []).append(answer)  # by all that comes before the last token
         texts = list(by_text)
         for start in range(0, len(texts), TEXTS_AT_ONCE):
             some = texts[start : start + TEXTS_AT_ONCE]

@@ -39,7 +39,7 @@ class ProofSize:
     """The size of a proof: the tokens of an answer, and the draws of a statistical test."""
 
     max_tokens: int = 32
-    draws: int = NUM_DRAWS  # that each chi-square test counts
+    draws: int = NUM_DRAWS  # counted by each chi-square test
     seed: int = 0
 
 
@@ -112,7 +112,7 @@ class Prover:
         self._on_progress = on_progress
         self._plain: dict[int, CompletionOutput] = {}  # by the request's id
         self._judge = Judge(bench, report)
-        self._what, self._num_answered = "", 0  # what is being checked; tokens of the answers so far, and in all
+        self._what, self._num_answered = "", 0  # the check in progress; tokens of the answers so far, and in all
         self._total: int | None = None
         self._spread = 0.0  # of the target's logits
 
@@ -246,7 +246,7 @@ class Prover:
                 self._note_noise(np.array([value for _, value in found.top]) - logs[i, ids])
             for ours, theirs in zip(plain.logprobs or (), other.logprobs or (), strict=False):
                 if ours.token_id != theirs.token_id:
-                    break  # what comes after has another prefix
+                    break  # all that comes after has another prefix
                 known = dict(theirs.top)
                 self._note_noise(np.array([value - known[i] for i, value in ours.top if i in known]))
         return self._judge.scores(request, plain.token_ids, logits).argmax(axis=-1)

@@ -41,7 +41,7 @@ class Row:
     num_bugs: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
     note: str = ""
-    is_tested: bool = True  # what the check is about has happened: a preemption, a hit
+    is_tested: bool = True  # the event that is checked has happened: a preemption, a hit
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,7 @@ class WholeText:
     def logits(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Return the logits [n, vocab] float32 of each text. Row i is that of the token after token i."""
         longest = max(map(len, texts))
-        rows = np.zeros(
-            (len(texts), -(-longest // PADDED_TO) * PADDED_TO), np.int32
-        )  # what comes later changes nothing
+        rows = np.zeros((len(texts), -(-longest // PADDED_TO) * PADDED_TO), np.int32)  # padding changes nothing
         for row, text in zip(rows, texts, strict=True):
             row[: len(text)] = text
         found = np.asarray(self._run(self._params, jnp.asarray(rows)))
@@ -56,7 +54,7 @@ def rule_scores(
     logits: np.ndarray,  # [n, vocab] float32, the target's own before each token of the answer
     *,
     stop_ids: Sequence[int] = (),  # every id that would end it
-    bad_sequences: Sequence[tuple[int, ...]] = (),  # that spell its bad words
+    bad_sequences: Sequence[tuple[int, ...]] = (),  # each spells a bad word
     mask: TokenMask | None = None,  # in its first state; it is not changed
 ) -> np.ndarray:  # [n, vocab] float32
     """Return the scores whose argmax each token of an answer is, by the rule of drawing (`speculative.sampling`), for
@@ -64,7 +62,7 @@ def rule_scores(
     n, vocab = logits.shape
     seed = params.seed if params.temperature else 0
     assert seed is not None, "which noise it was drawn with is not known"
-    size = -(-n // _ANSWERS_PADDED_TO) * _ANSWERS_PADDED_TO  # what comes later changes nothing, and few shapes compile
+    size = -(-n // _ANSWERS_PADDED_TO) * _ANSWERS_PADDED_TO  # padding changes nothing, and few shapes compile
     token_ids, padded = np.zeros(size, np.int32), np.zeros((size, vocab), np.float32)
     token_ids[:n] = [prompt[-1], *output_ids][:n]
     padded[:n] = logits

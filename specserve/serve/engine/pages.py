@@ -3,7 +3,7 @@
 Every page is in exactly one state: free; held (one reference or more); idle (no reference, but its tokens are in the
 tree, so that it can be hit, or evicted when room is needed). One node of the tree is one full page.
 
-Who holds a node's page also holds the pages of all its ancestors: `acquire` takes whole prefixes, and `insert` puts a
+A holder of a node's page also holds the pages of all its ancestors: `acquire` takes whole prefixes, and `insert` puts a
 page only under the caller's own. So nothing below an idle page is held. `release` goes from a sequence's last page to
 its first, so children become idle before their parents, and the page that has been idle longest is always a leaf.
 
@@ -64,7 +64,7 @@ def _digest(before: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class Watcher(Protocol):
-    """Hears what the tree of cached pages gains and loses, in order, on the thread of whoever calls the pool."""
+    """Hears what the tree of cached pages gains and loses, in order, on the thread that calls the pool."""
 
     def stored(self, before: bytes | None, digests: Sequence[bytes], token_ids: Sequence[int], salt: str) -> None:
         """Pages of these digests (`prefix_digests`) can be hit, which hold these tokens and follow one another and the
@@ -83,13 +83,13 @@ class Watcher(Protocol):
 class PagePool:
     """Hands out page ids, and finds the pages that already hold the beginning of a prompt.
 
-    A salt names who may share: only equal salts hit each other's pages. The pages of data rank r are the r-th part of
-    all (`data_rank`).
+    Only sequences of the same salt hit each other's pages. The pages of data rank r are the r-th part of all
+    (`data_rank`).
     """
 
     def __init__(
         self,
-        num_pages: int,  # that there are; the number of data ranks must divide it
+        num_pages: int,  # the number of data ranks must divide it
         page_size: int,
         watcher: Watcher | None = None,
         *,

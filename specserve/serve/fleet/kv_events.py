@@ -118,7 +118,7 @@ class Publisher:
     def __exit__(self, *_exc: object) -> None:
         self._changes.put(None)
         self._threads[0].join()
-        self._context.term()  # which the other thread hears of
+        self._context.term()  # the other thread hears of it
         for thread in self._threads:
             thread.join()
 

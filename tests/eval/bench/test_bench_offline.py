@@ -71,7 +71,7 @@ def test_the_work_of_a_step_by_hand(models: Models) -> None:
     assert grown.flops == 6 * plain.flops + 2 * head * 2 * (1 + 2 * 2)
 
 
-def test_operations_are_told_by_their_own_time(tmp_path: Path) -> None:
+def test_operations_are_reported_by_their_own_time(tmp_path: Path) -> None:
     """A loop's body is not counted twice, other threads run beside it, and what is no operation is left out."""
 
     def event(tid: int, start: float, spent: float, name: str) -> dict[str, object]:

@@ -48,10 +48,10 @@ def _fill(runner: Runner) -> list[int]:
 
 def _run(runner: Runner, way: str, bursts: list[int]) -> tuple[list[StepResult], Any]:
     slots, tree = _fill(runner), parse_speculation(way)
-    wanted = {"has_logprobs": True, "has_tree": tree is not None}
-    handles = [runner.step(slots, tree, num_steps=number, **wanted) for number in bursts]  # none is read meanwhile
+    options = {"has_logprobs": True, "has_tree": tree is not None}
+    handles = [runner.step(slots, tree, num_steps=number, **options) for number in bursts]  # none is read meanwhile
     results = list(itertools.chain.from_iterable(handle.read_each() for handle in handles))
-    # whatever was left pending when: what the head would propose now says that it has read the same
+    # however results were left pending: the head has read the same, as it would now propose the same
     results.append(runner.step(slots, parse_speculation("chain:3")).read())
     return results, runner.state
 

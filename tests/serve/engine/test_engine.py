@@ -1,4 +1,4 @@
-"""The engine over a real runner on a tiny target: who is served, who is refused, what the device is asked to do.
+"""The engine over a real runner on a tiny target: what is served, what is refused, what the device is asked to do.
 Faults are in test_faults, options in test_options, the prefix cache and everything at once in test_storm."""
 
 import dataclasses
@@ -116,7 +116,7 @@ def test_growing_into_wider_page_tables_changes_nothing(
     assert list(completion.token_ids) == answer
 
 
-class _Told:
+class _Steps:
     """In place of a handle of steps, by what each of them emits."""
 
     def __init__(self, steps: Sequence[Sequence[int]]) -> None:
@@ -135,7 +135,7 @@ def test_an_eos_inside_an_accepted_path_ends_the_sequence_there(
     reasons, seen = [], set()
     monkeypatch.setattr(Bursts, "num_steps", lambda _self, _shape, most: min(most, at_once))
     for eos in sorted(set(answer)):
-        told = [[*answer, *[eos] * 30][at : at + 3] for at in range(1, len(answer) + 27, 3)]  # it runs ahead
+        steps = [[*answer, *[eos] * 30][at : at + 3] for at in range(1, len(answer) + 27, 3)]  # it runs ahead
 
         def accept_two(
             slots: list[int],
@@ -143,13 +143,13 @@ def test_an_eos_inside_an_accepted_path_ends_the_sequence_there(
             *,
             num_steps: int,
             is_following: bool,
-            told: list = told,
-            **wanted: bool,
-        ) -> _Told:
+            steps: list = steps,
+            **flags: bool,
+        ) -> _Steps:
             assert len(slots) == 1
-            assert (tree, is_following, any(wanted.values())) == (TREE, True, False)
+            assert (tree, is_following, any(flags.values())) == (TREE, True, False)
             seen.add(num_steps)
-            return _Told([told.pop(0) for _ in range(num_steps)])
+            return _Steps([steps.pop(0) for _ in range(num_steps)])
 
         monkeypatch.setattr(runner, "step", accept_two)
         with _engine(runner, pydoc_tokenizer, eos_ids=(eos,)) as engine:

@@ -1,4 +1,4 @@
-"""What can go wrong and whom it may harm: devices that fail or hang, listeners that raise, engines that stop."""
+"""What can go wrong and what it may harm: devices that fail or hang, listeners that raise, engines that stop."""
 
 import dataclasses
 import functools
@@ -169,19 +169,19 @@ def test_draining_lets_all_that_was_taken_end(runner: Runner, reference: Referen
         reference.check(ask, inbox)
 
 
-def test_draining_waits_for_who_is_being_told(runner: Runner) -> None:
+def test_draining_waits_for_a_listener_that_is_being_called(runner: Runner) -> None:
     """A sequence gives its place back before its listener hears of the end."""
-    told = threading.Event()
+    heard = threading.Event()
 
     def slow(delta: Delta) -> None:
         if delta.finish_reason is not None:
             time.sleep(0.2)
-            told.set()
+            heard.set()
 
     with serving(make_engine(runner, Fixed(CHAIN))) as engine:
         engine.submit(PROMPTS[1], greedy(4, ignore_eos=True), slow)
         engine.drain(60)
-        assert told.is_set()
+        assert heard.is_set()
 
 
 class _Stuck:

@@ -93,10 +93,10 @@ def _alone(reference: Reference, temperature: float) -> dict[str, SamplingParams
 def test_every_option_alone_changes_what_it_should(reference: Reference, temperature: float) -> None:
     """In plain decoding: otherwise the laws below would hold for options that nobody reads."""
     base = reference.answer(Ask(PROMPT, _params(temperature=temperature))).token_ids
-    neutral = {"logprobs", "no logprobs but the token's", "no speculation", "a little speculation"}
-    neutral |= {"top_k", "top_p", "min_p"} if temperature == 0 else set()
+    inactive = {"logprobs", "no logprobs but the token's", "no speculation", "a little speculation"}
+    inactive |= {"top_k", "top_p", "min_p"} if temperature == 0 else set()
     answers = {n: reference.answer(Ask(PROMPT, p)) for n, p in _alone(reference, temperature).items()}
-    assert {name for name, answer in answers.items() if answer.token_ids == base} == neutral
+    assert {name for name, answer in answers.items() if answer.token_ids == base} == inactive
     assert set(answers["allowed_token_ids"].token_ids) <= {3, 5, 8, 13, 21, 34}
     assert _word(reference, temperature) not in Letters().decode(answers["bad_words"].token_ids)
     assert len(answers["eos"].token_ids) < 9 < len(answers["min_tokens"].token_ids)
@@ -216,16 +216,16 @@ def test_logprobs_are_the_targets_own(runner: Runner, reference: Reference, tiny
         inboxes = run(engine, asks)
     for ask, inbox in zip(asks, inboxes, strict=True):
         logits = tiny.target_logits(tiny_target, [*ask.prompt, *inbox.token_ids])[len(ask.prompt) - 1 :].astype(float)
-        wanted = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        expected = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
         assert [found.token_id for found in inbox.logprobs] == inbox.token_ids
-        for row, found in zip(wanted, inbox.logprobs, strict=False):
+        for row, found in zip(expected, inbox.logprobs, strict=False):
             best, bound = np.sort(row)[::-1][:5], 2 * reference.off
             assert_within(found.logprob, row[found.token_id], bound)
             assert_within([value for _, value in found.top], best, bound)
             assert_within([row[token_id] for token_id, _ in found.top], best, bound)
 
 
-SAMPLED: list[dict[str, Any]] = [  # every row of one batch; few outcomes, so that few draws tell of each
+SAMPLED: list[dict[str, Any]] = [  # every row of one batch; few outcomes, so that few draws are enough
     {"temperature": 1.0, "top_p": 0.3},
     {"temperature": 2.0, "top_k": 3},
     {"temperature": 0.8, "min_p": 0.5},

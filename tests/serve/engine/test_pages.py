@@ -37,7 +37,7 @@ class Storm:
         self.held: list[Held] = []
         self.cached: dict[Prefix, int] = {}
         self.idle: list[int] = []  # longest idle first
-        self.content: dict[int, Prefix] = {}  # what was last written into a page
+        self.content: dict[int, Prefix] = {}  # the prefix that was last written into a page
 
     def begin(self) -> None:
         salt = self.rng.choice(["", "", "a"])

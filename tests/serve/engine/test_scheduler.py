@@ -1,4 +1,4 @@
-"""Who runs next, against a device that exists only as numbers."""
+"""The choice of what runs next, against a device that exists only as numbers."""
 
 import random
 from collections import deque
@@ -40,13 +40,13 @@ def _scheduler(num_slots: int = 2, num_pages: int = 12, num_ranks: int = 1, **op
 @dataclass
 class Device:
     """Runs rounds of one or more steps, and reads each one round later. The token at a position follows from what
-    stands before it, so an answer does not depend on who else runs."""
+    stands before it, so an answer does not depend on what else runs."""
 
     scheduler: Scheduler
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     most_steps: int = 1
     # with epoch, and tokens at least and at most
-    flights: deque[list[tuple[Sequence, int, int, int]]] = field(default_factory=deque)
+    in_flight: deque[list[tuple[Sequence, int, int, int]]] = field(default_factory=deque)
     done: list[Sequence] = field(default_factory=list)
     first: list[int] = field(default_factory=list)  # order of first admissions
     num_prefilled: int = 0
@@ -66,13 +66,13 @@ class Device:
                 rows.append((chunk.sequence, chunk.sequence.epoch, 1, 1))
         for sequence, _, least, most in rows:
             sequence.dispatched(least, most)
-        self.flights.append(rows)
-        while len(self.flights) > (0 if plan.is_empty else 1):
+        self.in_flight.append(rows)
+        while len(self.in_flight) > (0 if plan.is_empty else 1):
             self._land()
         return plan
 
     def _land(self) -> None:
-        for sequence, epoch, least, most in self.flights.popleft():
+        for sequence, epoch, least, most in self.in_flight.popleft():
             if not sequence.is_of(epoch):
                 continue
             sequence.landed(least, most)

@@ -25,7 +25,7 @@ TREES = parse_speculation("chain:1"), parse_speculation("chain:3")
 
 
 class Listener(Controller):
-    """One that trusts what it is told, and remembers it."""
+    """One that trusts what is reported to it, and remembers it."""
 
     def __init__(self) -> None:
         super().__init__({StepProgram(2, width, tree): 1 + 0.25 * tree.depth for tree in TREES for width in range(99)})
@@ -75,9 +75,9 @@ def test_each_row_is_heard_and_no_token_changes(tiny_target: Target, scripted_he
         stats = engine.stats()
         for ask, inbox in zip(asks, inboxes, strict=True):
             reference.check(ask, inbox)
-    told = [*controller.said.values()]
-    assert len(told) == len(asks)
-    for inbox, said in zip(inboxes, told, strict=True):
+    reported = [*controller.said.values()]
+    assert len(reported) == len(asks)
+    for inbox, said in zip(inboxes, reported, strict=True):
         roots = np.cumsum([0, *[1 + n_accepted for _, n_accepted in said[:-1]]])
         log_odds = np.where(np.array(inbox.token_ids)[roots] % 2, UNSURE, SURE)
         log_share = -np.log1p(np.exp(-log_odds))
@@ -88,4 +88,4 @@ def test_each_row_is_heard_and_no_token_changes(tiny_target: Target, scripted_he
     deep, shallow = ([off for off, depth in controller.chosen if depth == each] for each in (3, 1))
     assert np.mean(deep) > np.mean(shallow)
     assert stats.num_promised > 0
-    assert stats.num_kept == sum(n_accepted for said in told for _, n_accepted in said)
+    assert stats.num_kept == sum(n_accepted for said in reported for _, n_accepted in said)

@@ -23,8 +23,8 @@ def test_every_series_of_the_board_is_there(
     monkeypatch.setattr(fake_engine, "state", EngineStats(num_steps_by_speculation={"off": 1}))
     board = json.loads((DEPLOY / "grafana.json").read_text())
     http.post("/v1/completions", json={"prompt": "x"})
-    told = http.get("/metrics").text
-    there = {line.split("{")[0].split(" ")[0] for line in told.splitlines() if not line.startswith("#")}
+    exported = http.get("/metrics").text
+    there = {line.split("{")[0].split(" ")[0] for line in exported.splitlines() if not line.startswith("#")}
     named = {name for text in _texts(board) if "{" in text or "(" in text or ":" in text for name in NAME.findall(text)}
     named -= {board["uid"]}
     assert len(named) > 25

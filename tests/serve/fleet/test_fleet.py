@@ -110,7 +110,7 @@ class Handle:
         try:
             async for item in player.answer(prompt, params):
                 yield item
-        except RuntimeError:  # nobody is sent to who has died
+        except RuntimeError:  # nothing is sent to a player that has died
             self.players = [other for other in self.players if other is not player]
             raise
 

@@ -162,7 +162,7 @@ def test_processes_that_differ_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_end_of_one_process_is_told_to_the_others(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_one_process_is_broadcast_to_the_others(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = threading.Event()
     monkeypatch.setattr(ranks, "_stop", stopped.set)
     with _group(1) as (leader, [follower], lost):
@@ -351,7 +351,7 @@ def _check_the_end(server: Several, left: Sequence[int], name: str, clients: Cli
 
 @pytest.mark.slow
 def test_two_processes_serve_as_one(folder: Path, cache: Path, plain: Reference, rng: np.random.Generator) -> None:
-    """Tokens are those of one process, with clients that go away between them. A process that is told to stop lets all
+    """Tokens are those of one process, with clients that go away between them. A process that is asked to stop lets all
     end in order; one that is killed ends all, with one error; and one of other settings is refused."""
     with Several(folder, cache, changes=["--page-size", "16"]) as other:
         for code, said in other.end():
@@ -378,9 +378,9 @@ def test_two_processes_share_a_head(
     with Several(folder, cache, more=["--draft", str(head), "--speculation", "chain:2"]) as two:
         two.wait_until_ready()
         _storm(two, plain, rng)
-        told = httpx.get(two.url + "/metrics", timeout=PATIENCE).text
+        metrics = httpx.get(two.url + "/metrics", timeout=PATIENCE).text
         drafted, accepted = (
-            float(re.search(rf"^vllm:spec_decode_num_{name}_tokens_total\S* (\S+)$", told, re.M)[1])  # type: ignore[index]
+            float(re.search(rf"^vllm:spec_decode_num_{name}_tokens_total\S* (\S+)$", metrics, re.M)[1])  # type: ignore[index]
             for name in ("draft", "accepted")
         )
         assert drafted > accepted > 0

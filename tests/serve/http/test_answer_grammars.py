@@ -7,7 +7,7 @@ import pytest
 from answer_texts import TOOLS, WRITERS, calls_of, make_reader, parse
 from chats import load
 from fakes import MODEL, USER, assert_refused
-from sayings import HERMES, WEATHER, serving
+from fixed_text import HERMES, WEATHER, serving
 
 from specserve.serve.http.formats.grammars import answer_grammar
 from specserve.serve.http.formats.reasoning import AnswerSyntax
@@ -58,8 +58,8 @@ def test_a_grammar_allows_right_calls_alone(name):
         write = lambda calls: WRITERS["harmony"](calls[:1]).removesuffix("<|call|>")  # noqa: E731
     for calls in (RIGHT, RIGHT[:1], RIGHT[1:], RIGHT_FULL):
         assert allows(both, write(calls)), calls
-        told = calls_of(parse(make_reader(name), write(calls)))
-        assert told == (calls[:1] if name in ONE_CALL else calls)
+        found = calls_of(parse(make_reader(name), write(calls)))
+        assert found == (calls[:1] if name in ONE_CALL else calls)
     for call in WRONG:
         assert not allows(both, write([call])), call
     assert not allows(both, "Hello.")

@@ -191,7 +191,7 @@ def test_chat_takes_its_own_answer_back(client):
     assert client.chat.completions.create(model=MODEL, messages=messages).choices[0].message.content == STORY
 
 
-def test_chat_runs_to_the_context_unless_told(client, fake_engine):
+def test_chat_runs_to_the_context_unless_limited(client, fake_engine):
     client.chat.completions.create(model=MODEL, messages=USER)
     assert fake_engine.requests[-1].params.max_tokens is None
 
@@ -226,7 +226,7 @@ def test_tokenize_and_detokenize_are_inverse(http):
     assert bytes(chat["tokens"]) == b"<user>hi{}"
 
 
-def test_neutral_values_of_unsupported_fields_and_harmless_fields_are_accepted(http):
+def test_default_values_of_unsupported_fields_and_harmless_fields_are_accepted(http):
     shared = {
         "user": "me",
         "metadata": {"run": "1"},
@@ -284,7 +284,7 @@ def test_no_room_is_503_with_retry_after_and_leaves_no_sequence(http, fake_engin
     wait_for(lambda: fake_engine.num_active == 0)
 
 
-def test_ready_is_told_by_the_engine(http, fake_engine, monkeypatch):
+def test_ready_is_reported_by_the_engine(http, fake_engine, monkeypatch):
     assert http.get("/ready").json() == {"status": "ok"}
     for name, value in [("is_compiled", False), ("is_draining", True), ("is_healthy", False)]:
         with monkeypatch.context() as context:

@@ -171,10 +171,10 @@ def test_a_number_outside_its_range_is_refused(http: httpx.Client, path: str) ->
 def test_what_is_not_supported_is_refused_but_where_it_changes_nothing(http: httpx.Client, path: str) -> None:
     body_type, sound = BODIES[path]
     cases: list[Case] = []
-    for name, neutral in body_type.UNSUPPORTED.items():
-        twins = [int(item) if isinstance(item, bool) else True for item in neutral if item in (0, 1)]
-        cases += [(path, sound | {name: value}, name) for value in ("x", *twins, *([] if neutral else [0, False]))]
-        for value in (None, *neutral):
+    for name, accepted in body_type.UNSUPPORTED.items():
+        twins = [int(item) if isinstance(item, bool) else True for item in accepted if item in (0, 1)]
+        cases += [(path, sound | {name: value}, name) for value in ("x", *twins, *([] if accepted else [0, False]))]
+        for value in (None, *accepted):
             assert http.post(path, json=sound | {name: value}).status_code == 200
     cases.append((path, sound | {"surprise": None}, "surprise"))
     for place in _places(path):
@@ -235,7 +235,7 @@ BAD_FIELDS: list[Case] = [
     (*_chat(structured_outputs={"disable_any_whitespace": 0}), "structured_outputs.disable_any_whitespace"),
     (*_chat(stream=True, stream_options={"include_obfuscation": 0}), "stream_options.include_obfuscation"),
     *[("/v1/responses", {"input": "x", name: value}, name) for name, value in (("store", 0), ("n", True))],
-    # many mistakes at once: only the first is told, and soon
+    # many mistakes at once: only the first is reported, and soon
     (*_chat(messages=[{"role": 1}] * 5000), "messages[0].role"),
     (*_chat(chat_template_kwargs=dict.fromkeys(map(str, range(100_000)))), "chat_template_kwargs.0"),
     (*_chat(metadata=dict.fromkeys(map(str, range(100_000)), 1)), "metadata"),

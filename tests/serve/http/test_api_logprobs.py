@@ -29,7 +29,7 @@ def test_a_completion_lists_tokens_and_where_they_begin(client: openai.OpenAI):
     assert found.token_logprobs == [-1.5] * 3
     assert found.text_offset == [0, 1, 2]
     assert found.top_logprobs == [{"!": -0.25, token: -1.5, "#": FLOOR} for token in "abc"]
-    # the token itself is told besides the likeliest
+    # the token itself is reported besides the likeliest
     found = client.completions.create(model=MODEL, prompt="x", max_tokens=1, logprobs=1).choices[0].logprobs
     assert found is not None
     assert found.top_logprobs == [{"!": -0.25, "a": -1.5}]
@@ -169,8 +169,8 @@ def test_prompt_logprobs_are_spelled_as_at_vllm(http: httpx.Client):
     assert [choice["prompt_logprobs"] for choice in reply["choices"]] == [expected] * 2
     assert [choice["logprobs"] for choice in reply["choices"]] == [None] * 2
     chat = {"messages": [{"role": "user", "content": "AB"}], "prompt_logprobs": 0}
-    told = http.post("/v1/chat/completions", json=chat).json()["prompt_logprobs"]
-    assert told[0] is None
-    assert [list(item) for item in told[1:4]] == [[str(ord(letter))] for letter in "use"]
+    items = http.post("/v1/chat/completions", json=chat).json()["prompt_logprobs"]
+    assert items[0] is None
+    assert [list(item) for item in items[1:4]] == [[str(ord(letter))] for letter in "use"]
     error = http.post("/v1/completions", json={"prompt": "AB", "prompt_logprobs": 1, "stream": True}).json()["error"]
     assert error["param"] == "prompt_logprobs"

@@ -14,7 +14,7 @@ import client_page
 import pytest
 from client_page import EXAMPLES, commands
 from fakes import MODEL
-from sayings import serving
+from fixed_text import serving
 
 from specserve.checkpoints.source import BUNDLED_FOLDER
 

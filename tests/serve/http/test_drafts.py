@@ -1,4 +1,4 @@
-"""What speculation did for each token: what the engine says of it is true, and the server tells it to who asks."""
+"""What speculation did for each token: what the engine reports of it is true, and the server gives it on request."""
 
 import json
 from collections import Counter
@@ -21,8 +21,8 @@ PROMPTS = np.random.default_rng(4).integers(3, VOCAB, (12, 9)).tolist()
 
 def _asks(**options: Any) -> list[Ask]:
     """Answers of several lengths, so that some end within an accepted path."""
-    told = {"ignore_eos": True, "seed": 3, "temperature": 0.7, "return_tree": True} | options
-    return [Ask(tuple(prompt), SamplingParams(max_tokens=36 + i, **told)) for i, prompt in enumerate(PROMPTS)]
+    shared = {"ignore_eos": True, "seed": 3, "temperature": 0.7, "return_tree": True} | options
+    return [Ask(tuple(prompt), SamplingParams(max_tokens=36 + i, **shared)) for i, prompt in enumerate(PROMPTS)]
 
 
 def _check_origins(inbox: Inbox) -> None:
@@ -30,11 +30,11 @@ def _check_origins(inbox: Inbox) -> None:
     *_, last = inbox.deltas
     stats = inbox.wait().stats
     assert stats is not None
-    told = Counter(depth for delta in inbox.deltas for depth in delta.draft_depths)
+    reported = Counter(depth for delta in inbox.deltas for depth in delta.draft_depths)
     for depth, num_accepted in enumerate(stats.accepted_per_depth, 1):
-        assert num_accepted - told.pop(depth, 0) in ((0,) if depth <= len(last.token_ids) else (0, 1))
+        assert num_accepted - reported.pop(depth, 0) in ((0,) if depth <= len(last.token_ids) else (0, 1))
     is_cut = last.num_accepted == len(last.token_ids)
-    assert told == {0: 1 + stats.num_steps - is_cut}  # and one of the prompt's forward
+    assert reported == {0: 1 + stats.num_steps - is_cut}  # and one of the prompt's forward
 
 
 def _check_trees(inbox: Inbox) -> int:
@@ -91,7 +91,7 @@ def test_a_tree_has_the_nodes_that_its_name_says(runner: Runner, speculation: st
     assert _check_trees(inbox) == len(inbox.deltas) - 1
 
 
-def test_grammars_do_not_change_what_is_told(runner: Runner) -> None:
+def test_grammars_do_not_change_what_is_reported(runner: Runner) -> None:
     asks = [Ask(ask.prompt, ask.params, is_constrained=True) for ask in _asks()]
     with serving(make_engine(runner, Dice(1))) as engine:
         inboxes = run(engine, asks)
@@ -100,7 +100,7 @@ def test_grammars_do_not_change_what_is_told(runner: Runner) -> None:
     assert sum(map(_check_trees, inboxes)) > 20
 
 
-def test_nobody_is_told_who_did_not_ask(runner: Runner) -> None:
+def test_nothing_is_reported_without_request(runner: Runner) -> None:
     plain = Ask(tuple(PROMPTS[0]), SamplingParams(max_tokens=20, seed=3))
     with serving(make_engine(runner, Fixed(parse_speculation("chain:3")))) as engine:
         asked, other = run(engine, [_asks()[0], plain])
@@ -126,9 +126,9 @@ def test_the_tokens_of_a_reply_spell_its_text(http, path: str, text: str) -> Non
     body = ask | {"return_draft_depths": True}
     [whole] = http.post(path, json=ROUTES[path] | body).json()["choices"]
     choices = list(_choices(http, path, body))
-    told = [choice["draft_depths"] for choice in choices if "draft_depths" in choice]
+    pieces = [choice["draft_depths"] for choice in choices if "draft_depths" in choice]
     for name in ("tokens", "depths"):
-        assert [item for each in told for item in each[name]] == whole["draft_depths"][name]
+        assert [item for each in pieces for item in each[name]] == whole["draft_depths"][name]
     said = whole["text"] if "text" in whole else whole["message"]["content"]
     assert "".join(whole["draft_depths"]["tokens"]) == said
     assert len(said.encode()) == len(whole["draft_depths"]["depths"])  # a token is a byte
@@ -142,7 +142,7 @@ def test_the_trees_of_a_reply(http, path: str) -> None:
     trees = [choice["tree"] for choice in _choices(http, path, body) if "tree" in choice]
     assert trees[1] == {"tokens": [STORY[1], "!", STORY[2], "?"], "parents": [0, 0, 0, 2], "accepted": [2]}
     [whole] = http.post(path, json=ROUTES[path] | body).json()["choices"]
-    assert whole["tree"] == trees[-1]  # a whole reply tells of its last step
+    assert whole["tree"] == trees[-1]  # a whole reply describes its last step
     assert len(trees) == 3
 
 

@@ -1,5 +1,5 @@
-"""The real engine behind a real socket, on a tiny target: who leaves holds nothing any more, and who stays loses
-nothing, whatever the operator changes meanwhile."""
+"""The real engine behind a real socket, on a tiny target: a client that leaves holds nothing any more, and
+one that stays loses nothing, whatever the operator changes meanwhile."""
 
 import itertools
 import json
@@ -81,7 +81,7 @@ def _held(engine: Engine) -> int:
 def test_who_is_cancelled_holds_no_page_after_the_next_step(
     runner: Runner, reference: Reference, num_rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it is: in the queue, in a chunk of its prompt, in a step that is on its way; and with a mate who stays,
+    """Wherever it is: in the queue, in a chunk of its prompt, in a step that is on its way; and with a mate that stays,
     or alone."""
     leaver, stayer = itertools.islice(_asks(reference), 2)
     dispatch, dispatched = runner.step, list[object]()
@@ -117,7 +117,7 @@ def test_who_is_cancelled_holds_no_page_after_the_next_step(
 def test_a_disconnect_frees_pages_within_a_step(
     runner: Runner, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps are counted from `cancel` to the end of the sequence. The other stream is told every token."""
+    """Steps are counted from `cancel` to the end of the sequence. The other stream gets every token."""
     leaver, stayer = itertools.islice(_asks(reference), 2)
     engine = make_engine(runner, Fixed(TREE))
     cancelled: dict[tuple[int, ...], int] = {}
@@ -151,7 +151,7 @@ def test_a_disconnect_frees_pages_within_a_step(
 
 
 def _stream(http: httpx.Client, ask: Ask, has_begun: threading.Event | None = None) -> tuple[list[int], str, str]:
-    """The tokens, the text and the finish_reason that a stream tells."""
+    """The tokens, the text and the finish_reason that a stream gives."""
     token_ids, text, reason, last = [], "", "", ""
     with http.stream("POST", "/v1/completions", json=_body(ask)) as reply:
         assert reply.status_code == 200
@@ -174,7 +174,7 @@ def _expected(reference: Reference, ask: Ask) -> tuple[list[int], str, str]:
 
 
 def test_streams_go_on_while_a_head_is_replaced(runner: Runner, reference: Reference, tiny_target: Target) -> None:
-    """Twice, with more streams than slots: those that run are sent back to the queue, and nobody is told less."""
+    """Twice, with more streams than slots: those that run are sent back to the queue, and none gets less."""
     heads = [tiny.random_head(tiny_target.config, seed=seed) for seed in (77, 78)]
     asks = list(itertools.islice(_asks(reference), 7))
     engine = make_engine(runner, Fixed(TREE))

@@ -168,7 +168,7 @@ def test_no_callback_of_the_loop_computes_for_long(monkeypatch: pytest.MonkeyPat
         routes = [route for route in app.routes if isinstance(route, APIRoute)]
         assert {path for path, _ in bodies} == {each.path for each in routes if "POST" in each.methods}
         server = HttpServer(app, port=0)
-        server._config.loop = "asyncio"  # whose callbacks can be watched, whatever else is installed
+        server._config.loop = "asyncio"  # its callbacks can be watched, whatever else is installed
         server.start()
         try:
             with httpx.Client(base_url=server.url, timeout=100) as http, ThreadPoolExecutor(6) as pool:

@@ -78,7 +78,7 @@ def test_the_engine_tells_clients_apart(runner: Runner) -> None:
         check_idle(engine)
 
 
-def test_clients_are_told_apart_by_key_else_by_address(http: httpx.Client, fake_engine: FakeEngine) -> None:
+def test_clients_are_distinguished_by_key_else_by_address(http: httpx.Client, fake_engine: FakeEngine) -> None:
     assert_serves(http)
     assert fake_engine.requests[-1].client == "127.0.0.1"
     server = HttpServer(create_app(fake_engine, api_keys=["a", "b"], run=ServeRun(allow_priority=True)), port=0)
@@ -208,8 +208,8 @@ def test_no_body_holds_the_event_loop(
     with ThreadPoolExecutor(6) as pool:
         storm = [pool.submit(httpx.post, f"{server.url}/v1/completions", content=each, **send) for each in raw * 2]
         assert {each.result().status_code for each in storm} == {200, 400}
-    told = {"prompt": "x", "stream": True, "logprobs": 1, "echo": True}
-    for path, body in (("/v1/completions", told), ("/tokenize", {"prompt": "x"}), ("/v1/speculation", {})):
+    streamed = {"prompt": "x", "stream": True, "logprobs": 1, "echo": True}
+    for path, body in (("/v1/completions", streamed), ("/tokenize", {"prompt": "x"}), ("/v1/speculation", {})):
         assert httpx.post(server.url + path, json=body).status_code == (403 if "spec" in path else 200)
     assert callers
     assert all(re.fullmatch(r"specserve-http(-large)?_\d+", name) for name in callers), callers
@@ -304,7 +304,7 @@ def test_a_known_grammar_waits_for_no_other(busy: _Grammars, fake_engine: FakeEn
 
 
 def test_clients_take_turns_with_their_grammars(busy: _Grammars) -> None:
-    """One that has its share of the line is refused, others are not; and who comes last does not wait for all."""
+    """One that has its share of the line is refused, others are not; and the last to come does not wait for all."""
     with ThreadPoolExecutor(4) as pool:
         waiting = _wait_in_line(pool, busy, ("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"))
         refused = busy.ask("a4")

@@ -1,4 +1,4 @@
-"""SGLang's own API: /generate whole and streamed, and what is told of the server and its models."""
+"""SGLang's own API: /generate whole and streamed, and what is reported of the server and its models."""
 
 import itertools
 import json
@@ -28,8 +28,8 @@ def _events(http, **body: Any) -> list[Json]:
     return [json.loads(each.removeprefix("data: ")) for each in events]
 
 
-def test_events_that_tell_much_again_are_spelled_elsewhere():
-    """Every event tells all of its answer, so the loop spells none from a number of tokens on."""
+def test_events_that_hold_much_again_are_spelled_elsewhere():
+    """Every event holds all of its answer, so the loop spells none from a number of tokens on."""
     body = GenerateBody.model_validate({"text": ["x", "y"]})
     spelled = GenerateFormat(body, TokenTexts(FakeTokenizer()))
     usage = lambda: Usage(1, 0, 0, 0, 0)  # noqa: E731
@@ -38,9 +38,9 @@ def test_events_that_tell_much_again_are_spelled_elsewhere():
         for index, text in ((0, "a"), (1, "")):
             ids = [97] * 100 if text else []
             [said] = spelled.piece(Answer(index, Part(text * 100), None, token_ids=ids), usage)
-            told = json.loads(said.removeprefix(b"data: "))
-            assert told["output_ids"] == [97] * len(told["text"])
-            assert len(told["text"]) == (num_tokens + 100) * len(text)
+            event = json.loads(said.removeprefix(b"data: "))
+            assert event["output_ids"] == [97] * len(event["text"])
+            assert len(event["text"]) == (num_tokens + 100) * len(text)
 
 
 def test_generate_tells_what_was_done(http, fake_engine):
@@ -136,7 +136,7 @@ def test_what_cannot_be_generated_is_named(http, body, param):
     assert error["param"] == param, error
 
 
-def test_what_is_served_and_how_it_fares_is_told(http, fake_engine, monkeypatch):
+def test_what_is_served_and_how_it_fares_is_reported(http, fake_engine, monkeypatch):
     _generate(http, text="x")
     state = http.get("/get_server_info").json()
     [counts] = state["internal_states"]

@@ -46,7 +46,7 @@ def _served(engine: FakeEngine, run: ServeRun | None = None, **settings: Any) ->
 def _socket(http: httpx.Client, *parts: bytes) -> Iterator[socket.socket]:
     with socket.socket() as raw:
         raw.settimeout(5)
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # who does not read is soon full
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # a client that does not read is soon full
         raw.connect(("127.0.0.1", http.base_url.port))
         for part in parts:
             raw.sendall(part)
@@ -58,7 +58,7 @@ def _read(raw: socket.socket) -> bytes:
     return b"".join(iter(lambda: raw.recv(65536), b""))
 
 
-# --- who may ask ---------------------------------------------------------------------------------------------------
+# --- keys and access -----------------------------------------------------------------------------------------------
 
 
 def test_every_route_but_the_open_ones_needs_a_key(fake_engine: FakeEngine) -> None:
@@ -172,20 +172,18 @@ def test_a_client_that_has_closed_its_half_is_answered(http: httpx.Client, fake_
     assert_serves(http)
 
 
-def test_a_client_that_closes_its_half_of_a_stream_is_told_all_of_it(
-    http: httpx.Client, fake_engine: FakeEngine
-) -> None:
+def test_a_client_that_closes_its_half_of_a_stream_gets_all_of_it(http: httpx.Client, fake_engine: FakeEngine) -> None:
     """Whenever it does; and one that closes all of it is noticed, also where nothing is said."""
     body = json.dumps({"prompt": "paced", "stream": True}).encode()
     with _socket(http, POST % len(body) + body) as raw:
         head = raw.recv(65536)
         assert head.startswith(b"HTTP/1.1 200")
         raw.shutdown(socket.SHUT_WR)
-        told = head + _read(raw)
-    events = [line.removeprefix(b"data: ") for line in told.split(b"\n") if line.startswith(b"data: {")]
+        received = head + _read(raw)
+    events = [line.removeprefix(b"data: ") for line in received.split(b"\n") if line.startswith(b"data: {")]
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == STORY
-    assert b"data: [DONE]\n" in told
-    assert KEEPALIVE_COMMENT.strip() in told, "a probe, which clients skip"
+    assert b"data: [DONE]\n" in received
+    assert KEEPALIVE_COMMENT.strip() in received, "a probe, which clients skip"
     for prompt in ("slow", "slow and silent"):
         body = json.dumps({"prompt": prompt, "stream": True}).encode()
         with _socket(http, POST % len(body) + body) as raw:
@@ -204,11 +202,11 @@ def test_requests_that_are_sent_at_once_are_answered_in_turn(http: httpx.Client)
         replies = _read(raw).split(b"HTTP/1.1 ")[1:]
     assert len(replies) == len(asked) + 1
     for prompt, reply in zip(asked, replies[:-1], strict=True):
-        told = json.loads(reply.partition(b"\r\n\r\n")[2])
+        received = json.loads(reply.partition(b"\r\n\r\n")[2])
         if prompt:
-            assert told["choices"][0]["text"].startswith(prompt.decode())
+            assert received["choices"][0]["text"].startswith(prompt.decode())
         else:
-            assert told["error"]["param"] == "prompt"
+            assert received["error"]["param"] == "prompt"
     assert replies[-1].startswith(b"404")
     assert_serves(http)
 
@@ -229,12 +227,12 @@ def test_a_head_that_says_too_much_or_nothing_sound_is_refused(http: httpx.Clien
     with _socket(http) as raw:
         try:
             raw.sendall(start + head + b"\r\n" + BODY)
-            told = _read(raw)
+            received = _read(raw)
         except ConnectionError:  # closed while it was still written to
-            told = b""
-    assert told or status == 431, "one that is closed before all of it has been written may not hear why"
-    if told:
-        head, _, body = told.partition(b"\r\n\r\n")
+            received = b""
+    assert received or status == 431, "one that is closed before all of it has been written may not hear why"
+    if received:
+        head, _, body = received.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 %d" % status)
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
     for operations in http.get("/openapi.json").json()["paths"].values():

@@ -56,7 +56,7 @@ def test_what_ended_an_answer_is_said_at_its_end(http, path, body, options, text
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-def test_token_ids_of_prompt_and_answer_are_told_on_request(http, fake_engine, path, body):
+def test_token_ids_of_prompt_and_answer_are_given_on_request(http, fake_engine, path, body):
     body = body | {"return_token_ids": True, "seed": 0, "n": 2}
     for held in ({}, {"prompt": "held"} if "prompt" in body else {}):
         whole = _whole(http, path, body | held)
@@ -65,15 +65,15 @@ def test_token_ids_of_prompt_and_answer_are_told_on_request(http, fake_engine, p
         assert [choice["token_ids"] for choice in whole["choices"]] == answers
         in_choice = [choice.get("prompt_token_ids") for choice in whole["choices"]]
         assert (in_choice, whole.get("prompt_token_ids")) in [([sent, sent], None), ([None, None], sent)]
-        told: list[list[int]] = [[], []]
+        received: list[list[int]] = [[], []]
         prompts = 0
         for chunk in _stream(http, path, body | held):
             [choice] = chunk["choices"]
-            told[choice["index"]] += choice["token_ids"]
+            received[choice["index"]] += choice["token_ids"]
             prompt = chunk.get("prompt_token_ids", choice.get("prompt_token_ids"))
             assert prompt in (None, sent)
             prompts += prompt is not None
-        assert told == answers
+        assert received == answers
         assert prompts == (1 if "messages" in body else 2)
     assert "token_ids" not in _whole(http, path, body | {"return_token_ids": False})["choices"][0]
 
@@ -147,7 +147,7 @@ def test_a_reply_has_the_id_that_was_asked_for(http, path, body):
 
 
 @pytest.mark.parametrize("body_type", [CompletionBody, ChatBody])
-def test_a_field_is_either_read_or_neutral(body_type):
+def test_a_field_is_either_read_or_inactive(body_type):
     assert not set(body_type.model_fields) & set(body_type.UNSUPPORTED)
 
 

@@ -57,11 +57,11 @@ def test_likelihoods_and_answers_are_the_engines(tmp_path: Path, pydoc_target: T
             server.stop()
         for sample in _samples(tmp_path / "completions", "choice"):
             question, choices = sample["doc"]["q"], sample["doc"]["choices"]
-            for choice, [[told, _]] in zip(choices, sample["resps"], strict=True):
+            for choice, [[reported, _]] in zip(choices, sample["resps"], strict=True):
                 token_ids, likelihoods = _likelihoods(llm, question, choice)
                 # each is a logit less the logarithm of a sum of them, and both may be off by what a logit is
                 bound = 2 * len(likelihoods) * tiny.tolerance(pydoc_target, token_ids).max()
-                assert_within(float(told), sum(likelihoods), bound)
+                assert_within(float(reported), sum(likelihoods), bound)
             assert sample["acc"] == 1.0, "a document string ends like one"
         for out in ("completions", "chat"):
             for sample in _samples(tmp_path / out, "until"):
@@ -93,6 +93,6 @@ def _likelihoods(llm: LLM, question: str, answer: str) -> tuple[list[int], list[
     token_ids = llm.tokenizer.encode(question + answer)
     [result] = llm.generate([token_ids], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
     num_asked = len(llm.tokenizer.encode(question))
-    told = [token.logprobs.logprob for token in (result.prompt_logprobs or ())[num_asked:] if token.logprobs]
-    assert len(told) == len(token_ids) - num_asked
-    return token_ids, told
+    reported = [token.logprobs.logprob for token in (result.prompt_logprobs or ())[num_asked:] if token.logprobs]
+    assert len(reported) == len(token_ids) - num_asked
+    return token_ids, reported

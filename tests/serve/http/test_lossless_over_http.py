@@ -68,12 +68,12 @@ def test_no_option_of_a_request_tells_whether_there_is_speculation(http: httpx.C
     num_structured = num_refused = num_accepted = 0
     seen = set()
     for ask, plain, speculative in zip(asked, replies["off"], replies["auto"], strict=True):
-        told, media_type = said(ask.path, speculative), speculative.headers["content-type"].partition(";")[0]
-        assert told == said(ask.path, plain), (ask.path, ask.body)
+        found, media_type = said(ask.path, speculative), speculative.headers["content-type"].partition(";")[0]
+        assert found == said(ask.path, plain), (ask.path, ask.body)
         seen.add((ask.path, media_type))
-        num_refused += told == REFUSED
-        if ask.path in (COMPLETIONS, CHAT) and told != REFUSED:
-            num_structured += sum(_follows(ask, each) for each in told.values())
+        num_refused += found == REFUSED
+        if ask.path in (COMPLETIONS, CHAT) and found != REFUSED:
+            num_structured += sum(_follows(ask, each) for each in found.values())
             if ask.has_grammar and media_type == "application/json":
                 details = speculative.json()["usage"]["completion_tokens_details"]
                 num_accepted += details["accepted_prediction_tokens"]

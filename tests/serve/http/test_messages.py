@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from fakes import MODEL, STORY, USER
-from sayings import serving
+from fixed_text import serving
 
 from specserve.serve.http.adapters.messages_bodies import MessagesBody
 from specserve.serve.http.adapters.messages_replies import MessagesFormat
@@ -126,7 +126,7 @@ THINKING: dict[str, list[Json]] = {
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "switches"),
     [
         ("<think> </think> enable_thinking", {"yes": "{'enable_thinking': True}", "no": "{'enable_thinking': False}"}),
         ("</think> {% if not thinking %}", {"yes": "{'thinking': True}", "no": "{'thinking': False}"}),
@@ -135,21 +135,21 @@ THINKING: dict[str, list[Json]] = {
         ("<think> </think>", {"yes": "{}", "no": None}),  # it always does
     ],
 )
-def test_thinking_is_told_to_the_template_by_its_own_switch(template, told):
+def test_thinking_reaches_the_template_by_its_own_switch(template, switches):
     """A budget that never ends it means what adaptive thinking means: the answer's own length comes first. What the
-    template cannot be told is refused."""
+    template cannot be set to is refused."""
     with serving(template) as (engine, url), httpx.Client(base_url=url.removesuffix("/v1")) as http:
         engine.says = "x"
         for wish, thinking in ((wish, each) for wish, wishes in THINKING.items() for each in wishes):
             counted = http.post("/v1/messages/count_tokens", json={"messages": USER, "thinking": thinking})
-            if told[wish] is None:
+            if switches[wish] is None:
                 reply = http.post("/v1/messages", json=ASKED | {"thinking": thinking})
                 assert reply.status_code == counted.status_code == 400
                 assert "no switch for reasoning, so thinking would" in reply.json()["error"]["message"]
                 continue
             _post(http, thinking=thinking)
             prompt = bytes(engine.requests[-1].prompt_ids)
-            assert prompt.decode() == f"<user>hi{told[wish]}<assistant>"
+            assert prompt.decode() == f"<user>hi{switches[wish]}<assistant>"
             assert counted.json() == {"input_tokens": len(prompt)}
 
 

@@ -1,4 +1,4 @@
-"""/openapi.json tells the truth: every route, by the schemas of the bodies themselves."""
+"""/openapi.json is true: every route, by the schemas of the bodies themselves."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from client_page import commands
 from described import check_events, check_reply
 from fakes import FakeEngine, assert_refused
 from fastapi.routing import APIRoute
-from sayings import WEATHER, serving
+from fixed_text import WEATHER, serving
 
 from specserve.serve.http.admin.openapi import BODIES, EVENTS, openapi
 from specserve.serve.http.app import create_app
@@ -39,15 +39,15 @@ def _refs(value: Any) -> Iterator[str]:
 
 def test_every_route_is_described(http: httpx.Client, fake_engine: FakeEngine) -> None:
     app = create_app(fake_engine)
-    told = http.get("/openapi.json").json()
+    document = http.get("/openapi.json").json()
     routes = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
     assert {(route.path_format, method.lower()) for route in routes for method in route.methods or ()} == {
-        (path, method) for path, methods in told["paths"].items() for method in methods
+        (path, method) for path, methods in document["paths"].items() for method in methods
     }
     posts = {route.path_format for route in routes if "POST" in (route.methods or ())}
     assert posts == set(BODIES) | WITHOUT_BODY
-    assert all(reduce(getitem, ref.removeprefix("#/").split("/"), told) for ref in set(_refs(told)))
-    ids = [operation["operationId"] for methods in told["paths"].values() for operation in methods.values()]
+    assert all(reduce(getitem, ref.removeprefix("#/").split("/"), document) for ref in set(_refs(document)))
+    ids = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
     assert len(set(ids)) == len(ids)
     locked = openapi(app, has_key=True)
     open_paths = {path for path, each in locked["paths"].items() if "security" not in next(iter(each.values()))}
@@ -56,9 +56,9 @@ def test_every_route_is_described(http: httpx.Client, fake_engine: FakeEngine) -
 
 def test_every_reply_is_described(http: httpx.Client) -> None:
     """By its media type, and the JSON of bodies also by its shape, of which no name is used twice."""
-    told = http.get("/openapi.json").json()
-    assert not [name for name in told["components"]["schemas"] if "FunctionTool" not in name and "__" in name]
-    for path, methods in told["paths"].items():
+    document = http.get("/openapi.json").json()
+    assert not [name for name in document["components"]["schemas"] if "FunctionTool" not in name and "__" in name]
+    for path, methods in document["paths"].items():
         for method, operation in methods.items():
             assert {"200", "400", "405", "408", "431", "501"} <= set(operation["responses"])
             found = operation["responses"]["200"]["content"]
@@ -72,13 +72,13 @@ def test_every_reply_is_described(http: httpx.Client) -> None:
 @pytest.mark.parametrize("path", EVENTS)
 @pytest.mark.parametrize("prompt", ["hi", "unicode", "explode"])
 def test_every_event_of_a_stream_has_the_shape_that_is_described(http: httpx.Client, path: str, prompt: str) -> None:
-    """Whatever a body asks the events to tell. What comes whole is checked by the client itself."""
-    told = {"return_token_ids": True, "return_draft_depths": True, "return_tree": True}
+    """With all that a body can ask the events to hold. What comes whole is checked by the client itself."""
+    options = {"return_token_ids": True, "return_draft_depths": True, "return_tree": True}
     counted = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     bodies: dict[str, Any] = {
         "/generate": {"text": [prompt, "x"], "return_logprob": True, "top_logprobs_num": 2},
-        "/v1/chat/completions": {"messages": _said(prompt), "logprobs": True, "top_logprobs": 2, **told},
-        "/v1/completions": {"prompt": prompt, "echo": True, "logprobs": 2, "n": 2, **told},
+        "/v1/chat/completions": {"messages": _said(prompt), "logprobs": True, "top_logprobs": 2, **options},
+        "/v1/completions": {"prompt": prompt, "echo": True, "logprobs": 2, "n": 2, **options},
         "/v1/messages": {"messages": _said(prompt), "max_tokens": 20},
         "/v1/responses": {"input": prompt, "top_logprobs": 2},
     }
@@ -114,9 +114,9 @@ def _said(text: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_the_schema_of_a_body_has_every_field_that_is_read(http: httpx.Client, path: str) -> None:
-    told = http.get("/openapi.json").json()
-    [ref] = set(_refs(told["paths"][path]["post"]["requestBody"]))
-    schema = told["components"]["schemas"][ref.rpartition("/")[2]]
+    document = http.get("/openapi.json").json()
+    [ref] = set(_refs(document["paths"][path]["post"]["requestBody"]))
+    schema = document["components"]["schemas"][ref.rpartition("/")[2]]
     assert schema["additionalProperties"] is False
     names = {field.alias or name for name, field in BODIES[path].model_fields.items()}
     assert set(schema["properties"]) == names | set(BODIES[path].UNSUPPORTED)
@@ -140,8 +140,8 @@ def test_the_page_of_the_api_is_opt_in_and_loads_nothing(http: httpx.Client, fak
 @pytest.mark.skipif(not SCHEMATHESIS, reason="pip install schemathesis, or name its command in SCHEMATHESIS")
 @pytest.mark.parametrize("key", ["", "secret"])
 def test_schemathesis_finds_nothing(fake_engine: FakeEngine, key: str) -> None:
-    """But what no schema tells: that a valid value may not fit the vocabulary, the context or another field. With a
-    key, also that no route which is said to need it goes without."""
+    """Except what no schema states: that a valid value may not fit the vocabulary, the context or another field. With
+    a key, also that no route which is said to need it goes without."""
     server = HttpServer(create_app(fake_engine, api_keys=[key] if key else []), port=0)
     server.start()
     [command] = commands("test_openapi")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from described import check_events
 from fakes import STORY, UNICODE_STORY, FakeEngine, wait_for
-from sayings import CALL, THOUGHT, serving
+from fixed_text import CALL, THOUGHT, serving
 
 from specserve.serve.engine.interface import EngineStats
 from specserve.serve.http.app import create_app
@@ -48,7 +48,7 @@ def open_page(browser, server: HttpServer) -> Iterator[Any]:
     def open_page(options: dict[str, Any] = LIGHT, url: str = server.url, *, loses_server: bool = False) -> Any:
         contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
-        if not loses_server:  # of which a browser tells on its own
+        if not loses_server:  # a browser reports that on its own
             page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda request: None if request.url.startswith(url) else wrong.append(request.url))
@@ -179,7 +179,7 @@ def test_the_keyboard_alone_is_enough(open_page, fake_engine: FakeEngine) -> Non
     assert b"<user>slow\ndown" in bytes(fake_engine.requests[-1].prompt_ids)
     expect(page.locator(".assistant .said")).to_contain_text("aaa")
     page.keyboard.press("Escape")
-    wait_for(lambda: fake_engine.num_active == 0)  # whoever stops reading frees the slot
+    wait_for(lambda: fake_engine.num_active == 0)  # a client that stops reading frees the slot
     expect(page.locator(".assistant .note")).to_contain_text("tokens in")
     page.locator("#steps").focus()
     page.keyboard.press("Home")
@@ -300,7 +300,7 @@ def test_the_next_prompt_may_be_typed_while_an_answer_streams(open_page, fake_en
     expect(page.get_by_label("Prompt")).to_have_value("the next")
 
 
-def test_a_server_that_goes_away_is_told_and_found_again(open_page, fake_engine: FakeEngine) -> None:
+def test_a_server_that_goes_away_is_reported_and_found_again(open_page, fake_engine: FakeEngine) -> None:
     server = HttpServer(create_app(fake_engine), port=0)
     server.start()
     page = open_page(url=server.url, loses_server=True)

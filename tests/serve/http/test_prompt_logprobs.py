@@ -1,5 +1,5 @@
 """Log-probabilities of a prompt are those of one forward over it: whatever chunks it is run in, whatever is cached,
-whoever runs beside it, and with speculation."""
+whatever runs beside it, and with speculation."""
 
 import numpy as np
 import pytest
@@ -34,14 +34,14 @@ def _check_scores(runner: Runner, reference: Reference) -> None:
         inboxes = run(engine, [*asks, *plain])
     for ask, inbox, other in zip(asks, inboxes, inboxes[len(asks) :], strict=False):
         assert inbox.token_ids == other.token_ids
-        told = [delta.prompt for delta in inbox.deltas if delta.prompt]
-        assert len(told) == 1
-        assert told[0] == inbox.deltas[0].prompt or not inbox.deltas[0].token_ids
-        assert [token.token_id for token in told[0]] == list(ask.prompt)
-        assert (told[0][0].logprobs, told[0][0].rank) == (None, 0)
+        reported = [delta.prompt for delta in inbox.deltas if delta.prompt]
+        assert len(reported) == 1
+        assert reported[0] == inbox.deltas[0].prompt or not inbox.deltas[0].token_ids
+        assert [token.token_id for token in reported[0]] == list(ask.prompt)
+        assert (reported[0][0].logprobs, reported[0][0].rank) == (None, 0)
         logits = tiny.target_logits(reference.target, ask.prompt)[:-1]
         expected = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
-        for row, scores, token in zip(expected, logits, told[0][1:], strict=True):
+        for row, scores, token in zip(expected, logits, reported[0][1:], strict=True):
             assert token.logprobs is not None
             bound = 2 * reference.off
             assert_within(token.logprobs.logprob, row[token.token_id], bound)
@@ -52,7 +52,7 @@ def _check_scores(runner: Runner, reference: Reference) -> None:
     assert not any(delta.prompt for inbox in inboxes[len(asks) :] for delta in inbox.deltas)
 
 
-def test_a_preempted_prompt_is_told_once(runner: Runner) -> None:
+def test_a_preempted_prompt_is_reported_once(runner: Runner) -> None:
     """Room for one of two long answers: the younger gives its pages back, and is prefilled again."""
     asks = [Ask(PROMPT[i : i + 30], greedy(60, prompt_logprobs=1, ignore_eos=True)) for i in (0, 9)]
     with serving(make_engine(runner, Dice(2), num_pages=14)) as engine:

@@ -87,7 +87,7 @@ def _said(event: Json) -> str:
 
 
 def _counted(event: Json) -> int | None:
-    """The tokens of the answer, where an event tells them."""
+    """The tokens of the answer, where an event gives them."""
     inner = event.get("response", event)
     usage = inner.get("usage") or inner.get("meta_info") or {}
     return usage.get("completion_tokens", usage.get("output_tokens"))
@@ -103,10 +103,10 @@ def test_a_benchmark_gets_its_tokens_and_their_number(http: httpx.Client, name: 
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     text = events[-1]["text"] if path == "/generate" else "".join(map(_said, events))
     assert text == STORY
-    told = [count for event in events if (count := _counted(event)) is not None]
-    assert told[-1] == N if told else "stream_options" not in body
+    counts = [count for event in events if (count := _counted(event)) is not None]
+    assert counts[-1] == N if counts else "stream_options" not in body
     if body.get("stream_options") == COUNTED:
-        assert len(told) == len(events)
+        assert len(counts) == len(events)
 
 
 def test_an_evaluation_reads_likelihoods_answers_and_the_tokenizer(http: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""What a reply tells of its own sequence, and that the counts behind it are true."""
+"""What a reply reports of its own sequence, and that the counts behind it are true."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -46,7 +46,7 @@ def telling(fake_engine: FakeEngine) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_reply_tells_what_it_is_told_to(telling: httpx.Client, http: httpx.Client, path: str) -> None:
+def test_a_reply_reports_what_it_is_asked_for(telling: httpx.Client, http: httpx.Client, path: str) -> None:
     asked = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
     body: dict[str, Any] = {**asked}
     steps = {"per_step_accepted": [1, 2, 1], "per_step_drafted": [3, 3, 3]}
@@ -74,8 +74,8 @@ def test_each_flag_tells_its_own() -> None:
 
 def _totals(metrics: Metrics) -> dict[str, float]:
     lines = [line for line in metrics.render().decode().splitlines() if line.startswith(("vllm:spec", "specserve:seq"))]
-    told = [line for line in lines if "_per_pos" not in line]
-    return {line.split("{")[0].partition(":")[2]: float(line.rpartition(" ")[2]) for line in told}
+    reported = [line for line in lines if "_per_pos" not in line]
+    return {line.split("{")[0].partition(":")[2]: float(line.rpartition(" ")[2]) for line in reported}
 
 
 def test_counts_of_speculation_are_true(runner: Runner, reference: Reference) -> None:

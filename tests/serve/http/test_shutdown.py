@@ -91,7 +91,7 @@ def test_after_sigterm_running_replies_end_and_new_ones_are_refused():
         assert process.wait(timeout=10) == 0
 
 
-def test_what_outlasts_the_drain_is_told_so():
+def test_what_outlasts_the_drain_gets_an_error():
     with _serving("--drain-seconds", "0.2") as (process, http):
         with _stream(http, "slow", max_tokens=16) as events:
             next(events)
@@ -119,7 +119,7 @@ def test_a_second_sigint_stops_at_once():
 
 
 def test_sigterm_while_programs_compile(tmp_path: Path):
-    """The real server, from an empty cache: it answers, is told to stop in the middle of compiling, and just ends."""
+    """The real server, from an empty cache: it answers, is asked to stop in the middle of compiling, and just ends."""
     environment = os.environ | {
         "COLUMNS": "200",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",

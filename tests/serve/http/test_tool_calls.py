@@ -1,4 +1,4 @@
-"""Tools and reasoning as clients meet them: over OpenAI's own client, with a model that says what it is told to."""
+"""Tools and reasoning as clients meet them: over OpenAI's own client, with a model that writes what a test sets."""
 
 import asyncio
 import json
@@ -11,8 +11,8 @@ import pytest
 from answer_texts import WRITERS, calls_of
 from chats import FAMILIES, load
 from fakes import MODEL, USER, assert_refused
+from fixed_text import ARGUMENTS, CALL, HERMES, THOUGHT, WEATHER, FixedTextEngine, serving
 from pydantic import BaseModel
-from sayings import ARGUMENTS, CALL, HERMES, THOUGHT, WEATHER, SayingEngine, serving
 
 from specserve.errors import RequestError
 from specserve.serve.http.formats.reader import joined
@@ -30,25 +30,25 @@ SAID = f"{THOUGHT}I will look.\n\n{CALL}\n" + '<tool_call>\n{"name": "now", "arg
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[SayingEngine, str]]:
+def served() -> Iterator[tuple[FixedTextEngine, str]]:
     with serving() as both:
         yield both
 
 
 @pytest.fixture
-def engine(served: tuple[SayingEngine, str]) -> SayingEngine:
+def engine(served: tuple[FixedTextEngine, str]) -> FixedTextEngine:
     served[0].says = SAID
     return served[0]
 
 
 @pytest.fixture(scope="module")
-def client(served: tuple[SayingEngine, str]) -> Iterator[openai.OpenAI]:
+def client(served: tuple[FixedTextEngine, str]) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=served[1], api_key="none", max_retries=0, timeout=10) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def http(served: tuple[SayingEngine, str]) -> Iterator[httpx.Client]:
+def http(served: tuple[FixedTextEngine, str]) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served[1], timeout=10) as client:
         yield client
 
@@ -153,7 +153,7 @@ def test_the_clients_own_helpers_work(engine, client, served):
     assert reasons[-1] == "tool_calls"
 
     answer = client.responses.create(model=MODEL, input="hi", tools=[{"type": "function"} | WEATHER["function"]])
-    # what follows calls no tool of this request, so it is text, and stands where it was written
+    # the rest calls no tool of this request, so it is text, and stands where it was written
     assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "message"]
     assert json.loads(answer.output[2].arguments) == ARGUMENTS
 
@@ -324,7 +324,7 @@ def test_formats_are_chosen_by_the_template():
 
 
 def _answered(name: str, text: str, stop: str = "never") -> tuple[Any, int]:
-    """What a server of that family tells of an answer of this text, token by token, and the tokens of reasoning."""
+    """What a server of that family reports of an answer of this text, token by token, and the tokens of reasoning."""
     tokenizer = load(name)
     syntax = AnswerSyntax(tokenizer, "auto", "auto")
     body = check_body(ChatBody, {"messages": USER, "tools": [WEATHER]})

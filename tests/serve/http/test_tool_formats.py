@@ -67,13 +67,13 @@ def test_no_text_fails_and_no_cut_changes_what_it_says(data, name, written, thin
     assert parse(make_reader(name, think=think, is_thinking=is_open, hidden=hidden), *cut(data, text)) == whole
     shown = whole.content + whole.reasoning
     assert not any(mark in shown for mark in hidden)
-    if not think and name != "harmony":  # what calls no tool is content, to the letter
+    if not think and name != "harmony":  # text that calls no tool is content, to the letter
         assert parse(make_reader(name, tools={}), *cut(data, text)) == Part(text)
 
 
 @settings(max_examples=200)
 @given(st.data(), st.sampled_from(["think", "mistral"]), texts, texts, st.booleans(), st.sampled_from(["", *WRITERS]))
-def test_reasoning_is_told_apart_and_goes_with_calls(data, think, thought, content, is_thinking, name):
+def test_reasoning_is_split_off_and_goes_with_calls(data, think, thought, content, is_thinking, name):
     if name == "harmony":
         text = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
         text += f"<|channel|>final<|message|>{content}"
@@ -109,12 +109,12 @@ def test_arguments_arrive_while_they_are_written():
         ("mistral", f"[TOOL_CALLS]add[ARGS]{long}"),
     ]:
         parser = make_reader(name)
-        told = [part.tool_calls for char in text if (part := parser.push(char))]
-        assert "".join(call.arguments for calls in told for call in calls) == long
-        assert len(told) >= len(long), name  # each character on its own
+        pieces = [part.tool_calls for char in text if (part := parser.push(char))]
+        assert "".join(call.arguments for calls in pieces for call in calls) == long
+        assert len(pieces) >= len(long), name  # each character on its own
 
 
-def test_a_call_that_is_cut_short_is_told_as_far_as_it_goes():
+def test_a_call_that_is_cut_short_is_given_as_far_as_it_goes():
     part = parse(make_reader("hermes"), '<tool_call>{"name": "add", "arguments": {"a": 1, "te')
     assert [(call.name, call.arguments) for call in part.tool_calls] == [("add", '{"a": 1, "te')]
     assert parse(make_reader("hermes"), '<tool_call>{"name": "ad') == Part('<tool_call>{"name": "ad')
@@ -124,7 +124,7 @@ def test_a_call_that_is_cut_short_is_told_as_far_as_it_goes():
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_only_one_call_is_told_where_they_may_not_be_parallel(name):
+def test_only_one_call_is_given_where_they_may_not_be_parallel(name):
     text = WRITERS[name]([("no_args", {}), ("add", {"a": 1, "text": "x"})])
     assert calls_of(parse(make_reader(name, is_parallel=False), text)) == [("no_args", {})]
     assert set(WRITERS) == set(FORMATS)

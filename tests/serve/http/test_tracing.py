@@ -37,7 +37,7 @@ def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
     server.server_close()
 
 
-def test_a_collector_is_told_of_every_sequence(
+def test_a_collector_hears_of_every_sequence(
     fake_engine: FakeEngine, collector: tuple[str, list[tuple[str, bytes]]]
 ) -> None:
     trace = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")

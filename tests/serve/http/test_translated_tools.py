@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 from fakes import MODEL, USER
-from sayings import ARGUMENTS, CALL, THOUGHT, WEATHER, SayingEngine, serving
+from fixed_text import ARGUMENTS, CALL, THOUGHT, WEATHER, FixedTextEngine, serving
 
 Json = dict[str, Any]
 SAID = f"{THOUGHT}I will look.\n\n{CALL}"
@@ -16,22 +16,22 @@ NAME = WEATHER["function"]["name"]
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[SayingEngine, str]]:
+def served() -> Iterator[tuple[FixedTextEngine, str]]:
     with serving() as both:
         yield both
 
 
 @pytest.fixture
-def engine(served: tuple[SayingEngine, str]) -> SayingEngine:
+def engine(served: tuple[FixedTextEngine, str]) -> FixedTextEngine:
     served[0].says = SAID
     return served[0]
 
 
-def _prompt(engine: SayingEngine) -> str:
+def _prompt(engine: FixedTextEngine) -> str:
     return bytes(engine.requests[-1].prompt_ids).decode()
 
 
-def test_a_response_calls_and_goes_on(engine: SayingEngine, served: tuple[SayingEngine, str]) -> None:
+def test_a_response_calls_and_goes_on(engine: FixedTextEngine, served: tuple[FixedTextEngine, str]) -> None:
     asked: Json = {"model": MODEL, "tools": [{"type": "function"} | WEATHER["function"]]}
     with openai.OpenAI(base_url=f"{served[1]}", api_key="none", max_retries=0, timeout=10) as client:
         answer = client.responses.create(**asked, input="hi")
@@ -57,7 +57,7 @@ def test_a_response_calls_and_goes_on(engine: SayingEngine, served: tuple[Saying
     assert of_responses.replace(ids[1], "ID") == _prompt(engine).replace(ids[0], "ID")  # one conversation, two words
 
 
-def test_a_message_calls_and_goes_on(engine: SayingEngine, served: tuple[SayingEngine, str]) -> None:
+def test_a_message_calls_and_goes_on(engine: FixedTextEngine, served: tuple[FixedTextEngine, str]) -> None:
     function = WEATHER["function"]
     tool = {"name": NAME, "description": function["description"], "input_schema": function["parameters"]}
     asked: Json = {"model": MODEL, "max_tokens": 500, "tools": [tool], "messages": USER}

@@ -1,5 +1,5 @@
 """What holds for a head of every kind, through the real engine: no token depends on it, and what a step accepts depends
-on the step's root alone, not on who asks: the engine, full of others or short of pages, or a measurement."""
+on the step's root alone, not on what asks: the engine, full of others or short of pages, or a measurement."""
 
 import functools
 import itertools
@@ -187,8 +187,8 @@ def _asks() -> Iterator[Ask]:
 
 def test_speculation_changes_no_token(served: Served, reference: Reference) -> None:
     """Of requests with options, greedy and sampled in one batch, over chains, trees, lookups beside the head and plain
-    steps in any order, where sequences must give up their pages. Beside a lookup no confidence is told, nor in steps
-    with a grammar."""
+    steps in any order, where sequences must give up their pages. Beside a lookup no confidence is reported, nor in
+    steps with a grammar."""
     asks, controller = list(reference.firm(_asks())), Noting(0)
     assert len(asks) > len(OPTIONS)
     with serving(make_engine(served.runner, controller, num_pages=FEW_PAGES)) as engine:
@@ -199,7 +199,7 @@ def test_speculation_changes_no_token(served: Served, reference: Reference) -> N
     assert len(trees) == len(WAYS) - 1
     assert all(controller.accepted[tree] > 0 for tree in trees), "nothing was accepted, so nothing was tested"
     is_sure = {tree: {served.kind == "dspark" and not tree.lookup} for tree in trees}
-    for size in served.runner.shapes.batch_sizes:  # steps with a grammar have one tree, and tell none
+    for size in served.runner.shapes.batch_sizes:  # steps with a grammar have one tree, and report none
         is_sure[served.runner.shapes.constrained_tree(size)].add(False)
     assert controller.is_sure == is_sure
 

@@ -94,7 +94,7 @@ def speculative_engine(
     runner: Runner,
     pydoc_target: Target,
     pydoc_tokenizer: Tokenizer,
-    plain: list[CompletionOutput],  # whose engine has left the runner
+    plain: list[CompletionOutput],  # their engine has left the runner
 ) -> Iterator[Engine]:
     with _engine(runner, pydoc_target, request.param, pydoc_tokenizer) as engine:
         yield engine

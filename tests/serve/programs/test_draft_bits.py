@@ -32,7 +32,7 @@ def models(tiny_target: Target) -> Models:
 def test_a_head_runs_in_the_bits_that_were_asked_for_or_noted(
     models: Models, tmp_path: Path, noted: str, asked: Any, expected: str | None
 ) -> None:
-    """Every product of it, and its fingerprint tells, so that no cost and no profile is taken for another's."""
+    """Every product of it, and its fingerprint shows it, so that no cost and no profile is taken for another's."""
     assert models.head is not None
     save_head(
         tmp_path, models.head, models.target, dtype="float32", notes={"draft_quantization": noted} if noted else {}
@@ -56,7 +56,7 @@ def test_bits_that_nobody_knows_are_refused(models: Models, tmp_path: Path) -> N
         load_beside(models, "", tmp_path)
 
 
-def test_bits_of_no_head_are_told(tiny_target: Target, caplog: pytest.LogCaptureFixture) -> None:
+def test_bits_of_no_head_are_warned_of(tiny_target: Target, caplog: pytest.LogCaptureFixture) -> None:
     load_models(str(tiny_target.folder), "", has_tokenizer=False, draft_quantization="int8")
     assert "--draft-quantization int8, and there is no draft head yet" in caplog.text
 

@@ -208,14 +208,14 @@ def test_a_file_that_cannot_be_used_is_said_and_made_again(
     CompiledPrograms(_kept(tmp_path)).run(_Bound().call())
     [file] = tmp_path.iterdir()
     file.write_bytes(damage(file.read_bytes()))
-    again, mended = _Bound(), _Bound()
+    again, repaired = _Bound(), _Bound()
     _, out = CompiledPrograms(_kept(tmp_path)).run(again.call())
     assert out.total == pytest.approx(2 * np.sin([1, 2, 3]).sum())
     assert again.num_traced == 1
     [record] = caplog.records
     assert "cannot be used, its program is compiled anew" in record.getMessage()
-    CompiledPrograms(_kept(tmp_path)).run(mended.call())
-    assert mended.num_traced == 0
+    CompiledPrograms(_kept(tmp_path)).run(repaired.call())
+    assert repaired.num_traced == 0
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -323,7 +323,7 @@ def test_a_server_s_programs_are_kept(
 
 
 def test_layouts_of_other_shapes_are_other_programs(tiny_target: Target, tiny_head: Head, tmp_path: Path) -> None:
-    """In memory a number tells them apart, which means nothing to another process."""
+    """In memory a number distinguishes them, which means nothing to another process."""
     runner = make_runner(tiny_target, tiny_head, "chain:3", "off", has_constrained=False, folder=tmp_path)
     layout, programs = runner.inputs.layouts.one, _kept(tmp_path)
     wider = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape, 2), x.dtype), layout)

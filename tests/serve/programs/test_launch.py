@@ -86,7 +86,7 @@ def test_a_head_of_other_weights_or_bits_is_warned_of(
 
 @pytest.mark.parametrize(("max_model_len", "page_size"), [(96, 16), (97, 16), (50, 32), (7, 32)])
 def test_every_slot_has_room_for_the_longest_sequence(models: Models, max_model_len: int, page_size: int) -> None:
-    """By default, wherever its last page begins: whoever fills all slots beforehand takes whole pages for each."""
+    """By default, wherever its last page begins: filling all slots beforehand takes whole pages for each."""
     run = ServeRun(max_slots=3, max_model_len=max_model_len, page_size=page_size, constrained=False)
     shapes = make_runner(models, run, (None,)).shapes
     pool = shapes.page_pool()
@@ -322,7 +322,7 @@ def test_heads_are_found_or_missed_with_a_reason(tmp_path: Path) -> None:
 
 
 def test_what_was_loaded_is_dropped_once_it_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whoever makes one engine alone. A layout takes over what it does not change, as norms and embeddings."""
+    """By a caller that makes one engine alone. A layout takes over what it does not change, as norms and embeddings."""
     tiny.write_target(tmp_path, tiny.TARGET, seed=0)
     monkeypatch.setattr(launch, "compile_all", lambda *_programs, **_settings: None)
     monkeypatch.setattr(launch, "check_numbers", lambda *_models: None)

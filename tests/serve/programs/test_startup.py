@@ -57,7 +57,7 @@ def _bytes(config: Any, **sizes: int) -> int:
 def test_what_does_not_fit_is_refused_with_what_would(
     tiny_target: Target, tiny_head: Head, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The bytes are those that the state has then; and what is told to fit is the most that does."""
+    """The bytes are those that the state has then; and what is reported to fit is the most that does."""
     config, shapes = _runner_of(tiny_target, tiny_head, **SIZES)
     total = _bytes(config, **SIZES)
 

@@ -87,7 +87,7 @@ def test_patience_needs_a_question_that_can_be_asked(tmp_path: Path, pydoc_token
 
 
 def test_a_process_that_cannot_be_one_of_them() -> None:
-    """The run itself is told when it joins the others."""
+    """The run itself gets the error when it joins the others."""
     with pytest.raises(ConfigError, match="need a coordinator"):
         make_plan(tiny_run(Path("run"), process_id=3))
 

@@ -1,4 +1,4 @@
-"""Laws of what a target brings along: who says what wins, a resumed run follows its own settings, and every target that
+"""Laws of what a target brings along: which settings win, a resumed run follows its own settings, and every target that
 has a name or a config gets settings that a run takes."""
 
 import dataclasses

@@ -141,4 +141,4 @@ def test_metrics_on_a_full_disk_are_said(tmp_path: Path) -> None:
         metrics._file = full
         with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be written \(No space left on device\)"):
             metrics.write({"step": 1})
-        full.buffer.raw.close()  # what is still to be written is given up
+        full.buffer.raw.close()  # the rest that is still to be written is given up

@@ -1,4 +1,4 @@
-"""A server whose model says what a test tells it to, in the format that a chat template shows."""
+"""A server whose model writes the text that a test sets, in the format that a chat template shows."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ ANSWER = "It will be fine."
 THOUGHT = "<think>\nThey want weather.\n</think>\n\n"
 
 
-class SayingEngine(FakeEngine):
+class FixedTextEngine(FakeEngine):
     """Writes `says`, three bytes a step; with `answers`, a call where there are tools and no result of one yet, and an
     object where the answer must follow a grammar."""
 
@@ -74,9 +74,9 @@ class SayingEngine(FakeEngine):
 
 
 @contextmanager
-def serving(template: str = HERMES, **options: Any) -> Iterator[tuple[SayingEngine, str]]:
+def serving(template: str = HERMES, **options: Any) -> Iterator[tuple[FixedTextEngine, str]]:
     """The engine, and the URL of a server over it."""
-    with SayingEngine(template) as engine:
+    with FixedTextEngine(template) as engine:
         server = HttpServer(create_app(engine, run=ServeRun(**options)), port=0)
         server.start()
         try:
