@@ -1,4 +1,5 @@
-"""Engines for measurements: over models that are loaded once, and without programs that no measurement runs."""
+"""The models that settings name, and engines for measurements over them, without programs that no measurement
+runs."""
 
 from collections.abc import Callable
 
@@ -10,17 +11,17 @@ from specserve.serve.launch import Models, load_beside, load_models, make_engine
 from specserve.serve.settings import ServeRun, TargetRun
 
 
-def load(run: TargetRun, draft: str, *, has_tokenizer: bool = True) -> Models:
-    """The target that a command's settings name, loaded as they say, with a head. Raises ConfigError or
+def load(run: TargetRun | ServeRun, draft: str, *, has_tokenizer: bool = True, is_checked: bool = False) -> Models:
+    """Load the target that the settings of a command or a server name, with a head. Raises ConfigError or
     CheckpointError."""
-    mesh = parse_mesh(run.mesh, SERVING_AXES)
     return load_models(
         run.target,
         draft,
         has_tokenizer=has_tokenizer,
         quantization=run.quantization,
         draft_quantization=run.draft_quantization,
-        mesh=mesh,
+        is_checked=is_checked,
+        mesh=parse_mesh(run.mesh, SERVING_AXES),
     )
 
 

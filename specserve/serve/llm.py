@@ -14,8 +14,8 @@ from typing import Any, TypedDict
 
 from specserve import config, host
 from specserve.errors import CapacityError, ConfigError, RequestError
-from specserve.mesh import SERVING_AXES, parse_mesh
-from specserve.serve.launch import load_models, make_engine
+from specserve.serve.engines import load
+from specserve.serve.launch import make_engine
 from specserve.serve.progress import answer_bar, warmup_bar
 from specserve.serve.requests.completion import CompletionOutput
 from specserve.serve.requests.request import PromptToken, SamplingParams
@@ -82,15 +82,7 @@ class LLM:
             raise ConfigError(f"{', '.join(foreign)}: a setting of the HTTP server; LLM listens to nobody")
         run = config.resolve(ServeRun, arguments=given)
         host.keep_freed_memory()
-        models = load_models(
-            run.target,
-            run.draft,
-            has_tokenizer=bool(tokenizer),
-            quantization=run.quantization,
-            draft_quantization=run.draft_quantization,
-            is_checked=run.check_weights,
-            mesh=parse_mesh(run.mesh, SERVING_AXES),
-        )
+        models = load(run, run.draft, has_tokenizer=bool(tokenizer), is_checked=run.check_weights)
         with warmup_bar(is_shown=progress) as on_warmup:
             self.engine = make_engine(models, run, on_warmup)
         del models  # the engine has packed what it needs of them

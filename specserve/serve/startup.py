@@ -78,7 +78,7 @@ def check_numbers(runner: Runner, target: Target) -> None:
     runner.admit(0, token_ids, pages, 0, sampler_rows(params, 0, len(token_ids)), None)
     result = runner.prefill([(0, len(token_ids), True)], has_logprobs=True).read()
     assert result.logprobs is not None
-    if not np.isfinite(result.logprobs[0]).all():
+    if not np.isfinite(result.logprobs.chosen).all():
         check_weights(target.params, target_spec(target.config), str(target.folder))
         raise CheckpointError(
             f"{target.folder}: all weights are finite, and the logits are not: numbers grow too large for "

@@ -69,14 +69,28 @@ class SlotState:
 
 @pytree
 class StepResult:
-    """The result that the host reads after a step. Row i belongs to the i-th of the step's slots."""
+    """The result of a step, on the device or read to the host, in arrays of NumPy. Row i belongs to the i-th of the
+    step's slots."""
 
-    counts: jax.Array  # [batch, 2 + depth + 1] int32: draft tokens accepted, the source of the proposal, the tokens
-    logprobs: Logprobs  # of the tokens
+    counts: Any  # [batch, 2 + depth + 1] int32: draft tokens accepted, the source of the proposal, the tokens
+    logprobs: Logprobs | None  # of the tokens; read where they were asked for
     prompt: Scores | None = None  # [batch, chunk], of the token after each of a scored prompt
     node_ids: jax.Array | None = None  # [batch, node] int32, the proposed tokens and the root; None without a tree
     parents: jax.Array | None = None  # [batch, node] int32, of the nodes; None of a chain, where they are known
-    confidence: jax.Array | None = None  # [batch, depth] float32, see `tree.Proposal`
+    confidence: jax.Array | None = None  # [batch, depth] float32, see `tree.Proposal`; None where the draft gives none
+
+    @property
+    def n_accepted(self) -> Any:  # [batch] int32
+        return self.counts[:, 0]
+
+    @property
+    def token_ids(self) -> Any:  # [batch, depth + 1] int32
+        return self.counts[:, 2:]
+
+    def emitted(self, row: int) -> list[int]:
+        """Return the tokens that the step adds to a sequence, once it is read: the accepted ones and the bonus
+        token."""
+        return self.counts[row, 2 : self.counts[row, 0] + 3].tolist()
 
 
 @pytree

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.errors import CheckpointError, RequestError
-from specserve.serve.requests.decoder import IncrementalDecoder
+from specserve.serve.requests.output import IncrementalDecoder
 from specserve.tokenizer import Tokenizer, _import_class
 
 BYTE_IDS = [PYDOC.encode(char)[0] for char in "é中😀"]  # first bytes of longer characters

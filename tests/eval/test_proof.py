@@ -21,9 +21,9 @@ from specserve.eval.verify.report import ProofReport
 from specserve.eval.verify.rule import WholeText
 from specserve.eval.verify.runners import make_bench
 from specserve.serve.launch import Models
-from specserve.serve.programs.results import HostResult
 from specserve.serve.programs.runner import Runner
 from specserve.speculative import sampling, step
+from specserve.speculative.step import StepResult
 
 PROMPTS = [tuple(random.Random(i).choices(range(3, VOCAB), k=9 + 5 * i)) for i in range(5)]
 PLAN = ProofSize(max_tokens=15, draws=80)
@@ -89,13 +89,13 @@ def test_a_wrong_bonus_token_is_found_and_called_a_bug(
     runner: Runner, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted where results are read, so that nothing compiles; the slow tests below plant faults in the step."""
-    right = HostResult.emitted
+    right = StepResult.emitted
 
-    def wrong(self: HostResult, row: int) -> list[int]:
+    def wrong(self: StepResult, row: int) -> list[int]:
         *accepted, bonus = right(self, row)
         return [*accepted, (bonus + 1) % VOCAB if accepted else bonus]
 
-    monkeypatch.setattr(HostResult, "emitted", wrong)
+    monkeypatch.setattr(StepResult, "emitted", wrong)
     report = prove(runner, tiny_target, "static:2x1", size=dataclasses.replace(PLAN, draws=40), num_prompts=1)
     found = [each for each in report.mismatches if each.verdict == "bug"]
     assert {each.kind for each in found} == {"token"}, report.rows

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from specserve.errors import RequestError
 from specserve.serve.engine.scheduler import Scheduler, Sequence
-from specserve.serve.programs.results import HostResult
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import (
     Delta,
@@ -20,6 +19,7 @@ from specserve.serve.requests.request import (
     TokenLogprobs,
 )
 from specserve.speculative.sampling import NOTHING
+from specserve.speculative.step import StepResult
 from specserve.speculative.tree import Tree
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Delivery:
             logger.exception("%s: its own code failed; ending it", sequence.request.request_id)
             self.deliver(sequence, Delta(finish_reason=FinishReason.ERROR, error=f"{type(error).__name__}: {error}"))
 
-    def emit(self, sequence: Sequence, tree: Tree | None, result: HostResult, row: int) -> None:
+    def emit(self, sequence: Sequence, tree: Tree | None, result: StepResult, row: int) -> None:
         """Hand over the new tokens of a step with that tree."""
         request = sequence.request
         drawn = result.emitted(row)
@@ -100,7 +100,7 @@ class Delivery:
             self._runner.remember(slot, len(request.prompt_ids), len(sequence.token_ids) - 1)
 
 
-def prompt_tokens(request: Request, start: int, num_tokens: int, result: HostResult, row: int) -> list[PromptToken]:
+def prompt_tokens(request: Request, start: int, num_tokens: int, result: StepResult, row: int) -> list[PromptToken]:
     """The next tokens of a scored prompt, of which `start` are known, by the row of its chunk. A chunk has the scores
     of the tokens after its own; the last one's is drawn, and the first of all has nothing before it."""
     assert result.prompt is not None
@@ -116,10 +116,11 @@ def prompt_tokens(request: Request, start: int, num_tokens: int, result: HostRes
     return found
 
 
-def logprobs(token_ids: tuple[int, ...], result: HostResult, row: int, num_top: int) -> tuple[TokenLogprobs, ...]:
+def logprobs(token_ids: tuple[int, ...], result: StepResult, row: int, num_top: int) -> tuple[TokenLogprobs, ...]:
     """Return the log-probabilities of the tokens that a row of a result emits, one for each of `token_ids`."""
     assert result.logprobs is not None
-    chosen, top, top_ids = (array[row] for array in result.logprobs)
+    found = result.logprobs
+    chosen, top, top_ids = (array[row] for array in (found.chosen, found.top, found.top_ids))
     return tuple(
         TokenLogprobs(
             token_id,
@@ -130,12 +131,14 @@ def logprobs(token_ids: tuple[int, ...], result: HostResult, row: int, num_top: 
     )
 
 
-def draft_tree(tree: Tree, result: HostResult, row: int, delta: Delta) -> DraftTree:
+def draft_tree(tree: Tree, result: StepResult, row: int, delta: Delta) -> DraftTree:
     """Return the tree that a step proposed for a row, and the way that the tokens of its delta take through it."""
     assert result.node_ids is not None
-    assert result.parents is not None
     # a deterministic step pads each tree with nodes of its own
-    token_ids, parents = (array[row, : tree.num_nodes + 1].tolist() for array in (result.node_ids, result.parents))
+    token_ids = result.node_ids[row, : tree.num_nodes + 1].tolist()
+    parents = [0, *range(tree.num_nodes)]  # of a chain
+    if result.parents is not None:
+        parents = result.parents[row, : tree.num_nodes + 1].tolist()
     accepted, current = [], 0
     for token_id in delta.token_ids[: delta.num_accepted]:
         nodes = range(current + 1, len(parents))  # parents come before their children

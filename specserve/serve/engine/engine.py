@@ -81,6 +81,7 @@ class Engine:
         self.model_name, self.draft = model_name, draft
         self.eos_ids = frozenset(eos_ids)
         self.options = options or EngineOptions()
+        self._num_pages = self.options.num_pages or runner.shapes.pages_of_rank  # of a sequence, at most
         self._tokenizer = tokenizer
         self._grammars = Grammars(tokenizer, self.vocab_size, sorted(eos_ids))
         # all choices of a request have the same, and are submitted one after another
@@ -120,10 +121,6 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         return self.runner.config.target.vocab_size
-
-    @property
-    def _num_pages(self) -> int:  # a sequence's share at most: its data rank's
-        return self.options.num_pages or self.runner.shapes.pages_of_rank
 
     @property
     def max_model_len(self) -> int:
@@ -190,10 +187,6 @@ class Engine:
             and time.monotonic() < deadline
         ):
             time.sleep(0.02)
-
-    def newest_digests(self, most: int) -> list[bytes]:
-        """Return what the prefix cache has of late (`PagePool.newest_digests`). It may be called from any thread."""
-        return self.rounds.scheduler.pool.newest_digests(most)
 
     def flush_cache(self) -> None:
         """Forget every cached prefix and recalled answer, at the engine's next round."""

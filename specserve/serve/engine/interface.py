@@ -153,10 +153,8 @@ class EngineLike(Protocol):
         request_id: str = "",
         client: str = "",
     ) -> Request:
-        """Queue one sequence (`params.n` must be 1). It never waits for the device; a grammar that is not known
-        (`knows_grammar`) is compiled first, when those before it are. The log names the sequence by `request_id`, and
-        `client` is the one that shares the queue with others. Raises RequestError (param "prompt", "max_tokens",
-        "grammar" or the option whose token ids or words do not fit the vocabulary) or CapacityError."""
+        """Queue one sequence, as `Engine.submit` does. Raises RequestError (param "prompt", "max_tokens", "grammar" or
+        the option whose token ids or words do not fit the vocabulary) or CapacityError."""
         ...
 
     def knows_grammar(self, grammar: GrammarSpec, /) -> bool:
@@ -165,8 +163,7 @@ class EngineLike(Protocol):
         ...
 
     def load_draft(self, folder: str, /) -> DraftInfo:
-        """Replace the draft head by one in a folder, while requests run, once its programs are compiled. Raises
-        ConfigError or CheckpointError; then the old one stays."""
+        """Replace the draft head while requests run. Raises ConfigError or CheckpointError; then the old one stays."""
         ...
 
     def set_speculation(self, speculation: str, /) -> None:

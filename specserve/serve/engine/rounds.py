@@ -299,6 +299,7 @@ class Rounds:
     def _admit(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         request, estimate = sequence.request, self.choice.estimate(sequence)
+        deepest = max(self.runner.shapes.trees, key=lambda tree: tree.depth if tree else 0)
         vocab_size = self.runner.config.target.vocab_size
         sequence.prompt.clear()
         sequence.admit_time = sequence.admit_time or time.monotonic()
@@ -309,7 +310,7 @@ class Rounds:
             chunk.num_cached,
             sampler_rows(request.params, request.seed, len(request.prompt_ids)),
             token_rows(request, sequence.output_ids, sorted(request.stop_ids), request.bad_sequences, vocab_size),
-            promise=self.choice.controller.expected_tokens([estimate], self.runner.shapes.deepest_tree) - 1.0,
+            promise=self.choice.controller.expected_tokens([estimate], deepest) - 1.0,
             ends=self.runner.eos_ids <= request.stop_ids,
         )
 
@@ -344,8 +345,9 @@ class Rounds:
                 awaited = each.awaited()
                 if each.program:
                     self.choice.observe(each.tree, result, awaited)
+                n_accepted = result.n_accepted.tolist()
                 for row, sequence in awaited.items():
-                    num_tokens[number] += 1 + int(result.n_accepted[row])
+                    num_tokens[number] += 1 + n_accepted[row]
                     self.delivery.guard(
                         sequence, functools.partial(self.delivery.emit, sequence, each.tree, result, row)
                     )

@@ -3,13 +3,15 @@
 import logging
 from collections.abc import Sequence as Seq
 
+import numpy as np
+
 from specserve.drafters.speculation import describe
 from specserve.serve.engine.scheduler import Sequence
 from specserve.serve.programs import program_list
-from specserve.serve.programs.results import HostResult
 from specserve.serve.programs.runner import Runner
 from specserve.speculative.controller import Controller, Estimate
 from specserve.speculative.program import StepProgram
+from specserve.speculative.step import StepResult
 from specserve.speculative.tree import Tree
 
 logger = logging.getLogger(__name__)
@@ -115,7 +117,7 @@ class StepChoice:
 
     def _choices(self, slots: Seq[int]) -> Seq[StepProgram]:
         shapes = self._runner.shapes
-        return shapes.step_programs(shapes.batch_size_of(slots), self._runner.bounds.width_of(slots))
+        return shapes.step_programs[shapes.batch_size_of(slots), self._runner.bounds.width_of(slots)]
 
     def _program(self, decode: Seq[Sequence], choices: Seq[StepProgram]) -> StepProgram:
         plain = StepProgram(choices[0].batch, choices[0].width, self._runner.shapes.plain)
@@ -138,7 +140,8 @@ class StepChoice:
             return speculative
         if self.only == (None,):
             return plain
-        if self.is_partial or not program_list.is_constrained_compiled(self._runner, sizes.batch, tree):
+        needed = shapes.constrained_step(sizes.batch, tree)
+        if self.is_partial or not all(program in self._runner.compiled for program in needed):
             return plain
         if not self.is_choosing:
             return speculative
@@ -149,14 +152,14 @@ class StepChoice:
         self.controller.observe_seconds(program, seconds)
         self._bursts.observe(program, seconds)
 
-    def observe(self, tree: Tree | None, result: HostResult, sequences: dict[int, Sequence]) -> None:
+    def observe(self, tree: Tree | None, result: StepResult, sequences: dict[int, Sequence]) -> None:
         """Count what a step accepted of the sequences in its rows, and learn from it."""
         if tree is None or self._runner.shapes.accepts_nothing:
             for sequence in sequences.values():
                 sequence.acceptance = sequence.acceptance.after_step()
             return
         rows, estimates = list(sequences), [self.estimate(sequence) for sequence in sequences.values()]
-        n_accepted, confidence = result.n_accepted[rows], result.confidence
+        n_accepted = result.n_accepted[rows]
         for sequence, estimate, number in zip(sequences.values(), estimates, n_accepted.tolist(), strict=True):
             num_draft_tokens = tree.num_nodes if estimate.max_depth else 0  # 0: the request wants none
             if num_draft_tokens:
@@ -164,6 +167,5 @@ class StepChoice:
             sequence.acceptance = sequence.acceptance.after_step(
                 number, depth=tree.depth, num_draft_tokens=num_draft_tokens
             )
-        if confidence is not None:
-            confidence = confidence[rows]
+        confidence = None if result.confidence is None else np.asarray(result.confidence)[rows]
         self.controller.observe(estimates, tree, n_accepted, confidence)

@@ -22,7 +22,7 @@ from specserve.checkpoints.source import resolve_target
 from specserve.cluster import connect, load
 from specserve.drafters.registry import CARRIED
 from specserve.errors import ConfigError, SpecServeError
-from specserve.mesh import SERVING_AXES, parse_mesh
+from specserve.serve import engines
 from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.fleet.fleet import Fleet, Refused, ReplicaState, Taken
 from specserve.serve.http.app import create_app
@@ -30,7 +30,7 @@ from specserve.serve.http.transport.keys import read_api_keys
 from specserve.serve.http.transport.server import bind_listener, check_tls
 from specserve.serve.http.transport.threads import CallQueue
 from specserve.serve.http.transport.tracing import Tracing
-from specserve.serve.launch import find_names, load_models, make_engine, read_tokenizer
+from specserve.serve.launch import find_names, make_engine, read_tokenizer
 from specserve.serve.requests.request import Delta, SamplingParams
 from specserve.serve.settings import CLUSTER, FLEET, LISTENER, PROCESS, ServeRun, check_unset, names_of
 
@@ -56,14 +56,7 @@ class EngineReplica:
         _, folder = find_names(run.target, run.draft)
         self._first_folder = str(folder) if folder and run.draft != CARRIED else ""
         self._folder, self._version, self._is_beyond_help = "", 0, False
-        models = load_models(
-            run.target,
-            run.draft,
-            quantization=run.quantization,
-            draft_quantization=run.draft_quantization,
-            is_checked=run.check_weights,
-            mesh=parse_mesh(run.mesh, SERVING_AXES),
-        )
+        models = engines.load(run, run.draft, is_checked=run.check_weights)
         self._engine = self._ending.enter_context(make_engine(models, run, lambda *_: None))
         self._mailbox: CallQueue | None = None
         self._id = load("ray.serve").get_replica_context().replica_tag
@@ -75,7 +68,7 @@ class EngineReplica:
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Return the facts about this replica that the router uses."""
-        return {"version": self._version, "pages": self._engine.newest_digests(REPORTED_PAGES)}
+        return {"version": self._version, "pages": self._engine.rounds.scheduler.pool.newest_digests(REPORTED_PAGES)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the facts about this replica that `routing.scale` uses."""
@@ -170,12 +163,12 @@ class EngineReplica:
 class Front:
     """The HTTP layer over all replicas, the same app as that of one server."""
 
-    async def __init__(self, engines: Any, args: Mapping[str, Any]) -> None:
+    async def __init__(self, replicas: Any, args: Mapping[str, Any]) -> None:
         self._ending = ExitStack()
         log.setup("info")
         run = settings_of(args)
         tokenizer = await asyncio.to_thread(read_tokenizer, run.target, run.draft)
-        fleet = await Fleet.connect(engines, tokenizer)
+        fleet = await Fleet.connect(replicas, tokenizer)
         tracing = self._ending.enter_context(Tracing(run.otlp_endpoint)) if run.otlp_endpoint else None
         self._app = create_app(fleet, api_keys=read_api_keys(run), run=run, tracing=tracing)
 
@@ -192,7 +185,7 @@ def application(args: dict[str, Any]) -> Any:
     serve, run = load("ray.serve"), settings_of(args)
     check(run)
     room = run.max_slots + run.max_queue + 16  # more than the engine takes, so that the engine says no, and how
-    engines = serve.deployment(
+    replicas = serve.deployment(
         EngineReplica,
         name="Engine",
         max_ongoing_requests=room,
@@ -215,7 +208,7 @@ def application(args: dict[str, Any]) -> Any:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=run.drain_seconds + END_SECONDS / 3,
     )
-    return front.bind(engines.bind(args), args)
+    return front.bind(replicas.bind(args), args)
 
 
 def _number(run: ServeRun) -> dict[str, Any]:

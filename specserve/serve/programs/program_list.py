@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import Shapes
 from specserve.speculative.program import StepProgram
-from specserve.speculative.tree import Tree
 
 
 def list_programs(runner: Runner) -> list[StepProgram]:
@@ -24,7 +23,7 @@ def list_programs(runner: Runner) -> list[StepProgram]:
         sizes = itertools.product(shapes.batch_sizes, range(len(runner.inputs.layouts.distinct)))
         found += [StepProgram(size, kind="catch-up", layout=number) for size, number in sizes]
     for width, size in itertools.product(shapes.widths, shapes.batch_sizes):
-        found += [each for each in shapes.step_programs(size, width) if each.tree != shapes.plain]
+        found += [each for each in shapes.step_programs[size, width] if each.tree != shapes.plain]
     found.sort(key=lambda program: not shapes.is_plain(program))
     found += _constrained_programs(shapes) if runner.has_constrained else ()
     return [program for program in found if program not in runner.left_out]
@@ -48,11 +47,6 @@ def is_compiled(runner: Runner, program: StepProgram) -> bool:
     if program.tree is not None and _catches_up(runner):
         needed.append(runner.inputs.catch_up_for(program.batch, program.tree))
     return all(each in runner.compiled for each in needed)
-
-
-def is_constrained_compiled(runner: Runner, batch_size: int, tree: Tree) -> bool:
-    """Return whether a step of so many sequences, some with token masks, may speculate by this tree at once."""
-    return all(program in runner.compiled for program in runner.shapes.constrained_step(batch_size, tree))
 
 
 def mask_programs(runner: Runner) -> tuple[StepProgram, ...]:

@@ -220,12 +220,13 @@ class Runner:
         if is_scored:  # there is one program for all
             widths, chunks = shapes.widths[-1:], shapes.chunks[-1:]
         programs = (shapes.prefill(*sizes, is_scored=is_scored) for sizes in itertools.product(widths, chunks))
+        columns = zip(*((number, is_last) for _, number, is_last in parts), strict=True)  # of a row for each data rank
+        in_rows = [tuple(shapes.in_rows(slots, each, shapes.num_ranks, 0).tolist()) for each in columns]
         bits = shapes.masks_in_rows(slots, allowed, shapes.num_ranks)
-        result = self.run(self.compiled.first(programs), *shapes.prompts_in_rows(parts), bits)
+        result = self.run(self.compiled.first(programs), shapes.pad(slots, shapes.num_ranks), *in_rows, bits)
         for slot, number, _ in parts:
             self.bounds.prefilled(slot, number)
-        rows_read = functools.partial(shapes.rows_of, slots)
-        return StepHandle(result, lambda _n_accepted: None, rows_read, has_logprobs=has_logprobs)
+        return StepHandle(result, functools.partial(shapes.rows_of, slots), has_logprobs=has_logprobs)
 
     def step(
         self,
@@ -247,7 +248,7 @@ class Runner:
         width = self.bounds.width_of(slots, (num_steps - 1) * (1 + (tree.depth if tree else 0)))
         result = self._run_step(slots, tree, width, allowed, num_steps)
         rows, on_read = functools.partial(self.shapes.rows_of, slots), self.bounds.stepped(slots, tree, num_steps)
-        return StepHandle(result, on_read, rows, num_steps=num_steps, has_logprobs=has_logprobs, has_tree=has_tree)
+        return StepHandle(result, rows, on_read, num_steps, has_logprobs, has_tree)
 
     def propose(self, slots: Sequence[int], tree: Tree) -> tuple[np.ndarray, np.ndarray, Proposal]:
         """The first half of a step with constrained sequences: token ids and parents of the proposed nodes, [batch,
@@ -275,7 +276,7 @@ class Runner:
         bits = self.shapes.masks_in_rows(slots, allowed, len(padded))
         result = self.run(program, padded, proposal, bits)
         rows, on_read = functools.partial(self.shapes.rows_of, slots), self.bounds.stepped(slots, tree)
-        return StepHandle(result, on_read, rows, num_steps=0, has_logprobs=has_logprobs, has_tree=has_tree)
+        return StepHandle(result, rows, on_read, 0, has_logprobs, has_tree)
 
     def remember(self, slot: int, num_prompt: int, last: int) -> None:
         """Have a drafter that `remembers` keep a finished answer, whose last token is at the index `last`. Steps that

@@ -5,9 +5,11 @@ Deterministic serving is the case in which every list has one entry. Over a mesh
 rows for each data rank, in the order of the ranks (`pages.data_rank`).
 """
 
+import dataclasses
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,18 +94,16 @@ class Shapes:
         return 0 if self.accepts_nothing else self.max_step - 1
 
     @property
-    def deepest_tree(self) -> Tree | None:
-        return max(self.trees, key=lambda tree: tree.depth if tree else 0)
-
-    @property
     def plain(self) -> Tree | None:
         """The way to step that serves before the others are compiled."""
         return None if None in self.trees else self.trees[0]
 
     def batch_size_of(self, slots: Sequence[int]) -> int:
         """The batch bucket of these slots: each data rank has room for its own."""
-        own = Counter(self.rank_of(slot) for slot in slots) if self.num_ranks > 1 else {0: len(slots)}
-        fullest = max(own.values(), default=0)
+        fullest = len(slots)
+        if self.num_ranks > 1:
+            ranks = Counter(map(self.rank_of, slots))
+            fullest = max(ranks.values(), default=0)
         return next(size for size in self.batch_sizes if size >= fullest * self.num_ranks)
 
     def rank_of(self, slot: int) -> int:
@@ -139,15 +139,6 @@ class Shapes:
         """Return what slots may draw, [slot, node, bytes] uint8, in the rows of a batch; padding may draw anything."""
         return None if allowed is None else self.in_rows(slots, allowed, batch_size, 255)
 
-    def prompts_in_rows(
-        self, parts: Sequence[tuple[int, int, bool]]
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]:
-        """Slots, numbers of tokens and whether these are the last, one of each data rank at most, as three columns of a
-        batch with a row for each rank."""
-        slots, *others = zip(*parts, strict=True)
-        numbers, lasts = (tuple(self.in_rows(slots, each, self.num_ranks, 0).tolist()) for each in others)
-        return self.pad(slots, self.num_ranks), numbers, lasts
-
     def spread(self, number: int) -> list[int]:
         """So many slots, as evenly of all data ranks as can be."""
         each = self.num_slots // self.num_ranks
@@ -174,15 +165,12 @@ class Shapes:
         return self.max_rows == CPU_ROWS and tree.num_nodes == CPU_CHAIN and rows <= CPU_CHAIN_ROWS
 
     @functools.cached_property
-    def _step_programs(self) -> dict[tuple[int, int], tuple[StepProgram, ...]]:
-        return {}  # by batch size and width: the host asks for them in every round
-
-    def step_programs(self, batch_size: int, width: int) -> tuple[StepProgram, ...]:
-        """The steps of this batch bucket and width that are compiled, one for each of `trees_for`."""
-        sizes = batch_size, width
-        if sizes not in self._step_programs:
-            self._step_programs[sizes] = tuple(StepProgram(*sizes, tree) for tree in self.trees_for(batch_size))
-        return self._step_programs[sizes]
+    def step_programs(self) -> Mapping[tuple[int, int], tuple[StepProgram, ...]]:
+        """The steps that are compiled, one for each of `trees_for`, by batch bucket and width."""
+        sizes = itertools.product(self.batch_sizes, self.widths)
+        return {
+            (size, width): tuple(StepProgram(size, width, t) for t in self.trees_for(size)) for size, width in sizes
+        }
 
     def prefill(self, width: int, chunk: int, *, is_scored: bool = False) -> StepProgram:
         """The prefill of chunks of this size, a prompt for each data rank."""
@@ -196,13 +184,11 @@ class Shapes:
     def is_plain(self, program: StepProgram) -> bool:
         """Return whether a program is needed before anything can be served. The largest of plain decoding can serve
         everything."""
-        is_widest, plain_step = (
-            program.width == self.widths[-1],
-            StepProgram(self.num_slots, self.widths[-1], self.plain),
-        )
         if program.kind == "prefill":
-            return is_widest and program.chunk == self.chunks[-1]
-        return program == plain_step or program.kind in ("empty state", "admission", "page table", "recall")
+            return (program.width, program.chunk) == (self.widths[-1], self.chunks[-1])
+        if program.kind == "step":
+            return program == StepProgram(self.num_slots, self.widths[-1], self.plain)
+        return program.kind in ("empty state", "admission", "page table", "recall")
 
     def is_optional(self, program: StepProgram) -> bool:
         """Return whether a program only adds a choice."""
@@ -257,34 +243,30 @@ def make_shapes(
     assert trees, "a server needs at least one way to make a step"
     max_pages = -(-max_model_len // page_size)
     chunks = prefill_chunks(max_model_len, target.is_recurrent)
-    max_rows = CPU_ROWS if jax.default_backend() == "cpu" else DEVICE_ROWS
+    shapes = Shapes(
+        trees=tuple(trees),
+        num_slots=num_slots,
+        max_model_len=max_model_len,
+        page_size=page_size,
+        num_pages=num_pages,
+        batch_sizes=make_batch_sizes(num_slots, num_ranks),
+        widths=page_widths(max_pages),
+        chunks=chunks,
+        max_rows=CPU_ROWS if jax.default_backend() == "cpu" else DEVICE_ROWS,
+        num_ranks=num_ranks,
+        # the host drives a GPU's loops, and would wait for each step before it begins the next one
+        most_steps=1 if jax.default_backend() == "gpu" else STEPS_AT_ONCE,
+    )
     if is_deterministic:
         assert len(trees) == 1, "deterministic steps have one shape"
         tree = trees[0] or chain(DETERMINISTIC_DEPTH, OWN_TEXT)
         assert tree.depth <= DETERMINISTIC_DEPTH
-        return Shapes(
-            *((tree,), num_slots, max_model_len, page_size, num_pages),
-            *((num_slots,), (max_pages,), chunks[:1], max_rows),
-            verified_depth=DETERMINISTIC_DEPTH,
-            accepts_nothing=trees[0] is None,
-            num_ranks=num_ranks,
-            most_steps=most_steps(),
-        )
-    batch_sizes = make_batch_sizes(num_slots, num_ranks)
-    by_page = reads_by_page(target, num_pages, page_size, mesh)  # with any width
-    widths = (max_pages,) if by_page else page_widths(max_pages)
-    return Shapes(
-        *(tuple(trees), num_slots, max_model_len, page_size, num_pages),
-        *(batch_sizes, widths, chunks, max_rows),
-        num_ranks=num_ranks,
-        most_steps=most_steps(),
-    )
-
-
-def most_steps() -> int:
-    """Return how many steps one call of a program may make, one after another. A GPU's loops are driven by the host,
-    which would wait for each step before it begins the next one, so there it is one."""
-    return 1 if jax.default_backend() == "gpu" else STEPS_AT_ONCE
+        one_shape = {"trees": (tree,), "batch_sizes": (num_slots,), "widths": (max_pages,), "chunks": chunks[:1]}
+        bounds = {"verified_depth": DETERMINISTIC_DEPTH, "accepts_nothing": trees[0] is None}
+        return dataclasses.replace(shapes, **one_shape, **bounds)
+    if reads_by_page(target, num_pages, page_size, mesh):  # with any width
+        return dataclasses.replace(shapes, widths=(max_pages,))
+    return shapes
 
 
 def make_batch_sizes(num_slots: int, num_ranks: int = 1) -> tuple[int, ...]:

@@ -1,2 +1,2 @@
-"""Requests and answers as host data. Read `request` (options, requests and deltas), `output` and `decoder` (tokens to
-text), `completion` (whole answers), `grammars` (token masks)."""
+"""Requests and answers as host data. Read `request` (options, requests and deltas), `output` (tokens to text),
+`completion` (whole answers), `grammars` (token masks)."""

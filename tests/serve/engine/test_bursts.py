@@ -19,12 +19,13 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.eval.bench.step_times import prefill
 from specserve.serve.engine.options import blank_token_rows, sampler_rows
 from specserve.serve.engine.step_choice import BURST_SECONDS, Bursts
-from specserve.serve.programs.results import HostResult, StepHandle
+from specserve.serve.programs.results import StepHandle
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import STEPS_AT_ONCE
 from specserve.serve.programs.slot_bounds import SlotBounds
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.program import StepProgram
+from specserve.speculative.step import StepResult
 from specserve.speculative.tree import Tree, chain
 
 PARAMS = (
@@ -45,7 +46,7 @@ def _fill(runner: Runner) -> list[int]:
     return [*range(len(PARAMS))]
 
 
-def _run(runner: Runner, way: str, bursts: list[int]) -> tuple[list[HostResult], Any]:
+def _run(runner: Runner, way: str, bursts: list[int]) -> tuple[list[StepResult], Any]:
     slots, tree = _fill(runner), parse_speculation(way)
     options = {"has_logprobs": True, "has_tree": tree is not None}
     handles = [runner.step(slots, tree, num_steps=number, **options) for number in bursts]  # none is read meanwhile

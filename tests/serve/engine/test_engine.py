@@ -19,10 +19,10 @@ from specserve.kernels import native
 from specserve.serve.engine.engine import Engine, EngineOptions
 from specserve.serve.engine.step_choice import Bursts
 from specserve.serve.programs.program_list import list_programs
-from specserve.serve.programs.results import HostResult
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import make_shapes
 from specserve.serve.requests.request import FinishReason, SamplingParams
+from specserve.speculative.step import StepResult
 from specserve.speculative.tree import Tree
 from specserve.tokenizer import Tokenizer
 
@@ -122,8 +122,8 @@ class _Steps:
     def __init__(self, steps: Sequence[Sequence[int]]) -> None:
         self.steps = steps
 
-    def read_each(self) -> list[HostResult]:
-        return [HostResult(np.array([step]), np.array([len(step) - 1]), np.array([0]), None) for step in self.steps]
+    def read_each(self) -> list[StepResult]:
+        return [StepResult(np.array([[len(step) - 1, 0, *step]]), None) for step in self.steps]
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
@@ -313,5 +313,5 @@ def test_rounds_send_nothing_implicitly_and_steps_nothing_at_all(
 
 
 def test_host_results_emit_the_accepted_and_the_bonus() -> None:
-    result = HostResult(np.array([[1, 2, 3], [4, 5, 6]]), np.array([0, 2]), np.array([0, 0]), None)
+    result = StepResult(np.array([[0, 0, 1, 2, 3], [2, 0, 4, 5, 6]]), None)
     assert [result.emitted(0), result.emitted(1)] == [[1], [4, 5, 6]]

@@ -12,9 +12,9 @@ from fakes import STORY, USER
 
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine.delivery import draft_tree
-from specserve.serve.programs.results import HostResult
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import Delta, SamplingParams
+from specserve.speculative.step import StepResult
 
 PROMPTS = np.random.default_rng(4).integers(3, VOCAB, (12, 9)).tolist()
 
@@ -74,9 +74,8 @@ def test_origins_and_trees_say_what_the_steps_did(runner: Runner) -> None:
 def test_the_accepted_path_is_that_of_the_tree_where_tokens_are_repeated() -> None:
     tree = parse_speculation("tree:2x2x6")
     node_ids, parents = np.array([[9, 5, 6, 6, 7, 6, 7]], np.int32), np.array([[0, 0, 0, 1, 1, 2, 2]], np.int32)
-    nothing = np.zeros(1, np.int32)
     for (a, b), path in {(5, 6): (1, 3), (5, 7): (1, 4), (6, 6): (2, 5), (6, 7): (2, 6)}.items():
-        result = HostResult(np.array([[a, b, 8]]), nothing + 2, nothing, None, node_ids=node_ids, parents=parents)
+        result = StepResult(np.array([[2, 0, a, b, 8]]), None, node_ids=node_ids, parents=parents)  # type: ignore[arg-type]
         assert tree is not None
         assert draft_tree(tree, result, 0, Delta((a, b, 8), num_accepted=2)).accepted == path
         assert draft_tree(tree, result, 0, Delta((a,), num_accepted=1)).accepted == path[:1]

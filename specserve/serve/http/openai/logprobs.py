@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from specserve.serve.engine.interface import TokenizerLike
 from specserve.serve.http.transport.json_codec import ReplyObject
-from specserve.serve.requests.decoder import REPLACEMENT
+from specserve.serve.requests.output import REPLACEMENT
 from specserve.serve.requests.request import PromptToken, TokenLogprobs
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's floor
