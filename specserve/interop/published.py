@@ -17,7 +17,7 @@ from specserve.models.rope import Rope, rope_to_hf
 D2T, T2D = "d2t", "t2d"
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 ACTIVATION = "silu"  # of the MLP; every engine that runs draft heads computes this one
-TRANSFORMERS_KEYS = frozenset(  # that a config class of transformers writes of its own accord
+TRANSFORMERS_KEYS = frozenset(  # a config class of transformers writes them of its own accord
     (
         *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "initializer_range", "problem_type"),

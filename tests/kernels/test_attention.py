@@ -150,7 +150,7 @@ KERNEL_CASES = {
 
 
 # windows that cut, within splits; trees whose nodes see other windows
-TELLING: dict[str, Any] = {
+KERNEL_CASE: dict[str, Any] = {
     "seed": 1,
     "batch": 2,
     "n": 5,
@@ -161,12 +161,12 @@ TELLING: dict[str, Any] = {
     "window": 6,
     "softcap": 0.0,
 }
-TELLING |= {"has_sinks": True, "is_latent": False, "stored": "int8", "dims": (24, 16), "page_size": 16, "width": 24}
+KERNEL_CASE |= {"has_sinks": True, "is_latent": False, "stored": "int8", "dims": (24, 16), "page_size": 16, "width": 24}
 
 
 @settings(max_examples=15)
-@example(**TELLING)
-@example(**TELLING | {"window": 0, "stored": "float32"})
+@example(**KERNEL_CASE)
+@example(**KERNEL_CASE | {"window": 0, "stored": "float32"})
 @given(**KERNEL_CASES)
 def test_the_gpu_kernel_matches_reference_and_reads_nothing_else(seed: int, **case: Any) -> None:
     """Interpreted. Entries that no query sees are NaN, and table entries past the used ones are out of range."""
