@@ -247,7 +247,7 @@ def test_what_the_process_has_no_room_for_is_left_out(
     """Of choices alone; and the list of programs has it no more."""
     runner = engines.make_runner(tiny_target, None, "off", "ngram:2", "ngram:3", has_constrained=False)
     monkeypatch.setattr(launch.host, "free_memory_maps", lambda: 1)
-    plain, *more = runner.shapes.step_programs(runner.shapes.num_slots, runner.shapes.widths[-1])
+    plain, *more = runner.shapes.step_programs[runner.shapes.num_slots, runner.shapes.widths[-1]]
     for program in (plain, *more):
         runner.compile(program)
     assert [program in runner.compiled for program in (plain, *more)] == [True, False, False]
