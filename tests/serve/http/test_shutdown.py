@@ -21,6 +21,7 @@ from fakes import FakeEngine
 models = types.SimpleNamespace(name="fake")
 sys.modules["specserve.serve.launch"] = types.SimpleNamespace(
     Models=None,
+    load_beside=None,
     load_models=lambda target, draft, **settings: models,
     make_engine=lambda models, run, on_warmup, leader, watcher: FakeEngine(),
     make_follower=None,
