@@ -16,11 +16,14 @@ from typing import Any, Literal
 from specserve.answers.account import Account, listed
 from specserve.answers.questions import Job, digest, find_questions
 from specserve.answers.row_file import RowFile
-from specserve.chat_template import END_THINK, THINK
+from specserve.chat_template import THINK
 from specserve.data.chat_masks import encode_chat
 from specserve.data.conversations import Row
 from specserve.errors import CapacityError, ConfigError, DataError, RequestError
 from specserve.serve.engine.engine import Engine
+from specserve.serve.http.formats.reader import Reader
+from specserve.serve.http.formats.reasoning import THINK_MARKS, answer_format, opens_reasoning
+from specserve.serve.http.formats.tools import new_call_id, read_harmony
 from specserve.serve.requests.completion import Collector, CompletionOutput
 from specserve.serve.requests.request import FinishReason, Request, SamplingParams
 from specserve.tokenizer import Tokenizer
@@ -28,8 +31,8 @@ from specserve.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 Keep = Literal["keep", "drop"]
-FINAL_CHANNEL = "<|channel|>final<|message|>"  # of harmony, where an answer follows its analysis
-FINAL_ENDS = ("<|return|>", "<|end|>")
+CHANNEL = "<|channel|>"  # of harmony
+FINAL_CHANNEL = f"{CHANNEL}final<|message|>"  # where an answer follows its analysis
 ASKED_TOO_LONG = "longer than max_model_len"
 CUT = "cut by max_tokens"
 UNFINISHED = "reasoning does not end within max_tokens"
@@ -256,11 +259,11 @@ class _Run:
         if tokenizer.template.mentions(FINAL_CHANNEL):
             text = tokenizer.decode(completion.token_ids, skip_special_tokens=False)
         else:
-            is_begun = tokenizer.decode(job.prompt[-8:], skip_special_tokens=False).rstrip().endswith(THINK)
-        reasoning, answer = split_reasoning(text, is_begun=is_begun)
+            is_begun = opens_reasoning(tokenizer, job.prompt, THINK)
+        _, answer = split_reasoning(text, is_begun=is_begun)
         if not answer.strip():
             raise _Refused("empty answer")
-        if settings.thinking == "drop" and reasoning:
+        if settings.thinking == "drop" and answer.strip() != text.strip():
             return answer.strip()
         whole = f"{THINK}\n{text}" if is_begun else text
         account = self._account
@@ -311,19 +314,15 @@ class _Run:
 
 
 def split_reasoning(text: str, *, is_begun: bool = False) -> tuple[str, str]:
-    """Split what a target wrote into (reasoning, answer): before and after `</think>`, or harmony's final channel.
+    """Split what a target wrote into (reasoning, answer), as the server does: by `<think>` and `</think>`, or by
+    harmony's channels.
 
     `is_begun`: the prompt has written `<think>`. Raises when the reasoning does not end.
     """
-    if "<|channel|>" in text:
-        reasoning, tag, answer = text.rpartition(FINAL_CHANNEL)
-        for end in FINAL_ENDS:
-            answer = answer.removesuffix(end)
-    elif is_begun or text.lstrip().startswith(THINK):
-        reasoning, tag, answer = text.partition(END_THINK)
-        reasoning = reasoning.rpartition(THINK)[2]
-    else:
-        return "", text
-    if not tag:
+    is_harmony = CHANNEL in text
+    read = read_harmony if is_harmony else answer_format(None, THINK_MARKS["think"], is_thinking=is_begun)
+    reader = Reader(read, new_call_id, tools={})
+    part = reader.push(text) + reader.finish()
+    if reader.is_thinking or (is_harmony and FINAL_CHANNEL not in text):
         raise _Refused(UNFINISHED)
-    return reasoning, answer
+    return part.reasoning, part.content

@@ -298,6 +298,14 @@ def test_an_engine_that_stops_is_an_error_and_no_row(tmp_path):
     assert not (tmp_path / "o.jsonl").read_text()
 
 
+def test_an_answer_without_reasoning_holds_no_marks_of_its_channel(tmp_path):
+    engine = Scripted("gpt-oss", lambda prompt, seed: "<|channel|>final<|message|>yo")
+    dropped = AnswerSettings(max_tokens=40, thinking="drop")
+    regenerate(engine, [ask("hi", "old")], tmp_path / "o.jsonl", dropped)
+    [[_, answer]] = read(tmp_path / "o.jsonl").values()
+    assert answer["content"] == "yo"
+
+
 def test_split_reasoning():
     assert split_reasoning("a </think> b") == ("", "a </think> b")  # it has begun none
     assert split_reasoning("a</think>b</think>c", is_begun=True) == ("a", "b</think>c")

@@ -118,6 +118,7 @@ class Reader:
         self.num_reasoning_tokens = 0  # those whose text begins in what has been read as reasoning, its marks left out
         self.rest = ""
         self.num_taken = 0  # characters
+        self.is_thinking = False  # the reasoning has begun and not ended
         self.thoughts: list[tuple[int, int]] = []  # of the characters taken last, the stretches that are reasoning
         self.is_whole = False  # no more text will come
         self.tools = tools
@@ -169,6 +170,7 @@ class Reader:
 
     def think(self, text: str) -> None:
         """Note that the text, which was taken last, is reasoning."""
+        self.is_thinking = True
         self.thoughts.append((self.num_taken - len(text), self.num_taken))
         said = self._reasoning.push(text)
         if said and self._keeps_reasoning:
@@ -176,6 +178,7 @@ class Reader:
 
     def end_thinking(self) -> None:
         """End the reasoning. The space around it is neither reasoning nor content."""
+        self.is_thinking = False
         self._reasoning = _Trimmed("\n" if self._reasoning.has_said else "", is_at_start=not self._reasoning.has_said)
         self._content.is_at_start = not self._content.has_said
 

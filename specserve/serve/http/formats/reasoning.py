@@ -83,7 +83,7 @@ class AnswerSyntax:
         names = [*(marks or ()), *(tool_format.marks if tool_format else ())]
         ids = {name: i for name in names if (i := self._tokenizer.token_id(name)) is not None}
         hidden = {name: i for name, i in ids.items() if i in self._tokenizer.special_token_ids}
-        is_open = marks is not None and self._ends_with(prompt_ids, marks[0])
+        is_open = marks is not None and opens_reasoning(self._tokenizer, prompt_ids, marks[0])
         if must_call or params.grammar is not None:
             grammar = answer_grammar(
                 tool_format.wording_for(self._template) if tool_format else "",
@@ -149,10 +149,12 @@ class AnswerSyntax:
             )
         return {}
 
-    def _ends_with(self, prompt_ids: Sequence[int], mark: str) -> bool:
-        """Return whether the prompt has opened the reasoning, as the templates of models that always reason do."""
-        end = self._tokenizer.decode(prompt_ids[-_NUM_PROMPT_ENDS:], skip_special_tokens=False)
-        return end.rstrip().endswith(mark)
+
+def opens_reasoning(tokenizer: TokenizerLike, prompt_ids: Sequence[int], mark: str) -> bool:
+    """Return whether a prompt has opened the reasoning by this mark, as the templates of models that always reason
+    do."""
+    end = tokenizer.decode(prompt_ids[-_NUM_PROMPT_ENDS:], skip_special_tokens=False)
+    return end.rstrip().endswith(mark)
 
 
 def _choose_reasoning(name: ReasoningParser, mentions: Callable[[str], bool]) -> ReasoningParser:
@@ -184,8 +186,8 @@ def _read_thinking(
     marks: tuple[str, str], is_thinking: bool, then: Callable[[Reader], Reading[None]], reader: Reader
 ) -> Reading[None]:
     begin, end = marks
-    if is_thinking or (yield from reader.match(_beginning(begin))):
-        yield from reader.text_until((end,), reader.think)
+    has_begun = is_thinking or (yield from reader.match(_beginning(begin)))
+    if has_begun and (yield from reader.text_until((end,), reader.think)):
         reader.end_thinking()
     yield from then(reader)
 

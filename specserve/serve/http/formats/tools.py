@@ -191,7 +191,8 @@ def read_harmony(reader: Reader) -> Reading[None]:
             mark = yield from reader.until(_HARMONY_MARKS, say)
         elif head and head["channel"] == "analysis" and not name:
             mark = yield from reader.until(_HARMONY_MARKS, reader.think)
-            reader.end_thinking()
+            if mark:
+                reader.end_thinking()
         else:
             if name and head:
                 reader.give_back(head[0])
