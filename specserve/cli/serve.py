@@ -141,12 +141,9 @@ def _serve_requests(run: ServeRun, leader: Leader | None, kv_events: Publisher |
     with engine, tracing or nullcontext():
         server = HttpServer(
             create_app(engine, api_keys=api_keys, run=run, tracing=tracing),
+            run,
             listener=listener,
-            drain_seconds=run.drain_seconds,
             on_drain=drain,
-            max_connections=run.max_connections,
-            ssl_certfile=run.ssl_certfile,
-            ssl_keyfile=run.ssl_keyfile,
         )
         console.print(
             f"{escape(engine.model_name)} with speculation {engine.speculation} on [bold]{server.url}/v1[/], "

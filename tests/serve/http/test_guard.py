@@ -6,7 +6,7 @@ import shutil
 import socket
 import ssl
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,8 @@ COMPLETION = POST % len(BODY) + BODY
 
 
 @contextmanager
-def _served(engine: FakeEngine, run: ServeRun | None = None, **settings: Any) -> Iterator[httpx.Client]:
-    keys = settings.pop("api_keys", ())
-    server = HttpServer(create_app(engine, api_keys=keys, run=run), port=0, **settings)
+def _served(engine: FakeEngine, run: ServeRun | None = None, api_keys: Sequence[str] = ()) -> Iterator[httpx.Client]:
+    server = HttpServer(create_app(engine, api_keys=api_keys, run=run), run, port=0)
     server.start()
     try:
         with httpx.Client(base_url=server.url, timeout=10) as http:
@@ -326,7 +325,7 @@ def test_who_does_not_read_is_cut_off(
 
 def test_a_crowd_leaves_room_for_probes(fake_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "RESERVE", 3)
-    with _served(fake_engine, max_connections=2) as http:
+    with _served(fake_engine, ServeRun(max_connections=2)) as http:
         port = http.base_url.port
         assert http.get("/v1/models").status_code == 200
         others = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
@@ -356,7 +355,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_tls(fake_engine: FakeEngine, certificate: Path) -> None:
     files: dict[str, Any] = {"ssl_certfile": str(certificate / "cert.pem"), "ssl_keyfile": str(certificate / "key.pem")}
-    server = HttpServer(create_app(fake_engine), port=0, **files)
+    server = HttpServer(create_app(fake_engine), ServeRun(**files), port=0)
     server.start()
     try:
         assert server.url.startswith("https://")
@@ -383,4 +382,4 @@ def test_files_that_make_no_tls_are_refused(certificate: Path, cert: str, key: s
         return str(certificate / name) if name else ""
 
     with pytest.raises(ConfigError, match=message):
-        HttpServer(None, port=0, ssl_certfile=path(cert), ssl_keyfile=path(key))  # type: ignore[arg-type]
+        HttpServer(None, ServeRun(ssl_certfile=path(cert), ssl_keyfile=path(key)), port=0)  # type: ignore[arg-type]

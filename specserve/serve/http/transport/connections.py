@@ -8,9 +8,11 @@ import sys
 from typing import Any
 
 import h11
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from specserve.serve.http.transport.errors import error_body
+from specserve.serve.http.transport.errors import RETRY_AFTER_SECONDS, error_body, error_response
+from specserve.serve.http.transport.guard import OPEN_PATHS
 
 KEEP_ALIVE_SECONDS = 5.0  # between two requests
 HEAD_SECONDS = 20.0  # in which the head of a request must be there, once its connection or its first byte is
@@ -31,7 +33,7 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, most: int, **kwargs: Any) -> None:
         """Set the limits: so many connections, and `RESERVE` more."""
         super().__init__(*args, **kwargs)
-        self._most = most
+        self._most, self._routes, self.app = most, self.app, self._route_or_refuse
         self.timeout_keep_alive = KEEP_ALIVE_SECONDS  # type: ignore[assignment] (uvicorn's setting is an integer)
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -80,6 +82,16 @@ class Connection(H11Protocol):
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         self._refuse(status, f"{msg.rstrip('.')}: {str(error)[:200]}")
 
+    async def _route_or_refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, with a 503 that closes the connection where there are more connections than there may be.
+        OPEN_PATHS are answered all the same."""
+        if scope["path"] in OPEN_PATHS or len(self.connections) <= self._most:
+            await self._routes(scope, receive, send)
+            return
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS), "Connection": "close"}
+        message = f"there are more than {self._most} connections; close some, or try again later"
+        await error_response(503, message, code="overloaded", headers=headers)(scope, receive, send)
+
     def _head_is_late(self) -> None:
         self._head_timer = None
         if self.conn.trailing_data[0]:
@@ -119,7 +131,7 @@ class Connection(H11Protocol):
 
 class BoundedReads(asyncio.BufferedProtocol):
     """Gives a protocol what its client sends, at most `READ_BYTES` at a time. Other clients have their turn between two
-    reads."""
+    reads. It is no `asyncio.Protocol`, because uvloop gives such a protocol all that has come."""
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
         self.connection_made, self.connection_lost = protocol.connection_made, protocol.connection_lost

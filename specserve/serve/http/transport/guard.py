@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 
 from fastapi import Request
@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.serve.http.page.routes import PAGE_PATHS
-from specserve.serve.http.transport.errors import INTERNAL_ERROR, RETRY_AFTER_SECONDS, error_response
+from specserve.serve.http.transport.errors import INTERNAL_ERROR, error_response
 
 logger = logging.getLogger(__name__)
 
@@ -152,22 +152,6 @@ class Guard:
         digest = hashlib.sha256(key).digest()
         found = [number for number, each in enumerate(self._key_digests) if hmac.compare_digest(digest, each)]
         return found[0] if found and scheme.lower() == b"bearer" else None
-
-
-class ConnectionLimit:
-    """An ASGI layer that refuses requests with a 503 that closes the connection, where there are more connections than
-    there may be. OPEN_PATHS are answered all the same."""
-
-    def __init__(self, app: ASGIApp, *, count: Callable[[], int], most: int) -> None:
-        self._app, self._count, self._most = app, count, most
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._count() <= self._most:
-            await self._app(scope, receive, send)
-            return
-        headers = {"Retry-After": str(RETRY_AFTER_SECONDS), "Connection": "close"}
-        message = f"there are more than {self._most} connections; close some, or try again later"
-        await error_response(503, message, code="overloaded", headers=headers)(scope, receive, send)
 
 
 async def read_body(request: Request) -> bytes:

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from specserve.errors import ConfigError
 from specserve.serve.http.transport.connections import RESERVE, BoundedReads, Connection
-from specserve.serve.http.transport.guard import ConnectionLimit
+from specserve.serve.settings import ServeRun
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,13 @@ def _allow_files(num_connections: int) -> None:
             )
 
 
+def _url(listener: socket.socket, scheme: str) -> str:
+    """Return the address by which this machine reaches a socket."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn with the meaning of a signal left to us. By itself it would stop accepting at once, and die of the
     signal."""
@@ -89,40 +96,32 @@ class HttpServer:
     def __init__(
         self,
         app: FastAPI,
+        run: ServeRun | None = None,
         *,
-        host: str = "127.0.0.1",
-        port: int = 8000,
+        port: int | None = None,
         listener: socket.socket | None = None,
-        drain_seconds: float = 0.0,
         on_drain: Callable[[float], None] | None = None,
-        max_connections: int = 1000,
-        ssl_certfile: str = "",  # with it, TLS
-        ssl_keyfile: str = "",  # empty: the key is in the certificate's file
     ) -> None:
-        """Take the port at once, or a socket from `bind_listener`. Raises ConfigError."""
-        check_tls(ssl_certfile, ssl_keyfile)
-        _allow_files(max_connections + RESERVE)
-        self._listener = bind_listener(host, port) if listener is None else listener
-        self._drain_seconds = drain_seconds
-        self._on_drain = on_drain
-        address = self._listener.getsockname()
-        bound_host, self.port = str(address[0]), int(address[1])
-        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound_host, bound_host)
-        scheme = "https" if ssl_certfile else "http"
-        self.url = (
-            f"{scheme}://[{reachable}]:{self.port}" if ":" in reachable else f"{scheme}://{reachable}:{self.port}"
-        )
+        """Take the port at once, or a socket from `bind_listener`. Raises ConfigError. Of the server's settings `run`
+        it reads those about the socket; `port` takes precedence over theirs."""
+        run = run or ServeRun()
+        check_tls(run.ssl_certfile, run.ssl_keyfile)
+        _allow_files(run.max_connections + RESERVE)
+        self._listener = listener or bind_listener(run.host, run.port if port is None else port)
+        self._drain_seconds, self._on_drain = run.drain_seconds, on_drain
+        self.port = int(self._listener.getsockname()[1])
+        self.url = _url(self._listener, "https" if run.ssl_certfile else "http")
         self._config = uvicorn.Config(
-            ConnectionLimit(app, count=self._num_connections, most=max_connections),
-            http=lambda **given: BoundedReads(Connection(**given, most=max_connections)),  # type: ignore[arg-type] (any call)
+            app,
+            http=lambda **given: BoundedReads(Connection(**given, most=run.max_connections)),  # type: ignore[arg-type] (any call)
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=3,
-            ssl_certfile=ssl_certfile or None,
-            ssl_keyfile=ssl_keyfile or None,
+            ssl_certfile=run.ssl_certfile or None,
+            ssl_keyfile=run.ssl_keyfile or None,
         )
         self._server = _Uvicorn(self._config, self._on_signal)
         self._thread: threading.Thread | None = None
@@ -156,9 +155,6 @@ class HttpServer:
             self._thread.join()
             self._thread = None
         self._listener.close()
-
-    def _num_connections(self) -> int:
-        return len(self._server.server_state.connections)
 
     def _on_signal(self, number: int) -> None:
         """Handle a signal. It runs between two bytecodes of the event loop, so it must not log, nor do anything that
