@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from fastapi import FastAPI
 
 from specserve.serve.engine.interface import EngineLike
-from specserve.serve.http.adapters.messages_replies import MessagesLayer
 from specserve.serve.http.adapters.routes import add_sglang_routes, add_translated_routes
 from specserve.serve.http.admin.metrics import Metrics
 from specserve.serve.http.admin.openapi import add_openapi_routes
 from specserve.serve.http.admin.routes import add_draft_routes, add_status_routes
-from specserve.serve.http.openai.routes import add_openai_routes, add_tokenizer_routes
+from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
+from specserve.serve.http.openai.tokenizer import add_tokenizer_routes
 from specserve.serve.http.page.routes import add_page_routes
 from specserve.serve.http.service import Service
 from specserve.serve.http.transport.errors import install_error_handlers
@@ -33,9 +33,9 @@ def create_app(
     app.state.metrics = metrics = Metrics(engine.model_name, engine.stats)
     install_error_handlers(app)
     app.add_middleware(Guard, api_keys=api_keys, allowed_hosts=run.allowed_hosts, cors_origins=run.cors_origins)
-    app.add_middleware(MessagesLayer)  # outermost, so that a missing key is an error in Anthropic's shape too
     service = Service(engine, metrics, run, tracing)
-    add_openai_routes(app, service)
+    service.post(app, "/v1/completions", CompletionBody)(service.completion)
+    service.post(app, "/v1/chat/completions", ChatBody)(service.chat)
     add_translated_routes(app, service)
     add_sglang_routes(app, service, metrics)
     add_tokenizer_routes(app, service)

@@ -56,10 +56,6 @@ class Service:
         self._call_queue: CallQueue | None = None  # of the event loop, which is not there yet
         self._request_metrics = RequestMetrics(run.enable_per_request_metrics, run.per_request_spec_decode_metrics)
 
-    def read(self, body_type: type[_BodyT], raw: bytes) -> _BodyT:
-        """Read a checked body from these bytes. Raises RequestError."""
-        return parse_body(body_type, raw, self._unknown_fields)
-
     def check(self, body_type: type[_BodyT], value: Mapping[str, Any]) -> _BodyT:
         """Read a checked body from this object. Raises RequestError."""
         return check_body(body_type, value, self._unknown_fields)
@@ -153,24 +149,26 @@ class Service:
         except ClientGoneError:
             return Response(status_code=499)  # there is no reader
 
-    def post(self, app: FastAPI, path: str) -> Callable[[Callable[[bytes], Work]], None]:
-        """Add the route of a path to the app, which replies to the work that the function below makes of a body."""
+    async def read(self, body_type: type[_BodyT], http: Request, use: Callable[[_BodyT], _T]) -> _T:
+        """Return what `use` makes of a request's checked body, off the event loop: parsing and tokenizing a large body
+        takes seconds, in which other requests' streams go on. Raises RequestError."""
+        raw = await read_body(http)
+        return await in_thread(lambda: use(parse_body(body_type, raw, self._unknown_fields)), size=len(raw))
 
-        def add(make_work: Callable[[bytes], Work]) -> None:
+    def post(
+        self, app: FastAPI, path: str, body_type: type[_BodyT]
+    ) -> Callable[[Callable[[_BodyT], Work | Mapping[str, Any]]], None]:
+        """Add the route of a path to the app. It replies with what the function below makes of a checked body: to work
+        with what is generated, else with that object."""
+
+        def add(make: Callable[[_BodyT], Work | Mapping[str, Any]]) -> None:
+            def prepare(body: _BodyT) -> Work | bytes:
+                made = make(body)
+                return made if isinstance(made, Work) else write_json(made).encode()
+
             @app.post(path, response_model=None)
-            async def generate(http: Request) -> Response:
-                return await self.respond(http, await off_loop(make_work, http))
+            async def reply(http: Request) -> Response:
+                made = await self.read(body_type, http, prepare)
+                return await self.respond(http, made) if isinstance(made, Work) else Response(made, media_type=_JSON)
 
         return add
-
-
-async def off_loop(prepare: Callable[[bytes], _T], http: Request) -> _T:
-    """Read the body of a request, and prepare it off the event loop. Parsing and tokenizing a large body takes seconds,
-    in which other requests' streams go on."""
-    raw = await read_body(http)
-    return await in_thread(prepare, raw, size=len(raw))
-
-
-async def reply_off_loop(answer: Callable[[bytes], Any], http: Request) -> Response:
-    """Return the reply that `answer` makes of a body off the event loop, where it is spelled too."""
-    return Response(await off_loop(lambda body: write_json(answer(body)).encode(), http), media_type=_JSON)

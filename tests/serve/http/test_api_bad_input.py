@@ -14,8 +14,9 @@ import pytest
 from fakes import CONTEXT, USER, assert_refused, assert_serves
 from ranges import OUTSIDE
 
-from specserve.serve.http.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
 from specserve.serve.http.openai.fields import Body
+from specserve.serve.http.openai.tokenizer import DetokenizeBody, TokenizeBody
 from specserve.serve.http.transport import guard
 
 Json = dict[str, Any]

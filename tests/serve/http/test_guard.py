@@ -110,7 +110,8 @@ def test_pages_of_listed_origins_may_ask(fake_engine: FakeEngine, http: httpx.Cl
     with _served(fake_engine, ServeRun(cors_origins=("https://a.example",)), api_keys=["k"]) as guarded:
         reply = guarded.options("/v1/completions", headers=ours | asks)
         assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, "https://a.example")
-        assert guarded.options("/v1/completions", headers=others | asks).status_code == 400
+        for path in ("/v1/completions", "/v1/messages"):
+            assert guarded.options(path, headers=others | asks).status_code == 400
         refused = guarded.get("/v1/models", headers=ours)
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://a.example")
         assert "access-control-allow-origin" not in guarded.get("/v1/models", headers=others).headers

@@ -1,4 +1,4 @@
-"""The replies of POST /v1/messages: a message, or the events by which it grows; and errors in Anthropic's shape."""
+"""The replies of POST /v1/messages: a message, or the events by which it grows."""
 
 import json
 import uuid
@@ -6,25 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import ConfigDict, Discriminator, with_config
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.serve.http.adapters.translation import Block, BlockEvent, Blocks
 from specserve.serve.http.openai.replies import Answer, ReplyFormat, Usage, event
 from specserve.serve.http.transport.errors import Error
 from specserve.serve.http.transport.json_codec import Json, ReplyObject
 
-PATH = "/v1/messages"  # and what lies below it
-
-_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-}
 _DELTA = {
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
@@ -94,21 +81,6 @@ class AnthropicEvent(ReplyObject):
 
     type: str
     message: NotRequired[AnthropicMessage]
-
-
-class AnthropicErrorDetails(ReplyObject):
-    """`param` is the field that was wrong."""
-
-    type: str
-    message: str
-    param: str | None
-
-
-class AnthropicError(ReplyObject):
-    """Every reply of a status from 400 below /v1/messages."""
-
-    type: Literal["error"]
-    error: AnthropicErrorDetails
 
 
 class MessagesFormat(ReplyFormat):
@@ -198,47 +170,3 @@ def _usage(usage: Usage) -> AnthropicUsage:
         "cache_read_input_tokens": usage.num_cached,
         "output_tokens": usage.num_completion,
     }
-
-
-class MessagesLayer:
-    """An ASGI layer for Anthropic's clients. Their header of the API key counts, and errors have their shape."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not (scope["path"] == PATH or scope["path"].startswith(PATH + "/")):
-            await self._app(scope, receive, send)
-            return
-        names = [name for name, _ in scope["headers"]]
-        if b"x-api-key" in names and b"authorization" not in names:
-            keys = [(b"authorization", b"Bearer " + value) for name, value in scope["headers"] if name == b"x-api-key"]
-            scope = {**scope, "headers": [*scope["headers"], *keys]}
-        start: Message | None = None
-        body = b""
-
-        async def translate(message: Message) -> None:
-            nonlocal start, body
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                start = message
-            elif start is None:
-                await send(message)
-            else:
-                body += message.get("body", b"")
-                if not message.get("more_body"):
-                    await _send_error(start, body, send)
-
-        await self._app(scope, receive, translate)
-
-
-async def _send_error(start: Message, body: bytes, send: Send) -> None:
-    """Send an error reply of OpenAI's shape in Anthropic's."""
-    kind = _KINDS.get(start["status"], "invalid_request_error" if start["status"] < 500 else "api_error")
-    if body:
-        details = json.loads(body)["error"]
-        error: AnthropicErrorDetails = {"type": kind, "message": details["message"], "param": details["param"]}
-        whole: AnthropicError = {"type": "error", "error": error}
-        body = json.dumps(whole, ensure_ascii=False).encode()
-    headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
-    await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-    await send({"type": "http.response.body", "body": body})

@@ -3,13 +3,12 @@ body into one of chat, and SGLang's /generate with the routes that its benchmark
 
 import dataclasses
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 
 import specserve
 from specserve.errors import RequestError
 from specserve.serve.http.adapters.generate import GenerateBody, GenerateFormat
 from specserve.serve.http.adapters.messages_bodies import CountTokensBody, MessagesBody
-from specserve.serve.http.adapters.messages_replies import PATH as MESSAGES
 from specserve.serve.http.adapters.messages_replies import MessagesFormat
 from specserve.serve.http.adapters.responses_bodies import ResponsesBody
 from specserve.serve.http.adapters.responses_replies import ResponsesFormat
@@ -18,7 +17,8 @@ from specserve.serve.http.admin.metrics import Metrics
 from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
 from specserve.serve.http.openai.replies import ReplyFormat
 from specserve.serve.http.openai.streaming import Work
-from specserve.serve.http.service import Service, off_loop
+from specserve.serve.http.service import Service
+from specserve.serve.http.transport.errors import MESSAGES
 from specserve.serve.http.transport.json_codec import ReplyObject
 
 
@@ -69,28 +69,24 @@ def add_translated_routes(app: FastAPI, service: Service) -> None:
             raise body.reword(error) from None
         return dataclasses.replace(work, body=body)
 
-    @service.post(app, "/v1/responses")
-    def responses(raw: bytes) -> Work:
-        body = service.read(ResponsesBody, raw)
+    @service.post(app, "/v1/responses", ResponsesBody)
+    def responses(body: ResponsesBody) -> Work:
         return chat_work(body, ResponsesFormat(model_name, body, service.texts))
 
-    @service.post(app, MESSAGES)
-    def messages(raw: bytes) -> Work:
-        body = service.read(MessagesBody, raw)
+    @service.post(app, MESSAGES, MessagesBody)
+    def messages(body: MessagesBody) -> Work:
         return chat_work(body, MessagesFormat(model_name, body.request_id))
 
-    @app.post(MESSAGES + "/count_tokens")
-    async def count_tokens(http: Request) -> TokenCount:
-        work = await off_loop(lambda raw: chat_work(service.read(CountTokensBody, raw), None), http)
-        return {"input_tokens": len(work.prompts[0])}
+    @service.post(app, MESSAGES + "/count_tokens", CountTokensBody)
+    def count_tokens(body: CountTokensBody) -> TokenCount:
+        return {"input_tokens": len(chat_work(body, None).prompts[0])}
 
 
 def add_sglang_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     engine = service.engine
 
-    @service.post(app, "/generate")
-    def generate(raw: bytes) -> Work:
-        body = service.read(GenerateBody, raw)
+    @service.post(app, "/generate", GenerateBody)
+    def generate(body: GenerateBody) -> Work:
         try:
             completion = service.check(CompletionBody, body.completion_fields())
             work = service.completion(completion, GenerateFormat(body, service.texts))

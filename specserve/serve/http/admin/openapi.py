@@ -22,10 +22,10 @@ from specserve.serve.http.admin import routes
 from specserve.serve.http.admin.metrics import CONTENT_TYPE
 from specserve.serve.http.admin.openapi_page import page
 from specserve.serve.http.openai import completions
-from specserve.serve.http.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
 from specserve.serve.http.openai.fields import Body
-from specserve.serve.http.openai.routes import Detokenized, TokenizerInfo, Tokens
-from specserve.serve.http.transport.errors import Error, error_response
+from specserve.serve.http.openai.tokenizer import DetokenizeBody, Detokenized, TokenizeBody, TokenizerInfo, Tokens
+from specserve.serve.http.transport.errors import AnthropicError, Error, ErrorResponse, is_anthropic
 from specserve.serve.http.transport.guard import ID_HEADER, OPEN_PATHS
 from specserve.serve.http.transport.json_codec import Json, write_json
 from specserve.serve.http.transport.threads import in_thread
@@ -75,7 +75,7 @@ EVENTS: Mapping[str, Any] = {  # of streams
     "/v1/responses": responses_replies.ResponseEvent,
 }
 ENDS_WITH_DONE = ("/generate", "/v1/chat/completions", "/v1/completions")
-ERRORS: Mapping[str, Any] = {"Error": Error, "AnthropicError": messages_replies.AnthropicError}
+ERRORS: Mapping[str, Any] = {"Error": Error, "AnthropicError": AnthropicError}
 TEXTS: Mapping[str, str] = {"/docs": "text/html", "/metrics": CONTENT_TYPE.partition(";")[0]}
 
 _TEXT = {"type": "string"}
@@ -149,7 +149,7 @@ def add_openapi_routes(app: FastAPI, *, has_key: bool, has_docs: bool) -> None:
     @app.get("/docs", response_model=None, include_in_schema=has_docs)
     async def docs() -> Response:
         if not has_docs:
-            return error_response(404, "no page of the API is served: start with --docs, or read /openapi.json")
+            return ErrorResponse(404, "no page of the API is served: start with --docs, or read /openapi.json")
         _, html = await in_thread(description, size=0)
         return HTMLResponse(html, headers={"Content-Security-Policy": "default-src 'unsafe-inline'"})
 
@@ -208,7 +208,7 @@ def _event(path: str, refs: Mapping[tuple[str, str], Json]) -> Json:
 
 
 def _failure(path: str, status: int) -> Json:
-    name = "AnthropicError" if path.startswith(messages_replies.PATH) and status not in _OF_NO_REQUEST else "Error"
+    name = "AnthropicError" if is_anthropic(path) and status not in _OF_NO_REQUEST else "Error"
     return {"$ref": f"#/components/responses/{name}{status}"}
 
 

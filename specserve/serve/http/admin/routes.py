@@ -16,8 +16,8 @@ from specserve.serve.engine.interface import EngineLike
 from specserve.serve.http.admin.metrics import CONTENT_TYPE, Metrics
 from specserve.serve.http.openai.fields import Body
 from specserve.serve.http.openai.prompts import check_model
-from specserve.serve.http.service import Service, off_loop
-from specserve.serve.http.transport.errors import RETRY_AFTER_SECONDS, error_response
+from specserve.serve.http.service import Service
+from specserve.serve.http.transport.errors import RETRY_AFTER_SECONDS, ErrorResponse
 from specserve.serve.http.transport.json_codec import ReplyObject
 
 
@@ -106,14 +106,14 @@ def add_status_routes(app: FastAPI, engine: EngineLike, metrics: Metrics) -> Non
     async def health() -> Response:
         if engine.is_healthy:
             return JSONResponse({"status": "ok"})
-        return error_response(503, "the engine is not healthy", code="unhealthy")
+        return ErrorResponse(503, "the engine is not healthy", code="unhealthy")
 
     @app.get("/ready", response_model=None)
     async def ready() -> Response:
         if engine.is_healthy and engine.is_ready:
             return JSONResponse({"status": "ok"})
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-        return error_response(503, "the server is starting, stopping or unhealthy", code="not_ready", headers=headers)
+        return ErrorResponse(503, "the server is starting, stopping or unhealthy", code="not_ready", headers=headers)
 
     @app.get("/version")
     async def version() -> Version:
@@ -178,12 +178,11 @@ def add_draft_routes(app: FastAPI, service: Service, *, is_allowed: bool) -> Non
     @app.post("/v1/load_draft")
     async def load_draft(http: Request) -> LoadedDraft:
         check_permission()
-        body = await off_loop(lambda raw: service.read(LoadDraftBody, raw), http)
+        body = await service.read(LoadDraftBody, http, lambda body: body)
         # a thread of its own: where programs are compiled it takes minutes, for which no other client may wait
         return await asyncio.to_thread(load, body)
 
-    def choose(raw: bytes) -> SpeculationNow:
-        body = service.read(SpeculationBody, raw)
+    def choose(body: SpeculationBody) -> SpeculationNow:
         try:
             service.engine.set_speculation(body.speculation)
         except ConfigError as error:
@@ -197,4 +196,4 @@ def add_draft_routes(app: FastAPI, service: Service, *, is_allowed: bool) -> Non
     @app.post("/v1/speculation")
     async def set_speculation(http: Request) -> SpeculationNow:
         check_permission()
-        return await off_loop(choose, http)
+        return await service.read(SpeculationBody, http, choose)

@@ -8,10 +8,11 @@ import sys
 from typing import Any
 
 import h11
+from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from specserve.serve.http.transport.errors import RETRY_AFTER_SECONDS, error_body, error_response
+from specserve.serve.http.transport.errors import RETRY_AFTER_SECONDS, error_body
 from specserve.serve.http.transport.guard import OPEN_PATHS
 
 KEEP_ALIVE_SECONDS = 5.0  # between two requests
@@ -90,7 +91,8 @@ class Connection(H11Protocol):
             return
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS), "Connection": "close"}
         message = f"there are more than {self._most} connections; close some, or try again later"
-        await error_response(503, message, code="overloaded", headers=headers)(scope, receive, send)
+        error = error_body(message, "server_error", code="overloaded")
+        await JSONResponse(error, 503, headers)(scope, receive, send)
 
     def _head_is_late(self) -> None:
         self._head_timer = None

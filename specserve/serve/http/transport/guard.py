@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.serve.http.page.routes import PAGE_PATHS
-from specserve.serve.http.transport.errors import INTERNAL_ERROR, error_response
+from specserve.serve.http.transport.errors import INTERNAL_ERROR, ErrorResponse, is_anthropic
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,9 @@ class Guard:
       name was made to point here, cannot send any. `*.example.com` allows every name below example.com. OPEN_PATHS are
       answered under any name, since probes send an address;
     - answers HEAD as GET; the server drops the body;
-    - checks `Authorization: Bearer <key>`, else 401. It compares digests, and always all of them, so timing reveals
-      nothing about the keys. The key's number becomes a part of the scope (`client_of`).
+    - checks `Authorization: Bearer <key>`, or `x-api-key` of Anthropic's clients, else 401. It compares digests, and
+      always all of them, so timing reveals nothing about the keys. The key's number becomes a part of the scope
+      (`client_of`).
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Guard:
                 await self._answer(scope, receive, send_with_id)
             else:
                 rule = f"must be sent once, with 1 to {MAX_ID_CHARS} printable ASCII characters and no spaces"
-                refusal = error_response(400, f"{ID_HEADER} {rule}", param=ID_HEADER)
+                refusal = ErrorResponse(400, f"{ID_HEADER} {rule}", param=ID_HEADER)
                 await refusal(scope, receive, send_with_id)
         finally:
             _request_id.reset(token)
@@ -119,13 +120,13 @@ class Guard:
             if is_started:
                 raise
             logger.exception("%s: %s %s failed", current_request_id(), scope["method"], scope["path"])
-            await error_response(500, INTERNAL_ERROR, code="internal_error")(scope, receive, send)
+            await ErrorResponse(500, INTERNAL_ERROR, code="internal_error")(scope, receive, send)
 
     async def _answer_or_refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["path"] in OPEN_PATHS
         if self._allowed_hosts and not is_open and not self._is_allowed_host(scope):
             message = "this host name is not served here; --allowed-hosts lists those that are"
-            await error_response(400, message, param="Host", code="unknown_host")(scope, receive, send)
+            await ErrorResponse(400, message, param="Host", code="unknown_host")(scope, receive, send)
             return
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
@@ -135,7 +136,7 @@ class Guard:
         elif self._key_digests and not is_open:
             message = "a valid API key is required: send Authorization: Bearer <key>"
             headers = {"WWW-Authenticate": "Bearer"}
-            await error_response(401, message, code="invalid_api_key", headers=headers)(scope, receive, send)
+            await ErrorResponse(401, message, code="invalid_api_key", headers=headers)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -147,7 +148,10 @@ class Guard:
         return any(host == name or (name.startswith("*.") and host.endswith(name[1:])) for name in self._allowed_hosts)
 
     def _number_of_key(self, scope: Scope) -> int | None:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        headers = scope["headers"]
+        given = [value for name, value in headers if name == b"authorization"]
+        if not given and is_anthropic(scope["path"]):
+            given = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         digest = hashlib.sha256(key).digest()
         found = [number for number, each in enumerate(self._key_digests) if hmac.compare_digest(digest, each)]

@@ -69,8 +69,8 @@ def _allow_files(num_connections: int) -> None:
 
 def _url(listener: socket.socket, scheme: str) -> str:
     """Return the address by which this machine reaches a socket."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    bound, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound) or str(bound)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
