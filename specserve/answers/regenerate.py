@@ -23,7 +23,7 @@ from specserve.errors import CapacityError, ConfigError, DataError, RequestError
 from specserve.serve.engine.engine import Engine
 from specserve.serve.http.formats.reader import Reader
 from specserve.serve.http.formats.reasoning import THINK_MARKS, answer_format, opens_reasoning
-from specserve.serve.http.formats.tools import new_call_id, read_harmony
+from specserve.serve.http.formats.tools import NO_CALLS, new_call_id, read_harmony
 from specserve.serve.requests.completion import Collector, CompletionOutput
 from specserve.serve.requests.request import FinishReason, Request, SamplingParams
 from specserve.tokenizer import Tokenizer
@@ -319,8 +319,10 @@ def split_reasoning(text: str, *, is_begun: bool = False) -> tuple[str, str]:
 
     `is_begun`: the prompt has written `<think>`. Raises when the reasoning does not end.
     """
+    read = answer_format(NO_CALLS, THINK_MARKS["think"], is_thinking=is_begun)
     is_harmony = CHANNEL in text
-    read = read_harmony if is_harmony else answer_format(None, THINK_MARKS["think"], is_thinking=is_begun)
+    if is_harmony:
+        read = read_harmony
     reader = Reader(read, new_call_id, tools={})
     part = reader.push(text) + reader.finish()
     if reader.is_thinking or (is_harmony and FINAL_CHANNEL not in text):

@@ -7,7 +7,7 @@ from typing import Any
 
 from specserve.serve.http.formats.reader import Part, Reader, joined
 from specserve.serve.http.formats.reasoning import THINK_MARKS, answer_format
-from specserve.serve.http.formats.tools import TOOL_FORMATS
+from specserve.serve.http.formats.tools import NO_CALLS, TOOL_FORMATS
 
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
 SCHEMA = {
@@ -112,7 +112,7 @@ def make_reader(
 ) -> Reader:
     ids = itertools.count()
     marks = THINK_MARKS[think] if think else None  # type: ignore[index]
-    read = answer_format(FORMATS.get(name), marks, is_thinking=is_thinking)  # type: ignore[arg-type]
+    read = answer_format(FORMATS.get(name, NO_CALLS), marks, is_thinking=is_thinking)  # type: ignore[arg-type]
     return Reader(read, lambda: f"id-{next(ids)}", tools=tools, **options)
 
 

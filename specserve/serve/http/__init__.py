@@ -1,9 +1,10 @@
 """The HTTP server: OpenAI's API and others, over any engine that keeps to `serve/engine/interface.py`.
 
-To read it in the order in which a request crosses it: `app` has the routes behind the layers of `transport/guard`;
-`openai/routes` reads a body by `openai/bodies`; `service` makes it the prompts and options of a `Work`;
-`openai/streaming` submits them and collects the engine's deltas; `formats/reader` finds reasoning and calls in their
-text; and `openai/completions` spells the reply. All else is beside this path:
+To read it in the order in which a request crosses it: a connection (`transport/connections`) hands it to the guard
+(`transport/guard`) around the routes of `app`. `service` reads its body (`openai/bodies`), makes token ids of it
+(`openai/prompts`) and finds how the answer is to be read (`formats/reasoning`): a `Work`. A `Generation`
+(`openai/streaming`) submits that and collects the engine's deltas. `formats/reader` finds reasoning and calls in their
+text, and `openai/completions` spells the reply. All else is beside this path:
 
 - `transport/`: the socket, the connection, the guard, threads, and JSON as it is read and written;
 - `openai/`: bodies and replies of OpenAI's completions and chat;

@@ -155,20 +155,27 @@ class Service:
         raw = await read_body(http)
         return await in_thread(lambda: use(parse_body(body_type, raw, self._unknown_fields)), size=len(raw))
 
-    def post(
-        self, app: FastAPI, path: str, body_type: type[_BodyT]
-    ) -> Callable[[Callable[[_BodyT], Work | Mapping[str, Any]]], None]:
-        """Add the route of a path to the app. It replies with what the function below makes of a checked body: to work
-        with what is generated, else with that object."""
+    def generate(self, app: FastAPI, path: str, body_type: type[_BodyT]) -> Callable[[Callable[[_BodyT], Work]], None]:
+        """Add the route of a path to the app, which replies to the work that the function below makes of a checked
+        body."""
 
-        def add(make: Callable[[_BodyT], Work | Mapping[str, Any]]) -> None:
-            def prepare(body: _BodyT) -> Work | bytes:
-                made = make(body)
-                return made if isinstance(made, Work) else write_json(made).encode()
-
+        def add(make_work: Callable[[_BodyT], Work]) -> None:
             @app.post(path, response_model=None)
             async def reply(http: Request) -> Response:
-                made = await self.read(body_type, http, prepare)
-                return await self.respond(http, made) if isinstance(made, Work) else Response(made, media_type=_JSON)
+                return await self.respond(http, await self.read(body_type, http, make_work))
+
+        return add
+
+    def answer(
+        self, app: FastAPI, path: str, body_type: type[_BodyT]
+    ) -> Callable[[Callable[[_BodyT], Mapping[str, Any]]], None]:
+        """Add the route of a path to the app, which replies with the object that the function below makes of a checked
+        body."""
+
+        def add(make: Callable[[_BodyT], Mapping[str, Any]]) -> None:
+            @app.post(path, response_model=None)
+            async def reply(http: Request) -> Response:
+                text = await self.read(body_type, http, lambda body: write_json(make(body)).encode())
+                return Response(text, media_type=_JSON)
 
         return add

@@ -133,7 +133,7 @@ def test_content_that_must_follow_a_grammar_goes_with_reasoning_and_calls(conten
         assert allows(both, text), text
     for text in (wrong, f"<think>hm</think>{wrong}", right + calls, f"<think>{right}"):
         assert not allows(both, text), text
-    alone = answer_grammar("", [], content, IDS, think_marks=think, is_thinking=True)
+    alone = answer_grammar("none", [], content, IDS, think_marks=think, is_thinking=True)
     assert allows(alone, f"hm</think>\n\n{right}")
     assert not allows(alone, calls)
     harmony = answer_grammar("harmony", [], content, IDS)
@@ -166,4 +166,4 @@ def test_what_cannot_become_a_grammar_is_refused():
         body = {"messages": USER, "tools": [WEATHER], "guided_json": "{"}
         assert assert_refused(http.post("/chat/completions", json=body))["param"] == "guided_json"
     with pytest.raises(ValueError, match="whole answer"):
-        answer_grammar("", [], GrammarSpec("lark", "start: 'x'"), {})
+        answer_grammar("none", [], GrammarSpec("lark", "start: 'x'"), {})

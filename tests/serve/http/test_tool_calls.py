@@ -300,8 +300,8 @@ def test_a_model_that_knows_no_tools_says_so():
 CHOSEN = {
     "deepseek-r1": ("deepseek", "think"),
     "deepseek-v3.1": ("deepseek", "think"),
-    "gemma-3": (None, "none"),
-    "glm-4": (None, "none"),
+    "gemma-3": ("none", "none"),
+    "glm-4": ("none", "none"),
     "glm-4.5": ("glm", "think"),
     "gpt-oss": ("harmony", "harmony"),
     "llama-3": ("llama3", "none"),
@@ -310,7 +310,7 @@ CHOSEN = {
     "qwen2.5": ("hermes", "none"),
     "qwen3": ("hermes", "think"),
     "qwen3-coder": ("qwen3-coder", "none"),
-    "tagged": (None, "none"),
+    "tagged": ("none", "none"),
 }
 
 
@@ -318,9 +318,9 @@ def test_formats_are_chosen_by_the_template():
     assert CHOSEN.keys() == FAMILIES.keys()
     for name, (tools, reasoning) in CHOSEN.items():
         syntax = AnswerSyntax(load(name), "auto", "auto")
-        assert (syntax.tool_format and syntax.tool_format.name, syntax.reasoning) == (tools, reasoning), name
+        assert (syntax.tool_format.name, syntax.reasoning) == (tools, reasoning), name
     named = AnswerSyntax(load("glm-4"), "glm", "mistral")
-    assert (named.tool_format and named.tool_format.name, named.reasoning) == ("glm", "mistral")
+    assert (named.tool_format.name, named.reasoning) == ("glm", "mistral")
 
 
 def _answered(name: str, text: str, stop: str = "never") -> tuple[Any, int]:
@@ -345,7 +345,7 @@ def _answered(name: str, text: str, stop: str = "never") -> tuple[Any, int]:
     return part, parser.num_reasoning_tokens
 
 
-CALLING = [name for name, (tools, _) in CHOSEN.items() if tools]
+CALLING = [name for name, (tools, _) in CHOSEN.items() if tools != "none"]
 
 
 @pytest.mark.parametrize("name", CALLING)

@@ -93,7 +93,7 @@ class SamplingOptions(Body):
         given = {name: text for name, text in grammars.items() if text is not None}
         same = self.model_dump(exclude={"json_schema", "regex", "ebnf"}, exclude_none=True)
         fields: Json = {"max_tokens": DEFAULT_NEW_TOKENS} | {ours.get(name, name): same[name] for name in same}
-        return fields | ({"structured_outputs": given} if given else {})
+        return fields | {"structured_outputs": given or None}
 
 
 class GenerateBody(Body):

@@ -238,7 +238,8 @@ class _Prompt(TranslatedBody):
             fields["tools"] = [tool.for_chat() for tool in self.tools]
         if self.tool_choice is not None:
             choice = self.tool_choice.for_chat()
-            fields |= {"tool_choice": choice} if self.tools or choice not in ("auto", "none") else {}
+            if self.tools or choice not in ("auto", "none"):
+                fields["tool_choice"] = choice
             if self.tools and self.tool_choice.disable_parallel_tool_use:
                 fields["parallel_tool_calls"] = False
         return fields

@@ -155,11 +155,13 @@ def _content(block: Block) -> SaidText | SaidThinking | SaidToolUse:
 
 def _arguments(text: str) -> Json:
     """Return the arguments of a call as an object. The length limit may have cut their JSON in the middle."""
+    if not text:
+        return {}
     try:
         found = json.loads(text)
     except ValueError:
         found = None
-    return found if isinstance(found, dict) else {"text": text} if text else {}
+    return found if isinstance(found, dict) else {"text": text}
 
 
 def _usage(usage: Usage) -> AnthropicUsage:

@@ -206,10 +206,11 @@ class ResponsesFormat(ReplyFormat):
 
     def _stop(self, block: Block) -> Iterator[bytes]:
         where = self._where(block)
+        done: Json = {"text": block.text}
         if block.kind == "call":
             done = {"arguments": block.text, "name": block.name}
-        else:
-            done = {"text": block.text} | ({"logprobs": self._logprobs} if block.kind == "text" else {})
+        elif block.kind == "text":
+            done["logprobs"] = self._logprobs
         yield self._event(f"{_DELTA[block.kind]}.done", **where, **done)
         if block.kind != "call":
             yield self._event("response.content_part.done", **where, part=self._part(block))
@@ -218,7 +219,9 @@ class ResponsesFormat(ReplyFormat):
 
     def _where(self, block: Block) -> Json:
         where: Json = {"item_id": self._ids[block.index], "output_index": block.index}
-        return where if block.kind == "call" else where | {"content_index": 0}
+        if block.kind != "call":
+            where["content_index"] = 0
+        return where
 
     def _event(self, name: str, /, **members: Any) -> bytes:
         payload = {"type": name, "sequence_number": self._num_events, **members}

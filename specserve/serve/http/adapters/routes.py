@@ -69,15 +69,15 @@ def add_translated_routes(app: FastAPI, service: Service) -> None:
             raise body.reword(error) from None
         return dataclasses.replace(work, body=body)
 
-    @service.post(app, "/v1/responses", ResponsesBody)
+    @service.generate(app, "/v1/responses", ResponsesBody)
     def responses(body: ResponsesBody) -> Work:
         return chat_work(body, ResponsesFormat(model_name, body, service.texts))
 
-    @service.post(app, MESSAGES, MessagesBody)
+    @service.generate(app, MESSAGES, MessagesBody)
     def messages(body: MessagesBody) -> Work:
         return chat_work(body, MessagesFormat(model_name, body.request_id))
 
-    @service.post(app, MESSAGES + "/count_tokens", CountTokensBody)
+    @service.answer(app, MESSAGES + "/count_tokens", CountTokensBody)
     def count_tokens(body: CountTokensBody) -> TokenCount:
         return {"input_tokens": len(chat_work(body, None).prompts[0])}
 
@@ -85,7 +85,7 @@ def add_translated_routes(app: FastAPI, service: Service) -> None:
 def add_sglang_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     engine = service.engine
 
-    @service.post(app, "/generate", GenerateBody)
+    @service.generate(app, "/generate", GenerateBody)
     def generate(body: GenerateBody) -> Work:
         try:
             completion = service.check(CompletionBody, body.completion_fields())

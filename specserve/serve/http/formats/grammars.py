@@ -33,6 +33,7 @@ class _Wording:
 
 
 _WORDINGS: dict[str, _Wording] = {
+    "none": _Wording("", ""),
     "hermes": _Wording('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
     "llama3": _Wording('{"name": "NAME", "parameters": ', "}", is_alone=True),  # its templates take no second call
     "mistral": _Wording("[TOOL_CALLS]NAME[ARGS]", "", between=""),
@@ -81,11 +82,11 @@ def answer_grammar(
     """Return the grammar of answers that call one of the tools, or more where that is allowed, or have such content
     (any kind but Lark). Raises RequestError for a schema that is no JSON.
 
-    `wording` is that of `ToolFormat.wording_for`, empty where there is no format of calls. `mark_ids` are those marks
+    `wording` is that of `ToolFormat.wording_for`, "none" where there is no format of calls. `mark_ids` are those marks
     of the format that are tokens of their own. Between `think_marks` the answer may reason before; `is_thinking` says
     that the prompt has begun to.
     """
-    own = _WORDINGS.get(wording, _Wording("", ""))
+    own = _WORDINGS[wording]
     rules = _Rules(own, mark_ids)
     is_harmony = wording == "harmony"
     thinking = rules.thinking(is_harmony, think_marks, is_thinking)

@@ -275,6 +275,11 @@ class Reader:
             yield
 
 
+def matched(found: re.Match[str] | None) -> str:
+    """Return the text that a match has taken, "" where there is none."""
+    return found[0] if found else ""
+
+
 AnswerParser = Reader | PlainText
 MakeParser = Callable[[], AnswerParser]
 

@@ -14,7 +14,7 @@ from specserve.errors import RequestError
 from specserve.serve.engine.interface import TokenizerLike
 from specserve.serve.http.formats.grammars import answer_grammar
 from specserve.serve.http.formats.reader import MakeParser, PlainText, Reader, Reading, Shape
-from specserve.serve.http.formats.tools import TOOL_FORMATS, ToolFormat, choose_tool_format, new_call_id
+from specserve.serve.http.formats.tools import NO_CALLS, TOOL_FORMATS, ToolFormat, choose_tool_format
 from specserve.serve.http.openai.bodies import ChatBody
 from specserve.serve.http.openai.chat import FunctionTool, chosen_tools
 from specserve.serve.requests.request import SamplingParams
@@ -45,16 +45,15 @@ class AnswerSyntax:
         self._switch = thinking_switch(self._template.mentions)
         self.tool_format = choose_tool_format(tool_parser, self._template)
         self.reasoning: ReasoningParser = _choose_reasoning(reasoning_parser, self._template.mentions)
-        if self.tool_format or self.reasoning != "none":
-            name = self.tool_format.name if self.tool_format else "none"
-            logger.info("answers: calls of tools as %s, reasoning as %s", name, self.reasoning)
+        if (self.tool_format.name, self.reasoning) != ("none", "none"):
+            logger.info("answers: calls of tools as %s, reasoning as %s", self.tool_format.name, self.reasoning)
 
     def question(self, body: ChatBody, thinks: bool | None = None) -> TemplateRequest:
         """Return the input of the template. `thinks`: whether the model is to reason, by whatever variable the template
         reads; None leaves it to the template. Raises RequestError for tools, efforts or a choice that it does not
         know."""
         chosen = chosen_tools(body.tools, body.tool_choice)
-        if chosen and self.tool_format is None and self._template.reads_tools:  # else the prompt is refused
+        if chosen and self.tool_format is NO_CALLS and self._template.reads_tools:  # else the prompt is refused
             raise RequestError(
                 "it is not known how this model calls tools: send none, or start the server with --tool-parser, one of "
                 + ", ".join(each.name for each in TOOL_FORMATS),
@@ -69,8 +68,9 @@ class AnswerSyntax:
         """Return the sampling options under which the answer to a rendered prompt can be read, and the parser that
         reads it. Raises RequestError."""
         tools = question.callable_tools
-        is_harmony = self.reasoning == "harmony" or (self.tool_format is _HARMONY and bool(tools))
-        tool_format = _HARMONY if is_harmony else self.tool_format if tools else None
+        tool_format = self.tool_format if tools else NO_CALLS
+        if self.reasoning == "harmony":
+            tool_format = _HARMONY
         marks = THINK_MARKS.get(self.reasoning)
         must_call = bool(tools) and body.tool_choice != "auto"
         if must_call and params.grammar is not None:
@@ -78,15 +78,16 @@ class AnswerSyntax:
                 "tool_choice demands a call, and the answer is to follow another grammar: send one of them",
                 param="tool_choice",
             )
-        if not (tool_format or marks) or (params.grammar is not None and params.grammar.kind == "lark"):
+        is_plain = tool_format is NO_CALLS and marks is None
+        if is_plain or (params.grammar is not None and params.grammar.kind == "lark"):
             return params, PlainText  # a client's own Lark grammar stands for the whole answer
-        names = [*(marks or ()), *(tool_format.marks if tool_format else ())]
+        names = [*(marks or ()), *tool_format.marks]
         ids = {name: i for name in names if (i := self._tokenizer.token_id(name)) is not None}
         hidden = {name: i for name, i in ids.items() if i in self._tokenizer.special_token_ids}
         is_open = marks is not None and opens_reasoning(self._tokenizer, prompt_ids, marks[0])
         if must_call or params.grammar is not None:
             grammar = answer_grammar(
-                tool_format.wording_for(self._template) if tool_format else "",
+                tool_format.wording_for(self._template),
                 [tool.function for tool in tools],
                 params.grammar,
                 ids,
@@ -101,7 +102,7 @@ class AnswerSyntax:
         def make_parser() -> Reader:
             return Reader(
                 answer_format(tool_format, marks, is_thinking=is_open),
-                tool_format.new_id if tool_format else new_call_id,
+                tool_format.new_id,
                 tools={tool.function.name: tool.function.schema_of_arguments for tool in tools},
                 hidden=tuple(hidden),
                 keeps_reasoning=body.include_reasoning,
@@ -170,16 +171,13 @@ def _choose_reasoning(name: ReasoningParser, mentions: Callable[[str], bool]) ->
 
 
 def answer_format(
-    tool_format: ToolFormat | None, marks: tuple[str, str] | None, *, is_thinking: bool = False
+    tool_format: ToolFormat, marks: tuple[str, str] | None, *, is_thinking: bool = False
 ) -> Callable[[Reader], Reading[None]]:
     """The format of answers that may begin with reasoning between two marks (none where there are none), of which the
     prompt may have the first, and go on as the format of calls says."""
-    read = tool_format.read if tool_format else _read_content
-    return functools.partial(_read_thinking, marks, is_thinking, read) if marks else read
-
-
-def _read_content(reader: Reader) -> Reading[None]:
-    yield from reader.content_until()
+    if not marks:
+        return tool_format.read
+    return functools.partial(_read_thinking, marks, is_thinking, tool_format.read)
 
 
 def _read_thinking(

@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from specserve.serve.engine.interface import TemplateLike
-from specserve.serve.http.formats.reader import Reader, Reading, Shape
+from specserve.serve.http.formats.reader import Reader, Reading, Shape, matched
 from specserve.serve.settings import ToolParser
 
 NAME = r"(?P<name>[A-Za-z0-9_.-]+)"
@@ -43,7 +43,7 @@ def _object_call(reader: Reader, before: str, *, is_certain: bool = True) -> Rea
         return True
     if not head and not is_certain:
         return False
-    body = [head[0] if head else ""]
+    body = [matched(head)]
     if not head and (space := (yield from reader.match(_SPACE))):
         body.append(space[0])
     yield from reader.json(body.append, depth=1 if head else 0)
@@ -126,7 +126,7 @@ def _read_mistral(reader: Reader) -> Reading[None]:
             yield from _arguments(reader, head["name"], mark + head[0])
             continue
         begin = yield from reader.match(_BEGIN_LIST)
-        is_call = yield from _object_call(reader, mark + (begin[0] if begin else ""))
+        is_call = yield from _object_call(reader, mark + matched(begin))
         while begin and (between := (yield from reader.match(_NEXT_ITEM))):
             is_call = yield from _object_call(reader, between[0])
         end = (yield from reader.match(_END_LIST)) if begin else None
@@ -234,7 +234,7 @@ def _read_tagged(tags: _Tags, reader: Reader) -> Reading[None]:
     while mark := (yield from reader.content_until("<tool_call>")):
         head = yield from reader.match(tags.head)
         if not head or head["name"] not in reader.tools:
-            reader.give_back(mark + (head[0] if head else ""))
+            reader.give_back(mark + matched(head))
             continue
         say, schema, before = reader.open_call(head["name"]), reader.tools[head["name"]], "{"
         end = tags.end_value
@@ -299,7 +299,7 @@ def new_call_id() -> str:
 class ToolFormat:
     """A format in which calls are written."""
 
-    name: ToolParser
+    name: ToolParser | Literal["none"]
     signs: tuple[str, ...]  # a chat template with one of these writes calls so
     marks: tuple[str, ...]  # strings that may be special tokens
     read: Callable[[Reader], Reading[None]]
@@ -311,6 +311,12 @@ class ToolFormat:
         """Return which wording of the format `grammars` takes for this template."""
         return self.name if template.mentions(self.usual_sign) else self.other_wording
 
+
+def _read_content(reader: Reader) -> Reading[None]:
+    yield from reader.content_until()
+
+
+NO_CALLS = ToolFormat("none", (), (), _read_content)  # of answers that are text alone
 
 # in the order in which a template is looked through: later signs also stand in templates of earlier formats
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
@@ -344,10 +350,10 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
 )
 
 
-def choose_tool_format(name: ToolParser, template: TemplateLike) -> ToolFormat | None:
-    """Return the format of that name; with "auto" that of the chat template, or None where it has none that is
+def choose_tool_format(name: ToolParser, template: TemplateLike) -> ToolFormat:
+    """Return the format of that name; with "auto" that of the chat template, or NO_CALLS where it has none that is
     known."""
     for each in TOOL_FORMATS:
         if name == each.name or (name == "auto" and any(template.mentions(sign) for sign in each.signs)):
             return each
-    return None
+    return NO_CALLS

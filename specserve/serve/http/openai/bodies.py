@@ -295,9 +295,10 @@ class SamplingBody(GrammarFields):
         """Make the schema, with the ranges that SamplingParams checks."""
         found = super().__get_pydantic_json_schema__(schema, handler)
         members = handler.resolve_ref_schema(found)["properties"]
-        for name, known in option_schemas().items():
-            for option in members[name]["anyOf"] if name in members and name not in _BOUND_ELSEWHERE else ():
-                option |= _bounds(known, option.get("type"))
+        bounded = {name: known for name, known in option_schemas().items() if name not in _BOUND_ELSEWHERE}
+        for name in bounded.keys() & members.keys():
+            for option in members[name]["anyOf"]:
+                option |= _bounds(bounded[name], option.get("type"))
         return found
 
     @property

@@ -120,7 +120,7 @@ def infill_ids(engine: EngineLike, prompt: str, suffix: str, *, add_special_toke
         if len(known) == len(marks):
             before = tokenizer.encode(prompt, add_special_tokens=False)
             after = tokenizer.encode(suffix, add_special_tokens=False)
-            start = tokenizer.encode("", add_special_tokens=True) if add_special_tokens else []
+            start = tokenizer.encode("", add_special_tokens=add_special_tokens)
             if len(known) == 2:
                 return [*start, known[1], *after, known[0], *before]
             return [*start, known[0], *before, known[1], *after, known[2]]

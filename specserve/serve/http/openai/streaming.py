@@ -47,7 +47,11 @@ KEEPALIVE_SECONDS = 15.0
 ARRIVALS_AT_ONCE = 16  # that are spelled on the event loop, some tenths of a millisecond each
 
 
-ENDINGS: dict[FinishReason, Ending] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}  # others are errors
+ENDINGS: dict[FinishReason | None, Ending | None] = {  # of a sequence that goes on, or ends without an error
+    None: None,
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+}
 
 
 class ClientGoneError(Exception):
@@ -100,7 +104,7 @@ class _Choice:
         if delta.finish_reason is not None:
             part += self.parser.finish()
         self.has_calls = self.has_calls or bool(part.tool_calls)
-        reason = None if delta.finish_reason is None else ENDINGS[delta.finish_reason]
+        reason = ENDINGS[delta.finish_reason]
         if reason == "stop" and self.has_calls:
             reason = "tool_calls"
         return Answer(

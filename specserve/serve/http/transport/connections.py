@@ -104,13 +104,16 @@ class Connection(H11Protocol):
     def _probing(self) -> h11.Event | None:
         """Return an event that may be sent to see whether the client reads, or None where none may."""
         if not self.cycle.response_started:  # of HTTP/1.0 there are no interim responses
-            interim = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
-            return interim if self.scope["http_version"] == "1.1" else None
+            if self.scope["http_version"] != "1.1":
+                return None
+            return h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
         probe = self.scope.get("state", {}).get("probe")
         return None if probe is None else h11.Data(data=probe)
 
     def _probe(self, next_seconds: float) -> None:
-        event = None if self.cycle.response_complete or self.transport.is_closing() else self._probing()
+        if self.cycle.response_complete or self.transport.is_closing():
+            return
+        event = self._probing()
         if event is None:
             return
         self.transport.write(self.conn.send(event) or b"")

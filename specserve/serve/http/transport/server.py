@@ -44,7 +44,7 @@ def check_tls(certfile: str, keyfile: str) -> None:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile or None, password="")
         except (OSError, ValueError) as error:
-            files = f"{certfile}{f' and {keyfile}' if keyfile else ''}"
+            files = " and ".join(filter(None, (certfile, keyfile)))
             raise ConfigError(
                 f"cannot serve TLS with {files}: {error}; expected PEM files without a password"
             ) from None
