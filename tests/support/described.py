@@ -2,19 +2,25 @@
 
 import json
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 from pydantic import TypeAdapter
 
-from specserve.serve.http.admin.openapi import ERRORS, EVENTS, REPLIES
+from specserve.serve.http.admin.openapi import ERRORS, types_of
+from specserve.serve.http.app import create_app
 
-_TYPES: dict[str, Any] = {"error": ERRORS, "reply": REPLIES, "event": EVENTS}
+_TEMPLATE = SimpleNamespace(mentions=lambda _: False)
+_ENGINE: Any = SimpleNamespace(
+    model_name="", tokenizer=SimpleNamespace(template=_TEMPLATE, has_chat_template=True), stats=None
+)
+TYPES: dict[str, Any] = types_of(create_app(_ENGINE)) | {"error": ERRORS}
 
 
 @cache
 def _shape(kind: str, key: str) -> TypeAdapter[Any]:
-    return TypeAdapter(_TYPES[kind][key])
+    return TypeAdapter(TYPES[kind][key])
 
 
 def check_reply(reply: httpx.Response) -> None:

@@ -10,6 +10,7 @@ from specserve.serve.http.admin.metrics import Metrics
 from specserve.serve.http.admin.openapi import add_openapi_routes
 from specserve.serve.http.admin.routes import add_draft_routes, add_status_routes
 from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
+from specserve.serve.http.openai.completions import ChatChunk, ChatCompletion, Completion, CompletionChunk
 from specserve.serve.http.openai.tokenizer import add_tokenizer_routes
 from specserve.serve.http.page.routes import add_page_routes
 from specserve.serve.http.service import Service
@@ -34,8 +35,10 @@ def create_app(
     install_error_handlers(app)
     app.add_middleware(Guard, api_keys=api_keys, allowed_hosts=run.allowed_hosts, cors_origins=run.cors_origins)
     service = Service(engine, metrics, run, tracing)
-    service.generate(app, "/v1/completions", CompletionBody)(service.completion)
-    service.generate(app, "/v1/chat/completions", ChatBody)(service.chat)
+    service.generate(
+        app, "/v1/completions", CompletionBody, service.completion, reply=Completion, event=CompletionChunk
+    )
+    service.generate(app, "/v1/chat/completions", ChatBody, service.chat, reply=ChatCompletion, event=ChatChunk)
     add_translated_routes(app, service)
     add_sglang_routes(app, service, metrics)
     add_tokenizer_routes(app, service)

@@ -155,27 +155,25 @@ class Service:
         raw = await read_body(http)
         return await in_thread(lambda: use(parse_body(body_type, raw, self._unknown_fields)), size=len(raw))
 
-    def generate(self, app: FastAPI, path: str, body_type: type[_BodyT]) -> Callable[[Callable[[_BodyT], Work]], None]:
-        """Add the route of a path to the app, which replies to the work that the function below makes of a checked
-        body."""
+    def generate(
+        self, app: FastAPI, path: str, body_type: type[_BodyT], make_work: Callable[[_BodyT], Work], **types: Any
+    ) -> None:
+        """Add the route of a path to the app, which replies to the work that is made of a checked body. `types`: of the
+        whole `reply`, and of each `event` of a stream."""
 
-        def add(make_work: Callable[[_BodyT], Work]) -> None:
-            @app.post(path, response_model=None)
-            async def reply(http: Request) -> Response:
-                return await self.respond(http, await self.read(body_type, http, make_work))
+        async def reply(http: Request) -> Response:
+            return await self.respond(http, await self.read(body_type, http, make_work))
 
-        return add
+        app.post(path, response_model=None, openapi_extra={"body": body_type, **types})(reply)
 
     def answer(
-        self, app: FastAPI, path: str, body_type: type[_BodyT]
-    ) -> Callable[[Callable[[_BodyT], Mapping[str, Any]]], None]:
-        """Add the route of a path to the app, which replies with the object that the function below makes of a checked
+        self, app: FastAPI, path: str, body_type: type[_BodyT], make: Callable[[_BodyT], Mapping[str, Any]], reply: Any
+    ) -> None:
+        """Add the route of a path to the app, which replies with the object, of type `reply`, that is made of a checked
         body."""
 
-        def add(make: Callable[[_BodyT], Mapping[str, Any]]) -> None:
-            @app.post(path, response_model=None)
-            async def reply(http: Request) -> Response:
-                text = await self.read(body_type, http, lambda body: write_json(make(body)).encode())
-                return Response(text, media_type=_JSON)
+        async def answer(http: Request) -> Response:
+            text = await self.read(body_type, http, lambda body: write_json(make(body)).encode())
+            return Response(text, media_type=_JSON)
 
-        return add
+        app.post(path, response_model=None, openapi_extra={"body": body_type, "reply": reply})(answer)

@@ -13,18 +13,19 @@ from typing import Any
 import httpx
 import pytest
 from client_page import commands
-from described import check_events, check_reply
+from described import TYPES, check_events, check_reply
 from fakes import FakeEngine, assert_refused
 from fastapi.routing import APIRoute
 from fixed_text import WEATHER, serving
 
-from specserve.serve.http.admin.openapi import BODIES, EVENTS, openapi
+from specserve.serve.http.admin.openapi import openapi
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.settings import ServeRun
 
 SCHEMATHESIS = os.environ.get("SCHEMATHESIS") or shutil.which("schemathesis")
 WITHOUT_BODY = {"/flush_cache"}
+BODIES = TYPES["body"]
 
 
 def _refs(value: Any) -> Iterator[str]:
@@ -69,7 +70,7 @@ def test_every_reply_is_described(http: httpx.Client) -> None:
                 assert reply.headers["X-Request-Id"]
 
 
-@pytest.mark.parametrize("path", EVENTS)
+@pytest.mark.parametrize("path", TYPES["event"])
 @pytest.mark.parametrize("prompt", ["hi", "unicode", "explode"])
 def test_every_event_of_a_stream_has_the_shape_that_is_described(http: httpx.Client, path: str, prompt: str) -> None:
     """With all that a body can ask the events to hold. What comes whole is checked by the client itself."""

@@ -7,11 +7,12 @@ from fastapi import FastAPI
 
 import specserve
 from specserve.errors import RequestError
-from specserve.serve.http.adapters.generate import GenerateBody, GenerateFormat
+from specserve.serve.http.adapters.generate import GenerateBody, Generated, GenerateFormat
 from specserve.serve.http.adapters.messages_bodies import CountTokensBody, MessagesBody
-from specserve.serve.http.adapters.messages_replies import MessagesFormat
+from specserve.serve.http.adapters.messages_replies import AnthropicEvent, AnthropicMessage, MessagesFormat
 from specserve.serve.http.adapters.responses_bodies import ResponsesBody
-from specserve.serve.http.adapters.responses_replies import ResponsesFormat
+from specserve.serve.http.adapters.responses_replies import Response as OpenAIResponse
+from specserve.serve.http.adapters.responses_replies import ResponseEvent, ResponsesFormat
 from specserve.serve.http.adapters.translation import TranslatedBody
 from specserve.serve.http.admin.metrics import Metrics
 from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
@@ -69,23 +70,23 @@ def add_translated_routes(app: FastAPI, service: Service) -> None:
             raise body.reword(error) from None
         return dataclasses.replace(work, body=body)
 
-    @service.generate(app, "/v1/responses", ResponsesBody)
     def responses(body: ResponsesBody) -> Work:
         return chat_work(body, ResponsesFormat(model_name, body, service.texts))
 
-    @service.generate(app, MESSAGES, MessagesBody)
     def messages(body: MessagesBody) -> Work:
         return chat_work(body, MessagesFormat(model_name, body.request_id))
 
-    @service.answer(app, MESSAGES + "/count_tokens", CountTokensBody)
     def count_tokens(body: CountTokensBody) -> TokenCount:
         return {"input_tokens": len(chat_work(body, None).prompts[0])}
+
+    service.generate(app, "/v1/responses", ResponsesBody, responses, reply=OpenAIResponse, event=ResponseEvent)
+    service.generate(app, MESSAGES, MessagesBody, messages, reply=AnthropicMessage, event=AnthropicEvent)
+    service.answer(app, MESSAGES + "/count_tokens", CountTokensBody, count_tokens, TokenCount)
 
 
 def add_sglang_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     engine = service.engine
 
-    @service.generate(app, "/generate", GenerateBody)
     def generate(body: GenerateBody) -> Work:
         try:
             completion = service.check(CompletionBody, body.completion_fields())
@@ -93,6 +94,8 @@ def add_sglang_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
         except RequestError as error:
             raise body.reword(error) from None
         return dataclasses.replace(work, body=body)
+
+    service.generate(app, "/generate", GenerateBody, generate, reply=Generated | list[Generated], event=Generated)
 
     @app.get("/model_info")
     @app.get("/get_model_info")

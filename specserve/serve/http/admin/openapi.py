@@ -13,67 +13,14 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 
 import specserve
-from specserve.serve.http.adapters import messages_replies, responses_replies
-from specserve.serve.http.adapters.generate import GenerateBody, Generated
-from specserve.serve.http.adapters.messages_bodies import CountTokensBody, MessagesBody
-from specserve.serve.http.adapters.responses_bodies import ResponsesBody
-from specserve.serve.http.adapters.routes import ModelInfo, ServerInfo, TokenCount
-from specserve.serve.http.admin import routes
 from specserve.serve.http.admin.metrics import CONTENT_TYPE
 from specserve.serve.http.admin.openapi_page import page
-from specserve.serve.http.openai import completions
-from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
 from specserve.serve.http.openai.fields import Body
-from specserve.serve.http.openai.tokenizer import DetokenizeBody, Detokenized, TokenizeBody, TokenizerInfo, Tokens
 from specserve.serve.http.transport.errors import AnthropicError, Error, ErrorResponse, is_anthropic
 from specserve.serve.http.transport.guard import ID_HEADER, OPEN_PATHS
 from specserve.serve.http.transport.json_codec import Json, write_json
 from specserve.serve.http.transport.threads import in_thread
 
-BODIES: Mapping[str, type[Body]] = {
-    "/generate": GenerateBody,
-    "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
-    "/v1/chat/completions": ChatBody,
-    "/v1/completions": CompletionBody,
-    "/v1/load_draft": routes.LoadDraftBody,
-    "/v1/messages": MessagesBody,
-    "/v1/messages/count_tokens": CountTokensBody,
-    "/v1/responses": ResponsesBody,
-    "/v1/speculation": routes.SpeculationBody,
-}
-REPLIES: Mapping[str, Any] = {
-    "/flush_cache": routes.Status,
-    "/generate": Generated | list[Generated],
-    "/get_model_info": ModelInfo,
-    "/get_server_info": ServerInfo,
-    "/health": routes.Status,
-    "/load": routes.ServerLoad,
-    "/model_info": ModelInfo,
-    "/openapi.json": dict[str, Any],
-    "/ready": routes.Status,
-    "/server_info": ServerInfo,
-    "/tokenize": Tokens,
-    "/detokenize": Detokenized,
-    "/tokenizer_info": TokenizerInfo,
-    "/v1/chat/completions": completions.ChatCompletion,
-    "/v1/completions": completions.Completion,
-    "/v1/load_draft": routes.LoadedDraft,
-    "/v1/messages": messages_replies.AnthropicMessage,
-    "/v1/messages/count_tokens": TokenCount,
-    "/v1/models": routes.ModelList,
-    "/v1/models/{model}": routes.ModelCard,
-    "/v1/responses": responses_replies.Response,
-    "/v1/speculation": routes.SpeculationNow,
-    "/version": routes.Version,
-}
-EVENTS: Mapping[str, Any] = {  # of streams
-    "/generate": Generated,
-    "/v1/chat/completions": completions.ChatChunk,
-    "/v1/completions": completions.CompletionChunk,
-    "/v1/messages": messages_replies.AnthropicEvent,
-    "/v1/responses": responses_replies.ResponseEvent,
-}
 ENDS_WITH_DONE = ("/generate", "/v1/chat/completions", "/v1/completions")
 ERRORS: Mapping[str, Any] = {"Error": Error, "AnthropicError": AnthropicError}
 TEXTS: Mapping[str, str] = {"/docs": "text/html", "/metrics": CONTENT_TYPE.partition(";")[0]}
@@ -109,7 +56,7 @@ _ID_REF = {"$ref": f"#/components/headers/{ID_HEADER}"}
 
 def openapi(app: FastAPI, *, has_key: bool) -> Json:
     """Return the description of an app's routes, by OpenAPI 3.1. `has_key`: they need an API key."""
-    kinds = {"body": BODIES, "reply": REPLIES, "event": EVENTS, "error": ERRORS}
+    kinds = types_of(app) | {"error": ERRORS}
     asked = [((kind, path), "validation", TypeAdapter(of)) for kind, each in kinds.items() for path, of in each.items()]
     found, definitions = TypeAdapter.json_schemas(asked, ref_template=_SCHEMA_REF)  # type: ignore[arg-type]
     refs = {key: schema for (key, _), schema in found.items()}
@@ -141,7 +88,7 @@ def add_openapi_routes(app: FastAPI, *, has_key: bool, has_docs: bool) -> None:
         found = openapi(app, has_key=has_key)
         return write_json(found), page(found)
 
-    @app.get("/openapi.json", response_model=None)
+    @app.get("/openapi.json", response_model=None, openapi_extra={"reply": Json})
     async def openapi_json() -> Response:
         text, _ = await in_thread(description, size=0)
         return Response(text, media_type="application/json")
@@ -158,9 +105,20 @@ def _routes(app: FastAPI) -> Iterator[APIRoute]:
     yield from (route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema)
 
 
+def types_of(app: FastAPI) -> dict[str, dict[str, Any]]:
+    """Return the types of the "body", "reply" and "event" of each path, as its routes declare them: in `openapi_extra`,
+    or by what they return."""
+    found: dict[str, dict[str, Any]] = {"body": {}, "reply": {}, "event": {}}
+    for route in _routes(app):
+        for kind, of in ({"reply": route.response_model} | (route.openapi_extra or {})).items():
+            if of is not None:
+                found[kind][route.path_format] = of
+    return found
+
+
 def _operation(route: APIRoute, method: str, refs: Mapping[tuple[str, str], Json]) -> Json:
     path = route.path_format
-    body = BODIES.get(path) if method == "POST" else None
+    body: type[Body] | None = (route.openapi_extra or {}).get("body")
     responses = {
         "200": {"description": "The reply.", "headers": {ID_HEADER: _ID_REF}, "content": _content(path, refs, body)}
     }
@@ -192,7 +150,7 @@ def _content(path: str, refs: Mapping[tuple[str, str], Json], body: type[Body] |
     if path in TEXTS:
         return {TEXTS[path]: {"schema": _TEXT}}
     content: Json = {"application/json": {"schema": refs["reply", path]}}
-    if path in EVENTS and body is not None:
+    if ("event", path) in refs and body is not None:
         # OpenAPI 3.2's word for the items of a stream, which tools read in documents of 3.1 too
         content["text/event-stream"] = {"itemSchema": _event(path, refs)}
     return content

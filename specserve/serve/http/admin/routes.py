@@ -102,13 +102,13 @@ def add_status_routes(app: FastAPI, engine: EngineLike, metrics: Metrics) -> Non
         stats = engine.stats()
         return {"server_load": stats.num_running + stats.num_waiting}
 
-    @app.get("/health", response_model=None)
+    @app.get("/health", response_model=None, openapi_extra={"reply": Status})
     async def health() -> Response:
         if engine.is_healthy:
             return JSONResponse({"status": "ok"})
         return ErrorResponse(503, "the engine is not healthy", code="unhealthy")
 
-    @app.get("/ready", response_model=None)
+    @app.get("/ready", response_model=None, openapi_extra={"reply": Status})
     async def ready() -> Response:
         if engine.is_healthy and engine.is_ready:
             return JSONResponse({"status": "ok"})
@@ -175,7 +175,7 @@ def add_draft_routes(app: FastAPI, service: Service, *, is_allowed: bool) -> Non
             raise RequestError(str(error), param="draft") from error
         return {"status": "ok", "draft": {"id": draft.name, "tau": draft.tau}}
 
-    @app.post("/v1/load_draft")
+    @app.post("/v1/load_draft", openapi_extra={"body": LoadDraftBody})
     async def load_draft(http: Request) -> LoadedDraft:
         check_permission()
         body = await service.read(LoadDraftBody, http, lambda body: body)
@@ -193,7 +193,7 @@ def add_draft_routes(app: FastAPI, service: Service, *, is_allowed: bool) -> Non
     async def get_speculation() -> SpeculationNow:
         return {"speculation": service.engine.speculation}
 
-    @app.post("/v1/speculation")
+    @app.post("/v1/speculation", openapi_extra={"body": SpeculationBody})
     async def set_speculation(http: Request) -> SpeculationNow:
         check_permission()
         return await service.read(SpeculationBody, http, choose)

@@ -61,20 +61,22 @@ class TokenizerInfo(ReplyObject):
 def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
     engine = service.engine
 
-    @service.answer(app, "/tokenize", TokenizeBody)
     def tokenize(body: TokenizeBody) -> Tokens:
         token_ids = _tokenize(engine, body)
         return {"count": len(token_ids), "max_model_len": engine.max_model_len, "tokens": token_ids}
 
-    @app.get("/tokenizer_info")
+    service.answer(app, "/tokenize", TokenizeBody, tokenize, Tokens)
+
+    @app.get("/tokenizer_info", openapi_extra={"reply": TokenizerInfo})
     async def tokenizer_info() -> Json:
         return {"vocab_size": engine.vocab_size} | dict(engine.tokenizer.info())
 
-    @service.answer(app, "/detokenize", DetokenizeBody)
     def detokenize(body: DetokenizeBody) -> Detokenized:
         check_model(engine, body.model)
         check_token_ids(engine, body.tokens, "tokens")
         return {"prompt": decode(engine, body.tokens)}
+
+    service.answer(app, "/detokenize", DetokenizeBody, detokenize, Detokenized)
 
 
 def _tokenize(engine: EngineLike, body: TokenizeBody) -> list[int]:
