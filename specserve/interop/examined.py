@@ -9,9 +9,11 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, TensorFolder, read_json
-from specserve.interop.findings import FLOATS, Check, Finding, read_checks
+from specserve.interop.findings import FLOATS, LAYERS, Check, Finding, put, read_checks
 from specserve.interop.published import D2T, T2D
+from specserve.interop.repairs import write_length
 from specserve.models.params import ParamSpec
+from specserve.models.rope import Rope
 
 CHECKS = read_checks("""
 [numbers]
@@ -73,6 +75,32 @@ class ExaminedFiles:
     def facts(self) -> dict[str, str]:
         """Describe the head in a few lines."""
         return {}
+
+
+def check_num_layers(check: Check, stated: object, counted: int) -> Iterator[Finding]:
+    """Check that as many layers are stated as there are tensors of."""
+    if stated == counted:
+        return
+    fix = put(LAYERS, num_hidden_layers=counted)
+    if type(stated) is int and stated > counted:  # tensors are lost, or the config is of another head
+        fix = None
+    yield check.found(f"{CONFIG}: num_hidden_layers", str(counted), repr(stated), fix)
+
+
+def check_of_target(check: Check, key: str, got: int, required: int, target: Target) -> Iterator[Finding]:
+    """Check that a size is that of the target."""
+    if got != required:
+        yield check.found(f"{CONFIG}: {key}", f"{required:,}, as in {target.folder}", f"{got:,}")
+
+
+def check_length(check: Check, stated: object, target: Target, rope: Rope | None) -> Iterator[Finding]:
+    """Check that the head can follow sequences as long as the target's."""
+    required = target.config.max_len
+    if isinstance(stated, int) and stated >= required:
+        return
+    got = f"{stated:,}" if isinstance(stated, int) else repr(stated)
+    where, expected = f"{CONFIG}: max_position_embeddings", f"at least {required:,}, the target's"
+    yield check.found(where, expected, "nothing" if stated is None else got, write_length(required, rope))
 
 
 def check_specs(

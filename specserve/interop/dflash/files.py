@@ -14,7 +14,7 @@ from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.dflash import dialects
-from specserve.interop.dflash.catalogue import CHECKS
+from specserve.interop.dflash.catalogue import CHECKS, KEYS
 from specserve.interop.dflash.checks import OF_BLOCKS, BlockFiles
 from specserve.interop.dflash.repairs import list_repairs
 from specserve.interop.findings import Dialect, DoctorReport
@@ -36,17 +36,13 @@ class DFlashFormat(HeadFormat):
         return dialects.kind_named(raw) == self.kind
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
-        where, names = folder / CONFIG, TensorFolder(folder).names()
-        raw = read_json(where)
-        stated = dialects.read_stated(raw, str(where))
-        width = stated.get("target_hidden_size", stated.get("hidden_size"))
-        num_layers = stated.get("num_target_layers", target.num_layers)
-        got = (stated.get("vocab_size"), width, num_layers)
+        names, stated = TensorFolder(folder).names(), KEYS.read(read_json(folder / CONFIG), str(folder / CONFIG))
+        got = dialects.sizes_of_target(stated, target)
         if got != (target.vocab_size, target.d_model, target.num_layers) and not dialects.bad_sizes(stated):
-            theirs = f"vocabulary {got[0]}, width {width} and {num_layers} layers"
+            theirs = "vocabulary {}, width {} and {} layers".format(*got)
             given = f"{target.vocab_size}, {target.d_model} and {target.num_layers}"
             raise other_target(folder, theirs, target_name, given)
-        config = dialects.config_from_hf(raw, target, names, dtype=dtype, where=str(where))
+        config = dialects.config_from_hf(stated, target, names, dtype=dtype)
         if config.backbone.d_model != target.d_model:
             raise CheckpointError(
                 f"{folder}: a head of width {config.backbone.d_model} beside a target of width {target.d_model}, whose "
@@ -109,7 +105,8 @@ class DFlashFormat(HeadFormat):
         """Make all checks. Where none finds an error, and the head cannot be made, that is the error."""
         report, files = super().examine(folder, target), BlockFiles(folder, target)
         if isinstance(files.read, ConfigError) and not report.errors:
-            report.findings.append(CHECKS["block-sizes"].found(CONFIG, "a head that can be made", str(files.read)))
+            error = str(files.read)
+            report.findings.append(CHECKS["block-sizes"].found(CONFIG, "a head that can be made", error, named=error))
         return report
 
 

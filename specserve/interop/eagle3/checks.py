@@ -1,37 +1,153 @@
-"""Checks of a head's files: keys, names, shapes, dtypes and values, then vocabulary, taps and rotary settings, and the
-fit to the target."""
+"""The files of an EAGLE-3 head under examination, and their checks: keys, names, shapes, dtypes and values, then
+vocabulary, taps and rotary settings, and the fit to the target."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, listed
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
+from specserve.drafters.eagle3.model import draft_spec
 from specserve.interop.eagle3 import dialects
-from specserve.interop.eagle3.catalogue import CHECKS
-from specserve.interop.eagle3.head_files import EagleFiles, read_rope
-from specserve.interop.examined import check_specs, check_values
-from specserve.interop.findings import FLOATS, Copy, Finding, Fix, describe, put, put_tensor
+from specserve.interop.eagle3.catalogue import CHECKS, FLAGS, KEYS, TAP_IDS
+from specserve.interop.examined import (
+    ExaminedFiles,
+    check_length,
+    check_num_layers,
+    check_of_target,
+    check_specs,
+    check_values,
+)
+from specserve.interop.findings import FLOATS, LAYERS, Copy, Dialect, Finding, both, describe, put, put_tensor
+from specserve.interop.keys import LAYER, Stated, architectures, inner, is_eps
 from specserve.interop.published import (
-    ACTIVATION,
     D2T,
     EMBEDDING,
+    OUTPUT,
     T2D,
     Vocabulary,
-    architectures,
-    is_eps,
-    rope_keys,
+    count_layers,
+    read_rope,
+    read_vocab,
     vocab_to_tensors,
 )
-from specserve.models.params import ParamSpec
+from specserve.interop.repairs import write_rope
+from specserve.models.params import ParamSpec, specs
 from specserve.models.rope import Rope, plain_rope
 from specserve.tokenizer import Tokenizer
 
 _FLAG_TENSORS = {"fc_norm": r"fc_norm\.\d+\.weight", "norm_before_fc": r"input_norm\.weight"}
 _BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
+
+
+class EagleFiles(ExaminedFiles):
+    """The files of a head on this network."""
+
+    architectures: ClassVar[Mapping[Dialect, str]] = dialects.ARCHITECTURES  # the name of its kind in each layout
+    known: ClassVar[frozenset[str]] = dialects.KNOWN  # names that engines know its kind by
+    renamer = staticmethod(dialects.renamer)
+
+    def __init__(self, folder: Path, target: Target | None) -> None:
+        super().__init__(folder, target)
+        self.stated = KEYS.read(self.raw, CONFIG)
+
+    @property
+    def dialect(self) -> Dialect:
+        return dialects.dialect_of(self.raw, self.names)
+
+    @cached_property
+    def head_rows(self) -> int | None:
+        """The number of rows of the output head; None where there is none."""
+        name = self.rename(OUTPUT)
+        return next(iter(self.tensors.shape(name)), None) if name in self.names else None
+
+    @cached_property
+    def counted(self) -> Stated:
+        """The config.json with what can be counted by the tensors in the place of what it states of that."""
+        rows, num_layers = self.stated.get("draft_vocab_size") or self.head_rows, max(1, count_layers(self.names))
+        return self.stated.with_values(draft_vocab_size=rows, num_hidden_layers=num_layers)
+
+    @cached_property
+    def taps(self) -> tuple[int, ...]:
+        """Layers whose outputs the written ids mean; empty where they are the default."""
+        return dialects.read_taps(self.raw, self.names)
+
+    @cached_property
+    def config(self) -> Eagle3Config | None:
+        """The head's shape, with what is wrong set aside so that the rest can be checked; None: keys are lacking."""
+        if self.counted.bad_counts():
+            return None
+        sound: dict[str, Any] = {"hidden_act": None}
+        if not is_eps(self.stated.top.get("rms_norm_eps", 1e-6)):
+            sound["rms_norm_eps"] = 1e-6
+        if self.rope is None:
+            sound |= {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_theta": 10_000.0}}
+        target = self.target.config if self.target else None
+        if target and (any(not 0 <= i < target.num_layers for i in self.taps) or target.num_layers < 5):
+            target = None
+        return dialects.draft_config_from_hf(self.counted.with_values(**sound), target, self.names, dtype="float32")
+
+    @cached_property
+    def ropes(self) -> dict[str, Rope | None]:
+        """The rotary settings by each spelling that is there; None for one that cannot be read."""
+        top = self.stated.top
+        spellings = {"rope_parameters": ("rope_parameters",), "rope_theta": ("rope_theta", "rope_scaling")}
+        other = {"rope_parameters": "rope_scaling", "rope_theta": "rope_parameters"}
+        return {
+            name: read_rope({key: value for key, value in top.items() if key != other[name]})
+            for name, keys in spellings.items()
+            if any(top.get(key) is not None for key in keys)
+        }
+
+    @cached_property
+    def rope(self) -> Rope | None:
+        """The rotary settings as our own loader reads them."""
+        return read_rope(self.stated.top)
+
+    @cached_property
+    def vocab(self) -> Vocabulary | None:
+        if self.config is None:
+            return None
+        return read_vocab(self.table(D2T), self.table(T2D), self.config.draft_vocab_size, self.config.vocab_size)
+
+    def specs(self, config: Eagle3Config) -> list[ParamSpec]:
+        """Return the parameters that a head of this shape has."""
+        return specs(draft_spec(config))
+
+    def facts(self) -> dict[str, str]:
+        facts = {"layout": self.dialect + (" (sglang-jax reads the same)" if self.dialect == "sglang" else "")}
+        if self.config is None:
+            return facts
+        config, vocab = self.config, self.vocab
+        ids = dialects.tap_ids(self.raw)
+        named = "inputs of layers" if self.dialect != "sglang" else "outputs of layers"
+        known = self.target is not None and self.target.config.num_layers >= 5
+        default = f"the default: outputs of layers {config.aux_layers}" if known else "the default"
+        reading = {
+            "offset": "d2t holds offsets",
+            "absolute": "d2t holds absolute ids",
+            "identity": "no d2t: every token",
+            "mask": "no d2t: as t2d says",
+            "unsound": "d2t makes no sense",
+        }
+        flags = [flag for flag in FLAGS if getattr(config, flag)]
+        return facts | {
+            "layers": str(config.num_layers),
+            "width": f"{config.d_model}, MLP {config.d_ff}, {config.num_heads} heads of {config.head_dim} "
+            f"({config.num_kv_heads} KV), target {config.target_d_model}",
+            "vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,}"
+            + (f"; {reading[vocab.reading]}" if vocab else ""),
+            "taps": f"{named} {tuple(ids)}" if ids else default,
+            "flags": ", ".join(flags) or "none: plain EAGLE-3",
+            "rope": f"{config.rope.kind}, theta {config.rope.theta:g}, up to {config.max_len:,} positions",
+            "embedding": "its own" if config.has_embedding else "the target's",
+        }
 
 
 def check_names(files: EagleFiles) -> Iterator[Finding]:
@@ -50,35 +166,29 @@ def check_names(files: EagleFiles) -> Iterator[Finding]:
 
 def check_keys(files: EagleFiles) -> Iterator[Finding]:
     """Check that config.json states the shape, and as many layers as there are tensors of."""
-    flat = files.flat
-    stated = flat.get("draft_vocab_size")
-    right = stated or files.head_rows
-    if files.bad_keys:
-        got = ", ".join(f"{key}: {flat.get(key)!r}" for key in files.bad_keys)
-        yield CHECKS["config-keys"].found(CONFIG, "positive whole numbers", got)
-    elif stated is None or "draft_vocab_size" not in files.raw:
-        got = "nothing" if stated is None else "truncated_vocab_size"
-        yield CHECKS["draft-vocab-size"].found(CONFIG, f"{right}", got, put("draft_vocab_size", right))
-    stated, counted = flat.get("num_hidden_layers", 1), files.num_layers
-    if stated != counted:
-        is_cut = type(stated) is int and stated > counted  # or the config is of another head
-        fix = None if is_cut else put("num_hidden_layers", counted, in_layer=True)
-        yield CHECKS["layers"].found(f"{CONFIG}: num_hidden_layers", str(counted), repr(stated), fix)
+    stated, counted = files.stated.get("draft_vocab_size"), files.counted
+    wrong = list(dialects.check_sizes(counted))
+    yield from wrong
+    if not wrong and (stated is None or "draft_vocab_size" not in files.raw):
+        got, right = "nothing" if stated is None else "truncated_vocab_size", counted.get("draft_vocab_size")
+        yield CHECKS["draft-vocab-size"].found(CONFIG, f"{right}", got, put(draft_vocab_size=right))
+    num_layers = files.stated.top.get("num_hidden_layers", 1)
+    yield from check_num_layers(CHECKS["layers"], num_layers, counted.get("num_hidden_layers"))
 
 
 def check_identity(files: EagleFiles) -> Iterator[Finding]:
     """Check the keys by which engines choose the code that reads the head."""
-    flat, own = files.flat, files.architectures[files.dialect]
-    stated = flat.get("architectures")
-    if not files.known & architectures(flat):
-        check = CHECKS["architecture warning"] if stated else CHECKS["architecture"]
-        yield check.found(f"{CONFIG}: architectures", own, repr(stated), put("architectures", [own]))
-    if not flat.get("model_type"):
-        place = "transformer_layer_config" if files.dialect == "speculators" else CONFIG
-        yield CHECKS["model-type"].found(place, "llama", "nothing", put("model_type", "llama", in_layer=True))
-    layer = files.raw.get("transformer_layer_config") or {}
-    if flat.get("tie_word_embeddings") is True or layer.get("tie_word_embeddings") is True:
-        fix = put("tie_word_embeddings", False, everywhere=True)
+    stated, own = files.stated, files.architectures[files.dialect]
+    named = stated.get("architectures")
+    if not files.known & architectures(stated.top):
+        check = CHECKS["architecture warning"] if named else CHECKS["architecture"]
+        yield check.found(f"{CONFIG}: architectures", own, repr(named), put(architectures=[own]))
+    if not stated.get("model_type"):
+        place = LAYER if files.dialect == "speculators" else CONFIG
+        yield CHECKS["model-type"].found(place, "llama", "nothing", put(LAYERS, model_type="llama"))
+    key = "tie_word_embeddings"
+    if any(place.get(key) is True for place in (stated.top, inner(files.raw, LAYER))):
+        fix = both(put(**{key: False}), put(LAYERS, **{key: False}))
         yield CHECKS["tied"].found(CONFIG, "false", "true", fix)
 
 
@@ -93,8 +203,8 @@ def check_tensors(files: EagleFiles) -> Iterator[Finding]:
     }
     unstated = [flag for flag, has_tensors in implied.items() if has_tensors and not getattr(config, flag)]
     for flag in unstated:
-        where, got = f"{CONFIG}: {flag}", repr(files.flat.get(flag))
-        yield CHECKS["norm-flag"].found(where, "true", got, put(flag, True), flag=flag)
+        where, got = f"{CONFIG}: {flag}", repr(files.stated.get(flag))
+        yield CHECKS["norm-flag"].found(where, "true", got, put(**{flag: True}), flag=flag)
     config = replace(config, **dict.fromkeys(unstated, True))
 
     def instead(spec: ParamSpec) -> str:
@@ -115,7 +225,7 @@ def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
     found = sorted(set(dtypes.values()))
     if len(found) > 1:
         yield CHECKS["mixed-dtypes"].found(SINGLE_FILE, "one", ", ".join(found))
-    stated = str(files.flat.get("torch_dtype") or files.flat.get("dtype") or "").removeprefix("torch.")
+    stated = str(files.stated.get("torch_dtype") or files.stated.get("dtype") or "").removeprefix("torch.")
     key, other = ("dtype", "torch_dtype") if files.dialect == "speculators" else ("torch_dtype", "dtype")
 
     def set_dtype(repaired: Copy) -> None:
@@ -128,23 +238,19 @@ def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
 
 
 def check_layer(files: EagleFiles) -> Iterator[Finding]:
-    """Check that the layer's activation is the one that engines compute, and that its norms have the target's
-    epsilon."""
-    act, eps = files.flat.get("hidden_act"), files.flat.get("rms_norm_eps", 1e-6)
-    if act not in (None, ACTIVATION):
-        yield CHECKS["hidden-act"].found(f"{CONFIG}: hidden_act", ACTIVATION, repr(act))
-    where = f"{CONFIG}: rms_norm_eps"
-    if not is_eps(eps):
-        yield CHECKS["eps"].found(where, "a number above 0 and far below 1, such as 1e-06", repr(eps))
-    elif files.target is not None and eps != files.target.config.norm_eps:
-        yield CHECKS["eps-differs"].found(where, f"{files.target.config.norm_eps:g}, the target's", f"{eps:g}")
+    """Check what loaders check of the layer, and that its norms have the target's epsilon."""
+    yield from dialects.check_layer(files.stated)
+    eps = files.stated.top.get("rms_norm_eps", 1e-6)
+    if files.target and is_eps(eps) and eps != files.target.config.norm_eps:
+        where, expected = f"{CONFIG}: rms_norm_eps", f"{files.target.config.norm_eps:g}, the target's"
+        yield CHECKS["eps-differs"].found(where, expected, f"{eps:g}")
 
 
 def check_speculators(files: EagleFiles) -> Iterator[Finding]:
     """Check that a head in the layout of speculators states what vLLM reads of that layout."""
     if files.dialect != "speculators":
         return
-    if "norm_before_residual" not in files.flat:
+    if all("norm_before_residual" not in place for place in files.stated.places.values()):
         yield CHECKS["implicit-flag"].found(CONFIG, "true or false", "nothing")
     stated = files.raw.get("speculators_config")
     methods = stated.get("proposal_methods") if isinstance(stated, dict) else None
@@ -161,12 +267,10 @@ def check_fit(files: EagleFiles) -> Iterator[Finding]:
     if files.config is None or files.target is None:
         return
     config, target = files.config, files.target.config
-    for check, key, got, required in (
-        (CHECKS["vocabulary-size"], "vocab_size", config.vocab_size, target.vocab_size),
-        (CHECKS["target-width"], "target_hidden_size", config.target_d_model, target.d_model),
-    ):
-        if got != required:
-            yield check.found(f"{CONFIG}: {key}", f"{required:,}, as in {files.target.folder}", f"{got:,}")
+    check = CHECKS["vocabulary-size"]
+    yield from check_of_target(check, "vocab_size", config.vocab_size, target.vocab_size, files.target)
+    check = CHECKS["target-width"]
+    yield from check_of_target(check, "target_hidden_size", config.target_d_model, target.d_model, files.target)
     if not config.has_embedding and config.d_model != target.d_model:
         where, expected = files.where(EMBEDDING), f"[{config.vocab_size}, {config.d_model}]"
         yield CHECKS["embedding"].found(where, expected, "nothing", width=target.d_model)
@@ -230,7 +334,7 @@ def _check_t2d(files: EagleFiles, config: Eagle3Config, vocab: Vocabulary, right
 
 def _check_special_tokens(files: EagleFiles, target_ids: np.ndarray) -> Iterator[Finding]:
     drafted = {int(i) for i in target_ids}
-    stated = files.flat.get("eos_token_id")
+    stated = files.stated.get("eos_token_id")
     own = [i for i in (stated if isinstance(stated, list) else [stated]) if type(i) is int]
     ends = list(files.target.eos_ids) if files.target else own
     tokenizer = _tokenizer(files.target)
@@ -240,7 +344,7 @@ def _check_special_tokens(files: EagleFiles, target_ids: np.ndarray) -> Iterator
         return f"{i} {tokenizer.decode([i], skip_special_tokens=False)!r}" if tokenizer else str(i)
 
     for check, required in ((CHECKS["eos"], ends), (CHECKS["template-tokens"], sorted(template - set(ends)))):
-        missing = [i for i in required if i not in drafted and i < files.flat["vocab_size"]]
+        missing = [i for i in required if i not in drafted and i < files.stated.get("vocab_size")]
         if missing:
             got = f"{len(missing)} missing: {listed(list(map(named, missing)), 6)}"
             yield check.found(files.where(D2T), "all of them", got)
@@ -257,7 +361,7 @@ def check_taps(files: EagleFiles) -> Iterator[Finding]:
     """Check that the tapped layers are layers of the target, in order, and counted as this layout counts them."""
     ids, target = dialects.tap_ids(files.raw), files.target
     named, other = ("outputs", "inputs") if files.dialect == "sglang" else ("inputs", "outputs")
-    where = f"{CONFIG}: {dialects.TAP_IDS}"
+    where = f"{CONFIG}: {TAP_IDS}"
     got = f"{ids}, {named} of layers in this layout"
     if not ids or target is None:
         return
@@ -278,7 +382,7 @@ def check_taps(files: EagleFiles) -> Iterator[Finding]:
 
 def check_switches(files: EagleFiles) -> Iterator[Finding]:
     """Check that no switch asks for what is left out."""
-    if ignored := dialects.unsupported(files.raw):
+    if ignored := dialects.unsupported(files.stated):
         yield CHECKS["ignored-switch"].found(CONFIG, "a layer that sees everything, without biases", ", ".join(ignored))
 
 
@@ -291,7 +395,7 @@ def check_rope(files: EagleFiles) -> Iterator[Finding]:
     readable = [rope for rope in ropes.values() if rope is not None]
     stated = "; ".join(f"{name}: {_describe_rope(rope)}" for name, rope in ropes.items()) or "nothing"
     both = "both spellings, alike" + (f": {_describe_rope(required)}" if required else "")
-    fix = required and _write_rope(required)
+    fix = required and write_rope(required)
     if not ropes:
         yield CHECKS["rope-missing"].found(where, both, "nothing", fix)
         return
@@ -300,19 +404,9 @@ def check_rope(files: EagleFiles) -> Iterator[Finding]:
         return
     rope = readable[0]
     if len(ropes) == 1 and rope != Rope():
-        yield CHECKS["rope-one-spelling"].found(where, "both spellings, alike", stated, _write_rope(rope))
+        yield CHECKS["rope-one-spelling"].found(where, "both spellings, alike", stated, write_rope(rope))
     if required and rope != required:
         yield CHECKS["rope-differs"].found(where, _describe_rope(required), _describe_rope(rope))
-
-
-def _write_rope(rope: Rope) -> Fix:
-    def fix(repaired: Copy) -> None:
-        repaired.layer.update(rope_keys(rope))
-        for key in ("rope_theta", "rope_scaling", "rope_parameters"):
-            if repaired.layer is not repaired.raw:
-                repaired.raw.pop(key, None)
-
-    return fix
 
 
 def _describe_rope(rope: Rope | None) -> str:
@@ -325,21 +419,8 @@ def check_positions(files: EagleFiles) -> Iterator[Finding]:
     """Check that the head can follow sequences as long as the target's."""
     if files.config is None or files.target is None:
         return
-    stated, required = files.flat.get("max_position_embeddings"), files.target.config.max_len
-    if isinstance(stated, int) and stated >= required:
-        return
-    rope = files.rope  # some kinds follow from the length: they are to stay as they are
-
-    def fix(repaired: Copy) -> None:
-        repaired.layer["max_position_embeddings"] = required
-        if repaired.layer is not repaired.raw:
-            repaired.raw.pop("max_position_embeddings", None)
-        if rope is not None and read_rope(repaired.layer) != rope:
-            _write_rope(rope)(repaired)
-
-    got = "nothing" if stated is None else f"{stated:,}" if isinstance(stated, int) else repr(stated)
-    where = f"{CONFIG}: max_position_embeddings"
-    yield CHECKS["max-positions"].found(where, f"at least {required:,}, the target's", got, fix)
+    length = files.stated.top.get("max_position_embeddings")
+    yield from check_length(CHECKS["max-positions"], length, files.target, files.rope)
 
 
 OF_NETWORK = (

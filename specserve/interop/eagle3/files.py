@@ -13,13 +13,14 @@ from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.errors import CheckpointError
 from specserve.interop.eagle3 import dialects
-from specserve.interop.eagle3.checks import OF_NETWORK, check_switches
-from specserve.interop.eagle3.head_files import EagleFiles
+from specserve.interop.eagle3.catalogue import FLAGS, KEYS
+from specserve.interop.eagle3.checks import OF_NETWORK, EagleFiles, check_switches
 from specserve.interop.eagle3.repairs import list_repairs
 from specserve.interop.findings import Dialect
 from specserve.interop.format import HeadFormat
+from specserve.interop.keys import architectures
 from specserve.interop.notes import other_target
-from specserve.interop.published import EMBEDDING, architectures, target_embedding, vocab_to_tensors
+from specserve.interop.published import EMBEDDING, target_embedding, vocab_to_tensors
 from specserve.models.config import ModelConfig
 
 
@@ -34,8 +35,8 @@ class Eagle3Format(HeadFormat):
         return bool(dialects.KNOWN & architectures(raw)) and not dialects.mask_ids(raw)
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
-        where, names = folder / CONFIG, TensorFolder(folder).names()
-        config = dialects.draft_config_from_hf(read_json(where), target, names, dtype=dtype, where=str(where))
+        names, stated = TensorFolder(folder).names(), KEYS.read(read_json(folder / CONFIG), str(folder / CONFIG))
+        config = dialects.draft_config_from_hf(stated, target, names, dtype=dtype)
         if (config.vocab_size, config.target_d_model) != (target.vocab_size, target.d_model):
             theirs = f"vocabulary {config.vocab_size} and width {config.target_d_model}"
             raise other_target(folder, theirs, target_name, f"{target.vocab_size} and {target.d_model}")
@@ -74,7 +75,7 @@ class Eagle3Format(HeadFormat):
             if config.fc_norm and config.norm_before_fc:
                 used.append("fc_norm with norm_before_fc")
         if dialect == "sglang-jax":
-            used = [flag for flag in dialects.FLAGS if getattr(config, flag)]
+            used = [flag for flag in FLAGS if getattr(config, flag)]
             if config.num_layers > 1:
                 used.append(f"{config.num_layers} layers")
             if config.has_embedding:

@@ -10,9 +10,10 @@ import numpy as np
 
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.interop.eagle3 import dialects
-from specserve.interop.eagle3.head_files import EagleFiles
-from specserve.interop.findings import Copy, Fix, Repair
-from specserve.interop.repairs import change, exchange, of_target, tap_layers, tap_order
+from specserve.interop.eagle3.catalogue import EAGLE, FLAGS, TAP_IDS
+from specserve.interop.eagle3.checks import EagleFiles
+from specserve.interop.findings import Copy, Dialect, Fix, Repair
+from specserve.interop.repairs import change, exchange, of_target, put_everywhere, tap_layers, tap_order
 
 _NORMS = {
     "input_layernorm": "midlayer.input_layernorm.weight",
@@ -42,20 +43,7 @@ def list_repairs(files: EagleFiles) -> Iterator[Repair]:
     yield from of_target(config.norm_eps, config.rope, target, _put)
 
 
-def _put(**values: object) -> Fix:
-    """Make a fix that writes keys of the layer's settings, or of the top where they stand there."""
-
-    def fix(repaired: Copy) -> None:
-        for key, value in values.items():
-            eagle = repaired.raw.get("eagle_config")
-            if isinstance(eagle, dict) and key in eagle:
-                eagle[key] = value
-            if key in repaired.raw or key in dialects.FLAGS:
-                repaired.raw[key] = value
-            else:
-                repaired.layer[key] = value
-
-    return fix
+_put = put_everywhere(EAGLE, at_top=FLAGS)
 
 
 def _flags(config: Eagle3Config) -> Iterator[Repair]:
@@ -115,15 +103,16 @@ def _tap_orders(config: Eagle3Config) -> Iterator[Repair]:
             yield Repair(f"fc.weight and its norms take the taps in the order {named}", with_norms)
 
 
-def _set_taps(dialect: str, layers: tuple[int, ...]) -> Fix:
+def _set_taps(dialect: Dialect, layers: tuple[int, ...]) -> Fix:
+    ids = [i + dialects.COUNTED_FROM[dialect] for i in layers]
+
     def fix(repaired: Copy) -> None:
-        ids = [i + (dialect != "sglang") for i in layers]
-        eagle = repaired.raw.get("eagle_config")
+        eagle = repaired.raw.get(EAGLE)
         if isinstance(eagle, dict):
-            eagle[dialects.TAP_IDS] = ids
+            eagle[TAP_IDS] = ids
         elif dialect == "sglang":
-            repaired.raw["eagle_config"] = {"use_aux_hidden_state": True, dialects.TAP_IDS: ids}
+            repaired.raw[EAGLE] = {"use_aux_hidden_state": True, TAP_IDS: ids}
         else:
-            repaired.raw[dialects.TAP_IDS] = ids
+            repaired.raw[TAP_IDS] = ids
 
     return fix

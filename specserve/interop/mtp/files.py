@@ -20,6 +20,7 @@ from specserve.drafters.mtp.model import draft_spec
 from specserve.errors import CheckpointError
 from specserve.interop.findings import Dialect
 from specserve.interop.format import HeadFormat
+from specserve.interop.keys import architectures
 from specserve.interop.mtp.checks import MtpFiles, check_layer
 from specserve.interop.mtp.layouts import (
     ARCHITECTURES,
@@ -35,7 +36,7 @@ from specserve.interop.mtp.layouts import (
     read_target_ids,
 )
 from specserve.interop.mtp.repairs import list_repairs
-from specserve.interop.published import D2T, T2D, architectures, speculators_config, vocab_to_tensors
+from specserve.interop.published import D2T, T2D, speculators_config, vocab_to_tensors
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 

@@ -14,30 +14,27 @@ from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.model import mask_spec
 from specserve.interop.eagle3.checks import OF_NETWORK
-from specserve.interop.eagle3.dialects import MASK_KEYS, mask_ids
+from specserve.interop.eagle3.dialects import mask_ids
 from specserve.interop.eagle3.files import Eagle3Format
 from specserve.interop.eagle3.repairs import list_repairs
-from specserve.interop.findings import Copy, Dialect, Fix, Repair
+from specserve.interop.findings import Dialect, Repair
+from specserve.interop.keys import LAYER
 from specserve.interop.peagle import dialects
+from specserve.interop.peagle.catalogue import KEYS
 from specserve.interop.peagle.checks import PEagleFiles, check_keys, check_mask
-from specserve.interop.repairs import masks
+from specserve.interop.repairs import masks, put_everywhere
 from specserve.models.config import ModelConfig
 
 
 def list_masks(files: PEagleFiles) -> Iterator[Repair]:
     """List every other token that may be the mask."""
+    if files.target is None:
+        return
+    spelled = [name.rpartition(".")[2] for name in mask_ids(files.raw)]
     stated = next((i for i in mask_ids(files.raw).values() if type(i) is int), -1)
-    for token in masks(files.target, stated) if files.target else ():
-        yield Repair(f"masked slots hold token {token}", _put(token))
-
-
-def _put(token: int) -> Fix:
-    def fix(repaired: Copy) -> None:
-        nested = repaired.raw.get("dflash_config")
-        for place in (repaired.raw, repaired.layer, nested if isinstance(nested, dict) else {}):
-            place.update({key: token for key in MASK_KEYS if key in place})
-
-    return fix
+    for token in masks(files.target, stated):
+        fix = put_everywhere("dflash_config", LAYER)(**dict.fromkeys(spelled, token))
+        yield Repair(f"masked slots hold token {token}", fix)
 
 
 class PEagleFormat(Eagle3Format):
@@ -52,7 +49,8 @@ class PEagleFormat(Eagle3Format):
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         network = super().read(folder, target, target_name, dtype=dtype).config
-        return PEagle(dialects.config_from_hf(read_json(folder / CONFIG), network, str(folder / CONFIG)))
+        stated = KEYS.read(read_json(folder / CONFIG), str(folder / CONFIG))
+        return PEagle(dialects.config_from_hf(stated, network))
 
     def files(
         self, head: Head, target: Target, *, dtype: str, dialect: Dialect, target_name: str
