@@ -1,6 +1,7 @@
 """The files of a head under examination, and the checks that are alike for all kinds: which tensors there are, of which
 shape, and whether their numbers can be weights."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,21 @@ class ExaminedFiles:
     def facts(self) -> dict[str, str]:
         """Describe the head in a few lines."""
         return {}
+
+
+def given(*parts: str) -> Callable[[Callable[..., Iterable[Finding]]], Callable[[Any], Iterable[Finding]]]:
+    """Return a decorator for a check that takes these parts of the files too, such as the head's shape or the target,
+    and is left out where one of them is not known."""
+
+    def decorate(check: Callable[..., Iterable[Finding]]) -> Callable[[Any], Iterable[Finding]]:
+        @functools.wraps(check)
+        def checked(files: Any) -> Iterable[Finding]:
+            found = [getattr(files, part) for part in parts]
+            return () if any(part is None for part in found) else check(files, *found)
+
+        return checked
+
+    return decorate
 
 
 def check_num_layers(check: Check, stated: object, counted: int) -> Iterator[Finding]:

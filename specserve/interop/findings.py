@@ -191,9 +191,15 @@ def both(*fixes: Fix) -> Fix:
     return fix
 
 
-def put_tensor(name: str, value: np.ndarray) -> Fix:
-    """A fix that writes a tensor."""
-    return lambda repaired: repaired.tensors.update({name: value})
+def put_tensors(tensors: Mapping[str, np.ndarray], instead_of: Iterable[str] = ()) -> Fix:
+    """A fix that writes tensors, in the place of others if there are such."""
+
+    def fix(repaired: Copy) -> None:
+        for name in instead_of:
+            repaired.tensors.pop(name, None)
+        repaired.tensors.update(tensors)
+
+    return fix
 
 
 def describe(table: np.ndarray | None) -> str:

@@ -153,6 +153,16 @@ def inner(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
+def within(value: Any, *path: str | int) -> Any:
+    """Return what stands at a path of keys and places in lists, inside a value of any kind; None where nothing does."""
+    for step in path:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
 def architectures(raw: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of model classes that a config.json states."""
     stated = raw.get("architectures")

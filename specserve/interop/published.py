@@ -218,3 +218,8 @@ def target_table(target: Target, ending: str, dtype: str) -> np.ndarray | None:
     shape = (target.config.vocab_size, target.config.d_model)
     matches = [name for name in sorted(tensors.names()) if f".{name}".endswith(f".{ending}")]
     return next((tensors.read(name).astype(dtype) for name in matches if tensors.shape(name) == shape), None)
+
+
+def present(found: Mapping[str, object]) -> list[str]:
+    """Return the properties that are there, of some by name."""
+    return [what for what, is_there in found.items() if is_there]

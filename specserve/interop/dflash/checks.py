@@ -6,8 +6,6 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE
 from specserve.drafters.dflash.config import DFlashConfig, short_windows
@@ -23,8 +21,10 @@ from specserve.interop.examined import (
     check_of_target,
     check_specs,
     check_values,
+    given,
 )
-from specserve.interop.findings import LAYERS, Copy, Finding, both, describe, put
+from specserve.interop.findings import LAYERS, Finding, both, describe, put, put_tensors
+from specserve.interop.keys import Stated
 from specserve.interop.published import D2T, ROPE_KEYS, T2D, count_layers, read_rope, read_vocab, vocab_to_tensors
 from specserve.interop.repairs import write_rope
 from specserve.models.params import specs
@@ -42,7 +42,7 @@ class BlockFiles(ExaminedFiles):
     def __init__(self, folder: Path, target: Target | None) -> None:
         super().__init__(folder, target)
         self.stated = KEYS.read(self.raw, CONFIG)
-        self.has_sizes = not dialects.bad_sizes(self.stated)
+        self.sizes = None if dialects.bad_sizes(self.stated) else self.stated  # None: the shape is not stated
         self.has_sinks = any(map(_SINKS.fullmatch, self.names))
 
     @property
@@ -92,12 +92,12 @@ class BlockFiles(ExaminedFiles):
 
     def _slots(self, config: DFlashConfig) -> str:
         """Describe how the slots of a block depend on each other."""
-        if config.markov_rank:
-            sure = f", and confidence by {config.confidence}" if config.confidence else ""
-            return f"a bias of rank {config.markov_rank} by the token before{sure}"
-        if config.selector_rank:
-            return f"convolutions, and a choice of rank {config.selector_rank} among {config.selector_top_k}"
-        return "independent"
+        sure = f", and confidence by {config.confidence}" if config.confidence else ""
+        return {
+            "dflash": "independent",
+            "dspark": f"a bias of rank {config.markov_rank} by the token before{sure}",
+            "dflash2": f"convolutions, and a choice of rank {config.selector_rank} among {config.selector_top_k}",
+        }[config.name]
 
 
 def check_keys(files: BlockFiles) -> Iterator[Finding]:
@@ -111,17 +111,15 @@ def check_keys(files: BlockFiles) -> Iterator[Finding]:
         keys = "sample_from_anchor, dspark_bonus_anchor"
         yield CHECKS["stated-twice"].found(f"{CONFIG}: {keys}", "one true and one false", got, key=keys)
     yield from dialects.check_computed(stated)
-    if files.has_sizes:
+    if files.sizes:
         count = stated.get("num_hidden_layers")
         yield from check_num_layers(CHECKS["block-layers"], count, count_layers(files.names))
     yield from dialects.check_mask_token(stated)
 
 
-def check_masks(files: BlockFiles) -> Iterator[Finding]:
+@given("sizes")
+def check_masks(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
     """Check that every engine reads the same windows and causality from the config."""
-    stated = files.stated
-    if not files.has_sizes:
-        return
     try:
         windows = dialects.read_windows(stated)
         causal = dialects.read_causal(stated, windows)
@@ -147,11 +145,9 @@ def check_masks(files: BlockFiles) -> Iterator[Finding]:
         yield CHECKS["sinks"].found(f"{CONFIG}: {OWN}.attention_sink_bias", "true", "nothing", fix)
 
 
-def check_target(files: BlockFiles) -> Iterator[Finding]:
+@given("sizes", "target")
+def check_target(_files: BlockFiles, stated: Stated, target: Target) -> Iterator[Finding]:
     """Check that the head's sizes are those of its target, and that it can follow sequences as long."""
-    stated, target = files.stated, files.target
-    if target is None or not files.has_sizes:
-        return
     check, sizes = CHECKS["other-target"], dialects.sizes_of_target(stated, target.config)
     required = (target.config.vocab_size, target.config.d_model, target.config.num_layers)
     for key, got, size in zip(("vocab_size", "hidden_size", "num_target_layers"), sizes, required, strict=True):
@@ -171,11 +167,10 @@ def check_rope(files: BlockFiles) -> Iterator[Finding]:
     yield CHECKS["block-rope"].found(f"{CONFIG}: rope_parameters", expected, "nothing", fix)
 
 
-def check_taps(files: BlockFiles) -> Iterator[Finding]:
+@given("sizes")
+def check_taps(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
     """Check that the taps are stated, are layers of the target, and are counted as their key counts them."""
-    stated, num_layers = files.stated, files.num_target_layers
-    if not files.has_sizes:
-        return
+    num_layers = files.num_target_layers
     try:
         found = dialects.stated_taps(stated)
         taps = dialects.read_taps(stated, files.target.config if files.target else None)
@@ -204,35 +199,29 @@ def check_taps(files: BlockFiles) -> Iterator[Finding]:
         yield CHECKS["taps-slipped"].found(where, f"{list(usual)} are the usual ones", got)
 
 
-def check_tensors(files: BlockFiles) -> Iterator[Finding]:
+@given("config")
+def check_tensors(files: BlockFiles, config: DFlashConfig) -> Iterator[Finding]:
     """Check that the tensors are those that config.json asks for."""
-    if files.config is not None:
-        checks = CHECKS["block-missing"], CHECKS["block-shape"], CHECKS["block-unknown"]
-        yield from check_specs(files, specs(head_spec(files.config)), checks, _HARMLESS.fullmatch)
+    checks = CHECKS["block-missing"], CHECKS["block-shape"], CHECKS["block-unknown"]
+    yield from check_specs(files, specs(head_spec(config)), checks, _HARMLESS.fullmatch)
 
 
-def check_vocabulary(files: BlockFiles) -> Iterator[Finding]:
+@given("config")
+def check_vocabulary(files: BlockFiles, config: DFlashConfig) -> Iterator[Finding]:
     """Check that d2t and t2d say which tokens the rows are for."""
-    config = files.config
-    if config is None or not dialects.is_partial(config):
-        return
-    stored = [files.rename(name) for name in (D2T, T2D)]
     d2t, t2d = map(files.table, (D2T, T2D))
     rows, size = config.draft_vocab_size, config.backbone.vocab_size
     vocab = read_vocab(d2t, t2d, rows, size)
-    if vocab.reading == "offset" and vocab.is_sorted and (t2d is None or vocab.agrees):
+    is_right = vocab.reading == "offset" and vocab.is_sorted and (t2d is None or vocab.agrees)
+    if is_right or not dialects.is_partial(config):
         return
-    target_ids = vocab.target_ids if vocab.is_sorted and vocab.reading in ("absolute", "mask") else None
-
-    def fix(repaired: Copy) -> None:
-        assert target_ids is not None, "read, or there is no fix"
-        for name in stored:
-            repaired.tensors.pop(name, None)
-        repaired.tensors |= vocab_to_tensors(np.asarray(target_ids), size)
-
+    fix = None
+    if vocab.target_ids is not None and vocab.is_sorted and vocab.reading in ("absolute", "mask"):
+        stored = [files.rename(name) for name in (D2T, T2D)]
+        fix = put_tensors(vocab_to_tensors(vocab.target_ids, size), instead_of=stored)
     expected = f"{rows:,} ascending offsets to ids below {size:,}, and a mask that agrees"
     got = f"d2t {describe(d2t)}; t2d {describe(t2d)}"
-    yield CHECKS["block-vocabulary"].found(SINGLE_FILE, expected, got, fix if target_ids is not None else None)
+    yield CHECKS["block-vocabulary"].found(SINGLE_FILE, expected, got, fix)
 
 
 OF_BLOCKS = (

@@ -17,7 +17,7 @@ from specserve.errors import ConfigError
 from specserve.interop.dflash.catalogue import CHECKS, INPUT_TAPS, KEYS, OWN, SELECTOR, TAPS
 from specserve.interop.findings import Finding, refuse
 from specserve.interop.keys import Stated, architectures, is_count, is_eps
-from specserve.interop.published import D2T, EMBEDDING, OUTPUT, layer_to_hf, nested_config, sizes_from_hf
+from specserve.interop.published import D2T, EMBEDDING, OUTPUT, layer_to_hf, nested_config, present, sizes_from_hf
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.rope import rope_from_hf
 
@@ -342,7 +342,8 @@ def unsaid_in(layout: Layout, config: DFlashConfig) -> list[str]:
     """List the properties of a head that a layout has no words for."""
     windows, causal = list_windows(config), list(config.is_causal)
     if layout == "z-lab":  # one word for all layers, or the kinds of layers
-        return [] if len({*causal}) == 1 or causal == [w > 0 for w in windows] else ["causal layers among others"]
+        is_mixed = len({*causal}) > 1 and causal != [window > 0 for window in windows]
+        return present({"causal layers among others": is_mixed})
     unsaid = {
         "causal layers without windows": any(c and not w for c, w in zip(causal, windows, strict=True)),
         "windows of which some are causal": len({c for c, w in zip(causal, windows, strict=True) if w}) > 1,
@@ -352,7 +353,7 @@ def unsaid_in(layout: Layout, config: DFlashConfig) -> list[str]:
         "a cap on its logits": config.backbone.logit_softcap,
         "an output head of its own for every token": config.has_own_head and not is_partial(config),
     }
-    return [what for what, is_there in unsaid.items() if is_there]
+    return present(unsaid)
 
 
 def list_windows(config: DFlashConfig) -> list[int]:

@@ -23,13 +23,15 @@ from specserve.interop.examined import (
     check_of_target,
     check_specs,
     check_values,
+    given,
 )
-from specserve.interop.findings import FLOATS, LAYERS, Copy, Dialect, Finding, both, describe, put, put_tensor
-from specserve.interop.keys import LAYER, Stated, architectures, inner, is_eps
+from specserve.interop.findings import FLOATS, LAYERS, Copy, Dialect, Finding, both, describe, put, put_tensors
+from specserve.interop.keys import LAYER, Stated, architectures, inner, is_eps, within
 from specserve.interop.published import (
     D2T,
     EMBEDDING,
     OUTPUT,
+    ROPE_KEYS,
     T2D,
     Vocabulary,
     count_layers,
@@ -42,6 +44,7 @@ from specserve.models.params import ParamSpec, specs
 from specserve.models.rope import Rope, plain_rope
 from specserve.tokenizer import Tokenizer
 
+_COUNTED = ("outputs", "inputs")  # what layer ids name, by `dialects.COUNTED_FROM`
 _FLAG_TENSORS = {"fc_norm": r"fc_norm\.\d+\.weight", "norm_before_fc": r"input_norm\.weight"}
 _BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
@@ -126,7 +129,7 @@ class EagleFiles(ExaminedFiles):
             return facts
         config, vocab = self.config, self.vocab
         ids = dialects.tap_ids(self.raw)
-        named = "inputs of layers" if self.dialect != "sglang" else "outputs of layers"
+        named = f"{_COUNTED[dialects.COUNTED_FROM[self.dialect]]} of layers"
         known = self.target is not None and self.target.config.num_layers >= 5
         default = f"the default: outputs of layers {config.aux_layers}" if known else "the default"
         reading = {
@@ -192,24 +195,23 @@ def check_identity(files: EagleFiles) -> Iterator[Finding]:
         yield CHECKS["tied"].found(CONFIG, "false", "true", fix)
 
 
-def check_tensors(files: EagleFiles) -> Iterator[Finding]:
+@given("config")
+def check_tensors(files: EagleFiles, config: Eagle3Config) -> Iterator[Finding]:
     """Check that the tensors are those of the shape and flags that config.json states."""
-    if files.config is None:
-        return
-    config, names = files.config, files.names
-    implied = {
-        flag: any(re.fullmatch(pattern, n.removeprefix("model.")) for n in names)
+    names = [name.removeprefix("model.") for name in files.names]
+    unstated = [
+        flag
         for flag, pattern in _FLAG_TENSORS.items()
-    }
-    unstated = [flag for flag, has_tensors in implied.items() if has_tensors and not getattr(config, flag)]
+        if not getattr(config, flag) and any(re.fullmatch(pattern, name) for name in names)
+    ]
     for flag in unstated:
         where, got = f"{CONFIG}: {flag}", repr(files.stated.get(flag))
         yield CHECKS["norm-flag"].found(where, "true", got, put(**{flag: True}), flag=flag)
     config = replace(config, **dict.fromkeys(unstated, True))
 
     def instead(spec: ParamSpec) -> str:
-        asking = [flag for flag, pattern in _FLAG_TENSORS.items() if re.fullmatch(pattern, spec.name)]
-        return f"nothing, though {asking[0]} is true" if asking else "nothing"
+        asking = (flag for flag, pattern in _FLAG_TENSORS.items() if re.fullmatch(pattern, spec.name))
+        return next((f"nothing, though {flag} is true" for flag in asking), "nothing")
 
     checks = CHECKS["missing-tensor"], CHECKS["shape"], CHECKS["unknown-tensor"]
     yield from check_specs(files, files.specs(config), checks, _BUFFERS.fullmatch, instead)
@@ -253,35 +255,28 @@ def check_speculators(files: EagleFiles) -> Iterator[Finding]:
     if all("norm_before_residual" not in place for place in files.stated.places.values()):
         yield CHECKS["implicit-flag"].found(CONFIG, "true or false", "nothing")
     stated = files.raw.get("speculators_config")
-    methods = stated.get("proposal_methods") if isinstance(stated, dict) else None
-    verifier = stated.get("verifier") if isinstance(stated, dict) else None
-    first = methods[0] if isinstance(methods, list) and methods else None
-    has_method = isinstance(first, dict) and "speculative_tokens" in first
-    if not has_method or not isinstance(verifier, dict) or "name_or_path" not in verifier:
+    paths = ("proposal_methods", 0, "speculative_tokens"), ("verifier", "name_or_path")
+    if any(within(stated, *path) is None for path in paths):
+        got = "nothing" if stated is None else "less"
         expected = "proposal_methods with speculative_tokens, and a verifier with name_or_path"
-        yield CHECKS["speculators-config"].found(CONFIG, expected, "nothing" if stated is None else "less")
+        yield CHECKS["speculators-config"].found(CONFIG, expected, got)
 
 
-def check_fit(files: EagleFiles) -> Iterator[Finding]:
+@given("config", "target")
+def check_fit(files: EagleFiles, config: Eagle3Config, target: Target) -> Iterator[Finding]:
     """Check that the head's sizes are those of its target."""
-    if files.config is None or files.target is None:
-        return
-    config, target = files.config, files.target.config
-    check = CHECKS["vocabulary-size"]
-    yield from check_of_target(check, "vocab_size", config.vocab_size, target.vocab_size, files.target)
-    check = CHECKS["target-width"]
-    yield from check_of_target(check, "target_hidden_size", config.target_d_model, target.d_model, files.target)
-    if not config.has_embedding and config.d_model != target.d_model:
+    vocab_size, width = target.config.vocab_size, target.config.d_model
+    yield from check_of_target(CHECKS["vocabulary-size"], "vocab_size", config.vocab_size, vocab_size, target)
+    yield from check_of_target(CHECKS["target-width"], "target_hidden_size", config.target_d_model, width, target)
+    if not config.has_embedding and config.d_model != width:
         where, expected = files.where(EMBEDDING), f"[{config.vocab_size}, {config.d_model}]"
-        yield CHECKS["embedding"].found(where, expected, "nothing", width=target.d_model)
+        yield CHECKS["embedding"].found(where, expected, "nothing", width=width)
 
 
-def check_vocabulary(files: EagleFiles) -> Iterator[Finding]:
+@given("config", "vocab")
+def check_vocabulary(files: EagleFiles, config: Eagle3Config, vocab: Vocabulary) -> Iterator[Finding]:
     """Check that d2t and t2d say which tokens the draft's rows stand for, and that the tokens that end turns are among
     them."""
-    config, vocab = files.config, files.vocab
-    if config is None or vocab is None:
-        return
     if vocab.target_ids is None:
         rows, d2t = config.draft_vocab_size, files.table(D2T)
         expected = f"{rows:,} offsets (target id = i + d2t[i]) to unique ids below {config.vocab_size:,}"
@@ -296,12 +291,11 @@ def check_vocabulary(files: EagleFiles) -> Iterator[Finding]:
 def _check_d2t(files: EagleFiles, vocab: Vocabulary, target_ids: np.ndarray, right: np.ndarray) -> Iterator[Finding]:
     """Compare d2t with the table that it should be."""
     d2t, where = files.table(D2T), files.where(D2T)
-
-    set_d2t = put_tensor(D2T, right)
+    set_d2t = put_tensors({D2T: right})
 
     def sort_rows(repaired: Copy) -> None:
         set_d2t(repaired)
-        repaired.tensors["lm_head.weight"] = repaired.tensors["lm_head.weight"][np.argsort(target_ids)]
+        repaired.tensors[OUTPUT] = repaired.tensors[OUTPUT][np.argsort(target_ids)]
 
     offsets = f"offsets (target id = i + d2t[i]), {describe(right)}"
     if vocab.reading == "mask":
@@ -320,7 +314,7 @@ def _check_d2t(files: EagleFiles, vocab: Vocabulary, target_ids: np.ndarray, rig
 def _check_t2d(files: EagleFiles, config: Eagle3Config, vocab: Vocabulary, right: np.ndarray) -> Iterator[Finding]:
     """Compare t2d with the mask that it should be."""
     t2d, d2t, where = files.table(T2D), files.table(D2T), files.where(T2D)
-    set_t2d = put_tensor(T2D, right)
+    set_t2d = put_tensors({T2D: right})
     if t2d is None and config.draft_vocab_size != config.vocab_size:
         expected = f"a mask of {config.vocab_size:,} with {config.draft_vocab_size:,} set"
         yield CHECKS["t2d-missing"].found(where, expected, "nothing", set_t2d)
@@ -357,15 +351,15 @@ def _tokenizer(target: Target | None) -> Tokenizer | None:
     return Tokenizer.load(target.folder)
 
 
-def check_taps(files: EagleFiles) -> Iterator[Finding]:
+@given("target")
+def check_taps(files: EagleFiles, target: Target) -> Iterator[Finding]:
     """Check that the tapped layers are layers of the target, in order, and counted as this layout counts them."""
-    ids, target = dialects.tap_ids(files.raw), files.target
-    named, other = ("outputs", "inputs") if files.dialect == "sglang" else ("inputs", "outputs")
-    where = f"{CONFIG}: {TAP_IDS}"
-    got = f"{ids}, {named} of layers in this layout"
-    if not ids or target is None:
+    ids, num_layers = dialects.tap_ids(files.raw), target.config.num_layers
+    if not ids:
         return
-    num_layers = target.config.num_layers
+    first = dialects.COUNTED_FROM[files.dialect]
+    named, other = _COUNTED[first], _COUNTED[1 - first]
+    where, got = f"{CONFIG}: {TAP_IDS}", f"{ids}, {named} of layers in this layout"
     if any(not 0 <= i < num_layers for i in files.taps):
         yield CHECKS["taps-range"].found(where, f"{named} of layers within 0..{num_layers - 1}", got)
         return
@@ -374,7 +368,7 @@ def check_taps(files: EagleFiles) -> Iterator[Finding]:
     if num_layers < 5:
         return
     # the usual taps by this layout's count, and what they look like in it when the other layout's count is kept
-    first, slip = (0, 1) if files.dialect == "sglang" else (1, -1)
+    slip = 1 - 2 * first
     usual = [i + first for i in default_taps(target.config)]
     if ids == [i + slip for i in usual]:
         yield CHECKS["taps-off-by-one"].found(where, f"{usual} for the usual taps", got, other=other)
@@ -386,21 +380,23 @@ def check_switches(files: EagleFiles) -> Iterator[Finding]:
         yield CHECKS["ignored-switch"].found(CONFIG, "a layer that sees everything, without biases", ", ".join(ignored))
 
 
-def check_rope(files: EagleFiles) -> Iterator[Finding]:
+@given("config")
+def check_rope(files: EagleFiles, _config: Eagle3Config) -> Iterator[Finding]:
     """Check that the rotary settings are stated in both spellings, alike, and are the target's."""
-    if files.config is None:
-        return
-    required = plain_rope(files.target.config.rope) if files.target else None
-    ropes, where = files.ropes, f"{CONFIG}: rope_theta, rope_scaling, rope_parameters"
+    ropes, where = files.ropes, f"{CONFIG}: {', '.join(ROPE_KEYS)}"
     readable = [rope for rope in ropes.values() if rope is not None]
-    stated = "; ".join(f"{name}: {_describe_rope(rope)}" for name, rope in ropes.items()) or "nothing"
-    both = "both spellings, alike" + (f": {_describe_rope(required)}" if required else "")
-    fix = required and write_rope(required)
+    stated = "; ".join(f"{name}: {_describe_rope(rope)}" for name, rope in ropes.items())
+    expected, required, fix = "both spellings, alike", None, None
+    if files.target:
+        required = plain_rope(files.target.config.rope)
+        expected, fix = f"{expected}: {_describe_rope(required)}", write_rope(required)
     if not ropes:
-        yield CHECKS["rope-missing"].found(where, both, "nothing", fix)
+        yield CHECKS["rope-missing"].found(where, expected, "nothing", fix)
         return
     if len(set(readable)) != 1 or len(readable) < len(ropes):
-        yield CHECKS["rope-spellings"].found(where, both, stated, fix if required in readable else None)
+        if required not in readable:
+            fix = None
+        yield CHECKS["rope-spellings"].found(where, expected, stated, fix)
         return
     rope = readable[0]
     if len(ropes) == 1 and rope != Rope():
@@ -415,12 +411,11 @@ def _describe_rope(rope: Rope | None) -> str:
     return f"{rope.kind}, theta {rope.theta:g}" + (f", factor {rope.factor:g}" if rope.kind != "default" else "")
 
 
-def check_positions(files: EagleFiles) -> Iterator[Finding]:
+@given("config", "target")
+def check_positions(files: EagleFiles, _config: Eagle3Config, target: Target) -> Iterator[Finding]:
     """Check that the head can follow sequences as long as the target's."""
-    if files.config is None or files.target is None:
-        return
     length = files.stated.top.get("max_position_embeddings")
-    yield from check_length(CHECKS["max-positions"], length, files.target, files.rope)
+    yield from check_length(CHECKS["max-positions"], length, target, files.rope)
 
 
 OF_NETWORK = (

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, ExpertByExpert, TensorFolder, listed, read_json
 from specserve.drafters.mtp.carried import names_in, num_carried, own_tables, read_shared
 from specserve.drafters.mtp.config import LAYOUTS, OTHERS, Layout, MtpConfig, config_of, of_its_own
@@ -71,12 +72,13 @@ def read_target_ids(tensors: TensorFolder, config: MtpConfig, where: str) -> np.
     return vocab_from_tensors(found.get(D2T), found.get(T2D), config.draft_vocab_size, config.layer.vocab_size, where)
 
 
-def read_table(folder: Path, name: str) -> np.ndarray | None:
+def read_table(target: Target, dtype: str, *, name: str) -> np.ndarray | None:
     """Read a tensor of a target, or return None where its weights are not there."""
     try:
-        return read_shared(opened(folder), name)
+        table = read_shared(opened(target.folder), name)
     except CheckpointError:
         return None
+    return table if table is None else table.astype(dtype)
 
 
 def _stated_vocab(raw: Mapping[str, Any], target: ModelConfig, where: str) -> int:

@@ -15,7 +15,7 @@ from specserve.drafters.peagle.config import NUM_SLOTS, PEagleConfig
 from specserve.errors import ConfigError
 from specserve.interop.eagle3.dialects import KNOWN, MASK_KEYS, mask_ids, unsupported
 from specserve.interop.findings import Dialect, Finding, refuse
-from specserve.interop.keys import Stated, architectures, is_count
+from specserve.interop.keys import Stated, architectures, is_count, within
 from specserve.interop.peagle.catalogue import CHECKS, SLOTS
 
 ARCHITECTURE, MODEL_TYPE = "PEagleDraftModel", "peagle"
@@ -40,11 +40,9 @@ def check_keys(stated: Stated) -> Iterator[Finding]:
 
 def num_slots(raw: Mapping[str, Any]) -> Any:
     """Return how many tokens the head says that it predicts, or None where it says nothing."""
-    speculators = raw.get("speculators_config")
-    methods = speculators.get("proposal_methods") if isinstance(speculators, Mapping) else None
-    first = methods[0] if isinstance(methods, list) and methods else None
-    nested = first.get("speculative_tokens") if isinstance(first, Mapping) else None
-    return raw.get(SLOTS) if raw.get(SLOTS) is not None else nested
+    if raw.get(SLOTS) is not None:
+        return raw[SLOTS]
+    return within(raw, "speculators_config", "proposal_methods", 0, "speculative_tokens")
 
 
 def config_from_hf(stated: Stated, network: Eagle3Config) -> PEagleConfig:
