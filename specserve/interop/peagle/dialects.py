@@ -1,5 +1,5 @@
-"""P-EAGLE heads as others write them: EAGLE-3's layouts (`eagle.dialects`) with a mask. The only file that knows how
-the mask's token and the number of slots are spelled.
+"""P-EAGLE heads as others write them: EAGLE-3's layouts (`eagle3.dialects`) with a mask; the keys of config.json, and
+the faults of the mask. The only file that knows how the mask's token and the number of slots are spelled.
 
 speculators nests the network's settings and states the slots as the tokens that it proposes to vLLM. The flat layout is
 SpecForge's, and vLLM's, which reads another name of the mask's token. In all of them the layers are `layers.{i}.*` and
@@ -13,10 +13,44 @@ from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.eagle3.config import Eagle3Config
 from specserve.drafters.peagle.config import NUM_SLOTS, PEagleConfig
 from specserve.errors import ConfigError
+from specserve.interop.eagle3.catalogue import HEAD_KEYS, NETWORK_KEYS
+from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
 from specserve.interop.eagle3.dialects import KNOWN, MASK_KEYS, mask_ids, unsupported
-from specserve.interop.findings import Dialect, Finding, refuse
-from specserve.interop.keys import Stated, architectures, is_count, within
-from specserve.interop.peagle.catalogue import CHECKS, SLOTS
+from specserve.interop.findings import Dialect, Finding, read_checks, refuse
+from specserve.interop.keys import LAYER, KeyTable, Stated, architectures, is_count, known, within
+
+SLOTS = "num_depths"  # in the flat layout
+_NETWORK = frozenset(key.name for key in NETWORK_KEYS)
+_OTHERS = ("dflash_config", "parallel_drafting", "down_sample_ratio", "down_sample_ratio_min")
+_KEYS = [*NETWORK_KEYS, *HEAD_KEYS, *known(*MASK_KEYS, SLOTS, *_OTHERS)]
+KEYS = KeyTable(
+    _KEYS,
+    over=EAGLE3_KEYS.over,
+    strict={"": frozenset(key.name for key in _KEYS), LAYER: _NETWORK, "dflash_config": frozenset({MASK_KEYS[0]})},
+)
+
+
+CHECKS = read_checks("""
+[masked slots (P-EAGLE)]
+unknown-keys error: keys that nothing is known of
+  what they ask for is left out: the head is computed otherwise than it was trained
+  by hand: remove them, if the head was trained without
+  refused: {got}: keys that nothing is known of, so that the head might be computed otherwise than it was trained;
+    remove them if the head was trained without
+unsupported-switch error: a switch of the layers that is not computed
+  we refuse the head, and engines that do not know the switch compute another one
+  by hand: export the head again without, if it was trained without
+  refused: {got}: no P-EAGLE head is computed so here; export it without
+mask-token error: the token of masked slots is not stated, or stated twice, or no token of the target
+  engines refuse the head, or fill its slots with a token that it never saw there
+  by hand: write the id that the head was trained with
+mask-spelling warning: the token of masked slots has no name that vLLM reads
+  vLLM refuses the head
+  fix: write it under that name too
+slots warning: how many tokens one pass foresees is not stated
+  slots beyond those that were trained foresee nothing: what they propose is verified in vain
+  by hand: write the number of depths that the head was trained with
+""")
 
 ARCHITECTURE, MODEL_TYPE = "PEagleDraftModel", "peagle"
 OWN = frozenset((ARCHITECTURE, "PEagleSpeculator", "LlamaForCausalLMPeagle"))
