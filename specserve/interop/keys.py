@@ -73,8 +73,10 @@ class KeyTable:
 
     def read(self, raw: Mapping[str, Any], where: str) -> "Stated":
         """Read a config.json; `where` names it in errors. Raises ConfigError where a part of it is no object."""
-        own = {place: {k: v for k, v in inner(raw, place).items() if k in keys} for place, keys in self.over.items()}
-        return Stated(self, raw, where, own | {"": {**inner(raw, LAYER), **raw}})
+        places: dict[str, Mapping[str, Any]] = {}
+        for place, keys in self.over.items():
+            places[place] = {key: value for key, value in inner(raw, place).items() if key in keys}
+        return Stated(self, raw, where, {**places, "": {**inner(raw, LAYER), **raw}})
 
 
 @dataclass(frozen=True)
@@ -140,9 +142,12 @@ class Stated:
 
     def contradictions(self) -> dict[str, dict[str, Any]]:
         """Return the keys that places state differently, each with its values by place."""
-        names = sorted({name for place in self.places.values() for name in place})
-        stated = {n: {at: p[n] for at, p in self.places.items() if p.get(n) is not None} for n in names}
-        return {name: values for name, values in stated.items() if any(v != self.get(name) for v in values.values())}
+        found = {}
+        for name in sorted({name for part in self.places.values() for name in part}):
+            values = {place: part[name] for place, part in self.places.items() if part.get(name) is not None}
+            if any(value != self.get(name) for value in values.values()):
+                found[name] = values
+        return found
 
 
 def inner(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:

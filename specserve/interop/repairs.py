@@ -1,5 +1,6 @@
 """Changes of a head's files that undo slips, as far as they are the same for the `repairs` of all kinds."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -53,6 +54,17 @@ def exchange(rename: Renamer, one: str, other: str) -> Fix:
     return fix
 
 
+def exchanged(rename: Renamer, names: Iterable[str], label: Callable[[str], str] = str) -> Iterator[Repair]:
+    """List repairs that put two of these tensors in each other's place, for every two of them."""
+    for one, other in itertools.combinations(names, 2):
+        yield Repair(f"{label(one)} and {label(other)} stand in each other's place", exchange(rename, one, other))
+
+
+def short_name(name: str) -> str:
+    """Return the part of a tensor's name that says what it is, such as `gate_proj`."""
+    return name.split(".")[-2]
+
+
 def write_rope(rope: Rope) -> Fix:
     """Write rotary settings in both spellings where the layers' settings stand, and nowhere else."""
 
@@ -78,13 +90,13 @@ def write_length(length: int, rope: Rope | None) -> Fix:
     return fix
 
 
-def tap_order(order: Sequence[int]) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that puts the inputs of a matrix [out, taps * target_d_model] into another order of taps."""
+def tap_order(rename: Renamer, order: Sequence[int]) -> Fix:
+    """Put the inputs of `fc.weight`, [out, taps * target_d_model], into another order of taps."""
 
     def reorder(weight: np.ndarray) -> np.ndarray:
         return weight.reshape(len(weight), len(order), -1)[:, list(order)].reshape(weight.shape)
 
-    return reorder
+    return change(rename, reorder, "fc.weight")
 
 
 def tap_layers(

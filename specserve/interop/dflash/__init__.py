@@ -1,1 +1,1 @@
-"""The files of block drafters: `catalogue` (keys, faults), `dialects` (spellings), `checks`, `repairs`, `files` (format)."""
+"""The files of block drafters: `catalogue` (keys, faults), `dialects` (spellings), `checks`, `repairs`, `files`."""

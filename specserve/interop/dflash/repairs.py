@@ -15,7 +15,16 @@ from specserve.interop.dflash.catalogue import KEYS, OWN, TAPS
 from specserve.interop.dflash.checks import BlockFiles
 from specserve.interop.findings import Copy, Fix, Repair
 from specserve.interop.keys import LAYER, Stated, inner
-from specserve.interop.repairs import change, exchange, masks, of_target, put_everywhere, tap_layers, tap_order
+from specserve.interop.repairs import (
+    change,
+    exchange,
+    exchanged,
+    masks,
+    of_target,
+    put_everywhere,
+    tap_layers,
+    tap_order,
+)
 
 _NORMS = (
     ("hidden_norm.weight", "norm.weight"),
@@ -36,8 +45,8 @@ def list_repairs(files: BlockFiles) -> Iterator[Repair]:
     yield from _blocks(config, stated)
     for token in masks(target, config.mask_token_id):
         yield Repair(f"masked slots hold token {token}", _put(mask_token_id=token))
-    for one, other in _NORMS:
-        yield Repair(f"{one} and {other} stand in each other's place", exchange(dialects.renamer, one, other))
+    for pair in _NORMS:
+        yield from exchanged(dialects.renamer, pair)
     yield from _products(config)
     yield from of_target(config.backbone.norm_eps, config.backbone.rope, target.config, _put)
 
@@ -58,8 +67,7 @@ def _taps(config: DFlashConfig, num_layers: int) -> Iterator[Repair]:
         if order == tuple(taps):
             continue
         named = ", ".join(str(config.aux_layers[i]) for i in order)
-        fix = change(dialects.renamer, tap_order(order), "fc.weight")
-        yield Repair(f"fc.weight takes the taps in the order {named}", fix)
+        yield Repair(f"fc.weight takes the taps in the order {named}", tap_order(dialects.renamer, order))
 
 
 def _set_taps(layers: tuple[int, ...]) -> Fix:
