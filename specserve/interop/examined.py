@@ -13,6 +13,7 @@ from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, TensorFolder, rea
 from specserve.interop.findings import FLOATS, LAYERS, Check, Finding, put, read_checks
 from specserve.interop.published import D2T, T2D
 from specserve.interop.repairs import write_length
+from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec
 from specserve.models.rope import Rope
 
@@ -48,6 +49,11 @@ class ExaminedFiles:
     def open(self, folder: Path) -> TensorFolder:
         """Open the tensors. Raises CheckpointError."""
         return TensorFolder(folder)
+
+    @property
+    def target_config(self) -> ModelConfig | None:
+        """The target's config; None where there is no target."""
+        return self.target.config if self.target else None
 
     @property
     def dialect(self) -> str:

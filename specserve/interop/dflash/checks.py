@@ -52,9 +52,8 @@ class BlockFiles(ExaminedFiles):
     @cached_property
     def read(self) -> DFlashConfig | ConfigError:
         """The head's shape, or why config.json does not state it in a way that we compute."""
-        target = self.target.config if self.target else None
         try:
-            config = dialects.config_from_hf(self.stated, target, self.names, dtype="float32")
+            config = dialects.config_from_hf(self.stated, self.target_config, self.names, dtype="float32")
         except ConfigError as error:
             return error
         return replace(config, backbone=replace(config.backbone, has_sinks=self.has_sinks))
@@ -173,7 +172,7 @@ def check_taps(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
     num_layers = files.num_target_layers
     try:
         found = dialects.stated_taps(stated)
-        taps = dialects.read_taps(stated, files.target.config if files.target else None)
+        taps = dialects.read_taps(stated, files.target_config)
     except ConfigError as error:
         yield CHECKS["block-taps"].found(CONFIG, "layers of the target, the same in all keys", str(error))
         return

@@ -108,8 +108,9 @@ def check_known(stated: Stated) -> Iterator[Finding]:
 
 def check_twice(stated: Stated) -> Iterator[Finding]:
     """Check that no key is stated in two places that disagree."""
+    named = {OWN: f"in {OWN}", "": "beside it"}
     for key, values in stated.contradictions().items():
-        got = ", ".join(f"{value!r} {f'in {place}' if place else 'beside it'}" for place, value in values.items())
+        got = ", ".join(f"{value!r} {named[place]}" for place, value in values.items())
         yield CHECKS["stated-twice"].found(f"{CONFIG}: {key}", "the same", got, key=key)
 
 

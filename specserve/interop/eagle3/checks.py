@@ -44,6 +44,7 @@ from specserve.models.params import ParamSpec, specs
 from specserve.models.rope import Rope, plain_rope
 from specserve.tokenizer import Tokenizer
 
+_LAYOUTS = {"sglang": "sglang (sglang-jax reads the same)"}  # as they are shown
 _COUNTED = ("outputs", "inputs")  # what layer ids name, by `dialects.COUNTED_FROM`
 _FLAG_TENSORS = {"fc_norm": r"fc_norm\.\d+\.weight", "norm_before_fc": r"input_norm\.weight"}
 _BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
@@ -91,7 +92,7 @@ class EagleFiles(ExaminedFiles):
             sound["rms_norm_eps"] = 1e-6
         if self.rope is None:
             sound |= {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_theta": 10_000.0}}
-        target = self.target.config if self.target else None
+        target = self.target_config
         if target and (any(not 0 <= i < target.num_layers for i in self.taps) or target.num_layers < 5):
             target = None
         return dialects.draft_config_from_hf(self.counted.with_values(**sound), target, self.names, dtype="float32")
@@ -124,14 +125,17 @@ class EagleFiles(ExaminedFiles):
         return specs(draft_spec(config))
 
     def facts(self) -> dict[str, str]:
-        facts = {"layout": self.dialect + (" (sglang-jax reads the same)" if self.dialect == "sglang" else "")}
+        facts = {"layout": _LAYOUTS.get(self.dialect, self.dialect)}
         if self.config is None:
             return facts
         config, vocab = self.config, self.vocab
         ids = dialects.tap_ids(self.raw)
         named = f"{_COUNTED[dialects.COUNTED_FROM[self.dialect]]} of layers"
-        known = self.target is not None and self.target.config.num_layers >= 5
-        default = f"the default: outputs of layers {config.aux_layers}" if known else "the default"
+        taps = f"{named} {tuple(ids)}"
+        if not ids:
+            taps = "the default"
+            if self.target and self.target.config.num_layers >= 5:
+                taps += f": outputs of layers {config.aux_layers}"
         reading = {
             "offset": "d2t holds offsets",
             "absolute": "d2t holds absolute ids",
@@ -146,7 +150,7 @@ class EagleFiles(ExaminedFiles):
             f"({config.num_kv_heads} KV), target {config.target_d_model}",
             "vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,}"
             + (f"; {reading[vocab.reading]}" if vocab else ""),
-            "taps": f"{named} {tuple(ids)}" if ids else default,
+            "taps": taps,
             "flags": ", ".join(flags) or "none: plain EAGLE-3",
             "rope": f"{config.rope.kind}, theta {config.rope.theta:g}, up to {config.max_len:,} positions",
             "embedding": "its own" if config.has_embedding else "the target's",
@@ -173,7 +177,9 @@ def check_keys(files: EagleFiles) -> Iterator[Finding]:
     wrong = list(dialects.check_sizes(counted))
     yield from wrong
     if not wrong and (stated is None or "draft_vocab_size" not in files.raw):
-        got, right = "nothing" if stated is None else "truncated_vocab_size", counted.get("draft_vocab_size")
+        got, right = "truncated_vocab_size", counted.get("draft_vocab_size")
+        if stated is None:
+            got = "nothing"
         yield CHECKS["draft-vocab-size"].found(CONFIG, f"{right}", got, put(draft_vocab_size=right))
     num_layers = files.stated.top.get("num_hidden_layers", 1)
     yield from check_num_layers(CHECKS["layers"], num_layers, counted.get("num_hidden_layers"))
@@ -328,9 +334,12 @@ def _check_t2d(files: EagleFiles, config: Eagle3Config, vocab: Vocabulary, right
 
 def _check_special_tokens(files: EagleFiles, target_ids: np.ndarray) -> Iterator[Finding]:
     drafted = {int(i) for i in target_ids}
-    stated = files.stated.get("eos_token_id")
-    own = [i for i in (stated if isinstance(stated, list) else [stated]) if type(i) is int]
-    ends = list(files.target.eos_ids) if files.target else own
+    ends = files.stated.get("eos_token_id")
+    if files.target:
+        ends = list(files.target.eos_ids)
+    if not isinstance(ends, list):
+        ends = [ends]
+    ends = [i for i in ends if type(i) is int]
     tokenizer = _tokenizer(files.target)
     template = tokenizer.template_token_ids() if tokenizer else frozenset[int]()
 

@@ -19,11 +19,10 @@ from specserve.drafters.mtp.drafter import Mtp
 from specserve.errors import CheckpointError
 from specserve.interop.findings import Dialect
 from specserve.interop.format import HeadFormat, SharedTable
-from specserve.interop.keys import architectures
+from specserve.interop.keys import LAYER, architectures
 from specserve.interop.mtp.checks import MtpFiles, check_layer
 from specserve.interop.mtp.layouts import (
     ARCHITECTURES,
-    LAYER_CONFIG,
     OF_TARGET,
     SPECULATORS,
     as_speculators,
@@ -95,7 +94,7 @@ class MtpFormat(HeadFormat):
             "architectures": [SPECULATORS.architecture],
             "speculators_model_type": "mtp",
             "num_nextn_predict_layers": 1,
-            LAYER_CONFIG: raw,
+            LAYER: raw,
             "speculators_config": speculators_config("mtp", 3, target_name, raw),
         }
 
