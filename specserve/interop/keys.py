@@ -47,7 +47,7 @@ def counts(*names: str, is_required: bool = False) -> list[Key]:
     return [Key(name, is_count=True, is_required=is_required) for name in names]
 
 
-# What a config class of transformers writes of its own accord. It changes nothing here.
+# A config class of transformers writes these of its own accord. They change nothing here.
 TRANSFORMERS_KEYS = known(
     *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "initializer_range", "problem_type"),
@@ -95,7 +95,7 @@ class Stated:
 
     @property
     def top(self) -> Mapping[str, Any]:
-        """What stands at the top, and below it what is stated of the layers alone."""
+        """The keys at the top, and after them those that the layers' own settings state."""
         return self.places[""]
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""What is known of a block drafter's files, as tables: the keys of config.json, and the faults that loaders refuse and
+"""Tables about a block drafter's files: the keys of config.json that are known, and the faults that loaders refuse and
 the draft doctor reports. `dialects` and `checks` look for them."""
 
 from collections.abc import Mapping

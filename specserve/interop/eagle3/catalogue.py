@@ -1,4 +1,4 @@
-"""What is known of an EAGLE-3 head's files, as tables: the keys of config.json, and the faults that loaders refuse and
+"""Tables about an EAGLE-3 head's files: the keys of config.json that are known, and the faults that loaders refuse and
 the draft doctor reports. `dialects` and `checks` look for them, and `tools/list_checks.py` makes the table in
 docs/checkpoints.md of the faults."""
 

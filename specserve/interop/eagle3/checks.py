@@ -45,7 +45,7 @@ from specserve.models.rope import Rope, plain_rope
 from specserve.tokenizer import Tokenizer
 
 _LAYOUTS = {"sglang": "sglang (sglang-jax reads the same)"}  # as they are shown
-_COUNTED = ("outputs", "inputs")  # what layer ids name, by `dialects.COUNTED_FROM`
+_COUNTED = ("outputs", "inputs")  # the states that layer ids name, by `dialects.COUNTED_FROM`
 _FLAG_TENSORS = {"fc_norm": r"fc_norm\.\d+\.weight", "norm_before_fc": r"input_norm\.weight"}
 _BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
