@@ -11,7 +11,7 @@ from specserve.interop.dflash import catalogue as of_blocks
 from specserve.interop.eagle3 import catalogue as of_eagle3
 from specserve.interop.findings import Check
 from specserve.interop.mtp import checks as of_carried_layers
-from specserve.interop.peagle import checks as of_masks
+from specserve.interop.peagle import dialects as of_masks
 
 PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- written by tools/list_checks.py -->\n", "<!-- end -->\n"

@@ -1,6 +1,7 @@
 """The files of a head under examination, and the checks that are alike for all kinds: which tensors there are, of which
 shape, and whether their numbers can be weights."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, TensorFolder, read_json
-from specserve.interop.findings import FLOATS, Check, Finding, read_checks
+from specserve.interop.findings import FLOATS, LAYERS, Check, Finding, put, read_checks
 from specserve.interop.published import D2T, T2D
+from specserve.interop.repairs import write_length
+from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec
+from specserve.models.rope import Rope
 
 CHECKS = read_checks("""
 [numbers]
@@ -47,6 +51,11 @@ class ExaminedFiles:
         return TensorFolder(folder)
 
     @property
+    def target_config(self) -> ModelConfig | None:
+        """The target's config; None where there is no target."""
+        return self.target.config if self.target else None
+
+    @property
     def dialect(self) -> str:
         """The layout that the files are in."""
         return "specserve"
@@ -73,6 +82,47 @@ class ExaminedFiles:
     def facts(self) -> dict[str, str]:
         """Describe the head in a few lines."""
         return {}
+
+
+def given(*parts: str) -> Callable[[Callable[..., Iterable[Finding]]], Callable[[Any], Iterable[Finding]]]:
+    """Return a decorator for a check that takes these parts of the files too, such as the head's shape or the target,
+    and is left out where one of them is not known."""
+
+    def decorate(check: Callable[..., Iterable[Finding]]) -> Callable[[Any], Iterable[Finding]]:
+        @functools.wraps(check)
+        def checked(files: Any) -> Iterable[Finding]:
+            found = [getattr(files, part) for part in parts]
+            return () if any(part is None for part in found) else check(files, *found)
+
+        return checked
+
+    return decorate
+
+
+def check_num_layers(check: Check, stated: object, counted: int) -> Iterator[Finding]:
+    """Check that as many layers are stated as there are tensors of."""
+    if stated == counted:
+        return
+    fix = put(LAYERS, num_hidden_layers=counted)
+    if type(stated) is int and stated > counted:  # tensors are lost, or the config is of another head
+        fix = None
+    yield check.found(f"{CONFIG}: num_hidden_layers", str(counted), repr(stated), fix)
+
+
+def check_of_target(check: Check, key: str, got: int, required: int, target: Target) -> Iterator[Finding]:
+    """Check that a size is that of the target."""
+    if got != required:
+        yield check.found(f"{CONFIG}: {key}", f"{required:,}, as in {target.folder}", f"{got:,}")
+
+
+def check_length(check: Check, stated: object, target: Target, rope: Rope | None) -> Iterator[Finding]:
+    """Check that the head can follow sequences as long as the target's."""
+    required = target.config.max_len
+    if isinstance(stated, int) and stated >= required:
+        return
+    got = f"{stated:,}" if isinstance(stated, int) else repr(stated)
+    where, expected = f"{CONFIG}: max_position_embeddings", f"at least {required:,}, the target's"
+    yield check.found(where, expected, "nothing" if stated is None else got, write_length(required, rope))
 
 
 def check_specs(

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -10,10 +10,13 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
+from specserve.errors import ConfigError
+from specserve.interop.keys import LAYER
 
 Level = Literal["error", "warning"]
 Dialect = Literal["sglang", "vllm", "speculators", "sglang-jax"]  # engines whose layouts heads are written in
 Renamer = Callable[[frozenset[str]], Callable[[str], str]]  # from a folder's names: from ours to the folder's
+LAYERS = "layers"  # the place of the layers' settings, which speculators nests
 FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -27,7 +30,7 @@ class Copy:
     @property
     def layer(self) -> dict[str, Any]:
         """The settings of the layer, which speculators nests."""
-        return self.raw.get("transformer_layer_config") or self.raw
+        return self.raw.get(LAYER) or self.raw
 
 
 Fix = Callable[[Copy], None]
@@ -46,6 +49,7 @@ class Finding:
     expected: str
     got: str
     fix: Fix | None = field(default=None, repr=False, compare=False)  # None: it would be a guess
+    refusal: str = ""  # the error of a loader; empty: it loads the head all the same
 
     def to_json(self) -> dict[str, Any]:
         names = ("code", "level", "what", "where", "expected", "got", "consequence", "mend")
@@ -64,20 +68,29 @@ class Check:
     why: str  # its consequence
     by_fix: str = ""  # the change that `--fix` makes; empty: nothing, because it would have to guess
     by_hand: str = ""  # the advice where `--fix` would have to guess
+    refusal: str = ""  # the error of loaders, which may name what was expected and found; empty: they load such a head
 
     def found(self, where: str, expected: str, got: str, fix: Fix | None = None, **names: object) -> Finding:
         """Return the fault as it was found at `where`; `fix` repairs a copy of the files, None where that would be a
         guess."""
         mend = self.by_fix if fix else self.by_hand
         assert mend, f"{self.code}: the table does not state how it is repaired {'with' if fix else 'without'} a fix"
-        what, why, mend = (text.format(**names) for text in (self.what, self.why, mend))
-        return Finding(self.code, self.level, what, why, mend, where, expected, got, fix)
+        named = {"expected": expected, "got": got, **names}
+        what, why, mend, refusal = (text.format(**named) for text in (self.what, self.why, mend, self.refusal))
+        return Finding(self.code, self.level, what, why, mend, where, expected, got, fix, refusal)
+
+
+def refuse(findings: Iterable[Finding], where: str) -> None:
+    """Raise ConfigError for the first fault with which loaders refuse a head."""
+    for finding in findings:
+        if finding.refusal:
+            raise ConfigError(f"{where}: {finding.refusal}")
 
 
 def read_checks(table: str) -> Mapping[str, Check]:
     """Read a table of checks, by code. A row is `code level: what is wrong`, and indented below it why that matters,
-    `fix: what --fix does`, and `by hand: what a person does`; a further indent continues a line. `[area]` stands before
-    the rows about it. A second row of a code is kept under `code level`."""
+    `fix: what --fix does`, `by hand: what a person does`, and `refused: the error of loaders`; a further indent
+    continues a line. `[area]` stands before the rows about it. A second row of a code is kept under `code level`."""
     found: dict[str, Check] = {}
     area = ""
     for row in re.split(r"\n(?=\S)", table.strip()):
@@ -87,12 +100,13 @@ def read_checks(table: str) -> Mapping[str, Check]:
         first, *lines = re.split(r"\n  (?=\S)", row)
         head, _, what = first.partition(": ")
         code, _, level = head.partition(" ")
-        texts = {"why": "", "fix": "", "by hand": ""}
+        texts = {"why": "", "fix": "", "by hand": "", "refused": ""}
         for line in lines:
             key, _, text = line.partition(": ")
-            key, text = (key, text) if key in ("fix", "by hand") else ("why", line)
+            if key not in texts:
+                key, text = "why", line
             texts[key] = " ".join(text.split())
-        check = Check(area, code, cast(Level, level), what, texts["why"], texts["fix"], texts["by hand"])
+        check = Check(area, code, cast(Level, level), what, *texts.values())
         found[f"{code} {level}" if code in found else code] = check
     return found
 
@@ -151,20 +165,41 @@ def stored_dtype(tensors: TensorFolder) -> str:
     return found.pop() if len(found) == 1 else "float32"
 
 
-def put(key: str, value: Any, *, in_layer: bool = False, everywhere: bool = False) -> Fix:
-    """A fix that writes a key of config.json: at the top, where the layer's settings stand, or in both places."""
+def put(place: str = "", /, **values: Any) -> Fix:
+    """A fix that writes keys of config.json: at the top, in the object inside it that `place` names, or for `layers`
+    where the layers' settings stand."""
 
     def fix(repaired: Copy) -> None:
-        (repaired.layer if in_layer else repaired.raw)[key] = value
-        if everywhere:
-            repaired.layer[key] = value
+        if place == LAYERS:
+            part = repaired.layer
+        elif place:
+            part = repaired.raw[place] = repaired.raw.get(place) or {}
+        else:
+            part = repaired.raw
+        part.update(values)
 
     return fix
 
 
-def put_tensor(name: str, value: np.ndarray) -> Fix:
-    """A fix that writes a tensor."""
-    return lambda repaired: repaired.tensors.update({name: value})
+def both(*fixes: Fix) -> Fix:
+    """A fix that makes several, one after the other."""
+
+    def fix(repaired: Copy) -> None:
+        for each in fixes:
+            each(repaired)
+
+    return fix
+
+
+def put_tensors(tensors: Mapping[str, np.ndarray], instead_of: Iterable[str] = ()) -> Fix:
+    """A fix that writes tensors, in the place of others if there are such."""
+
+    def fix(repaired: Copy) -> None:
+        for name in instead_of:
+            repaired.tensors.pop(name, None)
+        repaired.tensors.update(tensors)
+
+    return fix
 
 
 def describe(table: np.ndarray | None) -> str:

@@ -19,10 +19,34 @@ from specserve.drafters.registry import load_kind
 from specserve.interop.examined import ExaminedFiles, check_values
 from specserve.interop.findings import Dialect, DoctorReport, Finding, Repair
 from specserve.interop.notes import other_target
-from specserve.interop.published import D2T, T2D, vocab_from_tensors, vocab_to_tensors
+from specserve.interop.published import (
+    D2T,
+    EMBEDDING,
+    OUTPUT,
+    T2D,
+    target_embedding,
+    target_output,
+    vocab_from_tensors,
+    vocab_to_tensors,
+)
 from specserve.models.config import ModelConfig
 
 ARCHITECTURE, KIND, SHAPE = "SpecServeDrafter", "drafter", "drafter_config"  # of the plain format
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedTable:
+    """A table that a head may bring along although it is the target's own."""
+
+    name: str  # of the tensor
+    what: str  # the name of the target's own
+    read: Callable[[Target, str], np.ndarray | None]  # (target, dtype) -> its own; None where there are no weights
+    flag: str  # of the head's config: it brings the table along
+    part: str  # of the head's parameters
+
+
+EMBEDDING_TABLE = SharedTable(EMBEDDING, "embedding", target_embedding, "has_embedding", "embedding")
+OUTPUT_TABLE = SharedTable(OUTPUT, "output head", target_output, "has_own_head", "head")
 
 
 class HeadFormat:
@@ -30,6 +54,7 @@ class HeadFormat:
     tensors by the names of its `ParamSpec`s."""
 
     skipped: ClassVar[Mapping[str, str]] = {}  # patterns of tensors that are not read, each with the reason
+    tables: ClassVar[Sequence[SharedTable]] = ()
     examined: ClassVar[type[ExaminedFiles]] = ExaminedFiles  # its files as the draft doctor reads them
     checks: ClassVar[Sequence[Callable[[Any], Iterable[Finding]]]] = (check_values,)
     readings: ClassVar[Sequence[Callable[[Any], Iterable[Repair]]]] = ()  # list the repairs of its files
@@ -76,16 +101,33 @@ class HeadFormat:
         return tensors, {"architectures": [ARCHITECTURE], KIND: self.kind, "torch_dtype": dtype, SHAPE: config}
 
     def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
-        """List the properties of a head that the engine of a dialect does not compute."""
+        """List what of a head the engine that a dialect is for does not compute, as its public code reads today."""
         return [f"a drafter of the kind {self.kind}, so it runs no such head"]
 
     def has_own_embedding(self, folder: Path) -> bool:
         """Return whether a head brings tables along that may be copies of the target's."""
-        return False
+        names = TensorFolder(folder).names()
+        rename = self.examined.renamer(names)
+        return any(rename(table.name) in names for table in self.tables)
+
+    def shared_tables(self, head: Head, target: Target) -> Sequence[SharedTable]:
+        """Return the tables of a head that may be copies of the target's."""
+        return self.tables
 
     def without_copies(self, head: Head, target: Target, dtype: str) -> tuple[Head, list[str]]:
-        """Return the head without the tensors that are the target's own, and a line for each of these."""
-        return head, []
+        """Return the head without the tables that are the target's own, and a line for each of these."""
+        make: Any = type(head.drafter)
+        config, params, changes = head.drafter.config, head.params, []
+        stored = to_numpy(params, head.drafter.spec(), dtype)
+        for table in self.shared_tables(head, target):
+            own = table.read(target, dtype)
+            if table.name in stored and own is not None and np.array_equal(stored[table.name], own):
+                config, params = (
+                    dataclasses.replace(config, **{table.flag: False}),
+                    dataclasses.replace(params, **{table.part: None}),
+                )
+                changes.append(f"{table.name} is the target's own {table.what}, so it is shared instead of stored")
+        return Head(make(config), params, head.target_ids), changes
 
     def repairs(self, folder: Path, target: Target) -> list[Repair]:
         """List other readings of a head's files, which are tried by running the head."""

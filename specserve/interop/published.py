@@ -2,6 +2,7 @@
 vocabulary, rotary settings in both spellings, and copies of the target's tensors. It is the only file that knows how
 `d2t` and `t2d` are meant."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,51 +12,21 @@ import numpy as np
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.errors import CheckpointError, ConfigError
+from specserve.interop.keys import ACTIVATION, LAYER, SIZES
 from specserve.models.config import ModelConfig
-from specserve.models.rope import Rope, rope_to_hf
+from specserve.models.rope import Rope, rope_from_hf, rope_to_hf
 
 D2T, T2D = "d2t", "t2d"
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
-ACTIVATION = "silu"  # of the MLP; every engine that runs draft heads computes this one
-TRANSFORMERS_KEYS = frozenset(  # a config class of transformers writes them of its own accord
-    (
-        *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "initializer_range", "problem_type"),
-        *("attention_dropout", "pretraining_tp", "_attn_implementation", "attn_implementation", "return_dict"),
-        *("output_hidden_states", "output_attentions", "is_encoder_decoder", "is_decoder", "chunk_size_feed_forward"),
-        *("id2label", "label2id"),
-    )
-)
-_SIZES = {  # keys of a layer's settings, and our names
-    "hidden_size": "d_model",
-    "intermediate_size": "d_ff",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-}
 
 
-def inner(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Read an object inside a config.json; empty where there is none. Raises ConfigError."""
-    value = raw.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"config.json: {key} must be an object, got {value!r}")
-    return value
-
-
-def architectures(raw: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of model classes that a config.json states."""
-    stated = raw.get("architectures")
-    if not isinstance(stated, list):
-        return frozenset()
-    return frozenset(map(str, stated))
-
-
-def is_eps(value: object) -> bool:
-    """Return whether the value can be the epsilon of a norm. Above 1e-2 it would not only protect from division by
-    zero, but change what is computed."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e-2
+def read_rope(raw: Mapping[str, Any]) -> Rope | None:
+    """Read the rotary settings of a config.json; None where they make no sense."""
+    try:
+        return rope_from_hf(raw, CONFIG)
+    except (ConfigError, AttributeError, TypeError, ValueError):
+        return None
 
 
 def rope_keys(rope: Rope) -> dict[str, Any]:
@@ -70,7 +41,7 @@ def rope_keys(rope: Rope) -> dict[str, Any]:
 
 def sizes_from_hf(get: Callable[[str], Any], target: ModelConfig | None) -> dict[str, Any]:
     """Read the sizes that `layer_to_hf` writes; `get` returns None for a key that is left out."""
-    sizes = {ours: get(key) for key, ours in _SIZES.items()}
+    sizes = {ours: get(key) for key, ours in SIZES.items()}
     return sizes | {
         "num_layers": sizes["num_layers"] or 1,
         "num_kv_heads": sizes["num_kv_heads"] or sizes["num_heads"],
@@ -79,6 +50,12 @@ def sizes_from_hf(get: Callable[[str], Any], target: ModelConfig | None) -> dict
         "vocab_size": get("vocab_size"),
         "max_len": get("max_position_embeddings") or (target.max_len if target else 2048),
     }
+
+
+def count_layers(names: frozenset[str]) -> int:
+    """Count the layers of a head that there are tensors of, by their names; the first may be `midlayer`."""
+    found = [re.match(r"(?:model\.)?(?:layers\.(\d+)|midlayer)\.", name) for name in names]
+    return max((1 + int(match[1] or 0) for match in found if match), default=0)
 
 
 def layer_to_hf(
@@ -94,7 +71,7 @@ def layer_to_hf(
     bos_id = read_json(target.folder / CONFIG).get("bos_token_id")
     return {
         "model_type": model_type,
-        **{key: getattr(config, ours) for key, ours in _SIZES.items()},
+        **{key: getattr(config, ours) for key, ours in SIZES.items()},
         "hidden_act": ACTIVATION,
         "rms_norm_eps": config.norm_eps,
         "vocab_size": config.vocab_size,
@@ -107,6 +84,18 @@ def layer_to_hf(
         "bos_token_id": bos_id if isinstance(bos_id, int) else None,
         "eos_token_id": next(iter(target.eos_ids), None),
     }
+
+
+def nested_config(
+    layer: dict[str, Any], algorithm: str, num_tokens: int, target: Target, target_name: str
+) -> dict[str, Any]:
+    """Write the part of a config.json in the layout of speculators that is alike for all kinds: the settings of the
+    layers (`layer_to_hf`), and what vLLM reads of the target and of how many tokens a head proposes. Its readers came
+    after transformers renamed `torch_dtype`."""
+    layer["dtype"] = layer.pop("torch_dtype")
+    raw = read_json(target.folder / CONFIG)
+    proposal = speculators_config(algorithm, num_tokens, target_name, raw, verifier_accept_k=1, accept_tolerance=0.0)
+    return {"tie_word_embeddings": False, "dtype": layer["dtype"], LAYER: layer, "speculators_config": proposal}
 
 
 def speculators_config(
@@ -229,3 +218,8 @@ def target_table(target: Target, ending: str, dtype: str) -> np.ndarray | None:
     shape = (target.config.vocab_size, target.config.d_model)
     matches = [name for name in sorted(tensors.names()) if f".{name}".endswith(f".{ending}")]
     return next((tensors.read(name).astype(dtype) for name in matches if tensors.shape(name) == shape), None)
+
+
+def present(found: Mapping[str, object]) -> list[str]:
+    """Return the properties that are there, of some by name."""
+    return [what for what, is_there in found.items() if is_there]

@@ -1,5 +1,6 @@
 """Changes of a head's files that undo slips, as far as they are the same for the `repairs` of all kinds."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.interop.findings import Copy, Fix, Renamer, Repair
-from specserve.interop.published import rope_keys
+from specserve.interop.published import ROPE_KEYS, read_rope, rope_keys
 from specserve.models.config import ModelConfig
 from specserve.models.rope import Rope, plain_rope
 
@@ -24,6 +25,25 @@ def change(rename: Renamer, how: Callable[[np.ndarray], np.ndarray], *names: str
     return fix
 
 
+def put_everywhere(*nested: str, at_top: Iterable[str] = ()) -> Callable[..., Fix]:
+    """Return a function that makes a fix which writes keys wherever they stand, be it at the top or in the objects of
+    these names. A key that stands nowhere yet is written beside the layers' settings, those of `at_top` at the top."""
+
+    def put(**values: object) -> Fix:
+        def fix(repaired: Copy) -> None:
+            places = [place for place in map(repaired.raw.get, nested) if isinstance(place, dict)]
+            for key, value in values.items():
+                there = [place for place in (*places, repaired.raw) if key in place]
+                if key in at_top:
+                    there.append(repaired.raw)
+                for place in there or [repaired.layer]:
+                    place[key] = value
+
+        return fix
+
+    return put
+
+
 def exchange(rename: Renamer, one: str, other: str) -> Fix:
     """Put two tensors in each other's place."""
 
@@ -34,13 +54,49 @@ def exchange(rename: Renamer, one: str, other: str) -> Fix:
     return fix
 
 
-def tap_order(order: Sequence[int]) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that puts the inputs of a matrix [out, taps * target_d_model] into another order of taps."""
+def exchanged(rename: Renamer, names: Iterable[str], label: Callable[[str], str] = str) -> Iterator[Repair]:
+    """List repairs that put two of these tensors in each other's place, for every two of them."""
+    for one, other in itertools.combinations(names, 2):
+        yield Repair(f"{label(one)} and {label(other)} stand in each other's place", exchange(rename, one, other))
+
+
+def short_name(name: str) -> str:
+    """Return the part of a tensor's name that says what it is, such as `gate_proj`."""
+    return name.split(".")[-2]
+
+
+def write_rope(rope: Rope) -> Fix:
+    """Write rotary settings in both spellings where the layers' settings stand, and nowhere else."""
+
+    def fix(repaired: Copy) -> None:
+        repaired.layer.update(rope_keys(rope))
+        for key in ROPE_KEYS:
+            if repaired.layer is not repaired.raw:
+                repaired.raw.pop(key, None)
+
+    return fix
+
+
+def write_length(length: int, rope: Rope | None) -> Fix:
+    """Write the number of positions. Some rotary settings follow from it: they stay as they are."""
+
+    def fix(repaired: Copy) -> None:
+        repaired.layer["max_position_embeddings"] = length
+        if repaired.layer is not repaired.raw:
+            repaired.raw.pop("max_position_embeddings", None)
+        if rope is not None and read_rope(repaired.layer) != rope:
+            write_rope(rope)(repaired)
+
+    return fix
+
+
+def tap_order(rename: Renamer, order: Sequence[int]) -> Fix:
+    """Put the inputs of `fc.weight`, [out, taps * target_d_model], into another order of taps."""
 
     def reorder(weight: np.ndarray) -> np.ndarray:
         return weight.reshape(len(weight), len(order), -1)[:, list(order)].reshape(weight.shape)
 
-    return reorder
+    return change(rename, reorder, "fc.weight")
 
 
 def tap_layers(

@@ -87,7 +87,7 @@ DRAFTERS = re.compile(
     re.IGNORECASE,
 )
 OF_ALL_DRAFTERS = ("interface", "learning", "settings", "follow", "grow")
-OF_ALL_HEADS = ("format", "head", "convert", "doctor", "findings", "repairs", "examined", "notes", "published")
+OF_ALL_HEADS = ("format", "head", "convert", "doctor", "findings", "keys", "repairs", "examined", "notes", "published")
 NAMES_LAYERS_OF_TARGETS = "checkpoints/load.py"  # some layers in a target's checkpoint are not its own
 
 

@@ -1,1 +1,1 @@
-"""The files of block drafters: `dialects` (names and spellings), `files` (the format), `checks` and `repairs`."""
+"""The files of block drafters: `catalogue` (keys, faults), `dialects` (spellings), `checks`, `repairs`, `files`."""

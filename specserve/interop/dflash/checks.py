@@ -1,13 +1,10 @@
-"""The checks of the files of a DFlash head."""
+"""The checks of the files of a DFlash head, beside those that loaders make too (`dialects`)."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE
@@ -16,10 +13,20 @@ from specserve.drafters.dflash.model import head_spec
 from specserve.drafters.dflash.start import default_taps
 from specserve.errors import ConfigError
 from specserve.interop.dflash import dialects
-from specserve.interop.dflash.catalogue import CHECKS
-from specserve.interop.examined import ExaminedFiles, check_specs, check_values
-from specserve.interop.findings import Copy, Finding, describe, put
-from specserve.interop.published import D2T, T2D, read_vocab, rope_keys, vocab_to_tensors
+from specserve.interop.dflash.catalogue import CHECKS, INPUT_TAPS, KEYS, OWN, TAPS
+from specserve.interop.examined import (
+    ExaminedFiles,
+    check_length,
+    check_num_layers,
+    check_of_target,
+    check_specs,
+    check_values,
+    given,
+)
+from specserve.interop.findings import LAYERS, Finding, both, describe, put, put_tensors
+from specserve.interop.keys import Stated
+from specserve.interop.published import D2T, ROPE_KEYS, T2D, count_layers, read_rope, read_vocab, vocab_to_tensors
+from specserve.interop.repairs import write_rope
 from specserve.models.params import specs
 from specserve.models.rope import plain_rope
 
@@ -34,27 +41,22 @@ class BlockFiles(ExaminedFiles):
 
     def __init__(self, folder: Path, target: Target | None) -> None:
         super().__init__(folder, target)
-        self.stated = dialects.read_stated(self.raw, CONFIG)
-        self.has_sizes = not dialects.bad_sizes(self.stated)
+        self.stated = KEYS.read(self.raw, CONFIG)
+        self.sizes = None if dialects.bad_sizes(self.stated) else self.stated  # None: the shape is not stated
+        self.has_sinks = any(map(_SINKS.fullmatch, self.names))
 
     @property
     def dialect(self) -> str:
-        return self.stated.layout
-
-    @cached_property
-    def num_layers(self) -> int:
-        """The number of layers that there are tensors of."""
-        return dialects.count_layers(self.names)
+        return dialects.layout_of(self.stated)
 
     @cached_property
     def read(self) -> DFlashConfig | ConfigError:
         """The head's shape, or why config.json does not state it in a way that we compute."""
-        target = self.target.config if self.target else None
         try:
-            config = dialects.config_from_hf(self.raw, target, self.names, dtype="float32", where=CONFIG)
+            config = dialects.config_from_hf(self.stated, self.target_config, self.names, dtype="float32")
         except ConfigError as error:
             return error
-        return replace(config, backbone=replace(config.backbone, has_sinks=any(map(_SINKS.fullmatch, self.names))))
+        return replace(config, backbone=replace(config.backbone, has_sinks=self.has_sinks))
 
     @property
     def config(self) -> DFlashConfig | None:
@@ -66,9 +68,8 @@ class BlockFiles(ExaminedFiles):
         return self.target.config.num_layers if self.target else self.stated.get("num_target_layers")
 
     def facts(self) -> dict[str, str]:
-        layout = self.stated.layout
-        readers = "" if layout == "speculators" else " (vLLM, SGLang)"
-        facts = {"kind": self.stated.kind, "layout": layout + readers}
+        layouts = {"speculators": "speculators", "z-lab": "z-lab (vLLM, SGLang)"}
+        facts = {"kind": dialects.kind_of(self.stated), "layout": layouts[self.dialect]}
         if self.config is None:
             return facts
         config, backbone = self.config, self.config.backbone
@@ -90,55 +91,34 @@ class BlockFiles(ExaminedFiles):
 
     def _slots(self, config: DFlashConfig) -> str:
         """Describe how the slots of a block depend on each other."""
-        if config.markov_rank:
-            sure = f", and confidence by {config.confidence}" if config.confidence else ""
-            return f"a bias of rank {config.markov_rank} by the token before{sure}"
-        if config.selector_rank:
-            return f"convolutions, and a choice of rank {config.selector_rank} among {config.selector_top_k}"
-        return "independent"
+        sure = f", and confidence by {config.confidence}" if config.confidence else ""
+        return {
+            "dflash": "independent",
+            "dspark": f"a bias of rank {config.markov_rank} by the token before{sure}",
+            "dflash2": f"convolutions, and a choice of rank {config.selector_rank} among {config.selector_top_k}",
+        }[config.name]
 
 
 def check_keys(files: BlockFiles) -> Iterator[Finding]:
     """Check that every key is known, stated once, and computed here."""
     stated = files.stated
-    if wrong := dialects.bad_sizes(stated):
-        got = ", ".join(f"{key}: {stated.get(key)!r}" for key in wrong)
-        yield CHECKS["block-sizes"].found(CONFIG, "positive whole numbers, block_size at least 2", got)
-    for key in stated.unknown:
-        yield CHECKS["unknown-key"].found(f"{CONFIG}: {key}", "a key of the layout", repr(_value(files.raw, key)))
-    for key in sorted({*stated.own} & {*stated.top}):
-        if (one := stated.own[key]) != (other := stated.top[key]) and None not in (one, other):
-            got = f"{one!r} in {dialects.OWN}, {other!r} beside it"
-            yield CHECKS["stated-twice"].found(f"{CONFIG}: {key}", "the same", got, key=key)
+    yield from dialects.check_sizes(stated)
+    yield from dialects.check_known(stated)
+    yield from dialects.check_twice(stated)
     if dialects.disagrees_about_anchor(stated):
         got = f"{stated.get('sample_from_anchor')!r} and {stated.get('dspark_bonus_anchor')!r}"
         keys = "sample_from_anchor, dspark_bonus_anchor"
         yield CHECKS["stated-twice"].found(f"{CONFIG}: {keys}", "one true and one false", got, key=keys)
-    for key, harmless in dialects.UNCOMPUTED.items():
-        if (value := stated.get(key)) not in harmless:
-            yield CHECKS["uncomputed"].found(f"{CONFIG}: {key}", repr(harmless[-1]), repr(value), key=key)
-    count = stated.get("num_hidden_layers")
-    if files.has_sizes and count != files.num_layers:
-        is_cut = type(count) is int and count > files.num_layers  # or the config is of another head
-        fix = None if is_cut else put("num_hidden_layers", files.num_layers, in_layer=True)
-        yield CHECKS["block-layers"].found(f"{CONFIG}: num_hidden_layers", str(files.num_layers), repr(count), fix)
-    mask, vocab_size = stated.get("mask_token_id"), stated.get("vocab_size")
-    if files.has_sizes and (type(mask) is not int or not 0 <= mask < vocab_size):
-        yield CHECKS["mask-token"].found(f"{CONFIG}: mask_token_id", f"0..{vocab_size - 1}", repr(mask))
+    yield from dialects.check_computed(stated)
+    if files.sizes:
+        count = stated.get("num_hidden_layers")
+        yield from check_num_layers(CHECKS["block-layers"], count, count_layers(files.names))
+    yield from dialects.check_mask_token(stated)
 
 
-def _value(raw: Mapping[str, Any], key: str) -> Any:
-    own = raw.get(dialects.OWN)
-    if isinstance(own, dict) and key.startswith(f"{dialects.OWN}."):
-        return own[key.removeprefix(f"{dialects.OWN}.")]
-    return raw.get(key, "stated")
-
-
-def check_masks(files: BlockFiles) -> Iterator[Finding]:
+@given("sizes")
+def check_masks(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
     """Check that every engine reads the same windows and causality from the config."""
-    stated = files.stated
-    if not files.has_sizes:
-        return
     try:
         windows = dialects.read_windows(stated)
         causal = dialects.read_causal(stated, windows)
@@ -147,136 +127,100 @@ def check_masks(files: BlockFiles) -> Iterator[Finding]:
         return
     if short := short_windows(windows, causal, stated.get("block_size")):
         yield CHECKS["windows"].found(CONFIG, f"{stated.get('block_size')} or more", str(short[0]))
-    kinds = stated.get("layer_types") or []
-    if dialects.SLIDING in kinds and not stated.get("use_sliding_window", False):
-        got = repr(stated.get("use_sliding_window"))
-        fix = put("use_sliding_window", True, in_layer=True)
+    slides = dialects.SLIDING in stated.get("layer_types", ())
+    if slides and not stated.get("use_sliding_window", False):
+        got, fix = repr(stated.get("use_sliding_window")), put(LAYERS, use_sliding_window=True)
         yield CHECKS["forgotten-window"].found(f"{CONFIG}: use_sliding_window", "true", got, fix)
-    if any(windows) and dialects.SLIDING not in kinds:
-
-        def spell(repaired: Copy) -> None:
-            repaired.layer["layer_types"] = [dialects.SLIDING] * len(windows)
-            repaired.layer.update(sliding_window=windows[0], use_sliding_window=True, max_window_layers=0)
-            repaired.raw["is_causal"] = causal[0]
-
-        yield CHECKS["use-swa"].found(f"{CONFIG}: layer_types", "layers that slide", "nothing", spell)
+    if any(windows) and not slides:
+        kinds = {"layer_types": [dialects.SLIDING] * len(windows), "sliding_window": windows[0]}
+        fix = both(put(LAYERS, **kinds, use_sliding_window=True, max_window_layers=0), put(is_causal=causal[0]))
+        yield CHECKS["use-swa"].found(f"{CONFIG}: layer_types", "layers that slide", "nothing", fix)
     key = "sliding_window_non_causal"
-    if stated.layout == "speculators" and stated.get(key) is False and not all(windows):
-        fix = None if any(windows) else put(key, True)
+    if stated.is_nested and stated.get(key) is False and not all(windows):
+        fix = None if any(windows) else put(**{key: True})
         yield CHECKS["all-causal"].found(f"{CONFIG}: {key}", "true", "False", fix)
-    has_flag = stated.get("attention_sink_bias", stated.get("add_swa_attention_sink_bias", False))
-    if any(map(_SINKS.fullmatch, files.names)) and not has_flag:
-
-        def write_sinks(repaired: Copy) -> None:
-            repaired.raw.setdefault(dialects.OWN, {})["attention_sink_bias"] = True
-
-        yield CHECKS["sinks"].found(f"{CONFIG}: {dialects.OWN}.attention_sink_bias", "true", "nothing", write_sinks)
+    if files.has_sinks and not stated.fields("has_sinks")["has_sinks"]:
+        fix = put(OWN, attention_sink_bias=True)
+        yield CHECKS["sinks"].found(f"{CONFIG}: {OWN}.attention_sink_bias", "true", "nothing", fix)
 
 
-def check_target(files: BlockFiles) -> Iterator[Finding]:
+@given("sizes", "target")
+def check_target(_files: BlockFiles, stated: Stated, target: Target) -> Iterator[Finding]:
     """Check that the head's sizes are those of its target, and that it can follow sequences as long."""
-    stated = files.stated
-    if files.target is None or not files.has_sizes:
-        return
-    target = files.target.config
-    width = stated.get("target_hidden_size", stated.get("hidden_size"))
-    for key, got, required in (
-        ("vocab_size", stated.get("vocab_size"), target.vocab_size),
-        ("hidden_size", width, target.d_model),
-        ("num_target_layers", stated.get("num_target_layers", target.num_layers), target.num_layers),
-    ):
-        if got != required:
-            expected = f"{required:,}, as in {files.target.folder}"
-            yield CHECKS["other-target"].found(f"{CONFIG}: {key}", expected, f"{got:,}")
+    check, sizes = CHECKS["other-target"], dialects.sizes_of_target(stated, target.config)
+    required = (target.config.vocab_size, target.config.d_model, target.config.num_layers)
+    for key, got, size in zip(("vocab_size", "hidden_size", "num_target_layers"), sizes, required, strict=True):
+        yield from check_of_target(check, key, got, size, target)
     length = stated.get("max_position_embeddings")
-    if length is None or length < target.max_len:
-        where, expected = f"{CONFIG}: max_position_embeddings", f"at least {target.max_len:,}, the target's"
-        fix = put("max_position_embeddings", target.max_len, in_layer=True)
-        yield CHECKS["block-positions"].found(where, expected, "nothing" if length is None else f"{length:,}", fix)
+    yield from check_length(CHECKS["block-positions"], length, target, read_rope(stated.top))
 
 
 def check_rope(files: BlockFiles) -> Iterator[Finding]:
     """Check that rotary settings are stated."""
-    if any(files.stated.get(key) is not None for key in ("rope_theta", "rope_scaling", "rope_parameters")):
+    if any(files.stated.get(key) is not None for key in ROPE_KEYS):
         return
-    rope = plain_rope(files.target.config.rope) if files.target else None
-
-    def fix(repaired: Copy) -> None:
-        assert rope is not None, "the target's"
-        repaired.layer.update(rope_keys(rope))
-
-    expected = f"{rope.kind}, theta {rope.theta:g}" if rope else "rope_theta or rope_parameters"
-    yield CHECKS["block-rope"].found(f"{CONFIG}: rope_parameters", expected, "nothing", fix if rope else None)
+    expected, fix = "rope_theta or rope_parameters", None
+    if files.target:
+        rope = plain_rope(files.target.config.rope)
+        expected, fix = f"{rope.kind}, theta {rope.theta:g}", write_rope(rope)
+    yield CHECKS["block-rope"].found(f"{CONFIG}: rope_parameters", expected, "nothing", fix)
 
 
-def check_taps(files: BlockFiles) -> Iterator[Finding]:
+@given("sizes")
+def check_taps(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
     """Check that the taps are stated, are layers of the target, and are counted as their key counts them."""
-    stated, num_layers = files.stated, files.num_target_layers
-    if not files.has_sizes:
-        return
+    num_layers = files.num_target_layers
     try:
         found = dialects.stated_taps(stated)
-        taps = dialects.read_taps(stated, files.target.config if files.target else None)
+        taps = dialects.read_taps(stated, files.target_config)
     except ConfigError as error:
         yield CHECKS["block-taps"].found(CONFIG, "layers of the target, the same in all keys", str(error))
         return
-    is_nested = stated.layout == "speculators"
-    if not found:
-
-        def write(repaired: Copy) -> None:
-            if is_nested:
-                repaired.raw[dialects.INPUT_TAPS[0]] = [i + 1 for i in taps]
-            else:
-                repaired.raw.setdefault(dialects.OWN, {})[dialects.TAPS] = list(taps)
-
-        fix = write if num_layers else None
-        if fix:
-            yield CHECKS["taps-unstated"].found(CONFIG, f"outputs of layers {list(taps)}", "nothing", fix)
-        return
-    key = next(iter(found))
     if num_layers is None:
         return
+    if not found:
+        fix = put(OWN, **{TAPS: list(taps)})
+        if stated.is_nested:
+            fix = put(**{INPUT_TAPS[0]: [i + 1 for i in taps]})
+        yield CHECKS["taps-unstated"].found(CONFIG, f"outputs of layers {list(taps)}", "nothing", fix)
+        return
+    key = next(iter(found))
+    where = f"{CONFIG}: {key}"
     if max(taps) == num_layers - 1:
-        yield CHECKS["last-tap"].found(f"{CONFIG}: {key}", f"layers before {num_layers - 1}", f"outputs of {taps}")
+        yield CHECKS["last-tap"].found(where, f"layers before {num_layers - 1}", f"outputs of {taps}")
     try:
         usual = default_taps(num_layers, len(taps))
     except ConfigError:
         return
-    slipped = tuple(i + (1 if key == dialects.TAPS else -1) for i in usual)
-    if taps == slipped:
+    slip = 1 if key == TAPS else -1
+    if taps == tuple(i + slip for i in usual):
         got = f"outputs of {list(taps)} as {key} counts"
-        yield CHECKS["taps-slipped"].found(f"{CONFIG}: {key}", f"{list(usual)} are the usual ones", got)
+        yield CHECKS["taps-slipped"].found(where, f"{list(usual)} are the usual ones", got)
 
 
-def check_tensors(files: BlockFiles) -> Iterator[Finding]:
+@given("config")
+def check_tensors(files: BlockFiles, config: DFlashConfig) -> Iterator[Finding]:
     """Check that the tensors are those that config.json asks for."""
-    if files.config is not None:
-        checks = CHECKS["block-missing"], CHECKS["block-shape"], CHECKS["block-unknown"]
-        yield from check_specs(files, specs(head_spec(files.config)), checks, _HARMLESS.fullmatch)
+    checks = CHECKS["block-missing"], CHECKS["block-shape"], CHECKS["block-unknown"]
+    yield from check_specs(files, specs(head_spec(config)), checks, _HARMLESS.fullmatch)
 
 
-def check_vocabulary(files: BlockFiles) -> Iterator[Finding]:
+@given("config")
+def check_vocabulary(files: BlockFiles, config: DFlashConfig) -> Iterator[Finding]:
     """Check that d2t and t2d say which tokens the rows are for."""
-    config = files.config
-    if config is None or not dialects.is_partial(config):
-        return
-    stored = [files.rename(name) for name in (D2T, T2D)]
     d2t, t2d = map(files.table, (D2T, T2D))
     rows, size = config.draft_vocab_size, config.backbone.vocab_size
     vocab = read_vocab(d2t, t2d, rows, size)
-    if vocab.reading == "offset" and vocab.is_sorted and (t2d is None or vocab.agrees):
+    is_right = vocab.reading == "offset" and vocab.is_sorted and (t2d is None or vocab.agrees)
+    if is_right or not dialects.is_partial(config):
         return
-    target_ids = vocab.target_ids if vocab.is_sorted and vocab.reading in ("absolute", "mask") else None
-
-    def fix(repaired: Copy) -> None:
-        assert target_ids is not None, "read, or there is no fix"
-        for name in stored:
-            repaired.tensors.pop(name, None)
-        repaired.tensors |= vocab_to_tensors(np.asarray(target_ids), size)
-
+    fix = None
+    if vocab.target_ids is not None and vocab.is_sorted and vocab.reading in ("absolute", "mask"):
+        stored = [files.rename(name) for name in (D2T, T2D)]
+        fix = put_tensors(vocab_to_tensors(vocab.target_ids, size), instead_of=stored)
     expected = f"{rows:,} ascending offsets to ids below {size:,}, and a mask that agrees"
     got = f"d2t {describe(d2t)}; t2d {describe(t2d)}"
-    yield CHECKS["block-vocabulary"].found(SINGLE_FILE, expected, got, fix if target_ids is not None else None)
+    yield CHECKS["block-vocabulary"].found(SINGLE_FILE, expected, got, fix)
 
 
 OF_BLOCKS = (

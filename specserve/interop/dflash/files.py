@@ -1,11 +1,9 @@
 """DFlash heads as folders: config.json and tensors, in either layout."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
 
 from specserve.checkpoints.load import Target, to_numpy
@@ -14,13 +12,13 @@ from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.dflash import dialects
-from specserve.interop.dflash.catalogue import CHECKS
+from specserve.interop.dflash.catalogue import CHECKS, KEYS
 from specserve.interop.dflash.checks import OF_BLOCKS, BlockFiles
 from specserve.interop.dflash.repairs import list_repairs
 from specserve.interop.findings import Dialect, DoctorReport
-from specserve.interop.format import HeadFormat
+from specserve.interop.format import EMBEDDING_TABLE, OUTPUT_TABLE, HeadFormat
 from specserve.interop.notes import other_target
-from specserve.interop.published import EMBEDDING, OUTPUT, target_embedding, target_output, vocab_to_tensors
+from specserve.interop.published import present, vocab_to_tensors
 from specserve.models.config import ModelConfig
 
 
@@ -28,6 +26,7 @@ class DFlashFormat(HeadFormat):
     """The layouts of block drafters (`dialects`)."""
 
     skipped: ClassVar[Mapping[str, str]] = dialects.SKIPPED
+    tables = (EMBEDDING_TABLE, OUTPUT_TABLE)
     examined = BlockFiles
     checks = OF_BLOCKS
     readings = (list_repairs,)
@@ -36,17 +35,13 @@ class DFlashFormat(HeadFormat):
         return dialects.kind_named(raw) == self.kind
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
-        where, names = folder / CONFIG, TensorFolder(folder).names()
-        raw = read_json(where)
-        stated = dialects.read_stated(raw, str(where))
-        width = stated.get("target_hidden_size", stated.get("hidden_size"))
-        num_layers = stated.get("num_target_layers", target.num_layers)
-        got = (stated.get("vocab_size"), width, num_layers)
+        names, stated = TensorFolder(folder).names(), KEYS.read(read_json(folder / CONFIG), str(folder / CONFIG))
+        got = dialects.sizes_of_target(stated, target)
         if got != (target.vocab_size, target.d_model, target.num_layers) and not dialects.bad_sizes(stated):
-            theirs = f"vocabulary {got[0]}, width {width} and {num_layers} layers"
+            theirs = "vocabulary {}, width {} and {} layers".format(*got)
             given = f"{target.vocab_size}, {target.d_model} and {target.num_layers}"
             raise other_target(folder, theirs, target_name, given)
-        config = dialects.config_from_hf(raw, target, names, dtype=dtype, where=str(where))
+        config = dialects.config_from_hf(stated, target, names, dtype=dtype)
         if config.backbone.d_model != target.d_model:
             raise CheckpointError(
                 f"{folder}: a head of width {config.backbone.d_model} beside a target of width {target.d_model}, whose "
@@ -73,6 +68,11 @@ class DFlashFormat(HeadFormat):
     def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
         """List what of a head the engine that a dialect is for does not compute, as its public code reads today."""
         config = drafter.config
+        found: dict[str, object] = {
+            "an embedding of its own": config.has_embedding,
+            "an output head of its own": config.has_head,
+            "attention sinks": config.backbone.has_sinks,
+        }
         if dialect == "vllm":
             found = {"scales of its embedding or its logits": (config.embedding_scale, config.output_scale) != (1, 1)}
         elif dialect == "speculators":  # vLLM reads these too, and makes all layers causal where windows are
@@ -80,38 +80,12 @@ class DFlashFormat(HeadFormat):
             found = {"layers that see all beside causal ones": is_mixed}
         elif dialect == "sglang-jax" and config.name == "dflash2":
             found = {"convolutions and the choice among candidates": True}
-        else:
-            found = {
-                "an embedding of its own": config.has_embedding,
-                "an output head of its own": config.has_head,
-                "attention sinks": config.backbone.has_sinks,
-            }
-        return [what for what, is_there in found.items() if is_there]
-
-    def has_own_embedding(self, folder: Path) -> bool:
-        """Return whether the head brings a token embedding or output rows along."""
-        names = TensorFolder(folder).names()
-        rename = dialects.renamer(names)
-        return rename(EMBEDDING) in names or rename(OUTPUT) in names
-
-    def without_copies(self, head: Head, target: Target, dtype: str) -> tuple[Head, list[str]]:
-        """Drop an embedding and an output head that are the target's own."""
-        config, params, changes = head.drafter.config, head.params, []
-        if params.embedding is not None and _is_same(np.asarray(params.embedding), target_embedding(target, dtype)):
-            config, params = replace(config, has_embedding=False), replace(params, embedding=None)
-            changes.append(f"{EMBEDDING} is the target's own embedding, so it is shared instead of stored")
-        if isinstance(params.head, jax.Array) and _is_same(np.asarray(params.head).T, target_output(target, dtype)):
-            config, params = replace(config, has_own_head=False), replace(params, head=None)
-            changes.append(f"{OUTPUT} is the target's own output head, so it is shared instead of stored")
-        return Head(DFlash(config), params, head.target_ids), changes
+        return present(found)
 
     def examine(self, folder: Path, target: Target | None) -> DoctorReport:
         """Make all checks. Where none finds an error, and the head cannot be made, that is the error."""
         report, files = super().examine(folder, target), BlockFiles(folder, target)
         if isinstance(files.read, ConfigError) and not report.errors:
-            report.findings.append(CHECKS["block-sizes"].found(CONFIG, "a head that can be made", str(files.read)))
+            error = str(files.read)
+            report.findings.append(CHECKS["block-sizes"].found(CONFIG, "a head that can be made", error, named=error))
         return report
-
-
-def _is_same(own: np.ndarray, targets: np.ndarray | None) -> bool:
-    return targets is not None and np.array_equal(own, targets)

@@ -2,8 +2,7 @@
 Whether one helps is measured by running the head (`eval.trial`)."""
 
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -12,10 +11,20 @@ from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.start import FEWEST_MORE, default_taps
 from specserve.errors import ConfigError
 from specserve.interop.dflash import dialects
+from specserve.interop.dflash.catalogue import KEYS, OWN, TAPS
 from specserve.interop.dflash.checks import BlockFiles
 from specserve.interop.findings import Copy, Fix, Repair
-from specserve.interop.published import inner
-from specserve.interop.repairs import change, exchange, masks, of_target, tap_layers, tap_order
+from specserve.interop.keys import LAYER, Stated, inner
+from specserve.interop.repairs import (
+    change,
+    exchange,
+    exchanged,
+    masks,
+    of_target,
+    put_everywhere,
+    tap_layers,
+    tap_order,
+)
 
 _NORMS = (
     ("hidden_norm.weight", "norm.weight"),
@@ -26,34 +35,23 @@ _WHOLE_ORDERS = 3  # taps of which every order is tried
 
 def list_repairs(files: BlockFiles) -> Iterator[Repair]:
     """List all repairs that are worth a try. There are none where config.json cannot be read."""
-    raw, names, target = files.raw, files.names, files.target
+    stated, target = files.stated, files.target
     assert target is not None, "repairs are tried beside the target"
     try:
-        config = dialects.config_from_hf(raw, target.config, names, dtype="float32", where=CONFIG)
+        config = dialects.config_from_hf(stated, target.config, files.names, dtype="float32")
     except ConfigError:
         return
     yield from _taps(config, target.config.num_layers)
-    yield from _blocks(config, raw)
+    yield from _blocks(config, stated)
     for token in masks(target, config.mask_token_id):
         yield Repair(f"masked slots hold token {token}", _put(mask_token_id=token))
-    for one, other in _NORMS:
-        yield Repair(f"{one} and {other} stand in each other's place", exchange(dialects.renamer, one, other))
+    for pair in _NORMS:
+        yield from exchanged(dialects.renamer, pair)
     yield from _products(config)
     yield from of_target(config.backbone.norm_eps, config.backbone.rope, target.config, _put)
 
 
-def _put(**values: object) -> Fix:
-    """Make a fix that writes keys wherever they stand. A key that stands nowhere yet is written beside the layers'
-    settings."""
-
-    def fix(repaired: Copy) -> None:
-        places = [repaired.raw.get(dialects.OWN), repaired.raw.get(dialects.LAYER), repaired.raw]
-        for key, value in values.items():
-            there = [place for place in places if isinstance(place, dict) and key in place]
-            for place in there or [repaired.layer]:
-                place[key] = value
-
-    return fix
+_put = put_everywhere(OWN, LAYER)
 
 
 def _taps(config: DFlashConfig, num_layers: int) -> Iterator[Repair]:
@@ -69,37 +67,39 @@ def _taps(config: DFlashConfig, num_layers: int) -> Iterator[Repair]:
         if order == tuple(taps):
             continue
         named = ", ".join(str(config.aux_layers[i]) for i in order)
-        fix = change(dialects.renamer, tap_order(order), "fc.weight")
-        yield Repair(f"fc.weight takes the taps in the order {named}", fix)
+        yield Repair(f"fc.weight takes the taps in the order {named}", tap_order(dialects.renamer, order))
 
 
 def _set_taps(layers: tuple[int, ...]) -> Fix:
     def fix(repaired: Copy) -> None:
-        stated = dialects.stated_taps(dialects.read_stated(repaired.raw, CONFIG))
-        for key in stated or (dialects.TAPS,):
-            _put(**{key: [i + (key != dialects.TAPS) for i in layers]})(repaired)
+        for key in dialects.stated_taps(KEYS.read(repaired.raw, CONFIG)) or (TAPS,):
+            _put(**{key: [i + (key != TAPS) for i in layers]})(repaired)
 
     return fix
 
 
-def _blocks(config: DFlashConfig, raw: Mapping[str, Any]) -> Iterator[Repair]:
+def _blocks(config: DFlashConfig, stated: Stated) -> Iterator[Repair]:
     """List repairs of blocks: which slots a slot sees, how far back, and whether the first slot predicts a token."""
     is_causal = not all(config.is_causal)
-    named = "a slot sees those before it alone" if is_causal else "a slot sees its whole block"
-    keys = ["is_causal", *(["causal"] if "causal" in inner(raw, dialects.OWN) or "causal" in raw else [])]
-    yield Repair(named, _put(**dict.fromkeys(keys, is_causal)))
-    windows = dialects.list_windows(config)
+    causal = {"is_causal": is_causal}
+    if any("causal" in place for place in (stated.raw, inner(stated.raw, OWN))):
+        causal["causal"] = is_causal
+    named = {True: "a slot sees those before it alone", False: "a slot sees its whole block"}
+    yield Repair(named[is_causal], _put(**causal))
+    windows, window = dialects.list_windows(config), stated.get("sliding_window")
     if any(windows):
         yield Repair("its layers see all that is committed", _set_window(0, len(windows)))
         for window in (max(windows) - 1, max(windows) + 1):
             yield Repair(f"its windows are of {window} tokens", _set_window(window, len(windows)))
-    elif type(window := dialects.read_stated(raw, CONFIG).get("sliding_window")) is int:
+    elif type(window) is int:
         yield Repair(f"its layers have windows of {window} tokens", _set_window(window, len(windows)))
     foresees = not config.foresees_anchor
-    if "sample_from_anchor" in raw or config.name == "dflash":
-        named = "the anchor's own slot foresees a token" if foresees else "the anchor's own slot foresees nothing"
-        bonus = {"dspark_bonus_anchor": not foresees} if "dspark_bonus_anchor" in raw else {}
-        yield Repair(named, _put(sample_from_anchor=foresees, **bonus))
+    if "sample_from_anchor" in stated.raw or config.name == "dflash":
+        anchor = {"sample_from_anchor": foresees}
+        if "dspark_bonus_anchor" in stated.raw:
+            anchor["dspark_bonus_anchor"] = not foresees
+        what = {True: "a token", False: "nothing"}
+        yield Repair(f"the anchor's own slot foresees {what[foresees]}", _put(**anchor))
 
 
 def _set_window(window: int, num_layers: int) -> Fix:
@@ -107,7 +107,7 @@ def _set_window(window: int, num_layers: int) -> Fix:
     keys = {"use_sliding_window": window > 0, "sliding_window": window or None, "layer_types": kinds}
 
     def fix(repaired: Copy) -> None:
-        for place in (repaired.raw, repaired.raw.get(dialects.OWN)):
+        for place in (repaired.raw, repaired.raw.get(OWN)):
             for key in ("use_swa", "swa_window_size"):
                 if isinstance(place, dict):
                     place.pop(key, None)

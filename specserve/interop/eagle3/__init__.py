@@ -1,1 +1,1 @@
-"""The files of EAGLE-3 heads: `dialects` (names and spellings), `files` (the format), and the draft doctor's checks."""
+"""The files of EAGLE-3 heads: `catalogue` (keys, faults), `dialects` (spellings), `checks`, `repairs`, `files`."""

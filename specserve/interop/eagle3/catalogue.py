@@ -1,13 +1,40 @@
-"""The faults that the draft doctor knows in an EAGLE-3 head's files. `checks` looks for them, and
-`tools/list_checks.py` makes the table in docs/checkpoints.md of it."""
+"""Tables about an EAGLE-3 head's files: the keys of config.json that are known, and the faults that loaders refuse and
+the draft doctor reports. `dialects` and `checks` look for them, and `tools/list_checks.py` makes the table in
+docs/checkpoints.md of the faults."""
 
 from specserve.interop.findings import read_checks
+from specserve.interop.keys import ACTIVATION, TRANSFORMERS_KEYS, Key, KeyTable, counts, known
+
+EAGLE, TAP_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
+FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
+NETWORK_KEYS = [  # of the layers, which speculators nests
+    *counts("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", is_required=True),
+    *counts("num_hidden_layers", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+    Key("hidden_act", computed=(None, ACTIVATION)),
+    Key("attention_bias", computed=(None, False)),
+    Key("mlp_bias", computed=(None, False)),
+    Key("use_sliding_window", computed=(None, False)),
+    *known("sliding_window", "layer_types", "max_window_layers"),  # `dialects.unsupported` reads these
+    *known("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"),
+    *TRANSFORMERS_KEYS,
+]
+HEAD_KEYS = [  # beside them
+    # the draft vocabulary was called truncated in SpecForge's early days
+    Key("draft_vocab_size", ("truncated_vocab_size",), is_count=True, is_required=True),
+    *counts("target_hidden_size"),
+    *(Key(flag, sets=flag, default=False) for flag in FLAGS),
+    *known("truncated_vocab_size", "num_aux_hidden_states", EAGLE, TAP_IDS, "embed_requires_grad", "auto_map"),
+    *known("transformer_layer_config", "speculators_config", "speculators_model_type", "speculators_version"),
+]
+# NVIDIA keeps flags in `eagle_config`. Keys that are not in the table are passed over.
+KEYS = KeyTable([*NETWORK_KEYS, *HEAD_KEYS], over={EAGLE: frozenset(FLAGS)})
 
 CHECKS = read_checks("""
 [keys]
 config-keys error: the shape is not stated
   no loader can build the head
   by hand: copy them from the config that the head was trained with
+  refused: {named}
 draft-vocab-size error: draft_vocab_size is not stated
   loaders take the head's rows for the target's whole vocabulary
   fix: write the number of rows of lm_head.weight
@@ -79,9 +106,11 @@ dtype warning: the dtype that is stated is not that of the weights
 hidden-act error: an activation that is not computed
   we refuse the head, and engines that run it with silu compute another head
   by hand: write silu if the head was trained with it, as all published ones were
+  refused: hidden_act is {got}; heads are computed with {expected!r} alone
 eps error: rms_norm_eps makes no sense
   norms divide by it instead of by what they norm: nearly nothing is accepted
   by hand: write what the head was trained with, mostly the target's
+  refused: rms_norm_eps is {got}; expected a number above 0 and at most 0.01, such as 1e-06
 eps-differs warning: another rms_norm_eps than the target's
   right only if the head was trained so; if not, small states are scaled otherwise
   by hand: compare with what it was trained with

@@ -1,37 +1,160 @@
-"""Checks of a head's files: keys, names, shapes, dtypes and values, then vocabulary, taps and rotary settings, and the
-fit to the target."""
+"""The files of an EAGLE-3 head under examination, and their checks: keys, names, shapes, dtypes and values, then
+vocabulary, taps and rotary settings, and the fit to the target."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, listed
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
+from specserve.drafters.eagle3.model import draft_spec
 from specserve.interop.eagle3 import dialects
-from specserve.interop.eagle3.catalogue import CHECKS
-from specserve.interop.eagle3.head_files import EagleFiles, read_rope
-from specserve.interop.examined import check_specs, check_values
-from specserve.interop.findings import FLOATS, Copy, Finding, Fix, describe, put, put_tensor
+from specserve.interop.eagle3.catalogue import CHECKS, FLAGS, KEYS, TAP_IDS
+from specserve.interop.examined import (
+    ExaminedFiles,
+    check_length,
+    check_num_layers,
+    check_of_target,
+    check_specs,
+    check_values,
+    given,
+)
+from specserve.interop.findings import FLOATS, LAYERS, Copy, Dialect, Finding, both, describe, put, put_tensors
+from specserve.interop.keys import LAYER, Stated, architectures, inner, is_eps, within
 from specserve.interop.published import (
-    ACTIVATION,
     D2T,
     EMBEDDING,
+    OUTPUT,
+    ROPE_KEYS,
     T2D,
     Vocabulary,
-    architectures,
-    is_eps,
-    rope_keys,
+    count_layers,
+    read_rope,
+    read_vocab,
     vocab_to_tensors,
 )
-from specserve.models.params import ParamSpec
+from specserve.interop.repairs import write_rope
+from specserve.models.params import ParamSpec, specs
 from specserve.models.rope import Rope, plain_rope
 from specserve.tokenizer import Tokenizer
 
+_LAYOUTS = {"sglang": "sglang (sglang-jax reads the same)"}  # as they are shown
+_COUNTED = ("outputs", "inputs")  # the states that layer ids name, by `dialects.COUNTED_FROM`
 _FLAG_TENSORS = {"fc_norm": r"fc_norm\.\d+\.weight", "norm_before_fc": r"input_norm\.weight"}
 _BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
+
+
+class EagleFiles(ExaminedFiles):
+    """The files of a head on this network."""
+
+    architectures: ClassVar[Mapping[Dialect, str]] = dialects.ARCHITECTURES  # the name of its kind in each layout
+    known: ClassVar[frozenset[str]] = dialects.KNOWN  # names that engines know its kind by
+    renamer = staticmethod(dialects.renamer)
+
+    def __init__(self, folder: Path, target: Target | None) -> None:
+        super().__init__(folder, target)
+        self.stated = KEYS.read(self.raw, CONFIG)
+
+    @property
+    def dialect(self) -> Dialect:
+        return dialects.dialect_of(self.raw, self.names)
+
+    @cached_property
+    def head_rows(self) -> int | None:
+        """The number of rows of the output head; None where there is none."""
+        name = self.rename(OUTPUT)
+        return next(iter(self.tensors.shape(name)), None) if name in self.names else None
+
+    @cached_property
+    def counted(self) -> Stated:
+        """The config.json with what can be counted by the tensors in the place of what it states of that."""
+        rows, num_layers = self.stated.get("draft_vocab_size") or self.head_rows, max(1, count_layers(self.names))
+        return self.stated.with_values(draft_vocab_size=rows, num_hidden_layers=num_layers)
+
+    @cached_property
+    def taps(self) -> tuple[int, ...]:
+        """Layers whose outputs the written ids mean; empty where they are the default."""
+        return dialects.read_taps(self.raw, self.names)
+
+    @cached_property
+    def config(self) -> Eagle3Config | None:
+        """The head's shape, with what is wrong set aside so that the rest can be checked; None: keys are lacking."""
+        if self.counted.bad_counts():
+            return None
+        sound: dict[str, Any] = {"hidden_act": None}
+        if not is_eps(self.stated.top.get("rms_norm_eps", 1e-6)):
+            sound["rms_norm_eps"] = 1e-6
+        if self.rope is None:
+            sound |= {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_theta": 10_000.0}}
+        target = self.target_config
+        if target and (any(not 0 <= i < target.num_layers for i in self.taps) or target.num_layers < 5):
+            target = None
+        return dialects.draft_config_from_hf(self.counted.with_values(**sound), target, self.names, dtype="float32")
+
+    @cached_property
+    def ropes(self) -> dict[str, Rope | None]:
+        """The rotary settings by each spelling that is there; None for one that cannot be read."""
+        top = self.stated.top
+        spellings = {"rope_parameters": ("rope_parameters",), "rope_theta": ("rope_theta", "rope_scaling")}
+        other = {"rope_parameters": "rope_scaling", "rope_theta": "rope_parameters"}
+        return {
+            name: read_rope({key: value for key, value in top.items() if key != other[name]})
+            for name, keys in spellings.items()
+            if any(top.get(key) is not None for key in keys)
+        }
+
+    @cached_property
+    def rope(self) -> Rope | None:
+        """The rotary settings as our own loader reads them."""
+        return read_rope(self.stated.top)
+
+    @cached_property
+    def vocab(self) -> Vocabulary | None:
+        if self.config is None:
+            return None
+        return read_vocab(self.table(D2T), self.table(T2D), self.config.draft_vocab_size, self.config.vocab_size)
+
+    def specs(self, config: Eagle3Config) -> list[ParamSpec]:
+        """Return the parameters that a head of this shape has."""
+        return specs(draft_spec(config))
+
+    def facts(self) -> dict[str, str]:
+        facts = {"layout": _LAYOUTS.get(self.dialect, self.dialect)}
+        if self.config is None:
+            return facts
+        config, vocab = self.config, self.vocab
+        ids = dialects.tap_ids(self.raw)
+        named = f"{_COUNTED[dialects.COUNTED_FROM[self.dialect]]} of layers"
+        taps = f"{named} {tuple(ids)}"
+        if not ids:
+            taps = "the default"
+            if self.target and self.target.config.num_layers >= 5:
+                taps += f": outputs of layers {config.aux_layers}"
+        reading = {
+            "offset": "d2t holds offsets",
+            "absolute": "d2t holds absolute ids",
+            "identity": "no d2t: every token",
+            "mask": "no d2t: as t2d says",
+            "unsound": "d2t makes no sense",
+        }
+        flags = [flag for flag in FLAGS if getattr(config, flag)]
+        return facts | {
+            "layers": str(config.num_layers),
+            "width": f"{config.d_model}, MLP {config.d_ff}, {config.num_heads} heads of {config.head_dim} "
+            f"({config.num_kv_heads} KV), target {config.target_d_model}",
+            "vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,}"
+            + (f"; {reading[vocab.reading]}" if vocab else ""),
+            "taps": taps,
+            "flags": ", ".join(flags) or "none: plain EAGLE-3",
+            "rope": f"{config.rope.kind}, theta {config.rope.theta:g}, up to {config.max_len:,} positions",
+            "embedding": "its own" if config.has_embedding else "the target's",
+        }
 
 
 def check_names(files: EagleFiles) -> Iterator[Finding]:
@@ -50,56 +173,51 @@ def check_names(files: EagleFiles) -> Iterator[Finding]:
 
 def check_keys(files: EagleFiles) -> Iterator[Finding]:
     """Check that config.json states the shape, and as many layers as there are tensors of."""
-    flat = files.flat
-    stated = flat.get("draft_vocab_size")
-    right = stated or files.head_rows
-    if files.bad_keys:
-        got = ", ".join(f"{key}: {flat.get(key)!r}" for key in files.bad_keys)
-        yield CHECKS["config-keys"].found(CONFIG, "positive whole numbers", got)
-    elif stated is None or "draft_vocab_size" not in files.raw:
-        got = "nothing" if stated is None else "truncated_vocab_size"
-        yield CHECKS["draft-vocab-size"].found(CONFIG, f"{right}", got, put("draft_vocab_size", right))
-    stated, counted = flat.get("num_hidden_layers", 1), files.num_layers
-    if stated != counted:
-        is_cut = type(stated) is int and stated > counted  # or the config is of another head
-        fix = None if is_cut else put("num_hidden_layers", counted, in_layer=True)
-        yield CHECKS["layers"].found(f"{CONFIG}: num_hidden_layers", str(counted), repr(stated), fix)
+    stated, counted = files.stated.get("draft_vocab_size"), files.counted
+    wrong = list(dialects.check_sizes(counted))
+    yield from wrong
+    if not wrong and (stated is None or "draft_vocab_size" not in files.raw):
+        got, right = "truncated_vocab_size", counted.get("draft_vocab_size")
+        if stated is None:
+            got = "nothing"
+        yield CHECKS["draft-vocab-size"].found(CONFIG, f"{right}", got, put(draft_vocab_size=right))
+    num_layers = files.stated.top.get("num_hidden_layers", 1)
+    yield from check_num_layers(CHECKS["layers"], num_layers, counted.get("num_hidden_layers"))
 
 
 def check_identity(files: EagleFiles) -> Iterator[Finding]:
     """Check the keys by which engines choose the code that reads the head."""
-    flat, own = files.flat, files.architectures[files.dialect]
-    stated = flat.get("architectures")
-    if not files.known & architectures(flat):
-        check = CHECKS["architecture warning"] if stated else CHECKS["architecture"]
-        yield check.found(f"{CONFIG}: architectures", own, repr(stated), put("architectures", [own]))
-    if not flat.get("model_type"):
-        place = "transformer_layer_config" if files.dialect == "speculators" else CONFIG
-        yield CHECKS["model-type"].found(place, "llama", "nothing", put("model_type", "llama", in_layer=True))
-    layer = files.raw.get("transformer_layer_config") or {}
-    if flat.get("tie_word_embeddings") is True or layer.get("tie_word_embeddings") is True:
-        fix = put("tie_word_embeddings", False, everywhere=True)
+    stated, own = files.stated, files.architectures[files.dialect]
+    named = stated.get("architectures")
+    if not files.known & architectures(stated.top):
+        check = CHECKS["architecture warning"] if named else CHECKS["architecture"]
+        yield check.found(f"{CONFIG}: architectures", own, repr(named), put(architectures=[own]))
+    if not stated.get("model_type"):
+        place = LAYER if files.dialect == "speculators" else CONFIG
+        yield CHECKS["model-type"].found(place, "llama", "nothing", put(LAYERS, model_type="llama"))
+    key = "tie_word_embeddings"
+    if any(place.get(key) is True for place in (stated.top, inner(files.raw, LAYER))):
+        fix = both(put(**{key: False}), put(LAYERS, **{key: False}))
         yield CHECKS["tied"].found(CONFIG, "false", "true", fix)
 
 
-def check_tensors(files: EagleFiles) -> Iterator[Finding]:
+@given("config")
+def check_tensors(files: EagleFiles, config: Eagle3Config) -> Iterator[Finding]:
     """Check that the tensors are those of the shape and flags that config.json states."""
-    if files.config is None:
-        return
-    config, names = files.config, files.names
-    implied = {
-        flag: any(re.fullmatch(pattern, n.removeprefix("model.")) for n in names)
+    names = [name.removeprefix("model.") for name in files.names]
+    unstated = [
+        flag
         for flag, pattern in _FLAG_TENSORS.items()
-    }
-    unstated = [flag for flag, has_tensors in implied.items() if has_tensors and not getattr(config, flag)]
+        if not getattr(config, flag) and any(re.fullmatch(pattern, name) for name in names)
+    ]
     for flag in unstated:
-        where, got = f"{CONFIG}: {flag}", repr(files.flat.get(flag))
-        yield CHECKS["norm-flag"].found(where, "true", got, put(flag, True), flag=flag)
+        where, got = f"{CONFIG}: {flag}", repr(files.stated.get(flag))
+        yield CHECKS["norm-flag"].found(where, "true", got, put(**{flag: True}), flag=flag)
     config = replace(config, **dict.fromkeys(unstated, True))
 
     def instead(spec: ParamSpec) -> str:
-        asking = [flag for flag, pattern in _FLAG_TENSORS.items() if re.fullmatch(pattern, spec.name)]
-        return f"nothing, though {asking[0]} is true" if asking else "nothing"
+        asking = (flag for flag, pattern in _FLAG_TENSORS.items() if re.fullmatch(pattern, spec.name))
+        return next((f"nothing, though {flag} is true" for flag in asking), "nothing")
 
     checks = CHECKS["missing-tensor"], CHECKS["shape"], CHECKS["unknown-tensor"]
     yield from check_specs(files, files.specs(config), checks, _BUFFERS.fullmatch, instead)
@@ -115,7 +233,7 @@ def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
     found = sorted(set(dtypes.values()))
     if len(found) > 1:
         yield CHECKS["mixed-dtypes"].found(SINGLE_FILE, "one", ", ".join(found))
-    stated = str(files.flat.get("torch_dtype") or files.flat.get("dtype") or "").removeprefix("torch.")
+    stated = str(files.stated.get("torch_dtype") or files.stated.get("dtype") or "").removeprefix("torch.")
     key, other = ("dtype", "torch_dtype") if files.dialect == "speculators" else ("torch_dtype", "dtype")
 
     def set_dtype(repaired: Copy) -> None:
@@ -128,56 +246,43 @@ def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
 
 
 def check_layer(files: EagleFiles) -> Iterator[Finding]:
-    """Check that the layer's activation is the one that engines compute, and that its norms have the target's
-    epsilon."""
-    act, eps = files.flat.get("hidden_act"), files.flat.get("rms_norm_eps", 1e-6)
-    if act not in (None, ACTIVATION):
-        yield CHECKS["hidden-act"].found(f"{CONFIG}: hidden_act", ACTIVATION, repr(act))
-    where = f"{CONFIG}: rms_norm_eps"
-    if not is_eps(eps):
-        yield CHECKS["eps"].found(where, "a number above 0 and far below 1, such as 1e-06", repr(eps))
-    elif files.target is not None and eps != files.target.config.norm_eps:
-        yield CHECKS["eps-differs"].found(where, f"{files.target.config.norm_eps:g}, the target's", f"{eps:g}")
+    """Check what loaders check of the layer, and that its norms have the target's epsilon."""
+    yield from dialects.check_layer(files.stated)
+    eps = files.stated.top.get("rms_norm_eps", 1e-6)
+    if files.target and is_eps(eps) and eps != files.target.config.norm_eps:
+        where, expected = f"{CONFIG}: rms_norm_eps", f"{files.target.config.norm_eps:g}, the target's"
+        yield CHECKS["eps-differs"].found(where, expected, f"{eps:g}")
 
 
 def check_speculators(files: EagleFiles) -> Iterator[Finding]:
     """Check that a head in the layout of speculators states what vLLM reads of that layout."""
     if files.dialect != "speculators":
         return
-    if "norm_before_residual" not in files.flat:
+    if all("norm_before_residual" not in place for place in files.stated.places.values()):
         yield CHECKS["implicit-flag"].found(CONFIG, "true or false", "nothing")
     stated = files.raw.get("speculators_config")
-    methods = stated.get("proposal_methods") if isinstance(stated, dict) else None
-    verifier = stated.get("verifier") if isinstance(stated, dict) else None
-    first = methods[0] if isinstance(methods, list) and methods else None
-    has_method = isinstance(first, dict) and "speculative_tokens" in first
-    if not has_method or not isinstance(verifier, dict) or "name_or_path" not in verifier:
+    paths = ("proposal_methods", 0, "speculative_tokens"), ("verifier", "name_or_path")
+    if any(within(stated, *path) is None for path in paths):
+        got = "nothing" if stated is None else "less"
         expected = "proposal_methods with speculative_tokens, and a verifier with name_or_path"
-        yield CHECKS["speculators-config"].found(CONFIG, expected, "nothing" if stated is None else "less")
+        yield CHECKS["speculators-config"].found(CONFIG, expected, got)
 
 
-def check_fit(files: EagleFiles) -> Iterator[Finding]:
+@given("config", "target")
+def check_fit(files: EagleFiles, config: Eagle3Config, target: Target) -> Iterator[Finding]:
     """Check that the head's sizes are those of its target."""
-    if files.config is None or files.target is None:
-        return
-    config, target = files.config, files.target.config
-    for check, key, got, required in (
-        (CHECKS["vocabulary-size"], "vocab_size", config.vocab_size, target.vocab_size),
-        (CHECKS["target-width"], "target_hidden_size", config.target_d_model, target.d_model),
-    ):
-        if got != required:
-            yield check.found(f"{CONFIG}: {key}", f"{required:,}, as in {files.target.folder}", f"{got:,}")
-    if not config.has_embedding and config.d_model != target.d_model:
+    vocab_size, width = target.config.vocab_size, target.config.d_model
+    yield from check_of_target(CHECKS["vocabulary-size"], "vocab_size", config.vocab_size, vocab_size, target)
+    yield from check_of_target(CHECKS["target-width"], "target_hidden_size", config.target_d_model, width, target)
+    if not config.has_embedding and config.d_model != width:
         where, expected = files.where(EMBEDDING), f"[{config.vocab_size}, {config.d_model}]"
-        yield CHECKS["embedding"].found(where, expected, "nothing", width=target.d_model)
+        yield CHECKS["embedding"].found(where, expected, "nothing", width=width)
 
 
-def check_vocabulary(files: EagleFiles) -> Iterator[Finding]:
+@given("config", "vocab")
+def check_vocabulary(files: EagleFiles, config: Eagle3Config, vocab: Vocabulary) -> Iterator[Finding]:
     """Check that d2t and t2d say which tokens the draft's rows stand for, and that the tokens that end turns are among
     them."""
-    config, vocab = files.config, files.vocab
-    if config is None or vocab is None:
-        return
     if vocab.target_ids is None:
         rows, d2t = config.draft_vocab_size, files.table(D2T)
         expected = f"{rows:,} offsets (target id = i + d2t[i]) to unique ids below {config.vocab_size:,}"
@@ -192,12 +297,11 @@ def check_vocabulary(files: EagleFiles) -> Iterator[Finding]:
 def _check_d2t(files: EagleFiles, vocab: Vocabulary, target_ids: np.ndarray, right: np.ndarray) -> Iterator[Finding]:
     """Compare d2t with the table that it should be."""
     d2t, where = files.table(D2T), files.where(D2T)
-
-    set_d2t = put_tensor(D2T, right)
+    set_d2t = put_tensors({D2T: right})
 
     def sort_rows(repaired: Copy) -> None:
         set_d2t(repaired)
-        repaired.tensors["lm_head.weight"] = repaired.tensors["lm_head.weight"][np.argsort(target_ids)]
+        repaired.tensors[OUTPUT] = repaired.tensors[OUTPUT][np.argsort(target_ids)]
 
     offsets = f"offsets (target id = i + d2t[i]), {describe(right)}"
     if vocab.reading == "mask":
@@ -216,7 +320,7 @@ def _check_d2t(files: EagleFiles, vocab: Vocabulary, target_ids: np.ndarray, rig
 def _check_t2d(files: EagleFiles, config: Eagle3Config, vocab: Vocabulary, right: np.ndarray) -> Iterator[Finding]:
     """Compare t2d with the mask that it should be."""
     t2d, d2t, where = files.table(T2D), files.table(D2T), files.where(T2D)
-    set_t2d = put_tensor(T2D, right)
+    set_t2d = put_tensors({T2D: right})
     if t2d is None and config.draft_vocab_size != config.vocab_size:
         expected = f"a mask of {config.vocab_size:,} with {config.draft_vocab_size:,} set"
         yield CHECKS["t2d-missing"].found(where, expected, "nothing", set_t2d)
@@ -230,9 +334,12 @@ def _check_t2d(files: EagleFiles, config: Eagle3Config, vocab: Vocabulary, right
 
 def _check_special_tokens(files: EagleFiles, target_ids: np.ndarray) -> Iterator[Finding]:
     drafted = {int(i) for i in target_ids}
-    stated = files.flat.get("eos_token_id")
-    own = [i for i in (stated if isinstance(stated, list) else [stated]) if type(i) is int]
-    ends = list(files.target.eos_ids) if files.target else own
+    ends = files.stated.get("eos_token_id")
+    if files.target:
+        ends = list(files.target.eos_ids)
+    if not isinstance(ends, list):
+        ends = [ends]
+    ends = [i for i in ends if type(i) is int]
     tokenizer = _tokenizer(files.target)
     template = tokenizer.template_token_ids() if tokenizer else frozenset[int]()
 
@@ -240,7 +347,7 @@ def _check_special_tokens(files: EagleFiles, target_ids: np.ndarray) -> Iterator
         return f"{i} {tokenizer.decode([i], skip_special_tokens=False)!r}" if tokenizer else str(i)
 
     for check, required in ((CHECKS["eos"], ends), (CHECKS["template-tokens"], sorted(template - set(ends)))):
-        missing = [i for i in required if i not in drafted and i < files.flat["vocab_size"]]
+        missing = [i for i in required if i not in drafted and i < files.stated.get("vocab_size")]
         if missing:
             got = f"{len(missing)} missing: {listed(list(map(named, missing)), 6)}"
             yield check.found(files.where(D2T), "all of them", got)
@@ -253,15 +360,15 @@ def _tokenizer(target: Target | None) -> Tokenizer | None:
     return Tokenizer.load(target.folder)
 
 
-def check_taps(files: EagleFiles) -> Iterator[Finding]:
+@given("target")
+def check_taps(files: EagleFiles, target: Target) -> Iterator[Finding]:
     """Check that the tapped layers are layers of the target, in order, and counted as this layout counts them."""
-    ids, target = dialects.tap_ids(files.raw), files.target
-    named, other = ("outputs", "inputs") if files.dialect == "sglang" else ("inputs", "outputs")
-    where = f"{CONFIG}: {dialects.TAP_IDS}"
-    got = f"{ids}, {named} of layers in this layout"
-    if not ids or target is None:
+    ids, num_layers = dialects.tap_ids(files.raw), target.config.num_layers
+    if not ids:
         return
-    num_layers = target.config.num_layers
+    first = dialects.COUNTED_FROM[files.dialect]
+    named, other = _COUNTED[first], _COUNTED[1 - first]
+    where, got = f"{CONFIG}: {TAP_IDS}", f"{ids}, {named} of layers in this layout"
     if any(not 0 <= i < num_layers for i in files.taps):
         yield CHECKS["taps-range"].found(where, f"{named} of layers within 0..{num_layers - 1}", got)
         return
@@ -270,7 +377,7 @@ def check_taps(files: EagleFiles) -> Iterator[Finding]:
     if num_layers < 5:
         return
     # the usual taps by this layout's count, and what they look like in it when the other layout's count is kept
-    first, slip = (0, 1) if files.dialect == "sglang" else (1, -1)
+    slip = 1 - 2 * first
     usual = [i + first for i in default_taps(target.config)]
     if ids == [i + slip for i in usual]:
         yield CHECKS["taps-off-by-one"].found(where, f"{usual} for the usual taps", got, other=other)
@@ -278,41 +385,33 @@ def check_taps(files: EagleFiles) -> Iterator[Finding]:
 
 def check_switches(files: EagleFiles) -> Iterator[Finding]:
     """Check that no switch asks for what is left out."""
-    if ignored := dialects.unsupported(files.raw):
+    if ignored := dialects.unsupported(files.stated):
         yield CHECKS["ignored-switch"].found(CONFIG, "a layer that sees everything, without biases", ", ".join(ignored))
 
 
-def check_rope(files: EagleFiles) -> Iterator[Finding]:
+@given("config")
+def check_rope(files: EagleFiles, _config: Eagle3Config) -> Iterator[Finding]:
     """Check that the rotary settings are stated in both spellings, alike, and are the target's."""
-    if files.config is None:
-        return
-    required = plain_rope(files.target.config.rope) if files.target else None
-    ropes, where = files.ropes, f"{CONFIG}: rope_theta, rope_scaling, rope_parameters"
+    ropes, where = files.ropes, f"{CONFIG}: {', '.join(ROPE_KEYS)}"
     readable = [rope for rope in ropes.values() if rope is not None]
-    stated = "; ".join(f"{name}: {_describe_rope(rope)}" for name, rope in ropes.items()) or "nothing"
-    both = "both spellings, alike" + (f": {_describe_rope(required)}" if required else "")
-    fix = required and _write_rope(required)
+    stated = "; ".join(f"{name}: {_describe_rope(rope)}" for name, rope in ropes.items())
+    expected, required, fix = "both spellings, alike", None, None
+    if files.target:
+        required = plain_rope(files.target.config.rope)
+        expected, fix = f"{expected}: {_describe_rope(required)}", write_rope(required)
     if not ropes:
-        yield CHECKS["rope-missing"].found(where, both, "nothing", fix)
+        yield CHECKS["rope-missing"].found(where, expected, "nothing", fix)
         return
     if len(set(readable)) != 1 or len(readable) < len(ropes):
-        yield CHECKS["rope-spellings"].found(where, both, stated, fix if required in readable else None)
+        if required not in readable:
+            fix = None
+        yield CHECKS["rope-spellings"].found(where, expected, stated, fix)
         return
     rope = readable[0]
     if len(ropes) == 1 and rope != Rope():
-        yield CHECKS["rope-one-spelling"].found(where, "both spellings, alike", stated, _write_rope(rope))
+        yield CHECKS["rope-one-spelling"].found(where, "both spellings, alike", stated, write_rope(rope))
     if required and rope != required:
         yield CHECKS["rope-differs"].found(where, _describe_rope(required), _describe_rope(rope))
-
-
-def _write_rope(rope: Rope) -> Fix:
-    def fix(repaired: Copy) -> None:
-        repaired.layer.update(rope_keys(rope))
-        for key in ("rope_theta", "rope_scaling", "rope_parameters"):
-            if repaired.layer is not repaired.raw:
-                repaired.raw.pop(key, None)
-
-    return fix
 
 
 def _describe_rope(rope: Rope | None) -> str:
@@ -321,25 +420,11 @@ def _describe_rope(rope: Rope | None) -> str:
     return f"{rope.kind}, theta {rope.theta:g}" + (f", factor {rope.factor:g}" if rope.kind != "default" else "")
 
 
-def check_positions(files: EagleFiles) -> Iterator[Finding]:
+@given("config", "target")
+def check_positions(files: EagleFiles, _config: Eagle3Config, target: Target) -> Iterator[Finding]:
     """Check that the head can follow sequences as long as the target's."""
-    if files.config is None or files.target is None:
-        return
-    stated, required = files.flat.get("max_position_embeddings"), files.target.config.max_len
-    if isinstance(stated, int) and stated >= required:
-        return
-    rope = files.rope  # some kinds follow from the length: they are to stay as they are
-
-    def fix(repaired: Copy) -> None:
-        repaired.layer["max_position_embeddings"] = required
-        if repaired.layer is not repaired.raw:
-            repaired.raw.pop("max_position_embeddings", None)
-        if rope is not None and read_rope(repaired.layer) != rope:
-            _write_rope(rope)(repaired)
-
-    got = "nothing" if stated is None else f"{stated:,}" if isinstance(stated, int) else repr(stated)
-    where = f"{CONFIG}: max_position_embeddings"
-    yield CHECKS["max-positions"].found(where, f"at least {required:,}, the target's", got, fix)
+    length = files.stated.top.get("max_position_embeddings")
+    yield from check_length(CHECKS["max-positions"], length, target, files.rope)
 
 
 OF_NETWORK = (

@@ -6,27 +6,21 @@ a head are `layers.1.*` and so on everywhere, but what norms the stream before t
 SGLang and `input_layernorm` in vLLM and speculators, none of which miss the one that they want.
 """
 
+import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import CONFIG, read_json
+from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.errors import ConfigError
-from specserve.interop.findings import Dialect
-from specserve.interop.published import (
-    ACTIVATION,
-    D2T,
-    EMBEDDING,
-    inner,
-    is_eps,
-    layer_to_hf,
-    sizes_from_hf,
-    speculators_config,
-)
+from specserve.interop.eagle3.catalogue import CHECKS, EAGLE, FLAGS, TAP_IDS
+from specserve.interop.findings import Dialect, Finding, refuse
+from specserve.interop.keys import LAYER, Stated, inner, is_eps
+from specserve.interop.published import D2T, EMBEDDING, layer_to_hf, nested_config, sizes_from_hf
 from specserve.models.config import ModelConfig
 from specserve.models.rope import rope_from_hf
 
@@ -37,16 +31,12 @@ ARCHITECTURES: dict[Dialect, str] = {
     "sglang-jax": "LlamaForCausalLMEagle3",
 }
 KNOWN = frozenset((*ARCHITECTURES.values(), "Eagle3LlamaForCausalLM", "Eagle3Speculator"))  # the last: old speculators'
-TAP_IDS = "eagle_aux_hidden_state_layer_ids"
-FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
-REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "draft_vocab_size")
-_OPTIONAL = ("num_hidden_layers", "target_hidden_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
 SPECULATIVE_TOKENS = 3  # a speculators config suggests so many to vLLM; a flag of the server overrides it
+COUNTED_FROM: Mapping[Dialect, int] = {"sglang": 0, "sglang-jax": 0, "vllm": 1, "speculators": 1}  # of layer 0's output
 _D2T_NAMES = (D2T, "draft_id_to_target_id")
 _NO_TAPS = (0, 1, 2)  # three of a target that nobody named
 _FURTHER_NORM = re.compile(r"^(layers\.[1-9]\d*\.)hidden_norm\.")
 
-_DEFAULTS = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}  # no head has anything else
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # the names of the mask's token in heads with masked slots
 
 
@@ -66,15 +56,9 @@ def is_input_named(names: frozenset[str]) -> bool:
 
 def dialect_of(raw: Mapping[str, Any], names: frozenset[str]) -> Dialect:
     """Return the dialect that a head is written in. SGLang's and sglang-jax's are one."""
-    if "transformer_layer_config" in raw or "speculators_model_type" in raw:
+    if LAYER in raw or "speculators_model_type" in raw:
         return "speculators"
     return "vllm" if is_input_named(names) else "sglang"
-
-
-def count_layers(names: frozenset[str]) -> int:
-    """The number of layers of a head, counted by the names of its tensors."""
-    found = [re.match(r"(?:model\.)?layers\.(\d+)\.", name) for name in names]
-    return 1 + max((int(match[1]) for match in found if match), default=0)
 
 
 def renamer(names: frozenset[str]) -> Callable[[str], str]:
@@ -94,74 +78,69 @@ def _as_vllm(name: str) -> str:
     return _FURTHER_NORM.sub(r"\1input_layernorm.", name.replace("midlayer.", "layers.0.", 1))
 
 
-def flat_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the nesting out of a head's config.json: speculators keeps the layer's settings, NVIDIA some flags, in an
-    inner object. Heads of SpecForge's early days call the draft vocabulary truncated. Raises ConfigError."""
-    eagle = inner(raw, "eagle_config")
-    flat = {**inner(raw, "transformer_layer_config"), **raw}
-    flat |= {flag: eagle[flag] for flag in FLAGS if flag in eagle}
-    if flat.get("draft_vocab_size") is None and "truncated_vocab_size" in flat:
-        flat["draft_vocab_size"] = flat["truncated_vocab_size"]
-    return flat
-
-
-def unsupported(raw: Mapping[str, Any]) -> list[str]:
+def unsupported(stated: Stated) -> list[str]:
     """List switches of the network that are not computed, with their values."""
-    flat = flat_config(raw)
-    found = [f"{key} {flat[key]!r}" for key, value in _DEFAULTS.items() if flat.get(key) not in (None, value)]
-    if flat.get("sliding_window") is not None and flat.get("use_sliding_window") is not False:
-        found.append(f"sliding_window {flat['sliding_window']!r}")
-    if set(flat.get("layer_types") or ()) - {"full_attention"}:
-        found.append(f"layer_types {flat['layer_types']!r}")
-    return found
+    found = {key: value for key, (value, _) in stated.uncomputed().items() if key != "hidden_act"}
+    window, kinds = stated.get("sliding_window"), stated.get("layer_types", ())
+    if window is not None and stated.get("use_sliding_window") is not False:
+        found["sliding_window"] = window
+    if set(kinds) - {"full_attention"}:
+        found["layer_types"] = kinds
+    return [f"{key} {value!r}" for key, value in found.items()]
 
 
 def tap_ids(raw: Mapping[str, Any]) -> list[int]:
     """Read the layer ids as they are written; none where the taps are the default. Raises ConfigError."""
-    ids = inner(raw, "eagle_config").get(TAP_IDS) or raw.get(TAP_IDS) or []
+    ids = inner(raw, EAGLE).get(TAP_IDS) or raw.get(TAP_IDS) or []
     if not isinstance(ids, list) or any(type(i) is not int for i in ids):
         raise ConfigError(f"config.json: {TAP_IDS} must list layers, got {ids!r}")
     return ids
 
 
-def bad_keys(flat: Mapping[str, Any]) -> list[str]:
-    """Find keys that the shapes follow from, and that are no counts, or missing where nothing else states them."""
-    given = {key: flat.get(key) for key in (*REQUIRED, *_OPTIONAL)}
-    is_count = {key: type(value) is int and value > 0 for key, value in given.items()}
-    return [key for key, value in given.items() if not is_count[key] and (key in REQUIRED or value is not None)]
+def read_taps(raw: Mapping[str, Any], names: frozenset[str]) -> tuple[int, ...]:
+    """Return the layers whose outputs are tapped; none where they are the default. Raises ConfigError."""
+    return tuple(i - COUNTED_FROM[dialect_of(raw, names)] for i in tap_ids(raw))
+
+
+def check_sizes(stated: Stated) -> Iterator[Finding]:
+    """Check that the head's shape is stated."""
+    if wrong := stated.bad_counts():
+        got = ", ".join(f"{key}: {value!r}" for key, value in wrong.items())
+        named = ", ".join(f"{key} is {value!r}" for key, value in wrong.items()) + "; expected positive whole numbers"
+        if missing := [key for key, value in wrong.items() if value is None]:
+            named = f"{', '.join(missing)} missing; is this the config.json of an EAGLE-3 head?"
+        yield CHECKS["config-keys"].found(CONFIG, "positive whole numbers", got, named=named)
+
+
+def check_layer(stated: Stated) -> Iterator[Finding]:
+    """Check that the layer's activation is the one that engines compute, and that its norms have an epsilon."""
+    if "hidden_act" in (asked := stated.uncomputed()):
+        value, usual = asked["hidden_act"]
+        yield CHECKS["hidden-act"].found(f"{CONFIG}: hidden_act", usual, repr(value))
+    if not is_eps(eps := stated.top.get("rms_norm_eps", 1e-6)):
+        expected = "a number above 0 and far below 1, such as 1e-06"
+        yield CHECKS["eps"].found(f"{CONFIG}: rms_norm_eps", expected, repr(eps))
 
 
 def draft_config_from_hf(
-    raw: Mapping[str, Any], target: ModelConfig | None, names: frozenset[str], *, dtype: str, where: str
+    stated: Stated, target: ModelConfig | None, names: frozenset[str], *, dtype: str
 ) -> Eagle3Config:
     """Read a head's config.json against its target. Without one the taps are only as many as they should be. Raises
     ConfigError."""
-    raw = flat_config(raw)
-    if missing := [key for key in REQUIRED if raw.get(key) is None]:
-        raise ConfigError(f"{where}: {', '.join(missing)} missing; is this the config.json of an EAGLE-3 head?")
-    if wrong := bad_keys(raw):
-        named = ", ".join(f"{key} is {raw[key]!r}" for key in wrong)
-        raise ConfigError(f"{where}: {named}; expected positive whole numbers")
-    if (stated := raw.get("hidden_act")) not in (None, ACTIVATION):
-        raise ConfigError(f"{where}: hidden_act is {stated!r}; heads are computed with {ACTIVATION!r} alone")
-    if not is_eps(eps := raw.get("rms_norm_eps", 1e-6)):
-        raise ConfigError(
-            f"{where}: rms_norm_eps is {eps!r}; expected a number above 0 and at most 0.01, such as 1e-06"
-        )
-    shift = 0 if dialect_of(raw, names) == "sglang" else 1
-    ids = tuple(i - shift for i in tap_ids(raw))
-    aux_layers = ids or (default_taps(target) if target else _NO_TAPS)
+    refuse(itertools.chain(check_sizes(stated), check_layer(stated)), stated.where)
+    aux_layers = read_taps(stated.top, names) or (default_taps(target) if target else _NO_TAPS)
     if target and any(not 0 <= i < target.num_layers for i in aux_layers):
-        raise ConfigError(f"{where}: taps layers {aux_layers}, the target has layers 0..{target.num_layers - 1}")
+        raise ConfigError(f"{stated.where}: taps layers {aux_layers}, the target has layers 0..{target.num_layers - 1}")
+    target_width = target.d_model if target else stated.get("hidden_size")
     return Eagle3Config(
-        **sizes_from_hf(raw.get, target),
-        target_d_model=raw.get("target_hidden_size") or (target.d_model if target else raw["hidden_size"]),
-        draft_vocab_size=raw["draft_vocab_size"],
+        **sizes_from_hf(stated.get, target),
+        target_d_model=stated.get("target_hidden_size", target_width),
+        draft_vocab_size=stated.get("draft_vocab_size"),
         aux_layers=aux_layers,
-        rope=rope_from_hf(raw, where),
+        rope=rope_from_hf(stated.top, stated.where),
         has_embedding=renamer(names)(EMBEDDING) in names,
         dtype=dtype,
-        **{flag: bool(raw.get(flag, False)) for flag in FLAGS},
+        **stated.fields(*FLAGS),
     )
 
 
@@ -180,27 +159,20 @@ def draft_config_to_hf(
     output_ids = list(config.aux_layers)
     input_ids = [i + 1 for i in output_ids]
     if dialect == "speculators":  # its readers assume other flags than plain EAGLE-3's where one is left out
-        layer["dtype"] = layer.pop("torch_dtype")  # they came after transformers renamed it
-        raw_target = read_json(target.folder / CONFIG)
         return {
             **head,
             "speculators_model_type": "eagle3",
             **flags,
             TAP_IDS: input_ids,
             "embed_requires_grad": False,
-            "tie_word_embeddings": False,
-            "dtype": dtype,
-            "transformer_layer_config": layer,
-            "speculators_config": speculators_config(
-                "eagle3", SPECULATIVE_TOKENS, target_name, raw_target, verifier_accept_k=1, accept_tolerance=0.0
-            ),
+            **nested_config(layer, "eagle3", SPECULATIVE_TOKENS, target, target_name),
         }
     out = {**head, **layer} | {flag: True for flag, value in flags.items() if value}
     if target.config.num_layers >= 5 and config.aux_layers == default_taps(target.config):
         return out  # without taps, because readers count them differently
     if dialect == "vllm":
         return out | {TAP_IDS: input_ids, "num_aux_hidden_states": len(input_ids)}
-    return out | {"eagle_config": {"use_aux_hidden_state": True, TAP_IDS: output_ids}}
+    return out | {EAGLE: {"use_aux_hidden_state": True, TAP_IDS: output_ids}}
 
 
 def name_tensors(tensors: Mapping[str, np.ndarray], dialect: Dialect) -> dict[str, np.ndarray]:

@@ -1,7 +1,6 @@
 """EAGLE-3 heads as folders: config.json and tensors, in any dialect."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,21 @@ from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.errors import CheckpointError
 from specserve.interop.eagle3 import dialects
-from specserve.interop.eagle3.checks import OF_NETWORK, check_switches
-from specserve.interop.eagle3.head_files import EagleFiles
+from specserve.interop.eagle3.catalogue import FLAGS, KEYS
+from specserve.interop.eagle3.checks import OF_NETWORK, EagleFiles, check_switches
 from specserve.interop.eagle3.repairs import list_repairs
 from specserve.interop.findings import Dialect
-from specserve.interop.format import HeadFormat
+from specserve.interop.format import EMBEDDING_TABLE, HeadFormat
+from specserve.interop.keys import architectures
 from specserve.interop.notes import other_target
-from specserve.interop.published import EMBEDDING, architectures, target_embedding, vocab_to_tensors
+from specserve.interop.published import EMBEDDING, present, target_embedding, vocab_to_tensors
 from specserve.models.config import ModelConfig
 
 
 class Eagle3Format(HeadFormat):
     """The layouts of EAGLE-3 heads (`dialects`)."""
 
+    tables = (EMBEDDING_TABLE,)
     examined = EagleFiles
     checks = (*OF_NETWORK, check_switches)
     readings = (list_repairs,)
@@ -34,8 +35,8 @@ class Eagle3Format(HeadFormat):
         return bool(dialects.KNOWN & architectures(raw)) and not dialects.mask_ids(raw)
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
-        where, names = folder / CONFIG, TensorFolder(folder).names()
-        config = dialects.draft_config_from_hf(read_json(where), target, names, dtype=dtype, where=str(where))
+        names, stated = TensorFolder(folder).names(), KEYS.read(read_json(folder / CONFIG), str(folder / CONFIG))
+        config = dialects.draft_config_from_hf(stated, target, names, dtype=dtype)
         if (config.vocab_size, config.target_d_model) != (target.vocab_size, target.d_model):
             theirs = f"vocabulary {config.vocab_size} and width {config.target_d_model}"
             raise other_target(folder, theirs, target_name, f"{target.vocab_size} and {target.d_model}")
@@ -67,31 +68,14 @@ class Eagle3Format(HeadFormat):
 
     def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
         """List what of a head the engine of a dialect does not compute, as its public code reads today."""
-        config, used = drafter.config, []
+        config = drafter.config
+        found: dict[str, object] = {}
         if dialect == "speculators":  # vLLM reads this layout too, and computes both
-            if config.d_model != config.target_d_model:
-                used.append("a width that is not the target's")
-            if config.fc_norm and config.norm_before_fc:
-                used.append("fc_norm with norm_before_fc")
+            found["a width that is not the target's"] = config.d_model != config.target_d_model
+            found["fc_norm with norm_before_fc"] = config.fc_norm and config.norm_before_fc
         if dialect == "sglang-jax":
-            used = [flag for flag in dialects.FLAGS if getattr(config, flag)]
-            if config.num_layers > 1:
-                used.append(f"{config.num_layers} layers")
-            if config.has_embedding:
-                used.append("an embedding of its own")
-            if len(config.aux_layers) != 3:
-                used.append(f"{len(config.aux_layers)} taps")
-        return used
-
-    def has_own_embedding(self, folder: Path) -> bool:
-        names = TensorFolder(folder).names()
-        return dialects.renamer(names)(EMBEDDING) in names
-
-    def without_copies(self, head: Head, target: Target, dtype: str) -> tuple[Head, list[str]]:
-        """Drop an embedding that is the target's own."""
-        shared = target_embedding(target, dtype) if head.params.embedding is not None else None
-        if shared is None or not np.array_equal(np.asarray(head.params.embedding), shared):
-            return head, []
-        drafter = Eagle3(replace(head.drafter.config, has_embedding=False))
-        change = f"{EMBEDDING} is the target's own embedding, so it is shared instead of stored"
-        return Head(drafter, replace(head.params, embedding=None), head.target_ids), [change]
+            found |= {flag: getattr(config, flag) for flag in FLAGS}
+            found[f"{config.num_layers} layers"] = config.num_layers > 1
+            found["an embedding of its own"] = config.has_embedding
+            found[f"{len(config.aux_layers)} taps"] = len(config.aux_layers) != 3
+        return present(found)

@@ -10,16 +10,17 @@ import numpy as np
 
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.interop.eagle3 import dialects
-from specserve.interop.eagle3.head_files import EagleFiles
-from specserve.interop.findings import Copy, Fix, Repair
-from specserve.interop.repairs import change, exchange, of_target, tap_layers, tap_order
+from specserve.interop.eagle3.catalogue import EAGLE, FLAGS, TAP_IDS
+from specserve.interop.eagle3.checks import EagleFiles
+from specserve.interop.findings import Copy, Dialect, Fix, Repair
+from specserve.interop.repairs import change, exchanged, of_target, put_everywhere, short_name, tap_layers, tap_order
 
-_NORMS = {
-    "input_layernorm": "midlayer.input_layernorm.weight",
-    "hidden_norm": "midlayer.hidden_norm.weight",
-    "post_attention_layernorm": "midlayer.post_attention_layernorm.weight",
-    "norm": "norm.weight",
-}
+_NORMS = (
+    "midlayer.input_layernorm.weight",
+    "midlayer.hidden_norm.weight",
+    "midlayer.post_attention_layernorm.weight",
+    "norm.weight",
+)
 _UNWRITTEN_FLAGS = ("norm_output", "norm_before_residual")  # no tensor shows whether they are set
 _TAPPED = ("low", "middle", "high")
 
@@ -32,7 +33,7 @@ def list_repairs(files: EagleFiles) -> Iterator[Repair]:
     yield from _flags(config)
     yield from _heads(config, files.target.config.head_dim)
     yield from _products(config)
-    yield from _norms()
+    yield from exchanged(dialects.renamer, _NORMS, short_name)
     yield from _tap_orders(config)
     target, taps = files.target.config, config.aux_layers
     choices = [tuple(i + by for i in taps) for by in (1, -1)]  # one layer off, as the other way of counting has them
@@ -42,20 +43,7 @@ def list_repairs(files: EagleFiles) -> Iterator[Repair]:
     yield from of_target(config.norm_eps, config.rope, target, _put)
 
 
-def _put(**values: object) -> Fix:
-    """Make a fix that writes keys of the layer's settings, or of the top where they stand there."""
-
-    def fix(repaired: Copy) -> None:
-        for key, value in values.items():
-            eagle = repaired.raw.get("eagle_config")
-            if isinstance(eagle, dict) and key in eagle:
-                eagle[key] = value
-            if key in repaired.raw or key in dialects.FLAGS:
-                repaired.raw[key] = value
-            else:
-                repaired.layer[key] = value
-
-    return fix
+_put = put_everywhere(EAGLE, at_top=FLAGS)
 
 
 def _flags(config: Eagle3Config) -> Iterator[Repair]:
@@ -78,21 +66,15 @@ def _products(config: Eagle3Config) -> Iterator[Repair]:
     """List repairs of the first layer's matrices whose shape leaves open which way they are meant."""
     attention, mlp = "midlayer.self_attn", "midlayer.mlp"
     if config.num_heads * config.head_dim == config.d_model:
-        yield Repair(
-            "o_proj is stored transposed", change(dialects.renamer, np.transpose, f"{attention}.o_proj.weight")
-        )
+        how = change(dialects.renamer, np.transpose, f"{attention}.o_proj.weight")
+        yield Repair("o_proj is stored transposed", how)
     gates = f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"
-    yield Repair("gate_proj and up_proj stand in each other's place", exchange(dialects.renamer, *gates))
+    yield from exchanged(dialects.renamer, gates, short_name)
     names = [f"{attention}.{name}_proj.weight" for name in "qkv"]
     yield Repair(
         "q, k and v take the hidden state first and the embedding second",
         change(dialects.renamer, lambda weight: np.roll(weight, config.d_model, axis=1), *names),
     )
-
-
-def _norms() -> Iterator[Repair]:
-    for (one, first), (other, second) in itertools.combinations(_NORMS.items(), 2):
-        yield Repair(f"{one} and {other} stand in each other's place", exchange(dialects.renamer, first, second))
 
 
 def _tap_orders(config: Eagle3Config) -> Iterator[Repair]:
@@ -101,7 +83,7 @@ def _tap_orders(config: Eagle3Config) -> Iterator[Repair]:
     names = _TAPPED if len(taps) == len(_TAPPED) else [str(i) for i in config.aux_layers]
     for order in itertools.islice(itertools.permutations(taps), 1, 24):
         named = ", ".join(names[i] for i in order)
-        blocks = change(dialects.renamer, tap_order(order), "fc.weight")
+        blocks = tap_order(dialects.renamer, order)
         yield Repair(f"fc.weight takes the taps in the order {named}", blocks)
         if config.fc_norm:
 
@@ -115,15 +97,16 @@ def _tap_orders(config: Eagle3Config) -> Iterator[Repair]:
             yield Repair(f"fc.weight and its norms take the taps in the order {named}", with_norms)
 
 
-def _set_taps(dialect: str, layers: tuple[int, ...]) -> Fix:
+def _set_taps(dialect: Dialect, layers: tuple[int, ...]) -> Fix:
+    ids = [i + dialects.COUNTED_FROM[dialect] for i in layers]
+
     def fix(repaired: Copy) -> None:
-        ids = [i + (dialect != "sglang") for i in layers]
-        eagle = repaired.raw.get("eagle_config")
+        eagle = repaired.raw.get(EAGLE)
         if isinstance(eagle, dict):
-            eagle[dialects.TAP_IDS] = ids
+            eagle[TAP_IDS] = ids
         elif dialect == "sglang":
-            repaired.raw["eagle_config"] = {"use_aux_hidden_state": True, dialects.TAP_IDS: ids}
+            repaired.raw[EAGLE] = {"use_aux_hidden_state": True, TAP_IDS: ids}
         else:
-            repaired.raw[dialects.TAP_IDS] = ids
+            repaired.raw[TAP_IDS] = ids
 
     return fix

@@ -14,6 +14,7 @@ from specserve.drafters.mtp.model import draft_spec
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop.examined import ExaminedFiles
 from specserve.interop.findings import Finding, read_checks
+from specserve.interop.keys import LAYER
 from specserve.interop.mtp import layouts
 from specserve.interop.published import D2T, T2D
 from specserve.models.config import ModelConfig
@@ -48,7 +49,7 @@ class MtpFiles(ExaminedFiles):
 
     @property
     def dialect(self) -> str:
-        return "speculators" if layouts.LAYER_CONFIG in self.raw else "checkpoint"
+        return "speculators" if LAYER in self.raw else "checkpoint"
 
     @cached_property
     def read(self) -> MtpConfig | SpecServeError:

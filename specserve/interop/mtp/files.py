@@ -1,9 +1,9 @@
 """Layers of multi-token prediction as folders: within the target's own checkpoint, or alone in one of their own, in the
 checkpoint's names or in those of speculators."""
 
+import functools
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,13 @@ from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.mtp.carried import num_carried, read_layer, shared_tables
 from specserve.drafters.mtp.config import config_of
 from specserve.drafters.mtp.drafter import Mtp
-from specserve.drafters.mtp.model import draft_spec
 from specserve.errors import CheckpointError
 from specserve.interop.findings import Dialect
-from specserve.interop.format import HeadFormat
+from specserve.interop.format import HeadFormat, SharedTable
+from specserve.interop.keys import LAYER, architectures
 from specserve.interop.mtp.checks import MtpFiles, check_layer
 from specserve.interop.mtp.layouts import (
     ARCHITECTURES,
-    LAYER_CONFIG,
     OF_TARGET,
     SPECULATORS,
     as_speculators,
@@ -35,7 +34,7 @@ from specserve.interop.mtp.layouts import (
     read_target_ids,
 )
 from specserve.interop.mtp.repairs import list_repairs
-from specserve.interop.published import D2T, T2D, architectures, speculators_config, vocab_to_tensors
+from specserve.interop.published import D2T, T2D, present, speculators_config, vocab_to_tensors
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 
@@ -95,7 +94,7 @@ class MtpFormat(HeadFormat):
             "architectures": [SPECULATORS.architecture],
             "speculators_model_type": "mtp",
             "num_nextn_predict_layers": 1,
-            LAYER_CONFIG: raw,
+            LAYER: raw,
             "speculators_config": speculators_config("mtp", 3, target_name, raw),
         }
 
@@ -107,7 +106,7 @@ class MtpFormat(HeadFormat):
             "a head of its own": config.has_own_head,
             f"a draft vocabulary of {config.draft_vocab_size:,} tokens (d2t)": config.is_partial,
         }
-        return [what for what, is_there in found.items() if is_there]
+        return present(found)
 
     def has_own_embedding(self, folder: Path) -> bool:
         """Return whether the layer's folder holds an embedding or an output head."""
@@ -116,16 +115,13 @@ class MtpFormat(HeadFormat):
         name_of = name_in(names, config.layout)
         return any(name_of(name) in names for name in shared_tables(config.layer, config.layout))
 
-    def without_copies(self, head: Head, target: Target, dtype: str) -> tuple[Head, list[str]]:
-        """Drop an embedding and an output head that are the target's own."""
-        config, params, changes = head.drafter.config, head.params, []
-        own = to_numpy(params, draft_spec(config), dtype)
-        for name, shared in shared_tables(target.config, config.layout).items():
-            table = read_table(target.folder, shared) if name in own else None
-            if table is not None and np.array_equal(own[name], table.astype(dtype)):
-                changes.append(f"{name} is the target's own {shared}, so it is shared instead of stored")
-                if name == f"{config.layout.embedding}.weight":
-                    config, params = replace(config, has_embedding=False), replace(params, embedding=None)
-                else:
-                    config, params = replace(config, has_own_head=False), replace(params, head=None)
-        return Head(Mtp(config), params, head.target_ids), changes
+    def shared_tables(self, head: Head, target: Target) -> Sequence[SharedTable]:
+        layout = head.drafter.config.layout
+        places = {
+            f"{layout.embedding}.weight": ("has_embedding", "embedding"),
+            f"{layout.head}.weight": ("has_own_head", "head"),
+        }
+        return [
+            SharedTable(name, shared, functools.partial(read_table, name=shared), *places[name])
+            for name, shared in shared_tables(target.config, layout).items()
+        ]

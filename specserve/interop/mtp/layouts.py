@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, ExpertByExpert, TensorFolder, listed, read_json
 from specserve.drafters.mtp.carried import names_in, num_carried, own_tables, read_shared
 from specserve.drafters.mtp.config import LAYOUTS, OTHERS, Layout, MtpConfig, config_of, of_its_own
 from specserve.errors import CheckpointError, ConfigError
+from specserve.interop.keys import LAYER
 from specserve.interop.notes import read_notes
 from specserve.interop.published import D2T, T2D, vocab_from_tensors
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 
-LAYER_CONFIG = "transformer_layer_config"  # where speculators keeps the target's config.json
 OF_TARGET = "target_architectures"  # the target's own, beside the name that engines have for such a layer
 SPECULATORS = of_its_own("MTPDraftModel", "mtp_layers.0")
 ARCHITECTURES = frozenset(layout.architecture for layout in (*LAYOUTS.values(), OTHERS, SPECULATORS))
@@ -71,12 +72,13 @@ def read_target_ids(tensors: TensorFolder, config: MtpConfig, where: str) -> np.
     return vocab_from_tensors(found.get(D2T), found.get(T2D), config.draft_vocab_size, config.layer.vocab_size, where)
 
 
-def read_table(folder: Path, name: str) -> np.ndarray | None:
+def read_table(target: Target, dtype: str, *, name: str) -> np.ndarray | None:
     """Read a tensor of a target, or return None where its weights are not there."""
     try:
-        return read_shared(opened(folder), name)
+        table = read_shared(opened(target.folder), name)
     except CheckpointError:
         return None
+    return table if table is None else table.astype(dtype)
 
 
 def _stated_vocab(raw: Mapping[str, Any], target: ModelConfig, where: str) -> int:
@@ -100,7 +102,7 @@ def _differences(name: str, own: Any, other: Any) -> list[str]:
 
 def of_target(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The target's config.json within that of a layer. Its architectures may say how it is to be read."""
-    nested = raw.get(LAYER_CONFIG)
+    nested = raw.get(LAYER)
     own = nested if isinstance(nested, Mapping) else raw
     return {**own, "architectures": own[OF_TARGET]} if OF_TARGET in own else own
 

@@ -2,7 +2,6 @@
 shape shows. Whether one helps is measured by running the layer (`eval.trial`)."""
 
 import functools
-import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,7 +11,7 @@ from specserve.drafters.mtp.config import MtpConfig
 from specserve.interop.findings import Repair
 from specserve.interop.mtp import layouts
 from specserve.interop.mtp.checks import MtpFiles
-from specserve.interop.repairs import change, exchange
+from specserve.interop.repairs import change, exchanged, short_name
 
 
 def list_repairs(files: MtpFiles) -> Iterator[Repair]:
@@ -28,8 +27,7 @@ def _all(config: MtpConfig, names: frozenset[str]) -> Iterator[Repair]:
     rename = functools.partial(layouts.name_in, layout=layout)
     stored = rename(names)
     norms = [f"{name}.weight" for name in (layout.token_norm, layout.hidden_norm, layout.norm)]
-    for one, other in itertools.combinations(norms, 2):
-        yield Repair(f"{stored(one)} and {stored(other)} stand in each other's place", exchange(rename, one, other))
+    yield from exchanged(rename, norms, stored)
     parts = ["the token's embedding", "the hidden state"]
     first, second = parts if layout.hidden_first else reversed(parts)
     fc = f"{layout.fc}.weight"
@@ -48,4 +46,4 @@ def _all(config: MtpConfig, names: frozenset[str]) -> Iterator[Repair]:
         yield Repair(f"{stored(output)} is transposed", change(rename, np.transpose, output))
     gates = f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"
     if {*map(stored, gates)} <= names:
-        yield Repair("gate_proj and up_proj stand in each other's place", exchange(rename, *gates))
+        yield from exchanged(rename, gates, short_name)

@@ -1,1 +1,1 @@
-"""The files of P-EAGLE heads: those of EAGLE-3 with a mask."""
+"""The files of P-EAGLE heads, EAGLE-3's with a mask: `dialects` (keys, spellings, faults), `files` (format)."""
