@@ -24,7 +24,8 @@ from specserve.drafters.registry import CARRIED
 from specserve.errors import ConfigError, SpecServeError
 from specserve.serve import engines
 from specserve.serve.engine.interface import DraftInfo
-from specserve.serve.fleet.fleet import Fleet, Refused, ReplicaState, Taken
+from specserve.serve.fleet.fleet import Fleet
+from specserve.serve.fleet.group import Refused, ReplicaState, Taken
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.keys import read_api_keys
 from specserve.serve.http.transport.server import bind_listener, check_tls
