@@ -2,8 +2,6 @@
 and what each costs: time by part of a step, memory, late compiles."""
 
 import itertools
-import resource
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,6 +26,7 @@ from specserve.eval.settings import BenchRun
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engines import measured_engine
 from specserve.serve.launch import Models
+from specserve.train.speed import host_bytes
 
 AUTO = "auto"
 CONTEXT = 128  # committed tokens where steps are timed
@@ -177,13 +176,12 @@ def _has_draft(name: str) -> bool:
 
 def _memory(models: Models, engines: Iterable[Engine]) -> dict[str, int]:
     """Count bytes of memory. Arrays that several engines share count once."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     weights: list[Any] = [models.target.params, models.head.params if models.head else None]
     caches: list[Any] = []
     for engine in engines:
         weights.append(engine.runner.inputs.layouts.distinct)
         caches.append((engine.runner.state.cache, engine.runner.state.draft))
-    return {"peak_rss": peak, "weights": _num_bytes(weights), "cache": _num_bytes(caches)}
+    return {"peak_rss": host_bytes(), "weights": _num_bytes(weights), "cache": _num_bytes(caches)}
 
 
 def _num_bytes(tree: Any) -> int:
