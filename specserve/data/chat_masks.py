@@ -116,8 +116,9 @@ class _Untagged:
         A hybrid model's empty reasoning was written by the prompt that asks for none; what a prompt writes to begin
         reasoning was left out with it.
         """
-        switch = thinking_switch(self.tokenizer.template.mentions)
-        modes = [{}, {switch: True}, {switch: False}] if switch else [{}]
+        modes: list[dict[str, bool]] = [{}]
+        if switch := thinking_switch(self.tokenizer.template.mentions):
+            modes += [{switch: True}, {switch: False}]
         headers = [self._header(asked, **mode) for mode in modes]
         for candidates in (headers, [header.partition(THINK)[0] for header in headers]):
             if lengths := [len(header) for header in candidates if rest.startswith(header)]:
@@ -172,8 +173,10 @@ def _last_end_id(tokenizer: Tokenizer) -> int | None:
         text, upto = template.write(probe, template.kwargs), template.write(probe[:2], template.kwargs)
     except RequestError:
         return None
-    following = tokenizer.encode(text[len(upto) :], add_special_tokens=False) if text.startswith(upto) else []
-    return following[0] if following and following[0] in tokenizer.end_ids else None
+    if not text.startswith(upto):
+        return None
+    following = tokenizer.encode(text[len(upto) :], add_special_tokens=False)[:1]
+    return next((token_id for token_id in following if token_id in tokenizer.end_ids), None)
 
 
 def _check_calls(tokenizer: Tokenizer, messages: Messages, token_ids: Sequence[int], loss_mask: Sequence[bool]) -> None:

@@ -218,7 +218,9 @@ def split_of(row: Row) -> Split:
     run."""
     if isinstance(row, TokenRow) and row.split is not None:
         return row.split
-    return "held-out" if int(row.key, 16) % HELD_OUT_SHARE == 0 else "train"
+    if int(row.key, 16) % HELD_OUT_SHARE == 0:
+        return "held-out"
+    return "train"
 
 
 def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_answers: bool = True) -> Row:
@@ -252,9 +254,11 @@ def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_ans
 def unread_fields(row: Mapping[str, Any]) -> set[str]:
     """Find the names of fields of the row's messages that are not empty and that no chat template is given."""
     turns = row.get("messages") or row.get("conversations")
+    if not isinstance(turns, list):
+        return set()
     return {
         str(name)
-        for turn in (turns if isinstance(turns, list) else ())
+        for turn in turns
         if isinstance(turn, Mapping)
         for name, value in turn.items()
         if name not in MESSAGE_FIELDS and value not in (None, "", [], {})

@@ -63,12 +63,12 @@ class Trial:
 
     def summary(self) -> str:
         """Return the measurement in one line."""
-        found = self.acceptance
-        noted = f"its notes say {_rates(self.noted)}" if self.noted else "its notes say nothing"
-        tried = f"; {self.num_tried} other readings tried" if self.num_tried else ""
+        found, tried = self.acceptance, ""
+        if self.num_tried:
+            tried = f"; {self.num_tried} other readings tried"
         return (
             f"{SPECULATION}, greedy, {found.num_steps:,} steps: tau {found.tau:.2f}, accepted by depth "
-            f"{_rates(found.accept_rate)}; {noted}{tried}"
+            f"{_rates(found.accept_rate)}; its notes say {_rates(self.noted) or 'nothing'}{tried}"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -103,8 +103,9 @@ class Judge:
         )
 
     def _spell(self, token_id: int) -> str:
-        tokenizer = self.bench.tokenizer
-        return f"{token_id} {tokenizer.decode([token_id], skip_special_tokens=False)!r}" if tokenizer else str(token_id)
+        if self.bench.tokenizer is None:
+            return str(token_id)
+        return f"{token_id} {self.bench.tokenizer.decode([token_id], skip_special_tokens=False)!r}"
 
     def logits(self, request: ProofRequest, output_ids: Sequence[int]) -> np.ndarray:  # [n, vocab]
         [logits] = self.bench.whole_text.logits([[*request.prompt, *output_ids]])
@@ -116,7 +117,9 @@ class Judge:
         if params.grammar is not None:
             assert tokenizer is not None, "a grammar without a tokenizer is refused"
             mask = Grammars(tokenizer, target.config.vocab_size, target.eos_ids).compile(params.grammar)()
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_ids))
+        ends = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends.update(target.eos_ids)
         words = bad_sequences(params.bad_words, tokenizer)
         return rule_scores(
             request.prompt, params, output_ids, logits, stop_ids=sorted(ends), bad_sequences=words, mask=mask

@@ -55,8 +55,10 @@ class _Steps:
         from scipy.stats import binomtest  # takes a third of a second to import
 
         total = self.differences + control.differences
-        share = self.number / max(1, self.number + control.number)
-        return float(binomtest(self.differences, total, share, alternative="greater").pvalue) if total else 1.0
+        if not total:
+            return 1.0
+        share = self.number / (self.number + control.number)
+        return float(binomtest(self.differences, total, share, alternative="greater").pvalue)
 
 
 class Prover:
@@ -211,15 +213,18 @@ class Prover:
         preempted. An option's state must be there again when its sequence goes on, perhaps in another way."""
         dice = random.Random(self.size.seed)
         ways = [None, *trees]
-        name = "any way at each step" if len(trees) > 1 else f"{describe(trees[0])} or off at each step"
+        name = "any way at each step"
+        if len(trees) == 1:
+            name = f"{describe(trees[0])} or off at each step"
         self._in_few_pages(name, "preemption, all options", lambda: dice.choice(ways), self.everything)
 
     def _in_few_pages(self, way: str, check: str, script: Script, requests: Sequence[ProofRequest]) -> None:
         """Check answers in so few pages that sequences give theirs back, wait, and go on later."""
         pages = 1 + max(-(-request.num_tokens // self._asker.runner.shapes.page_size) for request in requests)
         row, few = self._check(way, check, script, requests, is_caching=True, num_pages=pages)
-        ranks = self._asker.runner.shapes.num_ranks
-        where = f"{pages} pages" if ranks == 1 else f"{pages} pages of each of {ranks} data ranks"
+        where, ranks = f"{pages} pages", self._asker.runner.shapes.num_ranks
+        if ranks > 1:
+            where += f" of each of {ranks} data ranks"
         _note_events(row, few.stats.num_preemptions, f"{few.stats.num_preemptions} preemptions in {where}")
 
     def _check_stretch(self, tree: Tree, control: _Steps) -> None:
@@ -304,7 +309,9 @@ class Prover:
 
 def _note_events(row: Row, number: int, note: str) -> None:
     """Note how often the event that a check is about has happened. Where it never has, nothing was tested."""
-    row.is_tested, row.note = number > 0, note if number else f"not tested: {note}"
+    row.is_tested, row.note = number > 0, note
+    if not number:
+        row.note = f"not tested: {note}"
 
 
 def _is_by_head_alone(tree: Tree) -> bool:

@@ -26,8 +26,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import specserve
-from specserve.errors import ConfigError
-from specserve.processes import ProcessError
+from specserve.errors import ConfigError, as_line
+from specserve.processes import ProcessError, is_first, listen, read_line
 from specserve.serve.fleet import messages
 from specserve.serve.programs.runner import Runner
 from specserve.serve.settings import PROGRAM, ServeRun, names_of
@@ -121,7 +121,7 @@ class _Rank:
         """Notify the other processes that this server cannot go on after an error of this process. Returns the error to
         raise: where another process has ended, that is the reason why this one fails."""
         self._has_gone.wait(1.0)
-        return self._give_up(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        return self._give_up(as_line(error))
 
     def reason(self, error: Exception) -> Exception:
         """Return the error to report for an error that ends this process: where another process has ended, that is the
@@ -160,8 +160,7 @@ class Leader(_Rank):
         while len(self._wires) < num_others:
             try:
                 connection, _ = listener.accept()
-                connection.settimeout(CONNECT_SECONDS)
-                secret, _, number = _line(connection).partition(" ")
+                secret, _, number = read_line(connection, CONNECT_SECONDS).partition(" ")
             except OSError as error:
                 there = sorted(self._wires)
                 raise ProcessError(
@@ -293,26 +292,29 @@ def connect(coordinator: str, on_lost: Lost) -> Leader | Follower | None:
     when one of them has ended, and is to end this one too. Raises ProcessError."""
     if jax.process_count() == 1:
         return None
-    is_first, dual = jax.process_index() == 0, socket.has_dualstack_ipv6()
-    address = np.zeros(_ADDRESS_BYTES, np.uint8)
-    listener, token = None, ""
-    if is_first:
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=jax.process_count())
-        token, port = secrets.token_hex(16), listener.getsockname()[1]
-        hosts = [coordinator.rpartition(":")[0].strip("[]")] if coordinator != "auto" else _own_addresses()
-        text = json.dumps([hosts[:8], port, token]).encode()
-        address[: len(text)] = np.frombuffer(text, np.uint8)
-    address = np.asarray(multihost_utils.broadcast_one_to_all(address), np.uint8)
-    if listener is not None:
-        return Leader(listener, token, jax.process_count() - 1, on_lost)
-    hosts, port, token = json.loads(address.tobytes().rstrip(b"\0"))
-    return Follower(_reach(hosts, port, f"{token} {jax.process_index()}\n".encode()), on_lost)
+    if not is_first():
+        hosts, port, token = json.loads(_broadcast(b""))
+        return Follower(_reach(hosts, port, f"{token} {jax.process_index()}\n".encode()), on_lost)
+    listener = listen(0, backlog=jax.process_count())
+    hosts, token = [coordinator.rpartition(":")[0].strip("[]")], secrets.token_hex(16)
+    if coordinator == "auto":
+        hosts = _own_addresses()
+    _broadcast(json.dumps([hosts[:8], listener.getsockname()[1], token]).encode())
+    return Leader(listener, token, jax.process_count() - 1, on_lost)
+
+
+def _broadcast(text: bytes) -> bytes:
+    """Return the first process's text, in all of them."""
+    row = np.zeros(_ADDRESS_BYTES, np.uint8)
+    row[: len(text)] = np.frombuffer(text, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(row), np.uint8).tobytes().rstrip(b"\0")
 
 
 def check_mesh(mesh: Mesh | None) -> None:
     """Check that every device of every process has a part in the mesh. Raises ConfigError."""
-    expected, found = jax.device_count(), 1 if mesh is None else mesh.size
+    expected, found = jax.device_count(), 1
+    if mesh is not None:
+        found = mesh.size
     if jax.process_count() > 1 and found != expected:
         raise ConfigError(
             f"{jax.process_count()} processes need a mesh over all of their {expected} devices, got one over {found}; "
@@ -343,17 +345,6 @@ def _short(text: str) -> str:
 def _refuse(wrong: str) -> None:
     if wrong:
         raise ConfigError(f"the processes of this server differ: {wrong}; give all of them the same")
-
-
-def _line(connection: socket.socket) -> str:
-    """Read the first line that comes, of at most 64 bytes."""
-    got = b""
-    while not got.endswith(b"\n") and len(got) < 64:
-        byte = connection.recv(1)
-        if not byte:
-            break
-        got += byte
-    return got.decode(errors="replace").strip()
 
 
 def _own_addresses() -> list[str]:
