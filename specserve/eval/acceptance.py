@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specserve.errors import DataError, RequestError
+from specserve.errors import DataError
 from specserve.eval.bench.comparison import ArmResult, BenchArm, Comparison, EngineArm, run_round
 from specserve.eval.intervals import Interval, median_interval, tau_difference, tau_interval
-from specserve.eval.prompts import Question
+from specserve.eval.prompts import Question, render
 from specserve.serve.engine.engine import Engine
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
@@ -220,12 +220,11 @@ def reader(engine: Engine, max_tokens: int) -> Read:
     DataError where the target has no chat template."""
 
     def read(messages: Messages) -> tuple[list[int], int] | None:
-        try:
-            prompt = engine.tokenizer.render_chat(messages)
-        except RequestError as error:
-            raise DataError(f"the target cannot be asked: {error}") from error
+        prompt = render(engine.tokenizer, messages)
         room = min(max_tokens, engine.max_model_len - len(prompt))
-        return (prompt, room) if room > 0 else None
+        if room <= 0:
+            return None
+        return prompt, room
 
     return read
 

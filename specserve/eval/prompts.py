@@ -14,7 +14,8 @@ from specserve import hub
 from specserve.data import pydoc
 from specserve.data.conversations import Conversation
 from specserve.data.sources import SUFFIXES, HubDataset, download, file_rows
-from specserve.errors import ConfigError, DataError
+from specserve.errors import ConfigError, DataError, RequestError
+from specserve.serve.engine.interface import TokenizerLike
 
 PYDOC, SPEED_BENCH = "pydoc", "speed-bench"
 RANDOM = "random"  # prompts of random token ids, for benchmarks alone
@@ -128,6 +129,15 @@ def load_chats(bench: str, limit: int, history: int = 2) -> list[list[dict[str, 
         earlier = [*others[start:], *others[:start]][: i % (history + 1)]
         chats.append([message for c in (*earlier, question) for message in c.as_dicts()])
     return chats
+
+
+def render(tokenizer: TokenizerLike, chat: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the token ids of a chat, up to where the target's answer begins. Raises DataError where it has no chat
+    template that takes this one."""
+    try:
+        return tokenizer.render_chat(chat)
+    except RequestError as error:
+        raise DataError(f"the target cannot be asked: {error}") from error
 
 
 def load_prompts(

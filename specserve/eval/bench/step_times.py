@@ -76,30 +76,39 @@ def measure_steps(
         raise ConfigError(f"timing steps takes {steps_timed(repeats)} tokens; --max-model-len {longest} is too little")
     for runner in (plain, speculative):
         fill(runner, context, context + longest - room + steps_timed(repeats))
-    times: dict[str, list[float]] = {"plain": [], "step": [], "draft": []}
-    for _ in range(repeats + 1):  # the first compiles, or touches memory
-        times["plain"].append(_run_ahead(plain, None, 1))
-        times["draft"].append(_run_drafts(speculative, tree, 1))
-        times["step"].append(_run_ahead(speculative, tree, 1))
+    plain_step, draft, step = _medians(
+        repeats,
+        lambda: _run_ahead(plain, None, 1),
+        lambda: _run_drafts(speculative, tree, 1),
+        lambda: _run_ahead(speculative, tree, 1),
+    )
     for runner in (plain, speculative):
         runner.reset()
     bound = bytes_read(plain.inputs.layout_for(1, None).target) / (bandwidth or read_bandwidth())
-    warm = {name: statistics.median(values[1:]) * 1e3 for name, values in times.items()}
-    return StepTimes(bound=bound * 1e3, step=warm["step"], draft=warm["draft"], plain=warm["plain"])
+    return StepTimes(bound=bound * 1e3, step=step * 1e3, draft=draft * 1e3, plain=plain_step * 1e3)
 
 
-def time_step(runner: Runner, tree: Tree | None, *, context: int, batch: int, repeats: int = 15) -> tuple[float, float]:
+def time_step(runner: Runner, tree: Tree | None, *, context: int, batch: int, repeats: int) -> tuple[float, float]:
     """The median seconds of a step with `batch` sequences of about `context` committed tokens each, each step being
     dispatched before the one before it is read; and of them, the draft's, timed as a program of its own (0 of a plain
     step). No engine may run over the runner, which forgets all sequences."""
-    fill(runner, context, context + steps_timed(repeats) + 2 + (tree.depth if tree else 0), batch)
-    steps = [_run_ahead(runner, tree, batch) for _ in range(repeats + 1)][1:]
-    drafts = [0.0]
+    depth, draft = 0, 0.0
     if tree is not None:
-        fill(runner, context, context + 2 + tree.depth, batch)
-        drafts = [_run_drafts(runner, tree, batch) for _ in range(repeats + 1)][1:]
+        depth = tree.depth
+    fill(runner, context, context + steps_timed(repeats) + 2 + depth, batch)
+    [step] = _medians(repeats, lambda: _run_ahead(runner, tree, batch))
+    if tree is not None:
+        fill(runner, context, context + 2 + depth, batch)
+        [draft] = _medians(repeats, lambda: _run_drafts(runner, tree, batch))
     runner.reset()
-    return statistics.median(steps), statistics.median(drafts)
+    return step, draft
+
+
+def _medians(repeats: int, *runs: Callable[[], float]) -> list[float]:
+    """Return the median of what each run measures, in turns with the others. The first turn, which compiles or touches
+    memory, does not count."""
+    found = [[run() for run in runs] for _ in range(repeats + 1)]
+    return [statistics.median(each) for each in zip(*found[1:], strict=True)]
 
 
 def steps_timed(repeats: int) -> int:

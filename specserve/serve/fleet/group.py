@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +96,7 @@ class ReplicaGroup:
             except Exception:
                 logger.exception("replicas could not be looked after; trying again")
 
-    def answer(self, *request: Any, floor: int, pages: tuple[bytes, ...]) -> Any:
+    def answer(self, *request: Any, floor: int, pages: Sequence[bytes]) -> Any:
         """Send a request to the replica that the router chooses, of a head of version `floor` at least. Returns the
         stream of what `EngineReplica.answer` yields."""
         return self._answers.remote(*request, floor=floor, pages=pages)

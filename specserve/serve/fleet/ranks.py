@@ -130,6 +130,22 @@ class _Rank:
             self._has_gone.wait(1.0)
         return self.lost or error
 
+    def agree(self, facts: Mapping[str, object]) -> None:
+        """Check that all processes have the same facts. Raises ConfigError, on all of them, that names those that
+        differ."""
+        own = {name: _short(str(value)) for name, value in facts.items()}
+        if wrong := self._decide(json.dumps(own), _differences):
+            raise ConfigError(f"the processes of this server differ: {wrong}; give all of them the same")
+
+    def least(self, number: int) -> int:
+        """Return the smallest of the numbers that the processes give."""
+        return self._decide(number, lambda numbers: min(numbers.values()))
+
+    def _decide(self, own: Any, rule: Callable[[Mapping[int, Any]], Any]) -> Any:
+        """Return, in all processes, what the rule makes of the values that they give, by number of process. Every
+        process has to call it."""
+        raise NotImplementedError
+
     def _gone(self, how: str) -> None:
         """Note that another process has ended."""
         self._give_up(how)
@@ -185,27 +201,10 @@ class Leader(_Rank):
             except OSError as error:
                 raise self._give_up(f"process {number} has ended ({error})") from error
 
-    def agree(self, facts: Mapping[str, object]) -> None:
-        """Check that all processes have the same facts. Raises ConfigError, on all of them, that names those that
-        differ."""
-        own = _written(facts)
-        wrong = [
-            f"{name} is {theirs.get(name, 'unknown')} in process {number} and {value} in the first"
-            for number, theirs in ((number, json.loads(text)) for number, text in self._take_values())
-            for name, value in json.loads(own).items()
-            if theirs.get(name) != value
-        ]
-        self.send(messages.write("fact", ("; ".join(wrong),)))
-        _refuse("; ".join(wrong))
-
-    def least(self, number: int) -> int:
-        """Return the smallest of the numbers that the processes give."""
-        smallest = min(number, *(theirs for _, theirs in self._take_values()))
-        self.send(messages.write("fact", (smallest,)))
-        return smallest
-
-    def _take_values(self) -> list[tuple[int, Any]]:
-        return [(number, wire.take_value()) for number, wire in sorted(self._wires.items())]
+    def _decide(self, own: Any, rule: Callable[[Mapping[int, Any]], Any]) -> Any:
+        found = rule({0: own, **{number: wire.take_value() for number, wire in sorted(self._wires.items())}})
+        self.send(messages.write("fact", (found,)))
+        return found
 
     def _notify_all(self, why: str) -> None:
         for wire in self._wires.values():  # side by side, as the lost one may never take it
@@ -230,14 +229,9 @@ class Follower(_Rank):
         self._wire = _Wire(connection, "the first process", self._gone)
         self._wire.on_lost = self._gone
 
-    def agree(self, facts: Mapping[str, object]) -> None:
-        """Take part in `Leader.agree`, with this process's facts."""
-        self._wire.send(messages.write("fact", (_written(facts),)))
-        _refuse(self._wire.take_value())
-
-    def least(self, number: int) -> int:
-        """Take part in `Leader.least`, with this process's number."""
-        self._wire.send(messages.write("fact", (number,)))
+    def _decide(self, own: Any, rule: Callable[[Mapping[int, Any]], Any]) -> Any:
+        del rule  # the first process's
+        self._wire.send(messages.write("fact", (own,)))
         return self._wire.take_value()
 
     def frames(self) -> Iterator[tuple[bytes, bytes]]:
@@ -334,17 +328,19 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _written(facts: Mapping[str, object]) -> str:
-    return json.dumps({name: _short(str(value)) for name, value in facts.items()})
+def _differences(written: Mapping[int, str]) -> str:
+    """Return which facts, of the processes by their numbers, differ from those of the first one."""
+    (_, own), *others = [(number, json.loads(text)) for number, text in written.items()]
+    return "; ".join(
+        f"{name} is {theirs.get(name, 'unknown')} in process {number} and {value} in the first"
+        for number, theirs in others
+        for name, value in own.items()
+        if theirs.get(name) != value
+    )
 
 
 def _short(text: str) -> str:
     return f"of checksum {zlib.crc32(text.encode()):08x}" if len(text) > 80 else text or "empty"
-
-
-def _refuse(wrong: str) -> None:
-    if wrong:
-        raise ConfigError(f"the processes of this server differ: {wrong}; give all of them the same")
 
 
 def _own_addresses() -> list[str]:
