@@ -58,11 +58,12 @@ class _Untagged:
     def encode(self) -> tuple[list[int], list[bool]]:
         """Return token ids and loss mask. A message's span is what rendering it adds to the text. Raises DataError or
         RequestError."""
-        text, spans = self.text, list[tuple[int, int]]()
+        text, spans, end = self.text, list[tuple[int, int]](), 0
         for i, message in enumerate(self.messages):
             if message["role"] == "assistant":
-                start = self._start(i, after=spans[-1][1] if spans else 0)
-                spans.append((start, self._stop(i, start)))
+                start = self._start(i, after=end)
+                end = self._stop(i, start)
+                spans.append((start, end))
         if self.messages[-1]["role"] == "assistant":
             text, spans[-1] = self._keep_reasoning(spans[-1])
         token_ids, offsets = self.tokenizer.encode_with_offsets(text)

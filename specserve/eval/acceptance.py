@@ -61,12 +61,16 @@ class SpeculationReport:
     @property
     def tau(self) -> float | None:
         """The mean number of tokens that a step emits, or None where the arm does not report it."""
-        return self.acceptance.tau if self.has_counts else self.reported_mean
+        if self.has_counts:
+            return self.acceptance.tau
+        return self.reported_mean
 
     @property
     def accept_rate(self) -> tuple[float, ...]:
         """The acceptance at depth d given acceptance at depth d - 1. It is empty where the arm does not report it."""
-        return self.acceptance.accept_rate if self.detail == "all" else ()
+        if self.detail != "all":
+            return ()
+        return self.acceptance.accept_rate
 
     @property
     def tau_interval(self) -> Interval | None:

@@ -241,9 +241,10 @@ class TauVerdict:
 
 def verdicts(reports: Sequence[SpeculationReport], expected: Sequence[float]) -> list[TauVerdict]:
     """Compare each report with its own published tau. The list is empty where no taus are given."""
-    pairs = zip(reports, expected, strict=True) if expected else ()
+    if not expected:
+        return []
     found = []
-    for each, value in pairs:
+    for each, value in zip(reports, expected, strict=True):
         name = f"{each.name}, T={each.temperature:g}, {each.concurrency} at once"
         found.append(TauVerdict(name, value, each.tau, each.tau_interval))
     return found

@@ -73,8 +73,9 @@ def difference_table(found: Sequence[Difference]) -> Table:
     """Make a table of the differences between each head's tau and the first one's, over the same questions."""
     shown = table("tau, to the first head on the same questions", ("head", "than"), ("T", "difference", "95%"))
     for each in found:
-        interval = each.interval
-        between = f"{interval.low:+.3f} to {interval.high:+.3f}" if interval else ""
+        between = ""
+        if interval := each.interval:
+            between = f"{interval.low:+.3f} to {interval.high:+.3f}"
         shown.add_row(
             escape(each.of.name), escape(each.to.name), f"{each.of.temperature:g}", f"{each.value:+.3f}", between
         )

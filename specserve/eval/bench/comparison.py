@@ -52,7 +52,9 @@ class TimedAnswer:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids) if self.num_reported is None else self.num_reported
+        if self.num_reported is None:
+            return len(self.token_ids)
+        return self.num_reported
 
     def agrees(self, other: "TimedAnswer") -> bool:
         """Return whether both answers are the same: token for token, or letter for letter where token ids are not

@@ -108,7 +108,7 @@ class BenchReport:
         worst = self.worst(AUTO)
         return {
             "cells": [comparison.to_json() for comparison in self.comparisons],
-            "auto_worst_ratio_to_plain": worst[0] if worst else None,
+            "auto_worst_ratio_to_plain": worst and worst[0],
             "different_answers": self.num_different,
             "late_compiles": self.num_late_compiles,
             "coupling": [coupling.to_json() for coupling in self.couplings],
@@ -176,7 +176,9 @@ def _has_draft(name: str) -> bool:
 
 def _memory(models: Models, engines: Iterable[Engine]) -> dict[str, int]:
     """Count bytes of memory. Arrays that several engines share count once."""
-    weights: list[Any] = [models.target.params, models.head.params if models.head else None]
+    weights: list[Any] = [models.target.params]
+    if models.head:
+        weights.append(models.head.params)
     caches: list[Any] = []
     for engine in engines:
         weights.append(engine.runner.inputs.layouts.distinct)

@@ -9,7 +9,7 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.eval.verify.draws import cells_of
-from specserve.eval.verify.report import Kind, Mismatch, ProofReport
+from specserve.eval.verify.report import Kind, Mismatch, ProofReport, Verdict
 from specserve.eval.verify.requests import NUM_LOGPROBS, ProofRequest
 from specserve.eval.verify.rule import WholeText, rule_scores
 from specserve.serve.engine.options import bad_sequences
@@ -93,11 +93,13 @@ class Judge:
         lead = float(row.max() - row[b])
         is_tie = lead <= 2 * noise * stretch
         rng = np.random.default_rng(at)
-        for _ in range(NUM_NUDGES if not np.isfinite(lead) and noise else 0):  # top_p and the like cut it off
-            nudged = logits + rng.uniform(-noise, noise, logits.shape).astype(np.float32)
-            is_tie = is_tie or int(self.scores(request, prefix, nudged)[at].argmax()) == b
+        if noise and not np.isfinite(lead):  # top_p and the like cut it off
+            for _ in range(NUM_NUDGES):
+                nudged = logits + rng.uniform(-noise, noise, logits.shape).astype(np.float32)
+                is_tie = is_tie or int(self.scores(request, prefix, nudged)[at].argmax()) == b
+        verdict: Verdict = "tie" if is_tie else "bug"
         return Mismatch(
-            *(way, check, request.name, "token", at, self._spell(a), self._spell(b), lead, "tie" if is_tie else "bug"),
+            *(way, check, request.name, "token", at, self._spell(a), self._spell(b), lead, verdict),
             plain_top=_top(plain, at, logits[at]),
             other_top=_top(answer, at),
         )

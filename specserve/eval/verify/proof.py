@@ -142,7 +142,9 @@ class Prover:
         if self.report.noise > SHARE * self._spread:
             self._add(row, bug("off", row.check, self.base[0], "log-probability", "one forward", "its steps"))
         for request in self.everything:
-            self._check_rule(row, request, bests[id(request)] if id(request) in bests else self._best(request))
+            if id(request) not in bests:
+                bests[id(request)] = self._best(request)
+            self._check_rule(row, request, bests[id(request)])
         self._compare("off", "mixed batches", self.base, together)
         self._draw(None)
 

@@ -265,7 +265,9 @@ class LeadingRunner(Runner):
     def beyond_repair(self, error: Exception | None = None) -> Exception | None:
         """Return why this server cannot go on: another process has ended, or a step has failed, of which the other
         processes may have done more or less."""
-        return self._leader.lost if error is None else self._leader.failed(error)
+        if error is None:
+            return self._leader.lost
+        return self._leader.failed(error)
 
 
 def follow(runner: Runner, frames: Iterable[tuple[bytes, bytes]]) -> None:
@@ -340,7 +342,9 @@ def _differences(written: Mapping[int, str]) -> str:
 
 
 def _short(text: str) -> str:
-    return f"of checksum {zlib.crc32(text.encode()):08x}" if len(text) > 80 else text or "empty"
+    if len(text) > 80:
+        return f"of checksum {zlib.crc32(text.encode()):08x}"
+    return text or "empty"
 
 
 def _own_addresses() -> list[str]:

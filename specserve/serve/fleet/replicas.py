@@ -388,4 +388,6 @@ def _cause(message: str) -> str:
     """Return the error of the replica itself, out of all that Ray says around it."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     own = [line for line in lines if line.startswith("specserve.errors.")]
-    return own[-1].partition(": ")[2] if own else (lines or ["Ray gives no reason"])[-1]
+    if own:
+        return own[-1].partition(": ")[2]
+    return (lines or ["Ray gives no reason"])[-1]
