@@ -7,8 +7,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from specserve.eval.acceptance import Difference, SpeculationReport
-from specserve.eval.bench.comparison import ArmResult, Comparison
-from specserve.eval.bench.engine import AUTO, BenchReport, Coupling
+from specserve.eval.bench.comparison import AUTO, ArmResult, Comparison
+from specserve.eval.bench.engine import BenchReport, Coupling
 from specserve.eval.bench.step_times import StepTimes
 from specserve.eval.intervals import Interval
 

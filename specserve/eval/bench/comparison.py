@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from specserve.drafters.speculation import parse_speculation
 from specserve.errors import SpecServeError
 from specserve.eval.settings import BenchRun
 from specserve.serve.engine.engine import Engine
@@ -23,8 +24,16 @@ from specserve.serve.requests.completion import answer_all
 from specserve.serve.requests.request import Delta, FinishReason, Request, SamplingParams
 from specserve.speculative.acceptance import Acceptance
 
-PLAIN = "off"
+PLAIN, AUTO = "off", "auto"
 ENDS = (FinishReason.STOP, FinishReason.LENGTH)  # of answers that are whole
+
+
+def has_draft(speculation: str) -> bool:
+    """Return whether it is one tree that a head proposes. Raises ConfigError."""
+    if speculation == AUTO:
+        return False
+    tree = parse_speculation(speculation)
+    return tree is not None and tree.uses_head
 
 
 def requests_at(run: BenchRun, concurrency: int) -> int:

@@ -9,14 +9,15 @@ from typing import Any
 
 import jax
 
-from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
 from specserve.eval.bench.comparison import (
+    AUTO,
     PLAIN,
     ArmResult,
     BenchArm,
     Comparison,
     EngineArm,
+    has_draft,
     params_of,
     run_comparisons,
     run_round,
@@ -28,7 +29,6 @@ from specserve.serve.engines import measured_engine
 from specserve.serve.launch import Models
 from specserve.train.speed import host_bytes
 
-AUTO = "auto"
 CONTEXT = 128  # committed tokens where steps are timed
 OnWarmup = Callable[[str, int, int, str], None]  # arm, done, total, name of the program
 
@@ -130,7 +130,7 @@ def run_bench(
     """Measure the speculations of `run.arms` against plain decoding, each as an engine of its own over the same loaded
     models; `others` are further arms. Prompts leave room for `run.max_tokens`. Raises ConfigError."""
     names = [PLAIN, *[name for name in dict.fromkeys(run.arms) if name != PLAIN]]
-    if models.head is None and (headed := [name for name in names if _has_draft(name)]):
+    if models.head is None and (headed := [name for name in names if has_draft(name)]):
         raise ConfigError(f"there is no head for {models.name}, and {', '.join(headed)} need one; give it with --draft")
     report = BenchReport(run)
 
@@ -148,7 +148,7 @@ def run_bench(
     engines = {name: make(name, max(run.concurrency)) for name in names}
     report.read_bandwidth = read_bandwidth()
     for name, engine in engines.items():
-        if _has_draft(name):
+        if has_draft(name):
             report.steps[name] = measure_steps(
                 engines[PLAIN].runner,
                 engine.runner,
@@ -161,17 +161,12 @@ def run_bench(
         report.memory = _memory(models, engines.values())  # before further engines are made
         report.num_late_compiles = sum(engine.stats().num_late_compiles for engine in engines.values())
         temperature = next((t for t in run.temperature if t > 0), 1.0)
-        for name in filter(_has_draft, names if run.coupling else ()):
+        for name in filter(has_draft, names if run.coupling else ()):
             with make(name, 1, is_coupled=False) as engine:
                 coupling = measure_coupling(name, arms[name], EngineArm(engine), prompts, run, temperature)
                 report.num_late_compiles += engine.stats().num_late_compiles
             report.couplings.append(coupling)
     return report
-
-
-def _has_draft(name: str) -> bool:
-    tree = None if name == AUTO else parse_speculation(name)
-    return tree is not None and tree.uses_head
 
 
 def _memory(models: Models, engines: Iterable[Engine]) -> dict[str, int]:
