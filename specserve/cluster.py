@@ -17,7 +17,7 @@ from packaging.version import Version
 
 import specserve
 from specserve import log
-from specserve.errors import CapacityError, ConfigError, SpecServeError
+from specserve.errors import CapacityError, ConfigError, SpecServeError, as_line
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def connect(address: str = "") -> Any:
         with log.waiting(logger.info, f"Ray: {where}", seconds):
             ray.init(address=address or "local", log_to_driver=True, include_dashboard=None if address else False)
     except Exception as error:  # Ray raises a bare one where its processes take too long to start
-        what = str(error).splitlines()[0]
+        what = as_line(error)
         if not address:
             raise ConfigError(f"Ray could not start on this machine ({what}); its logs are in /tmp/ray") from error
         raise ConfigError(
@@ -212,7 +212,7 @@ def map_over(
                 yield result
     except ray.exceptions.RayError as error:
         raise CapacityError(
-            f"the workers on Ray have ended ({str(error).splitlines()[0]}); run the same command again to go on"
+            f"the workers on Ray have ended ({as_line(error)}); run the same command again to go on"
         ) from error
 
 

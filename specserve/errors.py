@@ -31,6 +31,11 @@ class CapacityError(SpecServeError):
     """A request that cannot be served now (HTTP 503): the queue is full or the engine is stopping."""
 
 
+def as_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the name of its class where it has no text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def first_line(error: Exception) -> str:
-    """Return the first line of another library's error, for a message in one line."""
+    """Return the class and the first line of another library's error, for a message in one line."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -8,6 +8,8 @@ import functools
 import sys
 import threading
 
+from specserve.errors import as_line
+
 PROBE_SECONDS = 5.0  # for a name to be resolved, a connection to be made and a reply to begin
 
 
@@ -34,7 +36,7 @@ def why(error: Exception) -> str:
 
     if constants.HF_HUB_OFFLINE:
         return absence()
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return as_line(error)
 
 
 _found: dict[str, str] = {}  # why an endpoint cannot be asked

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve import cluster, log
-from specserve.errors import CapacityError, ConfigError, SpecServeError
-from specserve.processes import ProcessError, as_line
+from specserve.errors import CapacityError, ConfigError, SpecServeError, as_line
+from specserve.processes import ProcessError
 
 logger = logging.getLogger(__name__)
 
@@ -231,8 +231,9 @@ def _interrupts() -> Iterator[list[int]]:
         signals.append(number)
         raise KeyboardInterrupt
 
-    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, interrupt) for number in numbers}
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # no other one may set handlers
+        before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield signals
     finally:

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from specserve import log
-from specserve.errors import ConfigError, SpecServeError
+from specserve.errors import ConfigError, SpecServeError, as_line
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def meet(coordinator: str, num_processes: int, process_id: int, seconds: int) ->
         return
     with contextlib.ExitStack() as stack:
         came: dict[int, socket.socket] = {}
-        wrong = _gather(stack, stack.enter_context(_listen(coordinator)), num_processes, came, seconds)
+        wrong = _gather(stack, stack.enter_context(listen(_address(coordinator)[1])), num_processes, came, seconds)
         _send(came, wrong or _COME)
     if wrong:
         raise RuntimeError(wrong)
@@ -177,7 +177,7 @@ def _gather(
             connection = stack.enter_context(listener.accept()[0])
         except TimeoutError:
             continue
-        hello = _HELLO.fullmatch(_read_line(connection, HELLO_SECONDS))
+        hello = _HELLO.fullmatch(read_line(connection, HELLO_SECONDS))
         if hello is None:
             continue  # another program
         number, count = map(int, hello.groups())
@@ -198,7 +198,7 @@ def _report(coordinator: str, num_processes: int, process_id: int, seconds: int)
         try:
             with socket.create_connection(_address(coordinator), timeout=min(left, log.SAY_SECONDS)) as connection:
                 connection.sendall(f"specserve {process_id} {num_processes}\n".encode())
-                while (line := _read_line(connection, 3 * log.SAY_SECONDS)).startswith(_WAIT):
+                while (line := read_line(connection, 3 * log.SAY_SECONDS)).startswith(_WAIT):
                     logger.info(line)
                     word = time.monotonic() + log.SAY_SECONDS
         except OSError as error:  # it is not there yet
@@ -221,14 +221,16 @@ def _address(coordinator: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _listen(coordinator: str) -> socket.socket:
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", _address(coordinator)[1]), family=family, dualstack_ipv6=dual)
+def listen(port: int, backlog: int | None = None) -> socket.socket:
+    """Listen at a port of all addresses of this machine, those of IPv6 too where it has them; port 0 is any free one.
+    Raises OSError."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    return socket.create_server(("", port), backlog=backlog)
 
 
-def _read_line(connection: socket.socket, seconds: float) -> str:
-    """The next line, where all of it comes within this time; empty where it does not. What comes after it stays."""
+def read_line(connection: socket.socket, seconds: float) -> str:
+    """Return the next line, where all of it comes within this time, or an empty text. What comes after it stays."""
     line, end = b"", time.monotonic() + seconds
     with contextlib.suppress(OSError):
         while len(line) < _LONGEST_LINE and (left := end - time.monotonic()) > 0:
@@ -253,7 +255,9 @@ def _has_gone(connection: socket.socket) -> bool:
 
 def _listed(numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:8]))
-    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown
+    if len(numbers) > 8:
+        shown += f" and {len(numbers) - 8} more"
+    return shown
 
 
 class Agreement:
@@ -326,11 +330,6 @@ def as_lost(error: Exception) -> ProcessError | None:
         f"process {jax.process_index()} cannot go on without the others, one of which has ended ({as_line(error)}); "
         "start all of them again with --resume"
     )
-
-
-def as_line(error: BaseException) -> str:
-    """The first line of an error, or the name of its class where it has no text."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def is_first() -> bool:

@@ -221,8 +221,10 @@ def read_end_ids(folder: Path) -> tuple[int, ...]:
     Raises CheckpointError."""
     found: list[int] = []
     for path in (folder / "generation_config.json", folder / "config.json"):
+        if not path.is_file():
+            continue
         try:
-            value = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+            value = json.loads(path.read_text()).get("eos_token_id")
         except (OSError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path}: cannot read the ids that end a turn: {error}") from error
         if isinstance(value, int):

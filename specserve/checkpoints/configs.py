@@ -42,4 +42,6 @@ def _cached_config(name: str) -> str | None:
     if not is_hub_id(name):
         return None
     cached = try_to_load_from_cache(name, CONFIG)
-    return cached if isinstance(cached, str) else None  # the library has a marker for a file known to be missing
+    if not isinstance(cached, str):  # the library has a marker for a file known to be missing
+        return None
+    return cached

@@ -17,7 +17,7 @@ from orbax.checkpoint.checkpoint_managers import (
     PreservationPolicy,
 )
 
-from specserve.errors import CheckpointError
+from specserve.errors import CheckpointError, as_line
 
 
 class StateStore:
@@ -71,7 +71,7 @@ class StateStore:
             restored = self._manager.restore(step, args=args)
         except Exception as error:  # Orbax raises ValueError, KeyError and its own types for a state of another shape
             raise CheckpointError(
-                f"{self._folder}: step {step} does not fit this run ({str(error).splitlines()[0]}); resume with the "
+                f"{self._folder}: step {step} does not fit this run ({as_line(error)}); resume with the "
                 "settings it was started with"
             ) from error
         return restored["state"], restored["extra"]
@@ -127,4 +127,4 @@ def _reason(error: BaseException) -> str:
     """The error of the operating system at the bottom, where there is one."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error).partition("\n")[0] or type(error).__name__
+    return as_line(error)

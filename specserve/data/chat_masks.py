@@ -58,11 +58,12 @@ class _Untagged:
     def encode(self) -> tuple[list[int], list[bool]]:
         """Return token ids and loss mask. A message's span is what rendering it adds to the text. Raises DataError or
         RequestError."""
-        text, spans = self.text, list[tuple[int, int]]()
+        text, spans, end = self.text, list[tuple[int, int]](), 0
         for i, message in enumerate(self.messages):
             if message["role"] == "assistant":
-                start = self._start(i, after=spans[-1][1] if spans else 0)
-                spans.append((start, self._stop(i, start)))
+                start = self._start(i, after=end)
+                end = self._stop(i, start)
+                spans.append((start, end))
         if self.messages[-1]["role"] == "assistant":
             text, spans[-1] = self._keep_reasoning(spans[-1])
         token_ids, offsets = self.tokenizer.encode_with_offsets(text)
@@ -116,8 +117,9 @@ class _Untagged:
         A hybrid model's empty reasoning was written by the prompt that asks for none; what a prompt writes to begin
         reasoning was left out with it.
         """
-        switch = thinking_switch(self.tokenizer.template.mentions)
-        modes = [{}, {switch: True}, {switch: False}] if switch else [{}]
+        modes: list[dict[str, bool]] = [{}]
+        if switch := thinking_switch(self.tokenizer.template.mentions):
+            modes += [{switch: True}, {switch: False}]
         headers = [self._header(asked, **mode) for mode in modes]
         for candidates in (headers, [header.partition(THINK)[0] for header in headers]):
             if lengths := [len(header) for header in candidates if rest.startswith(header)]:
@@ -172,8 +174,10 @@ def _last_end_id(tokenizer: Tokenizer) -> int | None:
         text, upto = template.write(probe, template.kwargs), template.write(probe[:2], template.kwargs)
     except RequestError:
         return None
-    following = tokenizer.encode(text[len(upto) :], add_special_tokens=False) if text.startswith(upto) else []
-    return following[0] if following and following[0] in tokenizer.end_ids else None
+    if not text.startswith(upto):
+        return None
+    following = tokenizer.encode(text[len(upto) :], add_special_tokens=False)[:1]
+    return next((token_id for token_id in following if token_id in tokenizer.end_ids), None)
 
 
 def _check_calls(tokenizer: Tokenizer, messages: Messages, token_ids: Sequence[int], loss_mask: Sequence[bool]) -> None:

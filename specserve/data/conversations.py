@@ -218,7 +218,9 @@ def split_of(row: Row) -> Split:
     run."""
     if isinstance(row, TokenRow) and row.split is not None:
         return row.split
-    return "held-out" if int(row.key, 16) % HELD_OUT_SHARE == 0 else "train"
+    if int(row.key, 16) % HELD_OUT_SHARE == 0:
+        return "held-out"
+    return "train"
 
 
 def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_answers: bool = True) -> Row:
@@ -252,9 +254,11 @@ def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_ans
 def unread_fields(row: Mapping[str, Any]) -> set[str]:
     """Find the names of fields of the row's messages that are not empty and that no chat template is given."""
     turns = row.get("messages") or row.get("conversations")
+    if not isinstance(turns, list):
+        return set()
     return {
         str(name)
-        for turn in (turns if isinstance(turns, list) else ())
+        for turn in turns
         if isinstance(turn, Mapping)
         for name, value in turn.items()
         if name not in MESSAGE_FIELDS and value not in (None, "", [], {})
@@ -304,7 +308,9 @@ def _parse_turn(turn: object) -> Message:
 
 
 def _label(turn: Mapping[Any, Any], name: str) -> str:
-    return "" if turn.get(name) is None else _text(turn[name], f"a message's {name}", may_be_empty=True)
+    if turn.get(name) is None:
+        return ""
+    return _text(turn[name], f"a message's {name}", may_be_empty=True)
 
 
 def _content(value: Any, *, may_be_null: bool, may_be_empty: bool) -> str:
@@ -369,15 +375,17 @@ def _structure(value: Any, what: str, empty: Any) -> Any:
 
 def _to_json(value: Any) -> str:
     """Write a value as JSON text; an empty value becomes an empty text."""
+    if not value:
+        return ""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False) if value else ""
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:  # dates and bytes of a table, NaN
         raise BadRowError(f"a value is not JSON: {error}") from error
-    return _text(text, "a tool or its call", may_be_empty=True)
+    return _text(text, "a tool or its call")
 
 
 def _either(turn: Mapping[Any, Any], name: str, other: str) -> Any:
-    return turn[name] if turn.get(name) is not None else turn.get(other)
+    return next((turn[each] for each in (name, other) if turn.get(each) is not None), None)
 
 
 def _text(value: Any, what: str, *, may_be_empty: bool = False) -> str:

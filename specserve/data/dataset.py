@@ -126,10 +126,8 @@ def build(sources: Sequence[SourceTokens], *, seq_len: int, vocab_size: int) -> 
 
 def token_counts(documents: Sequence[Document], vocab_size: int) -> np.ndarray:  # int64 [vocab]
     """Count how often each token bears loss."""
-    counts = np.zeros(vocab_size, np.int64)
-    for document in documents:
-        np.add.at(counts, document.token_ids[document.loss_mask], 1)
-    return counts
+    learned = [document.token_ids[document.loss_mask] for document in documents]
+    return np.bincount(np.concatenate([np.empty(0, np.int32), *learned]), minlength=vocab_size)
 
 
 def held_out_prompts(mixture: Sequence[SourceRows], tokenizer: Tokenizer, count: int, *, max_len: int) -> list[Prompt]:

@@ -29,7 +29,9 @@ class PackedRows:
     @property
     def padding_share(self) -> float:
         """The share of all positions that are padding."""
-        return float(np.mean(self.document_ids == 0)) if self.document_ids.size else 0.0
+        if not self.document_ids.size:
+            return 0.0
+        return float(np.mean(self.document_ids == 0))
 
 
 def pack(documents: Sequence[Document], seq_len: int) -> PackedRows:

@@ -158,7 +158,7 @@ def _modules(package: str, root: Path) -> Iterator[tuple[str, Path]]:
     """(dotted name, file) of every module under a package's folder, in a fixed order, test folders left out."""
     for folder, folders, files in os.walk(root):
         parts = Path(folder).relative_to(root).parts
-        prefix = (package, *parts) if package else parts
+        prefix = tuple(filter(None, (package, *parts)))
         folders[:] = sorted(
             f for f in folders if f not in SKIPPED_FOLDERS and "/".join((*prefix, f)) not in SKIPPED_PATHS
         )

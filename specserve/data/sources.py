@@ -54,8 +54,9 @@ class HubDataset:
     @property
     def homepage(self) -> str:
         """The address at which people find it."""
-        is_elsewhere = self.files is not None and self.files.startswith("https://")
-        return self.files or "" if is_elsewhere else f"https://huggingface.co/datasets/{self.hub_id}"
+        if self.files is not None and self.files.startswith("https://"):
+            return self.files
+        return f"https://huggingface.co/datasets/{self.hub_id}"
 
 
 DATASETS = {
@@ -97,12 +98,12 @@ class SourceRows:
 def parse_entry(entry: str) -> tuple[str, float]:
     """Give the name and the weight of `NAME` or `NAME=WEIGHT`. Raises ConfigError."""
     name, equals, text = entry.rpartition("=")
+    if not equals:
+        name, text = entry, "1"
     try:
-        weight = float(text) if equals else 1.0
+        weight = float(text)
     except ValueError:  # an equals sign within the name
         return entry, 1.0
-    if not equals:
-        name = entry
     if not name or not (math.isfinite(weight) and weight > 0):
         raise ConfigError(f"data.source: {entry!r}; expected NAME or NAME=WEIGHT with a weight above 0, as in gsm8k=2")
     return name, weight
@@ -201,14 +202,18 @@ def _read(name: str, columns: Columns, vocab_size: int | None, needs_answers: bo
     if unread:
         counts = ", ".join(f"{field} (in {count} rows)" for field, count in unread.most_common())
         log.warning("%s: fields of messages that are not read: %s", name, counts)
+    if not is_users:  # no mapping of the user's could have fitted
+        num_mapped, seen = 0, ()
     if not rows:
-        hint = f"; its columns are {', '.join(seen)}: say what they hold with data.columns" if seen and is_users else ""
+        hint = ""
+        if seen:
+            hint = f"; its columns are {', '.join(seen)}: say what they hold with data.columns"
         raise DataError(f"{name}: no usable row; {report(problems) if problems else 'there is none'}{hint}")
     by_split: dict[Split, list[Row]] = {"train": [], "held-out": []}
     for row in rows:
         by_split[split_of(row)].append(row)
     train, held_out = tuple(by_split["train"]), tuple(by_split["held-out"])
-    return _Part(train, held_out, tuple(problems), num_mapped * is_users, seen if is_users else ())
+    return _Part(train, held_out, tuple(problems), num_mapped, seen)
 
 
 def _open(name: str, columns: Columns) -> tuple[str, Iterable[tuple[int, Any]], Columns, bool]:
@@ -253,8 +258,10 @@ def _hub_rows(name: str, dataset: HubDataset, split: str) -> Iterator[tuple[int,
 
 
 def _file_hint(dataset: HubDataset) -> str:
-    given = [f"{field}={column}" for field, column in vars(dataset.columns).items() if column]
-    return f"--source {dataset.files or 'FILE.parquet'}" + (f" --columns {','.join(given)}" if given else "")
+    hint = f"--source {dataset.files or 'FILE.parquet'}"
+    if given := [f"{field}={column}" for field, column in vars(dataset.columns).items() if column]:
+        hint += f" --columns {','.join(given)}"
+    return hint
 
 
 def file_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -301,7 +308,9 @@ def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
     def clean(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {name: clean(item) for name, item in value.items() if item is not None}
-        return [clean(item) for item in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [clean(item) for item in value]
+        return value
 
     return {name: clean(value) for name, value in row.items()}
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specserve.errors import DataError, RequestError
+from specserve.errors import DataError
 from specserve.eval.bench.comparison import ArmResult, BenchArm, Comparison, EngineArm, run_round
 from specserve.eval.intervals import Interval, median_interval, tau_difference, tau_interval
-from specserve.eval.prompts import Question
+from specserve.eval.prompts import Question, render
 from specserve.serve.engine.engine import Engine
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
@@ -61,17 +61,23 @@ class SpeculationReport:
     @property
     def tau(self) -> float | None:
         """The mean number of tokens that a step emits, or None where the arm does not report it."""
-        return self.acceptance.tau if self.has_counts else self.reported_mean
+        if self.has_counts:
+            return self.acceptance.tau
+        return self.reported_mean
 
     @property
     def accept_rate(self) -> tuple[float, ...]:
         """The acceptance at depth d given acceptance at depth d - 1. It is empty where the arm does not report it."""
-        return self.acceptance.accept_rate if self.detail == "all" else ()
+        if self.detail != "all":
+            return ()
+        return self.acceptance.accept_rate
 
     @property
     def tau_interval(self) -> Interval | None:
         """The 95% interval of tau over questions, or None where there is one question or the arm reports no counts."""
-        return tau_interval([*self.by_unit.values()]) if self.has_counts else None
+        if not self.has_counts:
+            return None
+        return tau_interval([*self.by_unit.values()])
 
     @property
     def is_baseline(self) -> bool:
@@ -80,14 +86,21 @@ class SpeculationReport:
         return self.plain is self.speculative
 
     @property
+    def gains(self) -> list[float]:
+        """The ratio of tokens per second to those of plain decoding, by round. The baseline has none."""
+        if self.is_baseline:
+            return []
+        return self.speculative.ratios
+
+    @property
     def gain(self) -> float | None:
-        """The ratio of tokens per second to those of plain decoding in the same round, as the median over rounds."""
-        return None if self.is_baseline or not self.speculative.ratios else self.speculative.ratio
+        """The median of the gains of all rounds, or None where there are none."""
+        return _median(self.gains)
 
     @property
     def gain_interval(self) -> Interval | None:
         """The 95% interval of the gain over rounds."""
-        return None if self.is_baseline else median_interval(self.speculative.ratios)
+        return median_interval(self.gains)
 
     @property
     def by_category(self) -> dict[str, Acceptance]:
@@ -101,21 +114,27 @@ class SpeculationReport:
         """Return the figures of one category, whose speed is known only where whole rounds consisted of it."""
         units = [found for unit, found in self.by_unit.items() if self.categories.get(unit) == category]
         picks = [name == category for name in self.rounds]
-        arms = self.plain.rates, self.speculative.rates, self.speculative.ratios
-        plain, speculative, ratios = (list(itertools.compress(values, picks)) for values in arms)
-        is_compared = bool(ratios) and not self.is_baseline
+        arms = self.plain.rates, self.speculative.rates, self.gains
+        plain, speculative, gains = (list(itertools.compress(values, picks)) for values in arms)
+        if not gains:  # nothing is compared
+            plain = []
         return CategoryReport(
             sum(units, Acceptance()),
             tau_interval(units),
-            statistics.median(plain) if is_compared else None,
-            statistics.median(speculative) if speculative else None,
-            statistics.median(ratios) if is_compared else None,
-            median_interval(ratios) if is_compared else None,
+            _median(plain),
+            _median(speculative),
+            _median(gains),
+            median_interval(gains),
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON. Figures that an arm does not report are null."""
         by_category = {name: self.of_category(name).to_json() for name in self.by_category if self.has_counts}
+        counts: dict[str, Any] = dict.fromkeys(("accepted_per_depth", "num_steps", "num_accepted"))
+        if self.detail == "all":
+            counts["accepted_per_depth"] = self.acceptance.accepted_per_depth
+        if self.has_counts:
+            counts |= {"num_steps": self.acceptance.num_steps, "num_accepted": self.acceptance.num_accepted}
         return {
             "bench": self.bench,
             "draft": self.draft,
@@ -125,15 +144,13 @@ class SpeculationReport:
             "tau": self.tau,
             "tau_interval": _json(self.tau_interval),
             "accept_rate": self.accept_rate,
-            "accepted_per_depth": self.acceptance.accepted_per_depth if self.detail == "all" else None,
-            "num_steps": self.acceptance.num_steps if self.has_counts else None,
-            "num_accepted": self.acceptance.num_accepted if self.has_counts else None,
+            **counts,
             "by_category": by_category,
             "plain_tokens_per_second": None if self.is_baseline else self.plain.tokens_per_second,
             "tokens_per_second": self.speculative.tokens_per_second,
             "gain": self.gain,
             "gain_interval": _json(self.gain_interval),
-            "gain_by_round": [] if self.is_baseline else self.speculative.ratios,
+            "gain_by_round": self.gains,
             "tokens": self.speculative.num_tokens,
             "answers": self.speculative.num_answers,
             "identical_answers": None if self.is_baseline else self.speculative.num_identical,
@@ -207,12 +224,11 @@ def reader(engine: Engine, max_tokens: int) -> Read:
     DataError where the target has no chat template."""
 
     def read(messages: Messages) -> tuple[list[int], int] | None:
-        try:
-            prompt = engine.tokenizer.render_chat(messages)
-        except RequestError as error:
-            raise DataError(f"the target cannot be asked: {error}") from error
+        prompt = render(engine.tokenizer, messages)
         room = min(max_tokens, engine.max_model_len - len(prompt))
-        return (prompt, room) if room > 0 else None
+        if room <= 0:
+            return None
+        return prompt, room
 
     return read
 
@@ -289,10 +305,12 @@ def _groups(chats: Sequence["_Chat"], size: int) -> "itertools.chain[list[_Chat]
 def _note(report: SpeculationReport, chats: Sequence["_Chat"], found: Sequence[Acceptance]) -> None:
     """Count the accepted draft tokens of one group of questions. The counts are kept for each question, or for the
     whole group where the arm reports no more."""
-    units = [[chat] for chat in chats] if report.is_per_answer else [chats]
-    for i, unit in enumerate(units):
+    units = [([chat], acceptance) for chat, acceptance in zip(chats, found, strict=True)]
+    if not report.is_per_answer:
+        units = [([*chats], sum(found, Acceptance()))]
+    for unit, acceptance in units:
         key = tuple(chat.number for chat in unit)
-        report.by_unit[key] += found[i] if report.is_per_answer else sum(found, Acceptance())
+        report.by_unit[key] += acceptance
         if len({chat.question.category for chat in unit}) == 1:
             report.categories[key] = unit[0].question.category
 
@@ -314,6 +332,13 @@ class _Chat:
         found = read(self.messages)
         self.is_over = found is None
         return found
+
+
+def _median(values: Sequence[float]) -> float | None:
+    """Return the median, or None of no values."""
+    if not values:
+        return None
+    return statistics.median(values)
 
 
 def _json(interval: Interval | None) -> list[float] | None:

@@ -33,7 +33,9 @@ class Client:
         """Open the client. Raises ConfigError where `url` is no address."""
         whole = url if "://" in url else f"http://{url}"
         self.url = whole.rstrip("/").removesuffix("/v1").rstrip("/")
-        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.headers: dict[str, str] = {}
+        if api_key:
+            self.headers["Authorization"] = f"Bearer {api_key}"
         timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
         try:
             parts = httpx.URL(self.url)
@@ -121,6 +123,8 @@ def _said(reply: httpx.Response) -> str:
 
 
 def _message(body: Any, otherwise: str) -> str:
-    error = body.get("error", body) if isinstance(body, dict) else body
-    message = error.get("message") if isinstance(error, dict) else error
-    return message if isinstance(message, str) and message else otherwise
+    match body:
+        case {"error": {"message": message}} | {"error": message} | {"message": message} | message:
+            if isinstance(message, str) and message:
+                return message
+    return otherwise

@@ -12,7 +12,7 @@ from rich.progress import TaskID
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
 from specserve.eval.acceptance import Difference, Read, SpeculationReport, converse, differences, reader, warm_up
-from specserve.eval.bench.comparison import PLAIN, BenchArm, EngineArm
+from specserve.eval.bench.comparison import AUTO, PLAIN, BenchArm, EngineArm, has_draft
 from specserve.eval.bench.step_times import StepTimes, measure_steps
 from specserve.eval.intervals import Interval
 from specserve.eval.prompts import Question, load_questions
@@ -23,7 +23,7 @@ from specserve.serve.engines import load, measured_engine, with_draft
 from specserve.serve.launch import Models
 from specserve.serve.progress import Bars
 
-SPECULATIONS = ("chain:3", "auto")  # where the settings name none
+SPECULATIONS = ("chain:3", AUTO)  # where the settings name none
 BUNDLED_NAME = "bundled"
 CONTEXT = 128  # committed tokens where steps are timed
 OF_A_SERVER = ("draft", "target", "quantization", "draft_quantization", "mesh", "speculation", "max_model_len")
@@ -74,7 +74,7 @@ def _check(run: EvalRun) -> None:
         if not getattr(run, name):
             raise ConfigError(f"--{name} is empty; give at least one")
     for speculation in run.speculation:
-        if speculation != "auto" and parse_speculation(speculation) is None:
+        if speculation != AUTO and parse_speculation(speculation) is None:
             raise ConfigError(f"--speculation {speculation}: there is nothing to evaluate; give a chain or a tree")
     number = len(_conditions(run)) * len(dict.fromkeys(run.server) or _pairs(run))
     if run.expect and len(run.expect) != number:
@@ -91,8 +91,7 @@ def _conditions(run: EvalRun) -> list[tuple[float, int]]:
 
 def _uses_head(speculation: str) -> bool:
     """Return whether it needs a head. `auto` has one where there is one."""
-    tree = None if speculation == "auto" else parse_speculation(speculation)
-    return tree is None or tree.uses_head
+    return speculation == AUTO or has_draft(speculation)
 
 
 def _pairs(run: EvalRun) -> list[tuple[str, str]]:
@@ -133,7 +132,7 @@ def _evaluate_heads(run: EvalRun) -> Evaluation:
     models |= {head: with_draft(models[first], head) for head in others}
     arms: dict[str, _HeadArm] = {}
     for head, speculation in _pairs(run):
-        if models[first].head is None and speculation != "auto" and _uses_head(speculation):
+        if models[first].head is None and has_draft(speculation):
             raise ConfigError(
                 f"--speculation {speculation}: there is no head for {models[first].name}; give one with --draft"
             )
@@ -174,7 +173,7 @@ def _engines(run: EvalRun, arms: Mapping[str, _HeadArm]) -> tuple[dict[str, Engi
                     task, completed=done, total=total, note=text
                 ),
             )
-            if arm.speculation not in (PLAIN, "auto") and _uses_head(arm.speculation):
+            if has_draft(arm.speculation):
                 steps[name] = measure_steps(engines[PLAIN].runner, engines[name].runner, context=CONTEXT)
     return engines, steps
 
@@ -241,9 +240,10 @@ class TauVerdict:
 
 def verdicts(reports: Sequence[SpeculationReport], expected: Sequence[float]) -> list[TauVerdict]:
     """Compare each report with its own published tau. The list is empty where no taus are given."""
-    pairs = zip(reports, expected, strict=True) if expected else ()
+    if not expected:
+        return []
     found = []
-    for each, value in pairs:
+    for each, value in zip(reports, expected, strict=True):
         name = f"{each.name}, T={each.temperature:g}, {each.concurrency} at once"
         found.append(TauVerdict(name, value, each.tau, each.tau_interval))
     return found

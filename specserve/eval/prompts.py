@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from specserve import hub
 from specserve.data import pydoc
 from specserve.data.conversations import Conversation
 from specserve.data.sources import SUFFIXES, HubDataset, download, file_rows
-from specserve.errors import ConfigError, DataError
+from specserve.errors import ConfigError, DataError, RequestError
+from specserve.serve.engine.interface import TokenizerLike
 
 PYDOC, SPEED_BENCH = "pydoc", "speed-bench"
 RANDOM = "random"  # prompts of random token ids, for benchmarks alone
@@ -23,6 +24,7 @@ MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # of SPEED-Ben
 ROW = '{"question_id": 1, "category": "writing", "turns": ["..."]}'
 
 Raw = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,7 @@ def load_questions(bench: str, limit: int) -> list[Question]:
     questions = list(found)
     if not questions:
         raise DataError(f"--bench {bench}: there is no question in it")
-    if limit and limit < len(questions):
-        questions = [questions[i * len(questions) // limit] for i in range(limit)]
-    return questions
+    return _spread(questions, limit or len(questions))
 
 
 def load_chats(bench: str, limit: int, history: int = 2) -> list[list[dict[str, str]]]:
@@ -130,6 +130,15 @@ def load_chats(bench: str, limit: int, history: int = 2) -> list[list[dict[str, 
     return chats
 
 
+def render(tokenizer: TokenizerLike, chat: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the token ids of a chat, up to where the target's answer begins. Raises DataError where it has no chat
+    template that takes this one."""
+    try:
+        return tokenizer.render_chat(chat)
+    except RequestError as error:
+        raise DataError(f"the target cannot be asked: {error}") from error
+
+
 def load_prompts(
     bench: str,
     count: int,
@@ -143,8 +152,15 @@ def load_prompts(
         chats = load_chats(bench, limit)
         found = [prompt for prompt in map(render, chats) if fits(len(prompt))]
         if len(found) >= count or len(chats) < limit:
-            return [found[i * len(found) // count] for i in range(count)] if len(found) > count else found
+            return _spread(found, count)
         limit *= 4
+
+
+def _spread(items: list[T], count: int) -> list[T]:
+    """Choose so many of the items, evenly spread over them; all where there are no more."""
+    if len(items) <= count:
+        return items
+    return [items[i * len(items) // count] for i in range(count)]
 
 
 def random_length(bench: str, input_len: int, room: int) -> int:
@@ -227,7 +243,9 @@ def _of_files(path: Path) -> Iterator[Question]:
 
 def _files(path: Path) -> list[Path]:
     """The files of questions that a path stands for: itself, or those in a folder, by name."""
-    found = sorted(each for each in path.iterdir() if each.suffix in SUFFIXES) if path.is_dir() else [path]
+    found = [path]
+    if path.is_dir():
+        found = sorted(each for each in path.iterdir() if each.suffix in SUFFIXES)
     if not found or path.suffix not in (*SUFFIXES, "") or not all(each.suffix in SUFFIXES for each in found):
         raise DataError(f"--bench {path}: expected a file ending in {', '.join(SUFFIXES)}, or a folder of such files")
     return found

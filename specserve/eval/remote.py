@@ -23,6 +23,10 @@ from specserve.speculative.acceptance import Acceptance
 COUNT_SECONDS = 2.0  # how long counters may lag behind an answer
 SPEC = "vllm:spec_decode_num"  # series have the names that vLLM gives them, where vLLM has them
 STEPS = ("specserve:sequence_steps_total", f"{SPEC}_drafts_total")  # our own count plain steps too, so they come first
+NOTES = {  # on acceptance, by where it comes from (`ServerArm.kind`)
+    "mean": ("tau is the server's own mean over all that it has answered, so there is no interval",),
+    "nothing": ("the server does not report its acceptance: no counters in /metrics, no timings in its answers",),
+}
 
 
 @dataclass(frozen=True)
@@ -114,11 +118,7 @@ class ServerArm:
         report.detail = {"counters": "all", "timings": "no depths"}.get(self.kind, self.kind)
         report.is_per_answer = self.kind == "timings"
         report.reported_mean = self.reported_mean
-        notes = {
-            "mean": "tau is the server's own mean over all that it has answered, so there is no interval",
-            "nothing": "the server does not report its acceptance: no counters in /metrics, no timings in its answers",
-        }
-        report.notes = [notes[self.kind]] if self.kind in notes else []
+        report.notes = [*NOTES.get(self.kind, ())]
         if self.kind == "counters" and report.concurrency > 1:
             report.notes.append(
                 "the server counts all clients together, so the interval is that of groups of questions"

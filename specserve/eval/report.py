@@ -7,11 +7,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from specserve.eval.acceptance import Difference, SpeculationReport
-from specserve.eval.bench.comparison import ArmResult, Comparison
-from specserve.eval.bench.engine import AUTO, BenchReport, Coupling
+from specserve.eval.bench.comparison import AUTO, ArmResult, Comparison
+from specserve.eval.bench.engine import BenchReport, Coupling
 from specserve.eval.bench.step_times import StepTimes
 from specserve.eval.intervals import Interval
-from specserve.speculative.acceptance import Acceptance
 
 
 def summary_table(rows: Sequence[tuple[str, SpeculationReport]], title: str) -> Table:
@@ -24,15 +23,20 @@ def summary_table(rows: Sequence[tuple[str, SpeculationReport]], title: str) -> 
     names = ("tau", "accepted\nby depth", "plain\ntokens/s", "tokens/s", "gain", "same\nanswers")
     shown = table(title, ("head",), (*(name for name, _ in where), *names))
     for i, (name, report) in enumerate(rows):
+        plain = gain = same = ""
+        if not report.is_baseline:
+            plain = f"{report.plain.tokens_per_second:.0f}"
+            gain = _with_interval(report.gain, report.gain_interval, "x")
+            same = f"{report.speculative.num_identical}/{report.speculative.num_answers}"
         shown.add_row(
             escape(name),
             *[f"{values[i]:g}" for _, values in where],
             _with_interval(report.tau, report.tau_interval),
-            " ".join(f"{rate:.2f}" for rate in report.accept_rate),
-            "" if report.is_baseline else f"{report.plain.tokens_per_second:.0f}",
+            _by_depth(report.accept_rate),
+            plain,
             f"{report.speculative.tokens_per_second:.0f}",
-            "" if report.is_baseline else _with_interval(report.gain, report.gain_interval, "x"),
-            "" if report.is_baseline else f"{report.speculative.num_identical}/{report.speculative.num_answers}",
+            gain,
+            same,
         )
     return shown
 
@@ -40,11 +44,13 @@ def summary_table(rows: Sequence[tuple[str, SpeculationReport]], title: str) -> 
 def _with_interval(value: float | None, interval: Interval | None, unit: str = "") -> str:
     if value is None:
         return "unknown"
-    return f"{value:.2f}{unit}" + (f"\n{interval.low:.2f}-{interval.high:.2f}" if interval else "")
+    if interval is None:
+        return f"{value:.2f}{unit}"
+    return f"{value:.2f}{unit}\n{interval.low:.2f}-{interval.high:.2f}"
 
 
-def _by_depth(found: Acceptance) -> str:
-    return " ".join(f"{rate:.2f}" for rate in found.accept_rate)
+def _by_depth(rates: Sequence[float]) -> str:
+    return " ".join(f"{rate:.2f}" for rate in rates)
 
 
 def category_table(report: SpeculationReport) -> Table:
@@ -53,8 +59,11 @@ def category_table(report: SpeculationReport) -> Table:
     shown = table(title, ("category",), ("tau", "acceptance by depth", "gain", "steps"))
     for name in report.by_category:
         found = report.of_category(name)
-        by_depth = _by_depth(found.acceptance) if report.accept_rate else ""
-        gain = "" if found.gain is None else _with_interval(found.gain, found.gain_interval, "x")
+        by_depth = gain = ""
+        if report.accept_rate:
+            by_depth = _by_depth(found.acceptance.accept_rate)
+        if found.gain is not None:
+            gain = _with_interval(found.gain, found.gain_interval, "x")
         tau = _with_interval(found.acceptance.tau, found.tau_interval)
         shown.add_row(escape(name), tau, by_depth, gain, str(found.acceptance.num_steps))
     return shown
@@ -64,8 +73,9 @@ def difference_table(found: Sequence[Difference]) -> Table:
     """Make a table of the differences between each head's tau and the first one's, over the same questions."""
     shown = table("tau, to the first head on the same questions", ("head", "than"), ("T", "difference", "95%"))
     for each in found:
-        interval = each.interval
-        between = f"{interval.low:+.3f} to {interval.high:+.3f}" if interval else ""
+        between = ""
+        if interval := each.interval:
+            between = f"{interval.low:+.3f} to {interval.high:+.3f}"
         shown.add_row(
             escape(each.of.name), escape(each.to.name), f"{each.of.temperature:g}", f"{each.value:+.3f}", between
         )
@@ -115,8 +125,8 @@ def coupling_table(couplings: Sequence[Coupling]) -> Table:
             f"{found.coupled.acceptance.tau:.2f}",
             f"{found.uncoupled.acceptance.tau:.2f}",
             f"{found.coupled.ratio:.2f}x",
-            _by_depth(found.coupled.acceptance),
-            _by_depth(found.uncoupled.acceptance),
+            _by_depth(found.coupled.acceptance.accept_rate),
+            _by_depth(found.uncoupled.acceptance.accept_rate),
             f"{found.coupled.num_identical}/{found.coupled.num_answers}",
         )
     return shown

@@ -26,8 +26,8 @@ from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.data.dataset import Prompt
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.learning import Rollout, Rows
-from specserve.errors import DataError, RequestError, SpecServeError
-from specserve.eval.prompts import load_questions
+from specserve.errors import DataError, SpecServeError
+from specserve.eval.prompts import load_questions, render
 from specserve.interop.convert import write_head
 from specserve.interop.doctor import RUNNING
 from specserve.interop.findings import Copy, Finding, Repair
@@ -63,12 +63,12 @@ class Trial:
 
     def summary(self) -> str:
         """Return the measurement in one line."""
-        found = self.acceptance
-        noted = f"its notes say {_rates(self.noted)}" if self.noted else "its notes say nothing"
-        tried = f"; {self.num_tried} other readings tried" if self.num_tried else ""
+        found, tried = self.acceptance, ""
+        if self.num_tried:
+            tried = f"; {self.num_tried} other readings tried"
         return (
             f"{SPECULATION}, greedy, {found.num_steps:,} steps: tau {found.tau:.2f}, accepted by depth "
-            f"{_rates(found.accept_rate)}; {noted}{tried}"
+            f"{_rates(found.accept_rate)}; its notes say {_rates(self.noted) or 'nothing'}{tried}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -174,14 +174,10 @@ def load_target_of(folder: Path, name: str) -> Target:
 def render_prompts(target: Target, bench: str, limit: int) -> list[Prompt]:
     """The first turns of a bench by the target's chat template. Raises DataError or CheckpointError."""
     tokenizer = Tokenizer.load(target.folder)
-    found = []
-    for question in load_questions(bench, limit):
-        try:
-            token_ids = tokenizer.render_chat([{"role": "user", "content": question.turns[0]}])
-        except RequestError as error:
-            raise DataError(f"the target cannot be asked: {error}") from error
-        found.append(Prompt(question.category, token_ids))
-    return found
+    return [
+        Prompt(question.category, render(tokenizer, [{"role": "user", "content": question.turns[0]}]))
+        for question in load_questions(bench, limit)
+    ]
 
 
 def run_head(

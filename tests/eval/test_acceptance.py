@@ -89,9 +89,9 @@ def _regeneration_is_the_same_with_speculation(plain: Engine, speculative: Engin
 def test_no_number_of_a_table_is_cut_off_in_a_narrow_terminal() -> None:
     """Names of folders may be folded there."""
     total = Acceptance(1000, 7000, (612, 401, 233, 187, 151, 109, 71))
-    plain = ArmResult(num_tokens=6_000, seconds=60.0)
+    plain = ArmResult(num_tokens=6_000, seconds=[60.0])
     speculative = ArmResult(
-        ratios=[1.23], acceptance=total, num_tokens=6_000, seconds=48.0, num_answers=24, num_identical=24
+        ratios=[1.23], acceptance=total, num_tokens=6_000, seconds=[48.0], num_answers=24, num_identical=24
     )
     report = SpeculationReport("pydoc", "chain:7", 0.0, 1, plain, speculative)
     console = Console(width=80)

@@ -15,6 +15,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval.verify import rule
+from specserve.eval.verify.asker import Asker
 from specserve.eval.verify.judge import Group, ProofSubject
 from specserve.eval.verify.proof import ProofSize, Prover
 from specserve.eval.verify.report import ProofReport
@@ -56,13 +57,13 @@ def test_a_check_that_nothing_was_put_to_is_not_passed(
     runner: Runner, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here there are pages for all, and nothing that is cached."""
-    right = Prover._answer
+    right = Asker.ask
 
-    def answer(self: Prover, *args: Any, num_pages: int | None = None, is_caching: bool = False, **more: Any) -> Any:
+    def answer(self: Asker, *args: Any, num_pages: int | None = None, is_caching: bool = False, **more: Any) -> Any:
         del num_pages, is_caching
         return right(self, *args, is_caching=False, **more)
 
-    monkeypatch.setattr(Prover, "_answer", answer)
+    monkeypatch.setattr(Asker, "ask", answer)
     report = prove(runner, tiny_target, "static:2x1", size=dataclasses.replace(PLAN, draws=40), num_prompts=1)
     assert not report.num_bugs
     assert [row.check for row in report.untested] == ["prefix hits", "preemption", "preemption, all options"]

@@ -7,7 +7,6 @@ noisy for all. Answers are compared: speculation may not change a token.
 
 import itertools
 import statistics
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +15,25 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from specserve.drafters.speculation import parse_speculation
 from specserve.errors import SpecServeError
 from specserve.eval.settings import BenchRun
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.interface import EngineStats
-from specserve.serve.requests.request import Delta, FinishReason, SamplingParams
+from specserve.serve.requests.completion import answer_all
+from specserve.serve.requests.request import Delta, FinishReason, Request, SamplingParams
 from specserve.speculative.acceptance import Acceptance
 
-PLAIN = "off"
+PLAIN, AUTO = "off", "auto"
+ENDS = (FinishReason.STOP, FinishReason.LENGTH)  # of answers that are whole
+
+
+def has_draft(speculation: str) -> bool:
+    """Return whether it is one tree that a head proposes. Raises ConfigError."""
+    if speculation == AUTO:
+        return False
+    tree = parse_speculation(speculation)
+    return tree is not None and tree.uses_head
 
 
 def requests_at(run: BenchRun, concurrency: int) -> int:
@@ -51,7 +61,9 @@ class TimedAnswer:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids) if self.num_reported is None else self.num_reported
+        if self.num_reported is None:
+            return len(self.token_ids)
+        return self.num_reported
 
     def agrees(self, other: "TimedAnswer") -> bool:
         """Return whether both answers are the same: token for token, or letter for letter where token ids are not
@@ -105,10 +117,11 @@ class BenchArm(Protocol):
 
 
 class EngineArm:
-    """An arm that asks a running engine of ours."""
+    """An arm that asks a running engine of ours. `on_done` is called on the engine's thread as each answer to a call of
+    `ask` ends, with how many of them have."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, on_done: Callable[[int], None] = lambda _number: None) -> None:
+        self.engine, self._on_done = engine, on_done
 
     def can_run(self, _temperature: float, concurrency: int, /) -> bool:
         return concurrency <= self.engine.runner.shapes.num_slots
@@ -121,45 +134,28 @@ class EngineArm:
         return self.engine.stats()
 
     def ask(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
-        concurrency: int,
-        on_done: Callable[[int], None] = lambda _number: None,  # how many answers have ended
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], concurrency: int, /
     ) -> tuple[list[TimedAnswer], float]:
-        window, finished = threading.Semaphore(concurrency), threading.Semaphore(0)
         answers = [TimedAnswer() for _ in prompts]
-        requests = []
+        numbers = itertools.count(1)
 
-        def listener(answer: TimedAnswer) -> Callable[[Delta], None]:
+        def submit(i: int, collect: Callable[[Delta], None]) -> Request:
+            answer = answers[i]
+
             def on_delta(delta: Delta) -> None:
                 answer.take(delta.token_ids)
-                answer.text += delta.text
-                if delta.finish_reason is not None:
-                    answer.acceptance = delta.stats or Acceptance()
-                    if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-                        answer.error = delta.error or delta.finish_reason
-                    window.release()
-                    finished.release()
+                collect(delta)
 
-            return on_delta
+            answer.begin = time.perf_counter()
+            return self.engine.submit(prompts[i], params[i], on_delta)
 
         begin = time.perf_counter()
-        try:
-            for prompt, own, answer in zip(prompts, params, answers, strict=True):
-                window.acquire()
-                answer.begin = time.perf_counter()
-                requests.append(self.engine.submit(prompt, own, listener(answer)))
-            for number in range(1, len(prompts) + 1):
-                finished.acquire()
-                on_done(number)
-        except BaseException:
-            for request in requests:
-                request.cancel()
-            raise
+        found = answer_all(submit, len(prompts), lambda _i, _found: self._on_done(next(numbers)), most=concurrency)
         seconds = time.perf_counter() - begin
-        if failed := [answer.error for answer in answers if answer.error]:
+        if failed := [each.error or each.finish_reason for each in found if each.finish_reason not in ENDS]:
             raise SpecServeError(f"{self.engine.speculation}: {len(failed)} answers failed, the first with {failed[0]}")
+        for answer, each in zip(answers, found, strict=True):
+            answer.text, answer.acceptance = each.text, each.stats
         self._settle()
         return answers, seconds
 
@@ -182,11 +178,39 @@ class ArmResult:
     steps: Counter[str] = field(default_factory=Counter)  # by speculation
     busy_seconds: float = 0.0
     host_seconds: float = 0.0
-    seconds: float = 0.0  # of all rounds
+    seconds: list[float] = field(default_factory=list)  # by round
     num_tokens: int = 0
     num_answers: int = 0
     num_identical: int = 0  # to the baseline's, token for token
     must_agree: bool = True  # it is one of ours
+
+    def add_round(
+        self,
+        arm: BenchArm,
+        prompts: Sequence[Any],  # as the arm takes them
+        params: Sequence[SamplingParams],
+        concurrency: int,
+    ) -> list[TimedAnswer]:
+        """Have the arm answer the prompts, and add what that takes. Returns its answers."""
+        before = arm.stats()
+        answers, seconds = arm.ask(prompts, params, concurrency)
+        after = arm.stats()
+        measured = [answer for answer in answers if not answer.error]  # of refused questions nothing is measured
+        num_tokens = sum(answer.num_tokens for answer in measured)
+        self.seconds.append(seconds)
+        self.rates.append(num_tokens / seconds)
+        self.num_tokens += num_tokens
+        self.num_answers += len(measured)
+        for answer in measured:
+            self.first.append(answer.arrivals[0])
+            self.gaps += answer.gaps
+            if answer.seconds_per_token is not None:
+                self.per_token.append(answer.seconds_per_token)
+            self.acceptance += answer.acceptance
+        self.busy_seconds += after.busy_seconds - before.busy_seconds
+        self.host_seconds += after.host_seconds - before.host_seconds
+        self.steps += Counter(after.num_steps_by_speculation) - Counter(before.num_steps_by_speculation)
+        return answers
 
     @property
     def ratio(self) -> float:
@@ -197,7 +221,7 @@ class ArmResult:
     @property
     def tokens_per_second(self) -> float:
         """The tokens of all rounds over the seconds of all rounds."""
-        return self.num_tokens / max(self.seconds, 1e-9)
+        return self.num_tokens / max(sum(self.seconds), 1e-9)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -280,10 +304,7 @@ def run_round(
     names = list(arms)
     for i in range(len(names)):
         name = names[(i + number) % len(names)]
-        before = arms[name].stats()
-        found, seconds = arms[name].ask(prompts, params, comparison.concurrency)
-        answers[name] = found
-        _record(comparison.arms[name], found, seconds, before, arms[name].stats())
+        answers[name] = comparison.arms[name].add_round(arms[name], prompts, params, comparison.concurrency)
     baseline = comparison.arms[comparison.baseline].rates[-1]
     for name, result in comparison.arms.items():
         if baseline:  # else every question was refused
@@ -296,23 +317,3 @@ def run_round(
 def params_of(run: BenchRun, temperature: float, i: int) -> SamplingParams:
     """Return the sampling parameters of question `i` of a round, which are the same for every arm."""
     return SamplingParams(max_tokens=run.max_tokens, temperature=temperature, seed=run.seed + i)
-
-
-def _record(
-    result: ArmResult, answers: Sequence[TimedAnswer], seconds: float, before: EngineStats, after: EngineStats
-) -> None:
-    answers = [answer for answer in answers if not answer.error]  # refused questions, of which nothing is measured
-    num_tokens = sum(answer.num_tokens for answer in answers)
-    result.rates.append(num_tokens / seconds)
-    result.seconds += seconds
-    result.num_tokens += num_tokens
-    result.num_answers += len(answers)
-    for answer in answers:
-        result.first.append(answer.arrivals[0])
-        result.gaps += answer.gaps
-        if answer.seconds_per_token is not None:
-            result.per_token.append(answer.seconds_per_token)
-        result.acceptance += answer.acceptance
-    result.busy_seconds += after.busy_seconds - before.busy_seconds
-    result.host_seconds += after.host_seconds - before.host_seconds
-    result.steps += Counter(after.num_steps_by_speculation) - Counter(before.num_steps_by_speculation)

@@ -2,8 +2,6 @@
 and what each costs: time by part of a step, memory, late compiles."""
 
 import itertools
-import resource
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,14 +9,15 @@ from typing import Any
 
 import jax
 
-from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
 from specserve.eval.bench.comparison import (
+    AUTO,
     PLAIN,
     ArmResult,
     BenchArm,
     Comparison,
     EngineArm,
+    has_draft,
     params_of,
     run_comparisons,
     run_round,
@@ -28,8 +27,8 @@ from specserve.eval.settings import BenchRun
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engines import measured_engine
 from specserve.serve.launch import Models
+from specserve.train.speed import host_bytes
 
-AUTO = "auto"
 CONTEXT = 128  # committed tokens where steps are timed
 OnWarmup = Callable[[str, int, int, str], None]  # arm, done, total, name of the program
 
@@ -109,7 +108,7 @@ class BenchReport:
         worst = self.worst(AUTO)
         return {
             "cells": [comparison.to_json() for comparison in self.comparisons],
-            "auto_worst_ratio_to_plain": worst[0] if worst else None,
+            "auto_worst_ratio_to_plain": worst and worst[0],
             "different_answers": self.num_different,
             "late_compiles": self.num_late_compiles,
             "coupling": [coupling.to_json() for coupling in self.couplings],
@@ -131,7 +130,7 @@ def run_bench(
     """Measure the speculations of `run.arms` against plain decoding, each as an engine of its own over the same loaded
     models; `others` are further arms. Prompts leave room for `run.max_tokens`. Raises ConfigError."""
     names = [PLAIN, *[name for name in dict.fromkeys(run.arms) if name != PLAIN]]
-    if models.head is None and (headed := [name for name in names if _has_draft(name)]):
+    if models.head is None and (headed := [name for name in names if has_draft(name)]):
         raise ConfigError(f"there is no head for {models.name}, and {', '.join(headed)} need one; give it with --draft")
     report = BenchReport(run)
 
@@ -149,7 +148,7 @@ def run_bench(
     engines = {name: make(name, max(run.concurrency)) for name in names}
     report.read_bandwidth = read_bandwidth()
     for name, engine in engines.items():
-        if _has_draft(name):
+        if has_draft(name):
             report.steps[name] = measure_steps(
                 engines[PLAIN].runner,
                 engine.runner,
@@ -162,7 +161,7 @@ def run_bench(
         report.memory = _memory(models, engines.values())  # before further engines are made
         report.num_late_compiles = sum(engine.stats().num_late_compiles for engine in engines.values())
         temperature = next((t for t in run.temperature if t > 0), 1.0)
-        for name in filter(_has_draft, names if run.coupling else ()):
+        for name in filter(has_draft, names if run.coupling else ()):
             with make(name, 1, is_coupled=False) as engine:
                 coupling = measure_coupling(name, arms[name], EngineArm(engine), prompts, run, temperature)
                 report.num_late_compiles += engine.stats().num_late_compiles
@@ -170,20 +169,16 @@ def run_bench(
     return report
 
 
-def _has_draft(name: str) -> bool:
-    tree = None if name == AUTO else parse_speculation(name)
-    return tree is not None and tree.uses_head
-
-
 def _memory(models: Models, engines: Iterable[Engine]) -> dict[str, int]:
     """Count bytes of memory. Arrays that several engines share count once."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    weights: list[Any] = [models.target.params, models.head.params if models.head else None]
+    weights: list[Any] = [models.target.params]
+    if models.head:
+        weights.append(models.head.params)
     caches: list[Any] = []
     for engine in engines:
         weights.append(engine.runner.inputs.layouts.distinct)
         caches.append((engine.runner.state.cache, engine.runner.state.draft))
-    return {"peak_rss": peak, "weights": _num_bytes(weights), "cache": _num_bytes(caches)}
+    return {"peak_rss": host_bytes(), "weights": _num_bytes(weights), "cache": _num_bytes(caches)}
 
 
 def _num_bytes(tree: Any) -> int:

@@ -106,5 +106,6 @@ def measure_peaks(dtype: str, num_devices: int = 1) -> Peaks:
     matrix, row = jnp.ones((READ_SIDE, READ_SIDE), dtype), jnp.ones((1, READ_SIDE), dtype)
     reading = matrix.nbytes / best_seconds(lambda: jnp.dot(row, matrix))
     flops = max(matmul_peak(dtype, side) for side in PRODUCT_SIDES)
-    factor = 1 if jax.default_backend() == "cpu" else num_devices
-    return Peaks(factor * max(reading, read_bandwidth()), factor * flops)
+    if jax.default_backend() == "cpu":
+        num_devices = 1
+    return Peaks(num_devices * max(reading, read_bandwidth()), num_devices * flops)

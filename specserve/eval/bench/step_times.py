@@ -73,33 +73,51 @@ def measure_steps(
     repeats = max(1, min(repeats, room // 2 // steps_timed(0) - 1))
     context = min(context, room - steps_timed(repeats))
     if context < 1:
-        raise ConfigError(f"timing steps takes {steps_timed(repeats)} tokens; --max-model-len {longest} is too little")
+        raise _no_room(longest, repeats)
     for runner in (plain, speculative):
         fill(runner, context, context + longest - room + steps_timed(repeats))
-    times: dict[str, list[float]] = {"plain": [], "step": [], "draft": []}
-    for _ in range(repeats + 1):  # the first compiles, or touches memory
-        times["plain"].append(_run_ahead(plain, None, 1))
-        times["draft"].append(_run_drafts(speculative, tree, 1))
-        times["step"].append(_run_ahead(speculative, tree, 1))
+    plain_step, draft, step = _medians(
+        repeats,
+        lambda: _run_ahead(plain, None, 1),
+        lambda: _run_drafts(speculative, tree, 1),
+        lambda: _run_ahead(speculative, tree, 1),
+    )
     for runner in (plain, speculative):
         runner.reset()
     bound = bytes_read(plain.inputs.layout_for(1, None).target) / (bandwidth or read_bandwidth())
-    warm = {name: statistics.median(values[1:]) * 1e3 for name, values in times.items()}
-    return StepTimes(bound=bound * 1e3, step=warm["step"], draft=warm["draft"], plain=warm["plain"])
+    return StepTimes(bound=bound * 1e3, step=step * 1e3, draft=draft * 1e3, plain=plain_step * 1e3)
 
 
-def time_step(runner: Runner, tree: Tree | None, *, context: int, batch: int, repeats: int = 15) -> tuple[float, float]:
+def time_step(runner: Runner, tree: Tree | None, *, context: int, batch: int, repeats: int) -> tuple[float, float]:
     """The median seconds of a step with `batch` sequences of about `context` committed tokens each, each step being
     dispatched before the one before it is read; and of them, the draft's, timed as a program of its own (0 of a plain
-    step). No engine may run over the runner, which forgets all sequences."""
-    fill(runner, context, context + steps_timed(repeats) + 2 + (tree.depth if tree else 0), batch)
-    steps = [_run_ahead(runner, tree, batch) for _ in range(repeats + 1)][1:]
-    drafts = [0.0]
+    step): `repeats` stretches of each, or as many as fit. No engine may run over the runner, which forgets all
+    sequences. Raises ConfigError."""
+    depth, draft = 0, 0.0
     if tree is not None:
-        fill(runner, context, context + 2 + tree.depth, batch)
-        drafts = [_run_drafts(runner, tree, batch) for _ in range(repeats + 1)][1:]
+        depth = tree.depth
+    longest = runner.shapes.max_model_len
+    repeats = min(repeats, (longest - context - 2 - depth) // steps_timed(0) - 1)
+    if repeats < 1:
+        raise _no_room(longest, 1)
+    fill(runner, context, context + steps_timed(repeats) + 2 + depth, batch)
+    [step] = _medians(repeats, lambda: _run_ahead(runner, tree, batch))
+    if tree is not None:
+        fill(runner, context, context + 2 + depth, batch)
+        [draft] = _medians(repeats, lambda: _run_drafts(runner, tree, batch))
     runner.reset()
-    return statistics.median(steps), statistics.median(drafts)
+    return step, draft
+
+
+def _medians(repeats: int, *runs: Callable[[], float]) -> list[float]:
+    """Return the median of what each run measures, in turns with the others. The first turn, which compiles or touches
+    memory, does not count."""
+    found = [[run() for run in runs] for _ in range(repeats + 1)]
+    return [statistics.median(each) for each in zip(*found[1:], strict=True)]
+
+
+def _no_room(longest: int, repeats: int) -> ConfigError:
+    return ConfigError(f"timing steps takes {steps_timed(repeats)} tokens; --max-model-len {longest} is too little")
 
 
 def steps_timed(repeats: int) -> int:
@@ -169,7 +187,9 @@ def prefill(
 def bytes_read(params: TargetParams) -> int:
     """Count the bytes of the target's weights that a step reads: all but an embedding that is only looked up."""
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return total if params.head is None else total - params.embedding.nbytes
+    if params.head is not None:
+        total -= params.embedding.nbytes
+    return total
 
 
 def read_bandwidth(num_bytes: int = BUFFER_BYTES) -> float:

@@ -66,12 +66,13 @@ def random_target(name: str, *, quantization: Quantization = "none", mesh: Mesh 
     places = None if mesh is None else place_target(config, spec, mesh)
     check_fits(name, spec, places, mesh, dtype, None if quantization == "none" else "int8")
     leaves, structure = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)
-    found = [None] * len(leaves) if places is None else jax.tree.leaves(places)
+    found = jax.tree.leaves(places) or [None] * len(leaves)
     stored, params = _stored_dtype(name), list[Any]()
     for number, ((path, leaf), place) in enumerate(zip(leaves, found, strict=True)):
         drawn = _drawing(dataclasses.replace(leaf, name=""), stored, dtype, place)(jax.random.key(number))
-        is_quantized = quantization in ("int8", "fp8") and is_product(path)
-        params.append(_quantize(drawn, to=quantization) if is_quantized else drawn)
+        if quantization in ("int8", "fp8") and is_product(path):
+            drawn = _quantize(drawn, to=quantization)
+        params.append(drawn)
     whole: TargetParams = jax.tree.unflatten(structure, params)
     return Target(config, whole, (), Path(name))
 
@@ -83,13 +84,17 @@ def random_head(name: str, target: Target, *, mesh: Mesh | None = None) -> Head:
     target_ids = np.sort(chosen).astype(np.int32)
     stored = _stored_dtype(name)
     params = jax.tree.map(lambda x: x.astype(stored).astype(x.dtype), drafter.init_params(target, target_ids, 0))
-    return Head(drafter, params if mesh is None else jax.device_put(params, drafter.place(mesh)), target_ids)
+    if mesh is not None:
+        params = jax.device_put(params, drafter.place(mesh))
+    return Head(drafter, params, target_ids)
 
 
 def _stored_dtype(name: str) -> str:
     """The dtype of a checkpoint's weights, as its config.json names it."""
     file = Path(name).expanduser() / "config.json"
-    raw = read_json(file) if file.is_file() else {}
+    if not file.is_file():
+        return PUBLISHED
+    raw = read_json(file)
     return str(raw.get("dtype") or raw.get("torch_dtype") or PUBLISHED)
 
 

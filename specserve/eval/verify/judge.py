@@ -9,7 +9,7 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.eval.verify.draws import cells_of
-from specserve.eval.verify.report import Kind, Mismatch, ProofReport
+from specserve.eval.verify.report import Kind, Mismatch, ProofReport, Verdict
 from specserve.eval.verify.requests import NUM_LOGPROBS, ProofRequest
 from specserve.eval.verify.rule import WholeText, rule_scores
 from specserve.serve.engine.options import bad_sequences
@@ -93,18 +93,21 @@ class Judge:
         lead = float(row.max() - row[b])
         is_tie = lead <= 2 * noise * stretch
         rng = np.random.default_rng(at)
-        for _ in range(NUM_NUDGES if not np.isfinite(lead) and noise else 0):  # top_p and the like cut it off
-            nudged = logits + rng.uniform(-noise, noise, logits.shape).astype(np.float32)
-            is_tie = is_tie or int(self.scores(request, prefix, nudged)[at].argmax()) == b
+        if noise and not np.isfinite(lead):  # top_p and the like cut it off
+            for _ in range(NUM_NUDGES):
+                nudged = logits + rng.uniform(-noise, noise, logits.shape).astype(np.float32)
+                is_tie = is_tie or int(self.scores(request, prefix, nudged)[at].argmax()) == b
+        verdict: Verdict = "tie" if is_tie else "bug"
         return Mismatch(
-            *(way, check, request.name, "token", at, self._spell(a), self._spell(b), lead, "tie" if is_tie else "bug"),
+            *(way, check, request.name, "token", at, self._spell(a), self._spell(b), lead, verdict),
             plain_top=_top(plain, at, logits[at]),
             other_top=_top(answer, at),
         )
 
     def _spell(self, token_id: int) -> str:
-        tokenizer = self.bench.tokenizer
-        return f"{token_id} {tokenizer.decode([token_id], skip_special_tokens=False)!r}" if tokenizer else str(token_id)
+        if self.bench.tokenizer is None:
+            return str(token_id)
+        return f"{token_id} {self.bench.tokenizer.decode([token_id], skip_special_tokens=False)!r}"
 
     def logits(self, request: ProofRequest, output_ids: Sequence[int]) -> np.ndarray:  # [n, vocab]
         [logits] = self.bench.whole_text.logits([[*request.prompt, *output_ids]])
@@ -116,7 +119,9 @@ class Judge:
         if params.grammar is not None:
             assert tokenizer is not None, "a grammar without a tokenizer is refused"
             mask = Grammars(tokenizer, target.config.vocab_size, target.eos_ids).compile(params.grammar)()
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_ids))
+        ends = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends.update(target.eos_ids)
         words = bad_sequences(params.bad_words, tokenizer)
         return rule_scores(
             request.prompt, params, output_ids, logits, stop_ids=sorted(ends), bad_sequences=words, mask=mask

@@ -15,23 +15,15 @@ from typing import Any
 import numpy as np
 
 from specserve.drafters.speculation import describe
-from specserve.errors import SpecServeError
+from specserve.eval.verify.asker import Asker, ProofAnswers, ProofProgress, Script, joined
 from specserve.eval.verify.draws import COUNTED_TOKENS, NUM_DRAWS, chi_square, num_answers, places
 from specserve.eval.verify.judge import Judge, ProofSubject, bug, log_sum_exp
 from specserve.eval.verify.report import Mismatch, ProofReport, Row, Test
 from specserve.eval.verify.requests import ProofRequest, base_requests, draw_requests, follow_ups, option_requests
-from specserve.serve.engine.engine import Engine, EngineOptions
-from specserve.serve.engine.interface import EngineStats
-from specserve.serve.requests.completion import Collector, CompletionOutput
-from specserve.serve.requests.request import Delta
-from specserve.speculative.acceptance import Acceptance
-from specserve.speculative.controller import Controller, Estimate
-from specserve.speculative.program import StepProgram
+from specserve.serve.requests.completion import CompletionOutput
 from specserve.speculative.tree import Tree
 
 SHARE = 0.1  # of the logits' own spread: what is called noise and is larger is no rounding
-
-Script = Callable[[], Tree | None]  # the tree of the next steps that are dispatched at once; None: plain ones
 
 
 @dataclass(frozen=True)
@@ -41,33 +33,6 @@ class ProofSize:
     max_tokens: int = 32
     draws: int = NUM_DRAWS  # counted by each chi-square test
     seed: int = 0
-
-
-class _Scripted(Controller):
-    """A controller whose trees a script chooses."""
-
-    def __init__(self, script: Script) -> None:
-        super().__init__({})
-        self._script = script
-
-    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram]) -> StepProgram:
-        del estimates
-        tree = self._script()
-        # steps with grammars have programs for one tree alone
-        return next((program for program in choices if program.tree == tree), choices[-1])
-
-
-@dataclass(frozen=True)
-class _Answers:
-    """The answers of an engine to some requests, in their order."""
-
-    of: list[CompletionOutput]
-    drafts: list[list[tuple[int, ...]]]  # proposed for each answer, step by step, where its request has the tree
-    stats: EngineStats
-
-    @property
-    def acceptance(self) -> Acceptance:
-        return sum((answer.stats for answer in self.of), Acceptance())
 
 
 @dataclass
@@ -90,8 +55,10 @@ class _Steps:
         from scipy.stats import binomtest  # takes a third of a second to import
 
         total = self.differences + control.differences
-        share = self.number / max(1, self.number + control.number)
-        return float(binomtest(self.differences, total, share, alternative="greater").pvalue) if total else 1.0
+        if not total:
+            return 1.0
+        share = self.number / (self.number + control.number)
+        return float(binomtest(self.differences, total, share, alternative="greater").pvalue)
 
 
 class Prover:
@@ -107,77 +74,32 @@ class Prover:
         on_progress: Callable[[str, int, int | None], None] = lambda _what, _done, _total: None,
     ) -> None:
         self.bench, self.prompts, self.size, self.report = bench, prompts, size, report
-        self._on_progress = on_progress
         self._plain: dict[int, CompletionOutput] = {}  # by the request's id
-        self._judge = Judge(bench, report)
-        self._what, self._num_answered = "", 0  # the check in progress; tokens of the answers so far, and in all
-        self._total: int | None = None
+        self._judge, self._progress = Judge(bench, report), ProofProgress(on_progress)
         self._spread = 0.0  # of the target's logits
 
     def run(self) -> None:
         """Run all checks of all ways to speculate. Plain decoding is asked, and held against the rule, with the
         programs of the first group. Raises SpecServeError where the engine dies."""
         for group in self.bench.groups:
-            self._runner = group.open()
+            self._asker = Asker(self.bench, group.open(), self._progress)
             if not self._plain:
                 self._answer_plainly()
                 self._check_plain()
             for tree in group.trees:
                 self._check_way(tree)
             self._check_any(group.trees)
-            del self._runner  # two states are never there at once
-
-    # Requests and their answers.
-
-    def _begin(self, way: str, check: str) -> None:
-        self._what = f"{way}: {check}"
-        self._on_progress(self._what, self._num_answered, self._total)
-
-    def _count(self, request: ProofRequest) -> None:
-        self._num_answered += _num_tokens(request)
-        self._on_progress(self._what, self._num_answered, self._total)
-
-    def _answer(
-        self,
-        script: Script,
-        requests: Sequence[ProofRequest],
-        *,
-        is_caching: bool,
-        is_alone: bool = False,  # one after the other
-        num_pages: int | None = None,  # see `EngineOptions`, also for the next one
-        most_steps: int | None = None,
-    ) -> _Answers:
-        runner = self._runner
-        runner.reset()
-        engine = Engine(
-            runner,
-            self.bench.tokenizer,
-            model_name="",
-            eos_ids=self.bench.target.eos_ids,
-            controller=_Scripted(script),
-            options=EngineOptions(
-                is_caching=is_caching, max_queue=len(requests), num_pages=num_pages, most_steps=most_steps
-            ),
-        )
-        answers, drafts = [], []
-        with engine:
-            for some in [[request] for request in requests] if is_alone else [requests]:
-                found = _answers(engine, some, self._count)
-                answers += found[0]
-                drafts += found[1]
-            if not engine.is_healthy:
-                raise SpecServeError("the engine died; see its log")
-            return _Answers(answers, drafts, engine.stats())
+            del self._asker  # two states are never there at once
 
     def _answer_plainly(self) -> None:
         """Have plain decoding answer everything, one request after the other, without a prefix cache."""
 
         def answer(requests: Sequence[ProofRequest]) -> list[CompletionOutput]:
-            answers = self._answer(lambda: None, requests, is_caching=False, is_alone=True).of
+            answers = self._asker.ask(lambda: None, requests, is_caching=False, is_alone=True).of
             self._plain |= {id(request): found for request, found in zip(requests, answers, strict=True)}
             return answers
 
-        self._begin("off", "answers")
+        self._progress.begin("off", "answers")
         first = base_requests(self.prompts, self.size.max_tokens, self.size.seed)
         answers = answer(first)
         second = follow_ups(first, answers)
@@ -188,17 +110,17 @@ class Prover:
             self.bench.tokenizer,
             max_tokens=self.size.max_tokens,
             seed=self.size.seed,
-            has_grammars=self._runner.has_constrained,
+            has_grammars=self._asker.runner.has_constrained,
         )
         self.everything = [*self.base, *options]
-        self._total = self._number_in_all()
+        self._progress.expect(self._number_in_all())
         answer(second)
         answer(options)
 
     def _number_in_all(self) -> int:
         """The tokens of all answers that the checks take, drawn ones included."""
         requests = self.first, self.base, self.everything
-        first, base, everything = (sum(map(_num_tokens, some)) for some in requests)
+        first, base, everything = (sum(request.max_tokens for request in some) for some in requests)
         drawn = num_answers(self.size.draws) * (1 + COUNTED_TOKENS)
         number = everything + base + self.size.draws + drawn  # plain ones
         for group in self.bench.groups:
@@ -212,22 +134,24 @@ class Prover:
 
     def _check_plain(self) -> None:
         """Measure the noise, and hold plain decoding against the rule and against itself in a batch."""
-        self._begin("off", "the rule")
-        together = self._answer(lambda: None, self.base, is_caching=False)
+        self._progress.begin("off", "the rule")
+        together = self._asker.ask(lambda: None, self.base, is_caching=False)
         bests = {id(request): self._best(request, other) for request, other in zip(self.base, together.of, strict=True)}
         row = Row("off", "the rule", note=f"noise {self.report.noise:.1e}")
         self.report.rows.append(row)
         if self.report.noise > SHARE * self._spread:
             self._add(row, bug("off", row.check, self.base[0], "log-probability", "one forward", "its steps"))
         for request in self.everything:
-            self._check_rule(row, request, bests[id(request)] if id(request) in bests else self._best(request))
+            if id(request) not in bests:
+                bests[id(request)] = self._best(request)
+            self._check_rule(row, request, bests[id(request)])
         self._compare("off", "mixed batches", self.base, together)
         self._draw(None)
 
     def _best(self, request: ProofRequest, other: CompletionOutput | None = None) -> np.ndarray:  # [token]
         """Return the token that the rule draws at each place of a plain answer, from one forward over the whole text.
         With the answer that came in a batch, it also measures the noise, and how far the logits spread."""
-        self._on_progress(self._what, self._num_answered, self._total)
+        self._progress.show()
         plain = self._plain[id(request)]
         if not plain.token_ids:
             return np.zeros(0, int)
@@ -264,10 +188,10 @@ class Prover:
 
     def _check(
         self, way: str, check: str, script: Script, requests: Sequence[ProofRequest], **options: Any
-    ) -> tuple[Row, _Answers]:
+    ) -> tuple[Row, ProofAnswers]:
         """Compare the answers to these requests with those of plain decoding. `options` are those of `_answer`."""
-        self._begin(way, check)
-        answers = self._answer(script, requests, **options)
+        self._progress.begin(way, check)
+        answers = self._asker.ask(script, requests, **options)
         return self._compare(way, check, requests, answers), answers
 
     def _check_way(self, tree: Tree) -> None:
@@ -291,49 +215,52 @@ class Prover:
         preempted. An option's state must be there again when its sequence goes on, perhaps in another way."""
         dice = random.Random(self.size.seed)
         ways = [None, *trees]
-        name = "any way at each step" if len(trees) > 1 else f"{describe(trees[0])} or off at each step"
+        name = "any way at each step"
+        if len(trees) == 1:
+            name = f"{describe(trees[0])} or off at each step"
         self._in_few_pages(name, "preemption, all options", lambda: dice.choice(ways), self.everything)
 
     def _in_few_pages(self, way: str, check: str, script: Script, requests: Sequence[ProofRequest]) -> None:
         """Check answers in so few pages that sequences give theirs back, wait, and go on later."""
-        pages = 1 + max(-(-request.num_tokens // self._runner.shapes.page_size) for request in requests)
+        pages = 1 + max(-(-request.num_tokens // self._asker.runner.shapes.page_size) for request in requests)
         row, few = self._check(way, check, script, requests, is_caching=True, num_pages=pages)
-        ranks = self._runner.shapes.num_ranks
-        where = f"{pages} pages" if ranks == 1 else f"{pages} pages of each of {ranks} data ranks"
+        where, ranks = f"{pages} pages", self._asker.runner.shapes.num_ranks
+        if ranks > 1:
+            where += f" of each of {ranks} data ranks"
         _note_events(row, few.stats.num_preemptions, f"{few.stats.num_preemptions} preemptions in {where}")
 
     def _check_stretch(self, tree: Tree, control: _Steps) -> None:
         """Check plain steps that are followed by speculative ones: the drafter must stand where it would if it had
         been there always."""
         way = describe(tree)
-        self._begin(way, "after plain steps")
+        self._progress.begin(way, "after plain steps")
         length = self.size.max_tokens // 3
         late, fresh = [], []
         for request in self.first:
             steps = itertools.chain(itertools.repeat(None, length), itertools.repeat(tree))
             # the script is asked once for all steps of a call, and is to be asked for each
-            late.append(self._answer(steps.__next__, [request], is_caching=False, most_steps=1))
+            late.append(self._asker.ask(steps.__next__, [request], is_caching=False, most_steps=1))
             # the prompt of the fresh run ends before the token that is the root when speculation begins
             prompt = (*request.prompt, *self._plain[id(request)].token_ids[:length])
             params = dataclasses.replace(request.params, max_tokens=self.size.max_tokens - length)
-            fresh.append(self._answer(lambda: tree, [ProofRequest(request.name, prompt, params)], is_caching=False))
-        late, fresh = _joined(late), _joined(fresh)
+            fresh.append(self._asker.ask(lambda: tree, [ProofRequest(request.name, prompt, params)], is_caching=False))
+        late, fresh = joined(late), joined(fresh)
         self._compare(way, "after plain steps", self.first, late)
         self._compare_drafts(way, "after plain steps", late, fresh, control)
 
-    def _compare_drafts(self, way: str, what: str, found: _Answers, fresh: _Answers, control: _Steps) -> None:
+    def _compare_drafts(self, way: str, what: str, found: ProofAnswers, fresh: ProofAnswers, control: _Steps) -> None:
         """Check that the same tokens were proposed as by runs that begin anew. A drafter that lacks entries proposes
         others, which costs acceptance and changes no answer."""
         steps = _Steps()
         for ours, theirs in zip(found.drafts, fresh.drafts, strict=True):
             steps.compare(ours, theirs)
-        taus = [_speculative(each).tau for each in (found, fresh)]
+        taus = [each.acceptance_of_drafts.tau for each in (found, fresh)]
         found_text = f"{steps.differences} of {len(found.of)} answers, tau {taus[0]:.2f}; of fresh runs {taus[1]:.2f}"
         self.report.tests.append(Test(way, f"other drafts {what}", found_text, steps.p_value(control)))
 
     # Comparison.
 
-    def _compare(self, way: str, check: str, requests: Sequence[ProofRequest], answers: _Answers) -> Row:
+    def _compare(self, way: str, check: str, requests: Sequence[ProofRequest], answers: ProofAnswers) -> Row:
         row = Row(way, check, acceptance=answers.acceptance)
         self.report.rows.append(row)
         for request, answer in zip(requests, answers.of, strict=True):
@@ -354,14 +281,14 @@ class Prover:
         """Draws at temperature 1 from one prompt with many seeds: chi-square tests against the target's own softmax
         (`draws`), and the tokens beside those of plain decoding with the same seeds."""
         way = describe(tree)
-        self._begin(way, "distribution")
+        self._progress.begin(way, "distribution")
         prompt = min(self.prompts, key=len)
         if tree is None:
             requests = draw_requests(prompt, self.size.draws, 1, self.size.seed)
-            answers = self._answer(lambda: None, requests, is_caching=True).of
+            answers = self._asker.ask(lambda: None, requests, is_caching=True).of
             self._test_draws(way, "first token", prompt, answers, 0)
             self._drawn = draw_requests(prompt, num_answers(self.size.draws), 1 + COUNTED_TOKENS, self.size.seed)
-        found = self._answer(lambda: tree, self._drawn, is_caching=True)
+        found = self._asker.ask(lambda: tree, self._drawn, is_caching=True)
         if tree is None:
             self._plain |= {id(request): answer for request, answer in zip(self._drawn, found.of, strict=True)}
         else:
@@ -384,56 +311,12 @@ class Prover:
 
 def _note_events(row: Row, number: int, note: str) -> None:
     """Note how often the event that a check is about has happened. Where it never has, nothing was tested."""
-    row.is_tested, row.note = number > 0, note if number else f"not tested: {note}"
-
-
-def _num_tokens(request: ProofRequest) -> int:
-    return request.params.max_tokens or 0
+    row.is_tested, row.note = number > 0, note
+    if not number:
+        row.note = f"not tested: {note}"
 
 
 def _is_by_head_alone(tree: Tree) -> bool:
     """Return whether a tree depends on its own sequence alone. A lookup does not: it finds more, the more has been
     answered."""
     return tree.uses_head and not tree.lookup
-
-
-def _joined(runs: Sequence[_Answers]) -> _Answers:
-    """The answers of several runs as those of one."""
-    return _Answers([run.of[0] for run in runs], [run.drafts[0] for run in runs], runs[-1].stats)
-
-
-def _speculative(answers: _Answers) -> Acceptance:
-    """Count the accepted tokens of the steps that proposed something."""
-    drafts = [draft for answer in answers.of for draft in answer.stats.drafts]
-    found = Acceptance()
-    for num_draft_tokens, n_accepted in drafts:
-        found = found.after_step(n_accepted, depth=n_accepted, num_draft_tokens=num_draft_tokens)
-    return found
-
-
-def _answers(
-    engine: Engine, requests: Sequence[ProofRequest], on_done: Callable[[ProofRequest], None]
-) -> tuple[list[CompletionOutput], list[list[tuple[int, ...]]]]:
-    """The answers to requests that run together, and the tokens that each step proposed for them."""
-    drafts: list[list[tuple[int, ...]]] = [[] for _ in requests]
-    collector = Collector(len(requests), lambda i, _answer: on_done(requests[i]))
-
-    def listener(i: int) -> Callable[[Delta], None]:
-        collect = collector.listener(i)
-
-        def on_delta(delta: Delta) -> None:
-            if delta.tree is not None:
-                drafts[i].append(delta.tree.token_ids)
-            collect(delta)
-
-        return on_delta
-
-    submitted = []
-    try:
-        for i, request in enumerate(requests):
-            submitted.append(engine.submit(request.prompt, request.params, listener(i)))
-        return collector.wait(), drafts
-    except BaseException:  # an interrupt: nobody waits for what still runs
-        for each in submitted:
-            each.cancel()
-        raise

@@ -93,7 +93,9 @@ class ProofReport:
         if self.untested:
             names = ", ".join(f"{row.way}: {row.check}" for row in self.untested)
             text += f", as far as was tested; {len(self.untested)} checks tested nothing ({names})"
-        return f"{text}; {self.num_ties} ties that rounding decides otherwise" if self.num_ties else text
+        if self.num_ties:
+            text += f"; {self.num_ties} ties that rounding decides otherwise"
+        return text
 
     @property
     def num_ties(self) -> int:

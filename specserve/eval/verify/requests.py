@@ -25,9 +25,14 @@ class ProofRequest:
     params: SamplingParams
 
     @property
+    def max_tokens(self) -> int:
+        """The number of tokens of the answer, at most."""
+        return self.params.max_tokens or 0
+
+    @property
     def num_tokens(self) -> int:
         """The number of tokens of prompt and answer together, at most."""
-        return len(self.prompt) + (self.params.max_tokens or 0)
+        return len(self.prompt) + self.max_tokens
 
 
 def base_requests(prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> list[ProofRequest]:

@@ -26,8 +26,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import specserve
-from specserve.errors import ConfigError
-from specserve.processes import ProcessError
+from specserve.errors import ConfigError, as_line
+from specserve.processes import ProcessError, is_first, listen, read_line
 from specserve.serve.fleet import messages
 from specserve.serve.programs.runner import Runner
 from specserve.serve.settings import PROGRAM, ServeRun, names_of
@@ -121,7 +121,7 @@ class _Rank:
         """Notify the other processes that this server cannot go on after an error of this process. Returns the error to
         raise: where another process has ended, that is the reason why this one fails."""
         self._has_gone.wait(1.0)
-        return self._give_up(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        return self._give_up(as_line(error))
 
     def reason(self, error: Exception) -> Exception:
         """Return the error to report for an error that ends this process: where another process has ended, that is the
@@ -129,6 +129,22 @@ class _Rank:
         if not isinstance(error, ConfigError):
             self._has_gone.wait(1.0)
         return self.lost or error
+
+    def agree(self, facts: Mapping[str, object]) -> None:
+        """Check that all processes have the same facts. Raises ConfigError, on all of them, that names those that
+        differ."""
+        own = {name: _short(str(value)) for name, value in facts.items()}
+        if wrong := self._decide(json.dumps(own), _differences):
+            raise ConfigError(f"the processes of this server differ: {wrong}; give all of them the same")
+
+    def least(self, number: int) -> int:
+        """Return the smallest of the numbers that the processes give."""
+        return self._decide(number, lambda numbers: min(numbers.values()))
+
+    def _decide(self, own: Any, rule: Callable[[Mapping[int, Any]], Any]) -> Any:
+        """Return, in all processes, what the rule makes of the values that they give, by number of process. Every
+        process has to call it."""
+        raise NotImplementedError
 
     def _gone(self, how: str) -> None:
         """Note that another process has ended."""
@@ -160,8 +176,7 @@ class Leader(_Rank):
         while len(self._wires) < num_others:
             try:
                 connection, _ = listener.accept()
-                connection.settimeout(CONNECT_SECONDS)
-                secret, _, number = _line(connection).partition(" ")
+                secret, _, number = read_line(connection, CONNECT_SECONDS).partition(" ")
             except OSError as error:
                 there = sorted(self._wires)
                 raise ProcessError(
@@ -186,27 +201,10 @@ class Leader(_Rank):
             except OSError as error:
                 raise self._give_up(f"process {number} has ended ({error})") from error
 
-    def agree(self, facts: Mapping[str, object]) -> None:
-        """Check that all processes have the same facts. Raises ConfigError, on all of them, that names those that
-        differ."""
-        own = _written(facts)
-        wrong = [
-            f"{name} is {theirs.get(name, 'unknown')} in process {number} and {value} in the first"
-            for number, theirs in ((number, json.loads(text)) for number, text in self._take_values())
-            for name, value in json.loads(own).items()
-            if theirs.get(name) != value
-        ]
-        self.send(messages.write("fact", ("; ".join(wrong),)))
-        _refuse("; ".join(wrong))
-
-    def least(self, number: int) -> int:
-        """Return the smallest of the numbers that the processes give."""
-        smallest = min(number, *(theirs for _, theirs in self._take_values()))
-        self.send(messages.write("fact", (smallest,)))
-        return smallest
-
-    def _take_values(self) -> list[tuple[int, Any]]:
-        return [(number, wire.take_value()) for number, wire in sorted(self._wires.items())]
+    def _decide(self, own: Any, rule: Callable[[Mapping[int, Any]], Any]) -> Any:
+        found = rule({0: own, **{number: wire.take_value() for number, wire in sorted(self._wires.items())}})
+        self.send(messages.write("fact", (found,)))
+        return found
 
     def _notify_all(self, why: str) -> None:
         for wire in self._wires.values():  # side by side, as the lost one may never take it
@@ -231,14 +229,9 @@ class Follower(_Rank):
         self._wire = _Wire(connection, "the first process", self._gone)
         self._wire.on_lost = self._gone
 
-    def agree(self, facts: Mapping[str, object]) -> None:
-        """Take part in `Leader.agree`, with this process's facts."""
-        self._wire.send(messages.write("fact", (_written(facts),)))
-        _refuse(self._wire.take_value())
-
-    def least(self, number: int) -> int:
-        """Take part in `Leader.least`, with this process's number."""
-        self._wire.send(messages.write("fact", (number,)))
+    def _decide(self, own: Any, rule: Callable[[Mapping[int, Any]], Any]) -> Any:
+        del rule  # the first process's
+        self._wire.send(messages.write("fact", (own,)))
         return self._wire.take_value()
 
     def frames(self) -> Iterator[tuple[bytes, bytes]]:
@@ -272,7 +265,9 @@ class LeadingRunner(Runner):
     def beyond_repair(self, error: Exception | None = None) -> Exception | None:
         """Return why this server cannot go on: another process has ended, or a step has failed, of which the other
         processes may have done more or less."""
-        return self._leader.lost if error is None else self._leader.failed(error)
+        if error is None:
+            return self._leader.lost
+        return self._leader.failed(error)
 
 
 def follow(runner: Runner, frames: Iterable[tuple[bytes, bytes]]) -> None:
@@ -293,26 +288,29 @@ def connect(coordinator: str, on_lost: Lost) -> Leader | Follower | None:
     when one of them has ended, and is to end this one too. Raises ProcessError."""
     if jax.process_count() == 1:
         return None
-    is_first, dual = jax.process_index() == 0, socket.has_dualstack_ipv6()
-    address = np.zeros(_ADDRESS_BYTES, np.uint8)
-    listener, token = None, ""
-    if is_first:
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=jax.process_count())
-        token, port = secrets.token_hex(16), listener.getsockname()[1]
-        hosts = [coordinator.rpartition(":")[0].strip("[]")] if coordinator != "auto" else _own_addresses()
-        text = json.dumps([hosts[:8], port, token]).encode()
-        address[: len(text)] = np.frombuffer(text, np.uint8)
-    address = np.asarray(multihost_utils.broadcast_one_to_all(address), np.uint8)
-    if listener is not None:
-        return Leader(listener, token, jax.process_count() - 1, on_lost)
-    hosts, port, token = json.loads(address.tobytes().rstrip(b"\0"))
-    return Follower(_reach(hosts, port, f"{token} {jax.process_index()}\n".encode()), on_lost)
+    if not is_first():
+        hosts, port, token = json.loads(_broadcast(b""))
+        return Follower(_reach(hosts, port, f"{token} {jax.process_index()}\n".encode()), on_lost)
+    listener = listen(0, backlog=jax.process_count())
+    hosts, token = [coordinator.rpartition(":")[0].strip("[]")], secrets.token_hex(16)
+    if coordinator == "auto":
+        hosts = _own_addresses()
+    _broadcast(json.dumps([hosts[:8], listener.getsockname()[1], token]).encode())
+    return Leader(listener, token, jax.process_count() - 1, on_lost)
+
+
+def _broadcast(text: bytes) -> bytes:
+    """Return the first process's text, in all of them."""
+    row = np.zeros(_ADDRESS_BYTES, np.uint8)
+    row[: len(text)] = np.frombuffer(text, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(row), np.uint8).tobytes().rstrip(b"\0")
 
 
 def check_mesh(mesh: Mesh | None) -> None:
     """Check that every device of every process has a part in the mesh. Raises ConfigError."""
-    expected, found = jax.device_count(), 1 if mesh is None else mesh.size
+    expected, found = jax.device_count(), 1
+    if mesh is not None:
+        found = mesh.size
     if jax.process_count() > 1 and found != expected:
         raise ConfigError(
             f"{jax.process_count()} processes need a mesh over all of their {expected} devices, got one over {found}; "
@@ -332,28 +330,21 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _written(facts: Mapping[str, object]) -> str:
-    return json.dumps({name: _short(str(value)) for name, value in facts.items()})
+def _differences(written: Mapping[int, str]) -> str:
+    """Return which facts, of the processes by their numbers, differ from those of the first one."""
+    (_, own), *others = [(number, json.loads(text)) for number, text in written.items()]
+    return "; ".join(
+        f"{name} is {theirs.get(name, 'unknown')} in process {number} and {value} in the first"
+        for number, theirs in others
+        for name, value in own.items()
+        if theirs.get(name) != value
+    )
 
 
 def _short(text: str) -> str:
-    return f"of checksum {zlib.crc32(text.encode()):08x}" if len(text) > 80 else text or "empty"
-
-
-def _refuse(wrong: str) -> None:
-    if wrong:
-        raise ConfigError(f"the processes of this server differ: {wrong}; give all of them the same")
-
-
-def _line(connection: socket.socket) -> str:
-    """Read the first line that comes, of at most 64 bytes."""
-    got = b""
-    while not got.endswith(b"\n") and len(got) < 64:
-        byte = connection.recv(1)
-        if not byte:
-            break
-        got += byte
-    return got.decode(errors="replace").strip()
+    if len(text) > 80:
+        return f"of checksum {zlib.crc32(text.encode()):08x}"
+    return text or "empty"
 
 
 def _own_addresses() -> list[str]:

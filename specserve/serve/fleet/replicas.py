@@ -24,7 +24,8 @@ from specserve.drafters.registry import CARRIED
 from specserve.errors import ConfigError, SpecServeError
 from specserve.serve import engines
 from specserve.serve.engine.interface import DraftInfo
-from specserve.serve.fleet.fleet import Fleet, Refused, ReplicaState, Taken
+from specserve.serve.fleet.fleet import Fleet
+from specserve.serve.fleet.group import Refused, ReplicaState, Taken
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.keys import read_api_keys
 from specserve.serve.http.transport.server import bind_listener, check_tls
@@ -261,7 +262,10 @@ def actor_options(resources: str) -> dict[str, Any]:
                 f"--replica-resources {resources!r}: expected name=amount parts, such as cpu=4,gpu=1 or cpu=1,TPU=4"
             )
     own = {f"num_{name}s": amounts.pop(name) for name in ("cpu", "gpu") if name in amounts}
-    return {"num_cpus": 0} | own | ({"resources": amounts} if amounts else {})
+    options: dict[str, Any] = {"num_cpus": 0, **own}
+    if amounts:
+        options["resources"] = amounts
+    return options
 
 
 def settings_of(args: Mapping[str, Any]) -> ServeRun:
@@ -347,7 +351,9 @@ class Deployment:
         """Check that the cluster has room. A cluster of this machine alone does not grow; more machines may join
         another one, so there it is a wait."""
         run = self._run
-        number = run.replicas if not run.max_replicas else max(1, run.min_replicas)
+        number = run.replicas
+        if run.max_replicas:
+            number = max(1, run.min_replicas)
         options = actor_options(run.replica_resources)
         there = self._ray.cluster_resources()
         needed = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
@@ -363,10 +369,11 @@ class Deployment:
         said, when = "", time.monotonic()
         while not self.is_stopped.wait(0.2):
             app = self._serve.status().applications.get(NAME)
-            status = str(app.status.value) if app else "NOT_STARTED"
-            if status == "RUNNING":
+            if app is None:
+                continue
+            if app.status.value == "RUNNING":
                 return
-            if status == "DEPLOY_FAILED":
+            if app.status.value == "DEPLOY_FAILED":
                 raise ConfigError(f"the deployment failed: {_cause(app.message)}")
             if time.monotonic() - when >= PATIENCE_SECONDS:
                 when = time.monotonic()
@@ -381,4 +388,6 @@ def _cause(message: str) -> str:
     """Return the error of the replica itself, out of all that Ray says around it."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     own = [line for line in lines if line.startswith("specserve.errors.")]
-    return own[-1].partition(": ")[2] if own else (lines or ["Ray gives no reason"])[-1]
+    if own:
+        return own[-1].partition(": ")[2]
+    return (lines or ["Ray gives no reason"])[-1]

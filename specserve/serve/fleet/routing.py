@@ -33,8 +33,9 @@ class PrefixRouter(load("ray.serve.request_router").RequestRouter):
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """Return ranks of replicas: the least loaded one of the first rank that has room gets the request."""
-        asked: Mapping[str, Any] = pending_request.kwargs if pending_request else {}
+        asked: Mapping[str, Any] = {}
         if pending_request:
+            asked = pending_request.kwargs
             pending_request.routing_context.should_backoff = True
         if to := asked.get("to"):
             return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == to]]
@@ -42,9 +43,11 @@ class PrefixRouter(load("ray.serve.request_router").RequestRouter):
         able = [replica for replica in candidate_replicas if replica.routing_stats.get("version", 0) >= floor]
         if not able:
             return []
-        spread = random.sample(able, min(2, len(able)))
+        ranks = [random.sample(able, min(2, len(able))), able]
         holder = self._holder(able, asked.get("pages", ()))
-        return [spread, able] if holder is None else [[holder], spread, able]
+        if holder is not None:
+            ranks.insert(0, [holder])
+        return ranks
 
     def _holder(self, replicas: Sequence[Any], pages: Sequence[bytes]) -> Any | None:
         """Return the replica that holds most of these pages and is not overloaded, the least loaded of several, or

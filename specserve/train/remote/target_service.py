@@ -22,10 +22,10 @@ from specserve import cluster, log, provenance
 from specserve.checkpoints.source import TargetSource
 from specserve.data.loader import Batch, Loader
 from specserve.drafters.interface import TrainedDrafter
-from specserve.errors import ConfigError, DataError, SpecServeError
+from specserve.errors import ConfigError, DataError, SpecServeError, as_line
 from specserve.mesh import num_devices
 from specserve.models.config import ModelConfig
-from specserve.processes import ProcessError, as_line
+from specserve.processes import ProcessError
 from specserve.train.features import States
 from specserve.train.remote.messages import LIFE, PrefillSpec, Sample
 from specserve.train.remote.prefill import expected_states, from_bytes

@@ -11,8 +11,10 @@ from engines import Inbox, Letters, wait_until
 
 from specserve.errors import CapacityError, ConfigError, RequestError
 from specserve.serve.engine.interface import DraftInfo, EngineStats
-from specserve.serve.fleet import fleet as fleets
-from specserve.serve.fleet.fleet import Fleet, Refused, ReplicaState, Taken, add_stats
+from specserve.serve.fleet import group
+from specserve.serve.fleet.fleet import Fleet, add_stats
+from specserve.serve.fleet.group import Refused, ReplicaState, Taken
+from specserve.serve.fleet.relay import TRIES
 from specserve.serve.requests.request import Delta, FinishReason, SamplingParams
 
 GOOD = {"": "start", "new": "new", "newer": "newer"}  # heads that every replica takes, by folder
@@ -124,7 +126,7 @@ class Handle:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fleet]]:
     """What makes a fleet of players, on an event loop of its own."""
-    monkeypatch.setattr(fleets, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(group, "LOOK_SECONDS", 0.02)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -198,7 +200,7 @@ def test_a_replica_that_ends_takes_along_only_what_it_has_begun(serve: Any) -> N
     assert inbox.text == "a a ", "nobody goes on with what another has begun to say"
     handle.players = [Player(name, is_dying=True, begins=0) for name in "cdefg"]
     assert _ask(fleet)[1].wait().finish_reason is FinishReason.ERROR
-    assert len(handle.players) == 5 - fleets.TRIES
+    assert len(handle.players) == 5 - TRIES
 
 
 def test_a_request_ends_with_its_client_or_is_refused_in_the_words_of_the_replica(serve: Any) -> None:
