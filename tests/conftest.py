@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 from hypothesis import settings
-from quick_compile import compile_without_emitters
+from quick_compile import compile_quickly, keep_compiled
 
 from specserve import hub
 from specserve.checkpoints.load import Target, load_target
@@ -33,11 +33,10 @@ settings.load_profile("specserve")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep compiled programs beside pytest's own cache: compiling is most of the suite's time, and many are alike."""
-    compile_without_emitters()
+    compile_quickly()
     if config.pluginmanager.hasplugin("cacheprovider"):
-        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))  # type: ignore[union-attr]
-        jax.config.update("jax_compilation_cache_max_size", 2**30)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        is_first = not hasattr(config, "workerinput")  # of xdist, whose workers use what the first process has set up
+        keep_compiled(config.cache.mkdir("xla"), is_first=is_first)  # type: ignore[union-attr]
 
 
 def pytest_collection_finish() -> None:
