@@ -4,7 +4,9 @@ import gc
 import logging
 import os
 import re
+import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the laws hold on accelerators too; run there with JAX_PLATFORMS=...
@@ -37,6 +39,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("cacheprovider"):
         is_first = not hasattr(config, "workerinput")  # of xdist, whose workers use what the first process has set up
         keep_compiled(config.cache.mkdir("xla"), is_first=is_first)  # type: ignore[union-attr]
+        _keep_bytecode(config.cache.mkdir("bytecode"))  # type: ignore[union-attr]
+
+
+def _keep_bytecode(folder: Path) -> None:
+    """Where Python may not write bytecode beside the sources, each of pytest's workers, and each process that a test
+    starts, would compile all that it imports, which takes seconds: they share a folder beside pytest's cache."""
+    if sys.dont_write_bytecode:
+        sys.pycache_prefix = sys.pycache_prefix or str(folder)
+        sys.dont_write_bytecode = False
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_collection_finish() -> None:
