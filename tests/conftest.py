@@ -21,6 +21,7 @@ from quick_compile import compile_quickly, keep_compiled
 from specserve import hub
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED_FOLDER
+from specserve.data import pydoc
 from specserve.drafters.interface import Head
 from specserve.interop.formats import BUNDLED_HEAD_FOLDER
 from specserve.interop.head import load_head
@@ -91,6 +92,23 @@ def _own_logging() -> Iterator[None]:
     for each, (handlers, level, propagate) in zip(loggers, before, strict=True):
         each.handlers[:], each.propagate = handlers, propagate
         each.setLevel(level)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_pydoc(pytestconfig: pytest.Config) -> Iterator[None]:
+    """The data set `pydoc` is read from all installed sources, which takes ten seconds: once for all tests, whatever
+    cache folder they have. A test of the recipe, which has sources of its own, has files of its own."""
+    path, roots = pydoc._cache_path, pydoc._roots
+    with pytest.MonkeyPatch.context() as patch:
+        if pytestconfig.pluginmanager.hasplugin("cacheprovider"):
+            folder = pytestconfig.cache.mkdir("pydoc")  # type: ignore[union-attr]
+
+            def shared(split: str, packages: dict[str, str]) -> Path:
+                own = path(split, packages)
+                return folder / own.name if pydoc._roots is roots else own
+
+            patch.setattr(pydoc, "_cache_path", shared)
+        yield
 
 
 @pytest.fixture(scope="session")
