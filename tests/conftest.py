@@ -4,7 +4,9 @@ import gc
 import logging
 import os
 import re
+import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the laws hold on accelerators too; run there with JAX_PLATFORMS=...
@@ -14,11 +16,12 @@ import numpy as np
 import pytest
 import tiny
 from hypothesis import settings
-from quick_compile import compile_without_emitters
+from quick_compile import compile_quickly, keep_compiled
 
 from specserve import hub
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED_FOLDER
+from specserve.data import pydoc
 from specserve.drafters.interface import Head
 from specserve.interop.formats import BUNDLED_HEAD_FOLDER
 from specserve.interop.head import load_head
@@ -33,11 +36,21 @@ settings.load_profile("specserve")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep compiled programs beside pytest's own cache: compiling is most of the suite's time, and many are alike."""
-    compile_without_emitters()
+    compile_quickly()
     if config.pluginmanager.hasplugin("cacheprovider"):
-        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))  # type: ignore[union-attr]
-        jax.config.update("jax_compilation_cache_max_size", 2**30)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        is_first = not hasattr(config, "workerinput")  # of xdist, whose workers use what the first process has set up
+        keep_compiled(config.cache.mkdir("xla"), is_first=is_first)  # type: ignore[union-attr]
+        _keep_bytecode(config.cache.mkdir("bytecode"))  # type: ignore[union-attr]
+
+
+def _keep_bytecode(folder: Path) -> None:
+    """Where Python may not write bytecode beside the sources, each of pytest's workers, and each process that a test
+    starts, would compile all that it imports, which takes seconds: they share a folder beside pytest's cache."""
+    if sys.dont_write_bytecode:
+        sys.pycache_prefix = sys.pycache_prefix or str(folder)
+        sys.dont_write_bytecode = False
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_collection_finish() -> None:
@@ -79,6 +92,23 @@ def _own_logging() -> Iterator[None]:
     for each, (handlers, level, propagate) in zip(loggers, before, strict=True):
         each.handlers[:], each.propagate = handlers, propagate
         each.setLevel(level)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_pydoc(pytestconfig: pytest.Config) -> Iterator[None]:
+    """The data set `pydoc` is read from all installed sources, which takes ten seconds: once for all tests, whatever
+    cache folder they have. A test of the recipe, which has sources of its own, has files of its own."""
+    path, roots = pydoc._cache_path, pydoc._roots
+    with pytest.MonkeyPatch.context() as patch:
+        if pytestconfig.pluginmanager.hasplugin("cacheprovider"):
+            folder = pytestconfig.cache.mkdir("pydoc")  # type: ignore[union-attr]
+
+            def shared(split: str, packages: dict[str, str]) -> Path:
+                own = path(split, packages)
+                return folder / own.name if pydoc._roots is roots else own
+
+            patch.setattr(pydoc, "_cache_path", shared)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 import tiny_run
-from quick_compile import compile_without_emitters
+from quick_compile import compile_quickly
 from tiny_folder import write_folder, write_mixture
 from tiny_run import curve, metrics
 from typer.testing import CliRunner
@@ -138,7 +138,7 @@ def _arrange(death: str) -> None:
 
 
 def main() -> None:
-    compile_without_emitters()
+    compile_quickly()
     jax.config.update("jax_disable_most_optimizations", True)
     setting = json.loads(sys.argv[1])
     _arrange(setting["death"])

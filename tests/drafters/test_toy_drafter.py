@@ -59,10 +59,10 @@ def test_a_toy_is_trained_and_served_and_kept(tmp_path: Path, shallow_target: Ta
 
     asks = [Ask([3 + n, 5, 9], greedy(20)) for n in range(3)]
     asks += [Ask([7, n], SamplingParams(max_tokens=20, temperature=2.0, seed=n)) for n in range(2)]
-    answers = {}
-    for speculation in ("off", "chain:3", "tree:3x2x6"):
-        runner = make_runner(shallow_target, head, speculation)
-        compile_programs(runner)
+    answers, ways = {}, ("off", "chain:3", "tree:3x2x6")
+    runner = make_runner(shallow_target, head, *ways)
+    compile_programs(runner)
+    for speculation in ways:
         with serving(make_engine(runner, Fixed(parse_speculation(speculation)))) as engine:
             inboxes = run(engine, asks)
             answers[speculation] = [inbox.token_ids for inbox in inboxes]

@@ -10,9 +10,7 @@ from engines import EOS, Letters
 
 from specserve.checkpoints.load import Target
 
-SCRIPT = (
-    "from quick_compile import compile_without_emitters as quick; quick(); from specserve.cli.main import main; main()"
-)
+SCRIPT = "from quick_compile import compile_quickly as quick; quick(); from specserve.cli.main import main; main()"
 
 
 def write_folder(target: Target, folder: Path) -> Path:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from quick_compile import compile_without_emitters
+from quick_compile import compile_quickly
 from rounding import tolerance
 
 from specserve import cluster, config, processes
@@ -259,7 +259,7 @@ def _dying(move: Callable[..., None], last: str) -> Callable[..., None]:
 
 
 def main() -> None:
-    compile_without_emitters()
+    compile_quickly()
     arguments = json.loads(sys.argv[1])
     changes = arguments["changes"]
     processes.join(*(changes.get(name, other) for name, other in JOINING.items()))

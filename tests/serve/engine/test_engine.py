@@ -5,6 +5,7 @@ import dataclasses
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -32,11 +33,11 @@ TREE = parse_speculation("tree:2x4x8")
 
 
 @pytest.fixture(scope="module")
-def runner(tiny_target: Target, tiny_head: Head) -> Runner:
+def runner(tiny_target: Target, tiny_head: Head, kept: Path | None) -> Runner:
     """Two slots, warmed up; every test puts an engine of its own on it."""
     sizes = {"num_slots": 2, "max_model_len": MAX_LEN, "page_size": PAGE_SIZE, "num_pages": NUM_PAGES}
     shapes = dataclasses.replace(make_shapes([TREE], tiny_target.config, **sizes), chunks=(16, 64))
-    runner = Runner(tiny_target, tiny_head, shapes)
+    runner = Runner(tiny_target, tiny_head, shapes, folder=kept)
     compile_programs(runner)
     assert len(runner.compiled) == len(list_programs(runner))
     return runner
@@ -102,14 +103,14 @@ def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
 
 
 def test_growing_into_wider_page_tables_changes_nothing(
-    tiny_target: Target, pydoc_tokenizer: Tokenizer, answer: list[int]
+    tiny_target: Target, pydoc_tokenizer: Tokenizer, answer: list[int], kept: Path | None
 ) -> None:
     """XLA's operations read the narrowest table that holds their sequences: here 16 entries, then 56. The native kernel
     reads no more of a table than a sequence has, so there is one."""
     tree = parse_speculation("ngram:2")
     with native.left_out():
         sizes = {"num_slots": 1, "max_model_len": 56, "page_size": 2, "num_pages": 28}
-        runner = Runner(tiny_target, None, make_shapes([tree], tiny_target.config, **sizes))
+        runner = Runner(tiny_target, None, make_shapes([tree], tiny_target.config, **sizes), folder=kept)
         assert runner.shapes.widths == (8, 28)
         with Engine(runner, pydoc_tokenizer, model_name="tiny", eos_ids=()) as engine:
             [completion] = engine.generate([PROMPT], greedy(40))

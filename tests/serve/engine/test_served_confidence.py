@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,10 +63,11 @@ def scripted_head(tiny_target: Target) -> Head:
     return dataclasses.replace(head, params=dataclasses.replace(head.params, markov=markov))
 
 
-def test_each_row_is_heard_and_no_token_changes(tiny_target: Target, scripted_head: Head) -> None:
-    runner = make_runner(tiny_target, scripted_head, "chain:1", "chain:3", num_slots=2, has_constrained=False)
+def test_each_row_is_heard_and_no_token_changes(tiny_target: Target, scripted_head: Head, kept: Path | None) -> None:
+    ways = "chain:1", "chain:3"
+    runner = make_runner(tiny_target, scripted_head, *ways, num_slots=2, has_constrained=False, folder=kept)
     compile_programs(runner)
-    reference, rng, controller = Reference(tiny_target), np.random.default_rng(0), Listener()
+    reference, rng, controller = Reference(tiny_target, kept), np.random.default_rng(0), Listener()
     # hot, where the shared noise decides, so that a random head is accepted often
     hot = [SamplingParams(seed=i, temperature=4.0, max_tokens=MAX_LEN // 2, ignore_eos=True) for i in range(20)]
     asks = [Ask(tuple(rng.integers(3, 60, 9).tolist()), params) for params in hot]

@@ -103,12 +103,12 @@ BROADEST = ("delta nets",)  # latents are in test_sharded; the others take minut
 @pytest.mark.parametrize(
     "case", [case if case in BROADEST else pytest.param(case, marks=pytest.mark.slow) for case in (*CASES, *CACHES)]
 )
-def test_speculation_changes_no_token_of(case: str, rng: np.random.Generator) -> None:
+def test_speculation_changes_no_token_of(case: str, kept: Path | None, rng: np.random.Generator) -> None:
     target = make_target(case, 2 if case == "delta nets" else 3)
     head = tiny.random_head(target.config, seed=1, num_kv_heads=2, head_dim=8, rope=tiny.PLAIN_ROPE)
-    runner = make_runner(target, head, "off", "tree:3x3x9", num_slots=3, has_constrained=False)
+    runner = make_runner(target, head, "off", "tree:3x3x9", num_slots=3, has_constrained=False, folder=kept)
     compile_programs(runner)
-    reference = Reference(target)
+    reference = Reference(target, kept)
     with serving(make_engine(runner, Dice(0), num_pages=18)) as engine, reference.engine:
         asks = [reference.any_ask(rng, length, i % 2 == 1) for i, length in enumerate((1, 16, 37, 20, 9))]
         begins_alike = (Ask((*asks[2].prompt, token), asks[2].params) for token in range(3, VOCAB))

@@ -2,6 +2,7 @@
 acceptance that a training run measures is the one that is served."""
 
 import random
+from pathlib import Path
 
 import pytest
 import tiny
@@ -40,8 +41,8 @@ def deep_head(tiny_target: Target) -> Head:
 
 
 @pytest.fixture(scope="module")
-def deep_runner(tiny_target: Target, deep_head: Head) -> Runner:
-    runner = make_runner(tiny_target, deep_head, TREE, has_constrained=False)
+def deep_runner(tiny_target: Target, deep_head: Head, kept: Path | None) -> Runner:
+    runner = make_runner(tiny_target, deep_head, TREE, has_constrained=False, folder=kept)
     compile_programs(runner)
     return runner
 

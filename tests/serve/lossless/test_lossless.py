@@ -56,13 +56,13 @@ def prompts(pydoc_tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def runner(pydoc_target: Target, pydoc_head: Head) -> Runner:
+def runner(pydoc_target: Target, pydoc_head: Head, kept: Path | None) -> Runner:
     """Every way to step over one state: a program is compiled when a test asks for it."""
     sizes = {"num_slots": 8, "max_model_len": 128, "page_size": 16, "num_pages": 8 * 8}
     shapes = make_shapes([None, *TREES.values()], pydoc_target.config, **sizes)
     # more chunks cost programs; growing from one width into the next is tested on a tiny target (test_engine)
     few = dataclasses.replace(shapes, batch_sizes=(1, 8), widths=shapes.widths[-1:], chunks=(64,), max_rows=1024)
-    return Runner(pydoc_target, pydoc_head, few, has_constrained=False)
+    return Runner(pydoc_target, pydoc_head, few, has_constrained=False, folder=kept)
 
 
 def _engine(runner: Runner, target: Target, speculation: str, tokenizer: Tokenizer) -> Engine:

@@ -44,14 +44,14 @@ PARAMS = [
     ],
 )
 def test_speculation_changes_no_token_and_a_hit_no_acceptance(
-    tmp_path: Path, raw: dict[str, Any], speculation: str
+    tmp_path: Path, kept: Path | None, raw: dict[str, Any], speculation: str
 ) -> None:
     """Prompts of one chunk and of three, asked twice: the second time all but a rest is in the cache, where there is
     one."""
     target, head = carried.models(tmp_path, raw)
-    runner = make_runner(target, head, speculation, has_constrained=False)
+    runner = make_runner(target, head, speculation, has_constrained=False, folder=kept)
     compile_programs(runner)
-    reference, accepted = Reference(target), 0
+    reference, accepted = Reference(target, kept), 0
     with reference.engine, serving(make_engine(runner, Fixed(parse_speculation(speculation)))) as engine:
         asks = reference.firm(Ask(PROMPT[: 41 - 13 * i], params) for i, params in enumerate(PARAMS))
         for ask in asks:

@@ -3,6 +3,7 @@ changes."""
 
 import math
 import re
+from pathlib import Path
 
 import jax
 import pytest
@@ -31,7 +32,14 @@ CASES = [
 ]  # fmt: skip
 
 
-def _runner(model: str, mesh: Mesh, *ways: str, pages_of_rank: int, has_constrained: bool = False) -> Runner:
+def _runner(
+    model: str,
+    mesh: Mesh,
+    *ways: str,
+    pages_of_rank: int,
+    has_constrained: bool = False,
+    folder: Path | None = None,
+) -> Runner:
     """Two slots for each data rank."""
     ranks = num_parts(mesh, "batch")
     return make_runner(
@@ -42,15 +50,16 @@ def _runner(model: str, mesh: Mesh, *ways: str, pages_of_rank: int, has_constrai
         num_pages=pages_of_rank * ranks,
         has_constrained=has_constrained,
         mesh=mesh,
+        folder=folder,
     )
 
 
 @pytest.mark.parametrize(("model", "text", "way"), CASES)
-def test_data_ranks_change_no_token(model: str, text: str, way: str) -> None:
+def test_data_ranks_change_no_token(model: str, text: str, way: str, kept: Path | None) -> None:
     """Plain steps, chains and trees, greedy and sampled, with hits, preemptions, cancellations and grammars."""
-    runner = _runner(model, mesh_of(text), "off", way, pages_of_rank=FEW_PAGES, has_constrained=True)
+    runner = _runner(model, mesh_of(text), "off", way, pages_of_rank=FEW_PAGES, has_constrained=True, folder=kept)
     compile_programs(runner)
-    reference = Reference(target_of(model))
+    reference = Reference(target_of(model), kept)
     with reference.engine:
         stats, _ = storm(runner, reference, 60, 24)
     assert stats.num_preemptions, "pages were not few enough"

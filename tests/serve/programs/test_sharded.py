@@ -1,5 +1,7 @@
 """Serving over a mesh: tokens are those of one device, whatever is spread over what, and nothing is sent twice."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from engines import Dice, Reference, compile_programs, make_engine, make_runner, run, serving
@@ -31,14 +33,16 @@ KINDS = [
         *(pytest.param(model, text, ALL_WAYS, kind, marks=pytest.mark.slow) for model, text, kind in KINDS),
     ],
 )
-def test_a_mesh_changes_no_token(model: str, text: str, ways: str, kind: str, rng: np.random.Generator) -> None:
+def test_a_mesh_changes_no_token(
+    model: str, text: str, ways: str, kind: str, kept: Path | None, rng: np.random.Generator
+) -> None:
     """Of plain steps, chains and trees of any kind of head, in any order, greedy and sampled, in mixed batches. Nothing
     compiles late."""
     mesh = mesh_of(text)
     target, head = spread_target(model, mesh), spread_head(model, mesh, kind)
-    runner = make_runner(target, head, *ways.split(), has_constrained=False, mesh=mesh)
+    runner = make_runner(target, head, *ways.split(), has_constrained=False, mesh=mesh, folder=kept)
     compile_programs(runner)
-    reference = Reference(target_of(model))
+    reference = Reference(target_of(model), kept)
     with serving(make_engine(runner, Dice(0))) as engine, reference.engine:
         asks = [reference.any_ask(rng, length, i % 2 == 1) for i, length in enumerate((1, 16, 37, 20, 9))]
         for ask, inbox in zip(asks, run(engine, asks), strict=True):
