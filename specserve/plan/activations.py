@@ -34,7 +34,7 @@ class Activations:
     def parts(self) -> tuple[MemoryPart, ...]:
         """Return the estimate in parts whose sum it is."""
         rollout = self.shape.rollout
-        again = {True: "computed again backward", False: "all kept"}[rollout.remat]
+        again = "computed again backward" if rollout.remat else "all kept"
         return (
             MemoryPart("target's features", self.features(), STATES[self.shape.states_from]),
             MemoryPart("rollout", self.rollout(remat=rollout.remat), f"{rollout.length} steps, {again}"),

@@ -2,7 +2,6 @@
 and nothing of a model's size is allocated."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,10 +17,11 @@ from specserve.mesh import mesh_sizes, whole
 from specserve.models.config import ModelConfig
 from specserve.models.params import abstract, num_params
 from specserve.models.presets import TargetSize, target_size
+from specserve.models.sharding import held_by_each, part_shapes, total_bytes
 from specserve.models.target import TargetParams
 from specserve.plan.activations import Activations
 from specserve.plan.collectives import Collective, span, step_collectives
-from specserve.plan.work import MemoryPart, abstract_mesh, held_by_each, target_held, total_bytes
+from specserve.plan.work import MemoryPart, abstract_mesh, target_held
 from specserve.train import moments
 from specserve.train.features import bytes_per_position
 from specserve.train.flops import StepFlops, StepShape, step_flops
@@ -126,14 +126,16 @@ def _weights(shape: StepShape, quantization: str, mesh: Mesh) -> MemoryPart:
     if shape.states_from == "service":
         parts.remove("layers")
     if shape.states_from == "capture":
-        parts = ["embedding", "head"][: 1 + shape.costs().shares_output]
+        parts = ["embedding"]
+        if shape.costs().shares_output:
+            parts.append("head")
     what = shape.target.dtype
     if is_quantized:
         what = f"{quantization} matrices, the rest {what}"
     if not shape.has_layers:
         what = f"the {' and '.join(parts)} alone, {what}"
     held = target_held(shape.target, mesh, is_quantized=is_quantized)
-    return MemoryPart("target's weights", total_bytes(tuple(each for each in held if each.field in parts)), what)
+    return MemoryPart("target's weights", total_bytes(each for each in held if each.field in parts), what)
 
 
 def _state(settings: TrainSettings, drafter: TrainedDrafter, mesh: Mesh) -> tuple[tuple[MemoryPart, ...], int]:
@@ -143,8 +145,7 @@ def _state(settings: TrainSettings, drafter: TrainedDrafter, mesh: Mesh) -> tupl
     state = jax.eval_shape(make_optimizer(settings).init, params)
     rest: Any = whole(mesh)
     state_places = moments.place(state, params, places, rest)
-    on_host = _bytes(state, state_places, lambda place: place.memory_kind == moments.HOST)
-    on_device = _bytes(state, state_places, lambda place: place.memory_kind != moments.HOST)
+    on_host, on_device = _bytes(state, state_places)
     what = {"float32": "float32", "int8": "8 bits, a scale for each 256", "host": "in the host's memory"}
     parts = (
         MemoryPart("head", masters, "float32"),
@@ -154,7 +155,10 @@ def _state(settings: TrainSettings, drafter: TrainedDrafter, mesh: Mesh) -> tupl
     return parts, on_host
 
 
-def _bytes(arrays: Any, places: Any, is_counted: Callable[[Any], bool]) -> int:
-    """Count the bytes that each device has of the arrays whose places are counted."""
-    leaves = zip(jax.tree.leaves(arrays), jax.tree.leaves(places), strict=True)
-    return sum(math.prod(p.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x, p in leaves if is_counted(p))
+def _bytes(arrays: Any, places: Any) -> tuple[int, int]:
+    """Count the bytes that each device has of the arrays in the host's memory, and in its own."""
+    leaves, found = jax.tree.leaves(arrays), [0, 0]
+    shapes = part_shapes([leaf.shape for leaf in leaves], places)
+    for leaf, shape, place in zip(leaves, shapes, jax.tree.leaves(places), strict=True):
+        found[place.memory_kind != moments.HOST] += math.prod(shape) * np.dtype(leaf.dtype).itemsize
+    return found[0], found[1]
