@@ -49,8 +49,9 @@ def _outline(found: Outline) -> Table:
     sources = ", ".join(run.data.source)
     table.add_row("data", escape(f"{count} conversations of {sources}; held-out questions are left out of them"))
     if run.data.regenerate:
-        temperature = run.data.answer_temperature
-        manner = f"at temperature {temperature:g}" if temperature else "greedily"
+        manner, temperature = "greedily", run.data.answer_temperature
+        if temperature:
+            manner = f"at temperature {temperature:g}"
         hours = f"about {_hours(found.answer_hours)}{each} {on}"
         table.add_row("answers", f"of the target itself, {manner}, {_count(answer_tokens(plan))} tokens{each}; {hours}")
     else:
@@ -75,7 +76,9 @@ def _outline(found: Outline) -> Table:
 
 def whose(reached: Reached, target: str) -> str:
     """Return of which target a published tau is, if it is another one, and where it stands."""
-    other = "" if reached.target == target else f" for {reached.target}, the nearest in size that is known"
+    other = ""
+    if reached.target != target:
+        other = f" for {reached.target}, the nearest in size that is known"
     return f"{other} ({reached.bench}, {reached.how}; {reached.source})"
 
 
