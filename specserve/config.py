@@ -10,6 +10,7 @@ A command may have defaults that depend on what was given, such as those of a na
 
 import difflib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,22 @@ def leaves(schema: type, prefix: str = "") -> list[Leaf]:
         else:
             found.append(Leaf(prefix + name, field))
     return found
+
+
+def values(settings: Any) -> dict[str, Any]:
+    """Return the value of every setting by its dotted name, in the order of definition."""
+    return {leaf.name: operator.attrgetter(leaf.name)(settings) for leaf in leaves(type(settings))}
+
+
+def defaults(schema: type) -> dict[str, Any]:
+    """Return the default of every setting of the schema by its dotted name."""
+    return {leaf.name: leaf.default for leaf in leaves(schema)}
+
+
+def changed(settings: Any) -> dict[str, Any]:
+    """Return the values that are not the defaults, by dotted name."""
+    default = defaults(type(settings))
+    return {name: value for name, value in values(settings).items() if value != default[name]}
 
 
 def resolve(

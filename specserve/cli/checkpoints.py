@@ -29,6 +29,7 @@ from specserve.provenance import collect
 Dtype = Literal["", "bfloat16", "float16", "float32"]
 TARGET_HELP = "Preset, folder or hub id; left out: the one that the head was trained for. Its config.json is enough."
 RUN_LIMIT, RUN_TOKENS = 16, 64  # questions and tokens of an answer, where a head is run
+COLORS = {"error": "red", "warning": "yellow"}
 LIMIT_HELP = f"With --prompts: so many questions, evenly spread (default: {RUN_LIMIT})."
 LONGEST_HELP = f"With --prompts: longest answer (default: {RUN_TOKENS})."
 
@@ -118,15 +119,17 @@ def inspect(
         notes = read_notes(folder)
         exchange.write_folder(fix, lambda partial: exchange.write_head(partial, tensors, raw, notes))
         after = doctor.examine(fix, described)
+    if described:
+        unchecked = ""
     if as_json:
-        shown = report.to_json() | {"unchecked": "" if described else unchecked}
+        shown = report.to_json() | {"unchecked": unchecked}
         if running:
             shown |= {"running": running, "provenance": collect()}
         if after:
             shown |= {"changes": report.changes, "mended": after.to_json()}
         print(json.dumps(shown, indent=2))
     else:
-        _show(report, "" if described else unchecked)
+        _show(report, unchecked)
         if after:
             _show_repaired(report, after)
     if (after or report).errors:
@@ -221,7 +224,7 @@ def _show(report: DoctorReport, unchecked: str) -> None:
 
 
 def _show_finding(console: Console, finding: Finding) -> None:
-    color = "red" if finding.level == "error" else "yellow"
+    color = COLORS[finding.level]
     console.print(f"[bold {color}]{finding.level}[/] {finding.code}: [bold]{escape(finding.what)}[/]")
     how = finding.mend + (" (--fix does)" if finding.fix else " (by hand)")
     grid = Table.grid(padding=(0, 1))
@@ -251,4 +254,6 @@ def _show_repaired(report: DoctorReport, after: DoctorReport) -> None:
 
 
 def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}s"

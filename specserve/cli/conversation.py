@@ -59,8 +59,10 @@ class AnswerSoFar:
     def tokens_per_second(self) -> float | None:
         """The tokens per second after the first token. None where the server does not separate tokens, or there is
         one alone."""
-        seconds = self._last_time - self._first_time
-        return (len(self.depths) - 1) / seconds if len(self.depths) > 1 and seconds > 0 else None
+        seconds, later = self._last_time - self._first_time, len(self.depths) - 1
+        if later < 1 or seconds <= 0:
+            return None
+        return later / seconds
 
 
 class ServerChat:
@@ -82,7 +84,9 @@ class ServerChat:
         """The server's way to speculate, and the bound on it for our own requests. None where the server does
         not report it."""
         own = self._reported_speculation()
-        return own if own is None or self._bound is None else f"{own}, of which {self._bound} draft tokens at most"
+        if own is None or self._bound is None:
+            return own
+        return f"{own}, of which {self._bound} draft tokens at most"
 
     def _reported_speculation(self) -> str | None:
         try:

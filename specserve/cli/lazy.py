@@ -25,10 +25,12 @@ class Lazy:
         """Make the click command. Where there are settings, the body is imported only once they are found right, so
         that their help and their errors do not wait for JAX."""
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        app.command(name, help=self.help)(self._of_settings() if self.settings else _imported(self.body))
+        app.command(name, help=self.help)(self._function())
         return typer.main.get_command(app)
 
-    def _of_settings(self) -> Callable[..., None]:
+    def _function(self) -> Callable[..., None]:
+        if not self.settings:
+            return _imported(self.body)
         from specserve.cli.options import command  # imports pydantic, which `specserve --help` does not wait for
 
         fill = (lambda given: _imported(self.fill)(given)) if self.fill else None
@@ -50,7 +52,9 @@ class LazyGroup(TyperGroup):
         if (both := " ".join(args[:2])) in self.lazy and len(args) > 1:
             args = [both, *args[2:]]
         name, command, rest = super().resolve_command(ctx, args)
-        return name, self.lazy[name].load(name) if name and name in self.lazy else command, rest
+        if name and name in self.lazy:
+            command = self.lazy[name].load(name)
+        return name, command, rest
 
 
 def _imported(place: str) -> Any:

@@ -65,31 +65,40 @@ def cli_parameters(schema: type) -> list[inspect.Parameter]:
     root = OTHERS if leaves[0].rank else None
     for leaf in leaves:
         assert leaf.flag not in parameters, f"{schema.__name__}: {leaf.name} and another setting share {leaf.flag}"
-        # the help text explains an empty default
-        has_default = not leaf.field.is_required() and leaf.default not in ("", ())
-        option = typer.Option(
-            f"{leaf.flag}/--no-{leaf.flag[2:]}" if leaf.field.annotation is bool else leaf.flag,
-            help=f"{leaf.help} (default: {_default_text(leaf.default)})" if has_default else leaf.help,
-            rich_help_panel=None if leaf.rank else leaf.section or root,
-            show_default=False,  # the parameter's own default is None, "not given"
-            metavar="A,B,..." if leaf.is_list else None,
-        )
-        kind = list[str] if leaf.is_list else leaf.field.annotation  # a list is typed as one text, or its flag repeats
-        parameters[leaf.flag] = inspect.Parameter(
-            leaf.name.replace(".", SEPARATOR),
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[kind | None, option],  # type: ignore[operator]
-        )
+        parameters[leaf.flag] = _parameter(leaf, root)
     return list(parameters.values())
+
+
+def _parameter(leaf: config.Leaf, root: str | None) -> inspect.Parameter:
+    """Make the parameter of a setting. `root` is the panel of those of the schema's root that have no rank."""
+    flag, kind, metavar, panel, shown = leaf.flag, leaf.field.annotation, None, leaf.section or root, leaf.help
+    if kind is bool:
+        flag = f"{flag}/--no-{flag[2:]}"
+    if leaf.is_list:  # typed as one text, or its flag repeats
+        kind, metavar = list[str], "A,B,..."
+    if leaf.rank:
+        panel = None
+    if not leaf.field.is_required() and leaf.default not in ("", ()):  # the help text explains an empty default
+        shown = f"{shown} (default: {_default_text(leaf.default)})"
+    # the parameter's own default is None, "not given"
+    option = typer.Option(flag, help=shown, rich_help_panel=panel, show_default=False, metavar=metavar)
+    return inspect.Parameter(
+        leaf.name.replace(".", SEPARATOR),
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],  # type: ignore[operator]
+    )
 
 
 def flags_from(arguments: Mapping[str, object]) -> dict[str, object]:
     """The arguments that a command got for `cli_parameters`, by dotted name."""
-    return {
-        name.replace(SEPARATOR, "."): (",".join(value) if value else None) if isinstance(value, list) else value
-        for name, value in arguments.items()
-    }
+
+    def given(value: object) -> object:
+        if not isinstance(value, list):
+            return value
+        return ",".join(value) or None
+
+    return {name.replace(SEPARATOR, "."): given(value) for name, value in arguments.items()}
 
 
 def start(log_level: str = "info") -> None:
@@ -114,4 +123,6 @@ def report_error(error: Exception) -> None:
 def _default_text(default: object) -> str:
     if isinstance(default, tuple):
         return ",".join(map(str, default))
-    return str(default).lower() if isinstance(default, bool) else str(default)
+    if isinstance(default, bool):
+        return str(default).lower()
+    return str(default)

@@ -15,18 +15,15 @@ from specserve.devices import DEVICES
 from specserve.plan.collectives import span
 from specserve.plan.outline import Outline, answer_tokens, outline
 from specserve.plan.taus import Reached
-from specserve.plan.training import RunPlan, make_plan
+from specserve.plan.training import RunPlan
 from specserve.plan.work import SHARE_OF_PEAK, MemoryPart
 from specserve.train.flops import Flops
-from specserve.train.settings import TrainRun
 
 
-def show_plan(run: TrainRun) -> None:
-    """Print a run's settings, and its sizes, memory, operations and what they mean on some accelerators. Raises
-    ConfigError or CheckpointError, as the run itself would."""
-    plan, console = make_plan(run), Console()
-
-    console.print(_outline(outline(plan, jax.devices()[0].device_kind)), highlight=False)
+def show_plan(plan: RunPlan) -> None:
+    """Print a run's settings, and its sizes, memory, operations and what they mean on some accelerators."""
+    console = Console()
+    show_outline(plan, console)
     console.print(Syntax(config.to_yaml(plan.run).rstrip(), "yaml", theme="ansi_dark", background_color="default"))
     tables = [_sizes(plan), _memory(plan), _operations(plan), _devices(plan)]
     if plan.collectives:
@@ -36,10 +33,9 @@ def show_plan(run: TrainRun) -> None:
         console.print(table, highlight=False)
 
 
-def show_outline(run: TrainRun, console: Console) -> None:
-    """Print in a few lines what the run will do, take and bring. Raises ConfigError or CheckpointError, as the run
-    itself would."""
-    console.print(_outline(outline(make_plan(run), jax.devices()[0].device_kind)), highlight=False)
+def show_outline(plan: RunPlan, console: Console) -> None:
+    """Print in a few lines what the run will do, take and bring."""
+    console.print(_outline(outline(plan, jax.devices()[0].device_kind)), highlight=False)
 
 
 def _outline(found: Outline) -> Table:
@@ -53,8 +49,9 @@ def _outline(found: Outline) -> Table:
     sources = ", ".join(run.data.source)
     table.add_row("data", escape(f"{count} conversations of {sources}; held-out questions are left out of them"))
     if run.data.regenerate:
-        temperature = run.data.answer_temperature
-        manner = f"at temperature {temperature:g}" if temperature else "greedily"
+        manner, temperature = "greedily", run.data.answer_temperature
+        if temperature:
+            manner = f"at temperature {temperature:g}"
         hours = f"about {_hours(found.answer_hours)}{each} {on}"
         table.add_row("answers", f"of the target itself, {manner}, {_count(answer_tokens(plan))} tokens{each}; {hours}")
     else:
@@ -79,7 +76,9 @@ def _outline(found: Outline) -> Table:
 
 def whose(reached: Reached, target: str) -> str:
     """Return of which target a published tau is, if it is another one, and where it stands."""
-    other = "" if reached.target == target else f" for {reached.target}, the nearest in size that is known"
+    other = ""
+    if reached.target != target:
+        other = f" for {reached.target}, the nearest in size that is known"
     return f"{other} ({reached.bench}, {reached.how}; {reached.source})"
 
 

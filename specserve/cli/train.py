@@ -1,5 +1,6 @@
 """`specserve train`: a draft head for a target, from the target's name to a head that was measured."""
 
+import functools
 import logging
 import os
 import shlex
@@ -24,6 +25,7 @@ from specserve.errors import CheckpointError, DataError, SpecServeError
 from specserve.eval.prompts import load_questions
 from specserve.eval.settings import EvalRun
 from specserve.mesh import mesh_sizes
+from specserve.plan.training import make_plan
 from specserve.serve.progress import bar_columns
 from specserve.train.remote import workers
 from specserve.train.run import budget as budgets
@@ -32,7 +34,7 @@ from specserve.train.run.folder import SETTINGS_FILE, RunFolder
 from specserve.train.run.observers import observing
 from specserve.train.run.prepare import Mixture, load_mixture, prepare
 from specserve.train.run.recipe import BENCH
-from specserve.train.settings import TrainRun
+from specserve.train.settings import DataSettings, TrainRun
 from specserve.train.trainer import Observer, Trainer
 from specserve.train.trainer import Progress as Moment
 
@@ -44,7 +46,7 @@ SHOWN_EVERY = 60.0  # seconds, where there is no terminal for a bar
 def train(run: TrainRun) -> None:
     """Train in this process, or in one of several that run this command. With `dry_run`, print the plan and return."""
     if run.dry_run:
-        show_plan(run)
+        show_plan(make_plan(run))
         return
     if run.ray:
         workers.fit(run, _train)
@@ -70,14 +72,16 @@ def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: N
             return
         if not is_known_here(run.target):
             resolve_target(run.target, needs_weights=False)
-        show_outline(run, console)
+        show_outline(make_plan(run), console)
         with observing(run) as observers:
-            budget, mixture = budgets.begin(run), None
-            if not run.is_of_several:
-                mixture = _read(run)  # before the weights: where there is no hub, the error comes at once
+            mixture = None
+            budget = budgets.begin(run.budget, folder.path, is_resumed=run.train.resume)
+            if not run.is_of_several:  # read before the weights: where there is no hub, the error comes at once
+                mixture = _read(run.target, run.data)
             benches = [bench for bench in run.eval.bench if _is_there(bench)]
             if run.data.regenerate and mixture:
-                mixture, budget = _answered(run, mixture, budget)
+                answer = functools.partial(answers.answer, run, resolve_target(run.target), mixture, budget)
+                mixture, budget = _answered(answer, run.output)
             last = _learn(run, folder, mixture, budget, observers, listen)
     if last.ending.startswith("stopped"):
         _show_how_to_go_on(run.output, f"{last.ending} at step {last.step}")
@@ -86,15 +90,15 @@ def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: N
         _measure(run, bench)
 
 
-def _read(run: TrainRun) -> Mixture:
-    """Read the run's sources, for which the target's tokenizer and config are enough."""
+def _read(name: str, data: DataSettings) -> Mixture:
+    """Read the sources of a run for the target of this name, of which the tokenizer and the config are enough."""
     try:
-        folder = resolve_target(run.target, needs_weights=False).folder
+        folder = resolve_target(name, needs_weights=False).folder
     except CheckpointError:
-        resolve_target(run.target)  # its error names the weights too
+        resolve_target(name)  # its error names the weights too
         raise
     target, _ = find_config(str(folder))
-    return load_mixture(run.target, run.data, target.vocab_size, needs_answers=not run.data.regenerate)
+    return load_mixture(name, data, target.vocab_size, needs_answers=not data.regenerate)
 
 
 def _is_there(bench: str) -> bool:
@@ -109,9 +113,9 @@ def _is_there(bench: str) -> bool:
         return False
 
 
-def _answered(run: TrainRun, mixture: Mixture, budget: Budget | None) -> tuple[Mixture, Budget | None]:
-    """Have the target answer. Answers that are there when the process ends are kept."""
-    target, shown = resolve_target(run.target), [time.monotonic()]
+def _answered(answer: Callable[[Watch], tuple[Mixture, Budget | None]], output: str) -> tuple[Mixture, Budget | None]:
+    """Have the target answer, and show how far it is. Answers that are there when the process ends are kept."""
+    shown = [time.monotonic()]
     with Progress(*bar_columns(), console=console) as progress:
         compiling = progress.add_task("compiling", note="", visible=False)
         answering = progress.add_task("answering", note="", visible=False)
@@ -128,10 +132,10 @@ def _answered(run: TrainRun, mixture: Mixture, budget: Budget | None) -> tuple[M
                 console.print(f"answered {so_far.done:,} of {so_far.total:,}  {note}", highlight=False, soft_wrap=True)
 
         try:
-            return answers.answer(run, target, mixture, budget, Watch(on_warmup, on_answer))
+            return answer(Watch(on_warmup, on_answer))
         except KeyboardInterrupt:
             progress.stop()
-            _show_how_to_go_on(run.output, "stopped; the answers so far are kept")
+            _show_how_to_go_on(output, "stopped; the answers so far are kept")
             raise
 
 
@@ -156,7 +160,7 @@ def _learn(
         budgets.record(folder.path, budget)
         console.print(f"{budget.steps:,} steps of {seconds:.3g} s fit the budget", highlight=False)
         run = budget.apply(run)
-        trainer.rebound(run)
+        trainer.rebound(run.train)
     listen(trainer)
     with TrainingBar(trainer) as bar:
         last = trainer.train([bar.update, *observers])
@@ -167,12 +171,14 @@ def _learn(
 
 def _measure(run: TrainRun, bench: str) -> None:
     """Measure the head as `specserve eval` does. An error here is logged, and the head stays."""
-    report = Path(run.output) / f"eval-{Path(bench).stem}.json"
+    report, mesh = Path(run.output) / f"eval-{Path(bench).stem}.json", ""
+    if not run.is_of_several:  # of several processes only the first one measures, on its own
+        mesh = _of_one_copy(run.mesh)
     flags = {
         "draft": run.output,
         "target": run.target,
         "quantization": run.quantization,
-        "mesh": _mesh_to_measure(run),
+        "mesh": mesh,
         "bench": bench,
         "speculation": ",".join(run.eval.speculation),
         "temperature": str(run.eval.temperature[0]),
@@ -184,10 +190,10 @@ def _measure(run: TrainRun, bench: str) -> None:
         logger.warning("the head is there, but was not measured on %s: %s", bench, error)
 
 
-def _mesh_to_measure(run: TrainRun) -> str:
-    """Return the parts of the run's mesh that cut the models. One question is asked at a time, for which one copy of
-    the models is enough. Of several processes only the first one measures, on its own."""
-    sizes = {} if run.is_of_several else mesh_sizes(run.mesh)
+def _of_one_copy(mesh: str) -> str:
+    """Return the parts of a mesh that cut the models. One question is asked at a time, for which one copy of them is
+    enough."""
+    sizes = mesh_sizes(mesh)
     return ",".join(f"{axis}={sizes[axis]}" for axis in ("tensor", "expert") if axis in sizes)
 
 

@@ -15,7 +15,7 @@ from specserve.drafters.speculation import describe
 from specserve.eval.report import table
 from specserve.eval.settings import VerifyRun
 from specserve.eval.verify.proof import ProofSize, Prover
-from specserve.eval.verify.report import FALSE_ALARMS, Mismatch, ProofReport
+from specserve.eval.verify.report import FALSE_ALARMS, Mismatch, ProofReport, Row
 from specserve.eval.verify.runners import load_prompts, make_bench, ways_to_prove
 from specserve.provenance import collect
 from specserve.serve.engines import load
@@ -82,8 +82,15 @@ def _show(report: ProofReport) -> None:
         f"{report.num_compared:,} log-probabilities of programs of different shapes: {report.noise:.1e} apart at most",
         highlight=False,
     )
-    color = "bold red" if report.num_bugs else "yellow" if report.untested else "bold green"
-    console.print(f"[{color}]{escape(report.verdict)}[/]", highlight=False)
+    console.print(f"[{_color(report)}]{escape(report.verdict)}[/]", highlight=False)
+
+
+def _color(report: ProofReport) -> str:
+    if report.num_bugs:
+        return "bold red"
+    if report.untested:
+        return "yellow"
+    return "bold green"
 
 
 def _rows_table(report: ProofReport) -> Table:
@@ -94,14 +101,23 @@ def _rows_table(report: ProofReport) -> Table:
     for row in report.rows:
         if last and row.way != last:
             shown.add_section()
-        tau = f"{row.acceptance.tau:.2f}" if row.acceptance.num_steps and row.way != "off" else ""
-        bugs = f"[bold red]{row.num_bugs}[/]" if row.num_bugs else "0" if row.is_tested else "[yellow]-[/]"
-        name = "" if row.way == last else row.way
+        tau = name = ""
+        if row.acceptance.num_steps and row.way != "off":
+            tau = f"{row.acceptance.tau:.2f}"
+        if row.way != last:
+            name = row.way
         shown.add_row(
-            name, row.check, str(row.num_answers), f"{row.num_tokens:,}", tau, str(row.num_ties), bugs, escape(row.note)
+            *(name, row.check, str(row.num_answers), f"{row.num_tokens:,}"),
+            *(tau, str(row.num_ties), _bugs(row), escape(row.note)),
         )
         last = row.way
     return shown
+
+
+def _bugs(row: Row) -> str:
+    if row.num_bugs:
+        return f"[bold red]{row.num_bugs}[/]"
+    return "0" if row.is_tested else "[yellow]-[/]"
 
 
 def _tests_table(report: ProofReport) -> Table:
@@ -114,8 +130,9 @@ def _tests_table(report: ProofReport) -> Table:
 
 
 def _traced(found: Mismatch) -> Group:
-    color = "red" if found.verdict == "bug" else "yellow"
-    lead = "" if found.lead is None else f"; the rule's own choice leads by {found.lead:.1e}"
+    color, lead = {"bug": "red", "tie": "yellow"}[found.verdict], ""
+    if found.lead is not None:
+        lead = f"; the rule's own choice leads by {found.lead:.1e}"
     lines = [
         f"[bold {color}]{found.verdict}[/] {found.way}, {found.check}: {escape(found.ask)}",
         f"  {found.kind} {found.position}: plain decoding {escape(found.plain)}, this way {escape(found.other)}{lead}",

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from specserve.kernels.rows import Documents
 from specserve.models.params import is_matrix, num_params, specs
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree
@@ -44,6 +45,11 @@ class Rollout:
     length: int  # from `Learning.num_steps`
     remat: bool  # each step is computed again in the backward pass
     anchors: int = 0  # of a drafter that learns at some positions of a row: at how many; 0: as many as suit it
+
+    @property
+    def num_repeats(self) -> int:
+        """How often each step is computed again."""
+        return int(self.remat)
 
 
 @pytree
@@ -149,6 +155,32 @@ def computed_again(step: Callable[..., Result]) -> Callable[..., Result]:
     return run
 
 
+def unroll(
+    step: Callable[..., tuple[jax.Array, Any]],
+    hidden: jax.Array,  # [batch, seq, d_model], what the first step begins with
+    params: tuple[Any, Any],
+    rows: Rows,
+    rollout: Rollout,
+    hand_on: Callable[[jax.Array], jax.Array] = lambda state: state,
+) -> list[jax.Array]:  # length x [batch, seq, d_model]
+    """Run a drafter again over its own states, and return those of every step. The state at position t of step k
+    predicts the token after token t + 1 + k.
+
+    A step is given (hidden, the entries of the steps before, *params, token_ids, position_ids, documents) and returns
+    its states and its entries. `hand_on` makes of its states what the next one begins with. All that a step learns by
+    is among its arguments, so that it can be computed again in the backward pass."""
+    if rollout.remat:
+        step = computed_again(step)
+    documents, states, entries = Documents(rows.document_ids), list[jax.Array](), list[Any]()
+    for k in range(rollout.length):
+        token_ids, position_ids = shift(rows.token_ids, 1 + k), rows.position_ids + 1 + k
+        state, own = step(hidden, entries, *params, token_ids, position_ids, documents)
+        hidden = hand_on(state)
+        states.append(state)
+        entries = [*entries, own]
+    return states
+
+
 def by_position(states: list[jax.Array]) -> list[jax.Array]:
     """The states moved to the token whose successor they predict: that of position t in step k to position t + 1 + k.
     The predictions of all steps about one token then lie at one position."""
@@ -183,7 +215,7 @@ def attention_flops(width: int, seen: float, computed: float, *, remat: bool) ->
     """The operations of attention's products, forward and backward, of a position that sees `seen` keys where the
     kernel computes `computed`. `width` are the numbers of its queries and of what the values bring, all layers
     together. A block is computed again from queries and keys, and its backward pass has four products."""
-    times = 2 + 2 + (1 if remat else 0)
+    times = 2 + 2 + int(remat)
     return Flops(3 * 2 * width * seen, times * 2 * width * computed)
 
 
@@ -192,8 +224,7 @@ def costs_of_matrices(spec: Any, output: Any, rollout: Rollout) -> Costs:
     `output`, once in every step of a rollout, and that does not attend."""
     used = [leaf for leaf in specs(spec) if is_matrix(leaf) and leaf.name not in {each.name for each in specs(output)}]
     numbers, widest = num_params(used), max((sum(leaf.shape) for leaf in used), default=1)
-    again = 2 if rollout.remat else 0
-    flops = Flops(6 * numbers, (6 + again) * numbers) * rollout.length
+    flops = Flops(6 * numbers, (6 + 2 * rollout.num_repeats) * numbers) * rollout.length
     return Costs(flops, kept=3 * rollout.length * widest, workspace=3 * widest, num_heads=1, num_kv_heads=1)
 
 

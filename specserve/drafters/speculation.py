@@ -91,8 +91,10 @@ def describe(tree: Tree | None) -> str:
     """Return the shortest text that `parse_speculation` reads back, or a plain one for an irregular static tree."""
     if tree is None:
         return "off"
-    shape, prefix = _shape(tree), "" if tree.source == "head" else f"{tree.source}:"
-    return prefix + (shape.removeprefix("chain:") if prefix else shape)
+    shape = _shape(tree)
+    if tree.source == "head":
+        return shape
+    return f"{tree.source}:{shape.removeprefix('chain:')}"
 
 
 def _shape(tree: Tree) -> str:
@@ -102,4 +104,6 @@ def _shape(tree: Tree) -> str:
         if static_tree(widths, tree.source) == tree:
             return "static:" + "x".join(map(str, widths))
         return f"static tree of {tree.num_nodes} nodes, depth {tree.depth}"
-    return f"chain:{tree.depth}" if tree.top_k == 1 else f"tree:{tree.depth}x{tree.top_k}x{tree.num_nodes}"
+    if tree.top_k == 1:
+        return f"chain:{tree.depth}"
+    return f"tree:{tree.depth}x{tree.top_k}x{tree.num_nodes}"

@@ -6,7 +6,8 @@ fit.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -56,21 +57,74 @@ def place_cache(cache: Any, mesh: Mesh) -> Any:
 
 def num_bytes(caches: Sequence[Cache | PageRows], mesh: Mesh | None = None) -> int:
     """The bytes that caches take on each device. `caches` may also be trees of shapes."""
-    places = [place_cache(cache, mesh) for cache in caches] if mesh is not None else None
+    places = None
+    if mesh is not None:
+        places = [place_cache(cache, mesh) for cache in caches]
     leaves = jax.tree.leaves(caches)
-    return _num_bytes([leaf.shape for leaf in leaves], [leaf.dtype.itemsize for leaf in leaves], places)
+    shapes = part_shapes([leaf.shape for leaf in leaves], places)
+    return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))
+
+
+def part_shapes(shapes: Sequence[tuple[int, ...]], places: Any | None) -> Sequence[tuple[int, ...]]:
+    """The shapes of the parts that each device has of arrays at `places`. Without places they are whole."""
+    if places is None:
+        return shapes
+    return [place.shard_shape(shape) for place, shape in zip(jax.tree.leaves(places), shapes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Held:
+    """The part of one parameter that each device holds."""
+
+    field: str  # of the parameters' outermost dataclass
+    spec: ParamSpec  # of the whole parameter
+    shape: tuple[int, ...]
+    num_bytes: int
+    is_product: bool  # see `params.is_product`
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    @property
+    def scale_bytes(self) -> int:
+        """The bytes of the scales of a matrix in 8 bits: a float32 for each output."""
+        if not self.is_product:
+            return 0
+        return 4 * self.size // self.shape[-2]
+
+    @property
+    def is_expert(self) -> bool:
+        """True for stacked experts, of which a token reads those that it chooses."""
+        return bool(self.spec.axes) and self.spec.axes[0] == "experts"
+
+
+def held_by_each(tree: Any, dtype: str, places: Any = None, product_dtype: str | None = None) -> tuple[Held, ...]:
+    """Count what each device holds of a spec tree whose parameters lie at `places`, or are whole on one device. The
+    matrices that rows are multiplied by are counted in `product_dtype` where that is given."""
+    leaves: list[tuple[Any, ParamSpec]] = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)[0]
+    found = []
+    for (path, spec), shape in zip(leaves, part_shapes([spec.shape for _, spec in leaves], places), strict=True):
+        stored = spec.dtype(dtype)
+        if product_dtype and is_product(path):
+            stored = product_dtype
+        num_bytes = math.prod(shape) * np.dtype(stored).itemsize
+        found.append(Held(jax.tree_util.keystr(path[:1], simple=True), spec, shape, num_bytes, is_product(path)))
+    return tuple(found)
+
+
+def total_bytes(held: Iterable[Held]) -> int:
+    """Return the bytes of these parameters on each device."""
+    return sum(each.num_bytes for each in held)
 
 
 def check_fits(
     what: str, spec: Any, places: Any | None, mesh: Mesh | None, dtype: str, product_dtype: str | None = None
 ) -> None:
-    """Raises ConfigError when a device has less free memory than its part of the parameters takes. The matrices that
-    rows are multiplied by (`is_product`) are counted in `product_dtype` where that is given."""
-    leaves: list[tuple[Any, ParamSpec]] = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)[0]
-    dtypes = [product_dtype if product_dtype and is_product(path) else leaf.dtype(dtype) for path, leaf in leaves]
-    itemsizes = [np.dtype(name).itemsize for name in dtypes]
-    shapes = [leaf.shape for _, leaf in leaves]
-    whole, needed = _num_bytes(shapes, itemsizes, None), _num_bytes(shapes, itemsizes, places)
+    """Raises ConfigError when a device has less free memory than its part of the parameters takes, as `held_by_each`
+    counts them."""
+    whole, needed = (total_bytes(held_by_each(spec, dtype, at, product_dtype)) for at in (None, places))
     free = free_memory(mesh)
     if needed > free:
         spread = "all of that on one device"
@@ -81,13 +135,6 @@ def check_fits(
             f"{free / 1e9:,.1f} GB are free; spread them over more devices (--mesh tensor=N), or take 8-bit weights "
             "(--quantization int8)"
         )
-
-
-def _num_bytes(shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[int], places: Any | None) -> int:
-    """The bytes of the parts that each device has. Without places it is the bytes of the whole arrays."""
-    if places is not None:
-        shapes = [place.shard_shape(shape) for place, shape in zip(jax.tree.leaves(places), shapes, strict=True)]
-    return sum(itemsize * math.prod(shape) for itemsize, shape in zip(itemsizes, shapes, strict=True))
 
 
 def _sizes(config: ModelConfig) -> list[Size]:

@@ -14,6 +14,8 @@ from specserve.plan.work import MemoryPart
 from specserve.train import chunked_loss
 from specserve.train.flops import StepShape
 
+STATES = {"layers": "taps, last state", "capture": "captured", "service": "taps, last state, sent"}
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -29,12 +31,12 @@ class Activations:
         rows = -(-self.shape.batch // (self.shape.accumulate * num_parts(self.mesh, "batch")))
         return rows * -(-self.shape.seq // num_parts(self.mesh, "sequence"))
 
-    def parts(self, source: str) -> tuple[MemoryPart, ...]:
-        """Return the estimate in parts whose sum it is. `source` describes where the target's states come from."""
+    def parts(self) -> tuple[MemoryPart, ...]:
+        """Return the estimate in parts whose sum it is."""
         rollout = self.shape.rollout
         again = "computed again backward" if rollout.remat else "all kept"
         return (
-            MemoryPart("target's features", self.features(), source),
+            MemoryPart("target's features", self.features(), STATES[self.shape.states_from]),
             MemoryPart("rollout", self.rollout(remat=rollout.remat), f"{rollout.length} steps, {again}"),
             MemoryPart("loss", self.loss(), "logits of a chunk of positions"),
             MemoryPart("workspace", max(self.target_layer(), self.draft_layer()), "of one layer"),

@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax.numpy as jnp
+
 from specserve.checkpoints.source import BUNDLED
 from specserve.devices import DEVICES, Device
 from specserve.plan.taus import Reached, expected
@@ -35,14 +37,13 @@ def outline(plan: RunPlan, device_kind: str) -> Outline:
     device = found or next(device for device in DEVICES if device.name == REFERENCE)
     run, train = plan.run, plan.run.train
     rate = plan.positions_per_second(device, SHARE_OF_PEAK)
-    hours = [train.max_steps * plan.positions / rate / 3600] if train.max_steps else []
-    hours += [train.max_minutes / 60] if train.max_minutes else []
+    hours = train.max_steps * plan.positions / rate / 3600, train.max_minutes / 60  # 0 is no bound
     return Outline(
         plan,
         device,
         found is not None,
-        _answer_hours(plan, device) if run.data.regenerate else 0.0,
-        min(hours),
+        _answer_hours(plan, device),
+        min(bound for bound in hours if bound),
         _disk(plan),
         expected(run.target, plan.target_size.total),
     )
@@ -56,7 +57,10 @@ def answer_tokens(plan: RunPlan) -> int:
 
 
 def _answer_hours(plan: RunPlan, device: Device) -> float:
-    """Estimate the hours of answering: a step reads the weights once and brings one token for each of the sequences."""
+    """Estimate the hours of answering: a step reads the weights once and brings one token for each of the sequences.
+    They are 0 where the target answers nothing."""
+    if not plan.run.data.regenerate:
+        return 0.0
     weights = plan.memory[0].num_bytes
     steps = answer_tokens(plan) / plan.run.data.answer_slots
     return steps * weights / (device.bandwidth * SHARE_OF_BANDWIDTH) / 3600
@@ -71,5 +75,5 @@ def _disk(plan: RunPlan) -> tuple[tuple[str, float], ...]:
     sizes = {part.name: part.num_bytes for part in plan.memory}  # of one device's share
     state = plan.head_size * 4 * (1 + (sizes["moments"] + plan.host_bytes) / sizes["head"])
     parts.append(("states of the run", state * (run.train.keep + 1)))
-    parts.append(("the head", plan.head_size * (2 if run.draft.export_dtype == "bfloat16" else 4)))
+    parts.append(("the head", plan.head_size * jnp.dtype(run.draft.export_dtype).itemsize))
     return tuple(parts)

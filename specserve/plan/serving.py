@@ -76,7 +76,7 @@ class PlannedFleet:
             "slots": self.fit.num_slots,
             "pages": self.fit.num_pages,
             "most_requests_per_second": self.most_requests,
-            "break_even_tau": self.break_even_tau if len(self.states) > 1 else None,
+            "break_even_tau": self.break_even_tau,
             "ways": {name: self._over_all(state) for name, state in self.states.items()},
             "costs": asdict(self.costs),
         }
@@ -105,8 +105,11 @@ class PlannedFleet:
         return min(self.states.values(), key=lambda state: (state.is_full, state.token_seconds))
 
     @property
-    def break_even_tau(self) -> float:
-        """The tau above which speculation is faster, at the batch that plain decoding has under the load."""
+    def break_even_tau(self) -> float | None:
+        """The tau above which speculation is faster, at the batch that plain decoding has under the load. None where
+        nothing speculates."""
+        if "speculative" not in self.states:
+            return None
         return break_even_tau(self.costs, self.states["plain"].batch)
 
 
@@ -149,14 +152,16 @@ class ServePlan:
     def to_json(self) -> dict[str, Any]:
         """Return everything that was found, in the units that the names carry."""
         order, run = self.order, self.order.run
-        tau = {"value": order.tau, "from": order.reached and asdict(order.reached)}
+        tau = None
+        if order.tree:
+            tau = {"value": order.tau, "from": order.reached and asdict(order.reached)}
         return {
             "target": run.target,
             "config": order.config_from,
             "devices": {"name": order.device.name, "number": order.num_devices},
             "load": {name: getattr(run, name) for name in ("qps", "prompt", "answer", "shared_prompt")},
             "speculation": run.speculation,
-            "tau": tau if order.tree else None,
+            "tau": tau,
             "fleet": self.fleet.to_json(),
             "others": [fleet.to_json() for fleet in self.others],
         }
@@ -234,16 +239,20 @@ def _fleets(order: Order) -> list[PlannedFleet]:
             own=run.prompt + run.answer - order.shared,
             page_size=run.page_size,
         )
-        found += [_fleet(order, text, replica, fit)] if fit else []
+        if fit:
+            found.append(_fleet(order, text, replica, fit))
     if found:
         return found
-    fix = "" if order.is_quantized else ", or 8-bit weights (--quantization int8)"
+    fix, meshes = "", "any mesh that divides it"
+    if not order.is_quantized:
+        fix = ", or 8-bit weights (--quantization int8)"
+    if run.mesh:
+        meshes = f"--mesh {run.mesh}"
     held = total_bytes(target_held(order.target, None, is_quantized=order.is_quantized))
     raise ConfigError(
         f"{run.target} takes {held / 1e9:,.1f} GB, and {order.num_devices} x {order.device.name} hold "
         f"{MEMORY_SHARE:.0%} of {order.num_devices * order.device.memory / 1e9:,.1f} GB, with not even one sequence of "
-        f"{run.prompt + run.answer} tokens beside it on "
-        f"{f'--mesh {run.mesh}' if run.mesh else 'any mesh that divides it'}; give more --devices{fix}"
+        f"{run.prompt + run.answer} tokens beside it on {meshes}; give more --devices{fix}"
     )
 
 
@@ -273,8 +282,10 @@ def _meshes(order: Order) -> Iterator[str]:
     if order.run.mesh:
         yield order.run.mesh
         return
-    powers = [1 << i for i in range(MOST_PARTS.bit_length())]
-    for tensor, expert in itertools.product(powers, powers if order.target.experts else [1]):
+    powers = expert_powers = [1 << i for i in range(MOST_PARTS.bit_length())]
+    if not order.target.experts:
+        expert_powers = [1]
+    for tensor, expert in itertools.product(powers, expert_powers):
         if tensor * expert <= order.num_devices:
             named = {"tensor": tensor, "expert": expert}
             yield ",".join(f"{axis}={size}" for axis, size in named.items() if size > 1)
@@ -342,8 +353,10 @@ def fit_into(
 
     while each := slots // ranks:  # of a data rank, which has pages of its own
         of_slots = state_bytes(step, mesh, each * ranks, 0, page_size=page_size, max_pages=whole)
-        left, needed = memory - weights - of_head - of_slots, whole + (each - 1) * part
-        pages = int(left // per_page) if per_page else needed  # recurrent layers alone have none
+        left = memory - weights - of_head - of_slots
+        pages = needed = whole + (each - 1) * part
+        if per_page:  # recurrent layers alone have none
+            pages = int(left // per_page)
         if left >= 0 and pages >= needed:
             break
         slots //= 2

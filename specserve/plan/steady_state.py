@@ -133,14 +133,19 @@ def _first_root(function: Callable[[float], float], sizes: tuple[int, ...]) -> f
     sizes. Between two of them it may pass 0 once."""
     for low, high in itertools.pairwise((0, *sizes)):
         if function(high) >= 0:
-            for _ in range(60):
-                middle = (low + high) / 2
-                if function(middle) >= 0:
-                    high = middle
-                else:
-                    low = middle
-            return high
+            return root_between(low, high, function)
     return None
+
+
+def root_between(low: float, high: float, function: Callable[[float], float]) -> float:
+    """Return where a rising function is 0 between two numbers, by bisection."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        if function(middle) >= 0:
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def break_even_tau(costs: StepCosts, batch: float) -> float:

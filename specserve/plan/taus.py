@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from specserve.checkpoints.source import BUNDLED
 from specserve.drafters.registry import DEFAULT_KIND, KindName
 from specserve.models.presets import PRESETS, PRESETS_FILE, target_size
+from specserve.plan.steady_state import root_between
 
 TAUS_FILE = PRESETS_FILE.with_name("taus.json")
 
@@ -36,16 +37,13 @@ def expected(target: str, num_params: int) -> Reached:
 
 def tau_of(tau: float, depth: int, other: int) -> float:
     """Return the tau of chains of `other` draft tokens of a head that reached `tau` with chains of `depth`."""
-    return 1 + sum(acceptance(tau, depth) ** (i + 1) for i in range(other))
+    return _tau_of_chain(acceptance(tau, depth), other)
 
 
 def acceptance(tau: float, depth: int) -> float:
-    """Return the acceptance p at each depth with which 1 + p + ... + p^depth = tau, by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        p = (low + high) / 2
-        if 1 + sum(p ** (i + 1) for i in range(depth)) < tau:
-            low = p
-        else:
-            high = p
-    return high
+    """Return the acceptance p at each depth with which 1 + p + ... + p^depth = tau."""
+    return root_between(0.0, 1.0, lambda p: _tau_of_chain(p, depth) - tau)
+
+
+def _tau_of_chain(p: float, depth: int) -> float:
+    return 1 + sum(p ** (i + 1) for i in range(depth))

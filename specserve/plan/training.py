@@ -2,7 +2,6 @@
 and nothing of a model's size is allocated."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,16 +17,17 @@ from specserve.mesh import mesh_sizes, whole
 from specserve.models.config import ModelConfig
 from specserve.models.params import abstract, num_params
 from specserve.models.presets import TargetSize, target_size
+from specserve.models.sharding import held_by_each, part_shapes, total_bytes
 from specserve.models.target import TargetParams
 from specserve.plan.activations import Activations
 from specserve.plan.collectives import Collective, span, step_collectives
-from specserve.plan.work import MemoryPart, abstract_mesh, held_by_each, target_held, total_bytes
+from specserve.plan.work import MemoryPart, abstract_mesh, target_held
 from specserve.train import moments
 from specserve.train.features import bytes_per_position
 from specserve.train.flops import StepFlops, StepShape, step_flops
 from specserve.train.optimizer import make_optimizer
 from specserve.train.run.checks import check_settings, plan_drafter
-from specserve.train.settings import TrainRun
+from specserve.train.settings import TrainRun, TrainSettings
 
 PLATFORM = "gpu"  # a plan is for accelerators, wherever it is made
 
@@ -99,11 +99,12 @@ def make_plan(run: TrainRun) -> RunPlan:
     check_settings(run)
     processes.check(run.coordinator, run.num_processes, run.process_id)
     target, config_from = find_config(run.target)
-    shape = StepShape.of(run, target, plan_drafter(run, target).with_dtype(target.dtype))
+    drafter = plan_drafter(run, target).with_dtype(target.dtype)
+    shape = StepShape.of(run.train, target, drafter, run.states_from)
     sizes = mesh_sizes(run.mesh)
     mesh = abstract_mesh(sizes)
-    weights = _weights(run, shape, mesh)
-    state, host_bytes = _state(run, shape.drafter, mesh)
+    weights = _weights(shape, run.quantization, mesh)
+    state, host_bytes = _state(run.train, drafter, mesh)
     head = state[0]
     activations = Activations(shape, mesh, PLATFORM)
     return RunPlan(
@@ -111,7 +112,7 @@ def make_plan(run: TrainRun) -> RunPlan:
         config_from,
         shape,
         {axis: size for axis, size in sizes.items() if size > 1},
-        (weights, *state, *activations.parts(_source(run))),
+        (weights, *state, *activations.parts()),
         activations.rollout(remat=False) - activations.rollout(remat=True),
         host_bytes,
         step_flops(shape, PLATFORM, mesh),
@@ -119,47 +120,45 @@ def make_plan(run: TrainRun) -> RunPlan:
     )
 
 
-def _source(run: TrainRun) -> str:
-    """Describe where the target's states come from."""
-    if run.features.capture:
-        return "captured"
-    return "taps, last state, sent" if run.service.target_service else "taps, last state"
-
-
-def _weights(run: TrainRun, shape: StepShape, mesh: Mesh) -> MemoryPart:
+def _weights(shape: StepShape, quantization: str, mesh: Mesh) -> MemoryPart:
     """Count the bytes of the target's weights that each device holds: all of them where its layers run in the step."""
-    parts = [field.name for field in fields(TargetParams)]
-    if shape.is_captured:
-        parts = ["embedding", "head"] if shape.costs().shares_output else ["embedding"]
-    elif not run.has_layers:
+    parts, is_quantized = [field.name for field in fields(TargetParams)], quantization != "none"
+    if shape.states_from == "service":
         parts.remove("layers")
-    dtype, is_quantized = shape.target.dtype, run.quantization != "none"
-    what = f"{run.quantization} matrices, the rest {dtype}" if is_quantized else dtype
-    if not run.has_layers:
+    if shape.states_from == "capture":
+        parts = ["embedding"]
+        if shape.costs().shares_output:
+            parts.append("head")
+    what = shape.target.dtype
+    if is_quantized:
+        what = f"{quantization} matrices, the rest {what}"
+    if not shape.has_layers:
         what = f"the {' and '.join(parts)} alone, {what}"
     held = target_held(shape.target, mesh, is_quantized=is_quantized)
-    return MemoryPart("target's weights", total_bytes(tuple(each for each in held if each.field in parts)), what)
+    return MemoryPart("target's weights", total_bytes(each for each in held if each.field in parts), what)
 
 
-def _state(run: TrainRun, drafter: TrainedDrafter, mesh: Mesh) -> tuple[tuple[MemoryPart, ...], int]:
+def _state(settings: TrainSettings, drafter: TrainedDrafter, mesh: Mesh) -> tuple[tuple[MemoryPart, ...], int]:
     """Count what training the head keeps on each device, and the bytes of it that are in the host's memory."""
     params, places = abstract(drafter.spec(), "float32"), drafter.place(mesh)
     masters = total_bytes(held_by_each(drafter.spec(), "float32", places))
-    state = jax.eval_shape(make_optimizer(run.train).init, params)
+    state = jax.eval_shape(make_optimizer(settings).init, params)
     rest: Any = whole(mesh)
     state_places = moments.place(state, params, places, rest)
-    on_host = _bytes(state, state_places, lambda place: place.memory_kind == moments.HOST)
-    on_device = _bytes(state, state_places, lambda place: place.memory_kind != moments.HOST)
+    on_host, on_device = _bytes(state, state_places)
     what = {"float32": "float32", "int8": "8 bits, a scale for each 256", "host": "in the host's memory"}
     parts = (
         MemoryPart("head", masters, "float32"),
         MemoryPart("gradient", masters, "float32"),
-        MemoryPart("moments", on_device, f"{run.train.optimizer}, {what[run.train.moments]}"),
+        MemoryPart("moments", on_device, f"{settings.optimizer}, {what[settings.moments]}"),
     )
     return parts, on_host
 
 
-def _bytes(arrays: Any, places: Any, is_counted: Callable[[Any], bool]) -> int:
-    """Count the bytes that each device has of the arrays whose places are counted."""
-    leaves = zip(jax.tree.leaves(arrays), jax.tree.leaves(places), strict=True)
-    return sum(math.prod(p.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x, p in leaves if is_counted(p))
+def _bytes(arrays: Any, places: Any) -> tuple[int, int]:
+    """Count the bytes that each device has of the arrays in the host's memory, and in its own."""
+    leaves, found = jax.tree.leaves(arrays), [0, 0]
+    shapes = part_shapes([leaf.shape for leaf in leaves], places)
+    for leaf, shape, place in zip(leaves, shapes, jax.tree.leaves(places), strict=True):
+        found[place.memory_kind != moments.HOST] += math.prod(shape) * np.dtype(leaf.dtype).itemsize
+    return found[0], found[1]

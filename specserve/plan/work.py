@@ -8,12 +8,9 @@ long as the slower of memory and arithmetic, each at a share of its peak that is
 roofline).
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -22,8 +19,8 @@ from specserve.drafters.interface import TrainedDrafter
 from specserve.kernels.grouped import expected_experts
 from specserve.mesh import MESH_AXES, num_parts
 from specserve.models.config import ModelConfig
-from specserve.models.params import ParamSpec, is_matrix, is_product, is_spec
-from specserve.models.sharding import place_target
+from specserve.models.params import is_matrix
+from specserve.models.sharding import Held, held_by_each, place_target, total_bytes
 from specserve.models.target import target_spec
 from specserve.serve.programs.placement import bytes_per_token
 from specserve.speculative.tree import Tree
@@ -43,49 +40,17 @@ class MemoryPart:
     what: str
 
 
-@dataclass(frozen=True)
-class Held:
-    """The part of one parameter that each device holds."""
-
-    field: str  # of the parameters' outermost dataclass
-    spec: ParamSpec  # of the whole parameter
-    size: int  # numbers
-    num_bytes: int
-
-    @property
-    def is_expert(self) -> bool:
-        """True for stacked experts, of which a token reads those that it chooses."""
-        return bool(self.spec.axes) and self.spec.axes[0] == "experts"
-
-
-def held_by_each(tree: Any, dtype: str, places: Any = None, *, is_quantized: bool = False) -> tuple[Held, ...]:
-    """Count what each device holds of a spec tree whose parameters lie at `places`, or are whole on one device. In a
-    quantized tree the matrices have 8 bits, and a float32 scale for each output."""
-    leaves: list[tuple[Any, ParamSpec]] = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)[0]
-    shapes = [leaf.shape for _, leaf in leaves]
-    if places is not None:
-        shapes = [place.shard_shape(shape) for place, shape in zip(jax.tree.leaves(places), shapes, strict=True)]
-    found = []
-    for (path, leaf), shape in zip(leaves, shapes, strict=True):
-        size = math.prod(shape)
-        num_bytes = size * np.dtype(leaf.dtype(dtype)).itemsize
-        if is_quantized and is_product(path):
-            num_bytes = size + 4 * size // shape[-2]
-        found.append(Held(jax.tree_util.keystr(path[:1], simple=True), leaf, size, num_bytes))
-    return tuple(found)
-
-
 def target_held(config: ModelConfig, mesh: Mesh | None, *, is_quantized: bool = False) -> tuple[Held, ...]:
-    """Count what each device of the mesh holds of a target, or one device alone. Raises ConfigError where the mesh does
-    not divide the target."""
-    spec = target_spec(config)
-    places = None if mesh is None else place_target(config, spec, mesh)
-    return held_by_each(spec, config.dtype, places, is_quantized=is_quantized)
+    """Count what each device of the mesh holds of a target, or one device alone. The matrices of a quantized one have
+    8 bits, and a float32 scale for each output. Raises ConfigError where the mesh does not divide the target."""
+    spec, places = target_spec(config), None
+    if mesh is not None:
+        places = place_target(config, spec, mesh)
 
-
-def total_bytes(held: tuple[Held, ...]) -> int:
-    """Return the bytes of these parameters on each device."""
-    return sum(each.num_bytes for each in held)
+    if not is_quantized:
+        return held_by_each(spec, config.dtype, places)
+    held = held_by_each(spec, config.dtype, places, product_dtype="int8")
+    return tuple(replace(each, num_bytes=each.num_bytes + each.scale_bytes) for each in held)
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> Mesh:

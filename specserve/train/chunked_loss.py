@@ -11,6 +11,7 @@ softmaxes need the whole vocabulary before the first gradient, and the acceptanc
 import functools
 import itertools
 import math
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -85,16 +86,26 @@ class RolloutMetrics:
         return cls(sums.loss / jnp.maximum(sums.n_known, 1.0), sums.hits / n_positions, sums.acceptance / n_positions)
 
 
+@dataclass(frozen=True)
+class Objective:
+    """The way from states to a loss: the drafter makes logits of them, the target a distribution of what a teacher
+    has, both over the draft vocabulary, and a loss compares the two."""
+
+    drafter: TrainedDrafter
+    target: TargetParams
+    config: ModelConfig  # the target's
+    vocab: DraftVocab
+    loss: Loss
+    weigh: Weigh | None = None  # the weight of a state beside that of its rollout step, by its column
+
+
 def sum_losses(
+    objective: Objective,
     output: tuple[jax.Array, ...],  # the parameters that make logits of states
-    drafter: TrainedDrafter,
     states: list[jax.Array],  # rollout x [batch, n, d_model]
     draft_targets: DraftTargets,  # the tokens that the states predict
     coefficients: jax.Array,  # [rollout] float32, the weight of a nat at each rollout step
     teacher: Teacher,
-    target: tuple[TargetParams, ModelConfig, DraftVocab],
-    loss: Loss,
-    weigh: Weigh | None = None,  # the weight of a state beside that, by its column
 ) -> tuple[jax.Array, Sums]:
     """sum_k coefficients[k] * (sum over states of the loss at step k), differentiable in `output` and `states`. Where
     later steps have fewer states, columns that reach as many steps are summed together, and none that has no state."""
@@ -102,62 +113,58 @@ def sum_losses(
         teacher = _teachers(teacher, draft_targets.positions)
     ends = sorted({state.shape[1] for state in states})
     if len(ends) == 1:
-        return _sum_columns(output, drafter, states, draft_targets, coefficients, teacher, target, loss, weigh)
+        return _sum_columns(objective, output, states, draft_targets, coefficients, teacher)
     found = []
     for first, end in itertools.pairwise((0, *ends)):
         reached = [state[:, first:end] for state in states if state.shape[1] >= end]
         steps = len(reached)
         own = jax.tree.map(lambda x, a=first, b=end, n=steps: x[:n, :, a:b], draft_targets)
         of_columns = jax.tree.map(lambda x, a=first, b=end, n=steps: x[:, a:b, :n], teacher)
-        value, sums = _sum_columns(output, drafter, reached, own, coefficients[:steps], of_columns, target, loss, weigh)
+        value, sums = _sum_columns(objective, output, reached, own, coefficients[:steps], of_columns)
         found.append((value, jax.tree.map(lambda x, n=steps: jnp.pad(x, (0, len(states) - n)), sums)))
     return functools.reduce(lambda one, other: jax.tree.map(jnp.add, one, other), found)
 
 
 def _sum_columns(
+    objective: Objective,
     output: tuple[jax.Array, ...],
-    drafter: TrainedDrafter,
     states: list[jax.Array],  # steps x [batch, n, d_model]
     draft_targets: DraftTargets,
     coefficients: jax.Array,  # [steps] float32
     teacher: Teacher,  # of positions [batch, n], or where states have positions of their own [batch, n, steps]
-    target: tuple[TargetParams, ModelConfig, DraftVocab],
-    loss: Loss,
-    weigh: Weigh | None,
 ) -> tuple[jax.Array, Sums]:
     """`sum_losses` of columns that have a state in every step."""
-    target_params, target_config, vocab = target
-    weights, is_shared = (
-        draft_targets.weights,
-        draft_targets.positions is None,
-    )  # one teacher for the states of all steps
+    drafter, config, weights = objective.drafter, objective.config, draft_targets.weights
+    is_shared = draft_targets.positions is None  # one teacher for the states of all steps
 
     def of_chunk(common: Any, head: Any, chunk: Any) -> tuple[Any, ...]:
-        (coefficients, target_params, vocab), (states, weights, teacher) = common, chunk
-        p, best = teacher.distribution(target_params, target_config, vocab)
+        (coefficients, target, vocab), (states, weights, teacher) = common, chunk
+        p, best = teacher.distribution(target, config, vocab)
         p, best = (p[None], best[None]) if is_shared else (jnp.moveaxis(p, 1, 0), jnp.moveaxis(best, 1, 0))
 
         def value_of(head: Any, states: list[jax.Array]) -> tuple[jax.Array, Sums]:
             # cast here, so that chunks add up their gradients in the dtype that the parameters are kept in
             cast = jax.tree.map(lambda leaf: leaf.astype(drafter.dtype), head)
             stacked = jnp.stack(states)
-            logits = drafter.logits(cast, target_params, stacked)
-            also = drafter.auxiliary_loss(cast, target_params, stacked, logits, p)
-            sums, weighed = _compare(logits, p, best, weights, loss, weigh, also)
+            logits = drafter.logits(cast, target, stacked)
+            also = drafter.auxiliary_loss(cast, target, stacked, logits, p)
+            sums, weighed = _compare(objective, logits, p, best, weights, also)
             return jnp.sum(coefficients * weighed), sums
 
         (value, sums), gradient = jax.value_and_grad(value_of, (0, 1), has_aux=True)(head, states)
         return value, sums, *gradient
 
     cut = [axis for axis in ("batch", "sequence") if num_parts(traced_mesh(), axis) > 1]
-    num_logits = len(states) * drafter.draft_vocab_size + (0 if is_shared else len(states) * target_config.vocab_size)
+    num_logits = len(states) * drafter.draft_vocab_size
+    if not is_shared:
+        num_logits += len(states) * config.vocab_size
 
     def of_positions(*arguments: Any) -> tuple[Any, ...]:
         positions, common, head = arguments
         *summed, of_states = _in_chunks(functools.partial(of_chunk, common), head, positions, num_logits)
         return *(sum_parts(summed, cut) if cut else summed), of_states
 
-    positions, common = (states, weights, teacher), (coefficients, target_params, vocab)
+    positions, common = (states, weights, teacher), (coefficients, objective.target, objective.vocab)
     num_columns = weights.shape[2]
     if missing := -num_columns % num_parts(traced_mesh(), "sequence"):  # columns that count nothing
         positions = tuple(_filled_up(part, missing, axis) for part, axis in zip(positions, (1, 2, 1), strict=True))
@@ -183,12 +190,11 @@ def _teachers(teacher: Any, positions: jax.Array) -> Any:  # [batch, seq, ...] l
 
 
 def _compare(
+    objective: Objective,
     logits: jax.Array,  # [rollout, state, draft_vocab] float32
     p: jax.Array,  # [rollout or 1, state, draft_vocab] float32
     best: jax.Array,  # [rollout or 1, state] int32
     weights: jax.Array,  # [rollout, state] float32
-    loss: Loss,
-    weigh: Weigh | None,
     also: jax.Array | None,  # [rollout, state] float32, nats
 ) -> tuple[Sums, jax.Array]:
     """Return the sums, and the loss [rollout] float32, in which each state counts by its weight, with what the states
@@ -196,7 +202,7 @@ def _compare(
     is_known = jnp.where(best >= 0, weights, 0.0)
     of_best = jnp.take_along_axis(logits, jnp.maximum(best, 0)[..., None], axis=-1)[..., 0]
     is_hit = of_best >= jnp.max(logits, axis=-1)
-    losses, accepted = loss(p, logits) * is_known, acceptance(p, logits)
+    losses, accepted = objective.loss(p, logits) * is_known, acceptance(p, logits)
     sums = Sums(
         loss=jnp.sum(losses, axis=1),
         n_known=jnp.sum(is_known, axis=1),
@@ -204,8 +210,8 @@ def _compare(
         acceptance=jnp.sum(accepted * weights, axis=1),
         n_positions=jnp.sum(weights, axis=1),
     )
-    if weigh is not None:
-        counts = weigh(jax.lax.stop_gradient(accepted), weights)
+    if objective.weigh is not None:
+        counts = objective.weigh(jax.lax.stop_gradient(accepted), weights)
         return sums, jnp.sum((losses if also is None else losses + also) * counts, axis=1)
     return sums, sums.loss if also is None else sums.loss + jnp.sum(also * weights, axis=1)
 

@@ -22,7 +22,7 @@ from specserve.models.moe import experts_computed
 from specserve.models.params import is_matrix, num_params, on_device, specs
 from specserve.models.sharding import place_target
 from specserve.models.target import target_spec
-from specserve.train.settings import TrainRun
+from specserve.train.settings import StatesFrom, TrainSettings
 from specserve.train.step import rollout_of
 from specserve.train.teachers import TeacherName
 
@@ -38,17 +38,22 @@ class StepShape:
     seq: int  # positions of a row
     accumulate: int = 1  # parts into which the batch is cut, one after another
     teacher: TeacherName = "soft"
-    is_captured: bool = False  # the target's states are read from a cache
-    has_layers: bool = True  # the target's layers run in this step
+    states_from: StatesFrom = "layers"
 
     @classmethod
-    def of(cls, run: TrainRun, target: ModelConfig, drafter: TrainedDrafter) -> "StepShape":
+    def of(
+        cls, train: TrainSettings, target: ModelConfig, drafter: TrainedDrafter, states_from: StatesFrom
+    ) -> "StepShape":
         """Return the shape of a run's steps."""
-        train = run.train
         return cls(
             *(target, drafter, rollout_of(train, drafter), train.batch_size, train.seq_len, train.accumulate),
-            *(train.teacher, bool(run.features.capture), run.has_layers),
+            *(train.teacher, states_from),
         )
+
+    @property
+    def has_layers(self) -> bool:
+        """True where the target's layers run in the step."""
+        return self.states_from == "layers"
 
     @property
     def positions(self) -> int:
@@ -58,7 +63,7 @@ class StepShape:
     @property
     def has_logits(self) -> bool:
         """True where the step computes the target's logits."""
-        return not self.is_captured and self.teacher != "data"
+        return self.states_from != "capture" and self.teacher != "data"
 
     @property
     def distributions(self) -> int:

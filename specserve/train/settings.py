@@ -1,5 +1,6 @@
 """The settings of a training run: one schema for YAML, `--set a.b=c` and flags (see `config`)."""
 
+import dataclasses
 from typing import Literal
 
 from pydantic import Field
@@ -9,6 +10,8 @@ from specserve.config import RULES, setting
 from specserve.drafters.registry import DEFAULT_KIND, DraftSettings, KindName
 from specserve.drafters.settings import DraftQuantization
 from specserve.speculative.ranges import Temperature
+
+StatesFrom = Literal["layers", "capture", "service"]
 
 
 @dataclass(frozen=True, config=RULES)
@@ -182,7 +185,23 @@ class TrainRun:
         return bool(self.coordinator) or self.ray
 
     @property
-    def has_layers(self) -> bool:
-        """Return whether the training step runs the target's layers itself, and does not take its states from
-        elsewhere."""
-        return not (self.features.capture or self.service.target_service)
+    def num_trainers(self) -> int:
+        """The number of training processes."""
+        if self.ray:
+            return self.num_workers
+        return self.num_processes
+
+    @property
+    def states_from(self) -> StatesFrom:
+        """Where a training step takes the target's states from: it runs the target's layers itself, reads what was
+        captured, or is sent them by the target's own processes."""
+        if self.features.capture:
+            return "capture"
+        if self.service.target_service:
+            return "service"
+        return "layers"
+
+    @property
+    def shared(self) -> "TrainRun":
+        """The settings without this process's own part in a run of several."""
+        return dataclasses.replace(self, process_id=0)

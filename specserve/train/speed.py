@@ -11,11 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from specserve.drafters.interface import TrainedDrafter
 from specserve.mesh import default_dtype
-from specserve.models.config import ModelConfig
 from specserve.train.flops import StepShape, step_flops
-from specserve.train.settings import TrainRun
 
 PEAK_SECONDS = 0.2  # spent on each measurement of a peak, after a first run that compiles
 
@@ -62,9 +59,8 @@ class Stopwatch:
         )
 
 
-def make_stopwatch(run: TrainRun, target: ModelConfig, drafter: TrainedDrafter, mesh: Mesh | None) -> Stopwatch:
+def make_stopwatch(shape: StepShape, mesh: Mesh | None) -> Stopwatch:
     """Make a stopwatch for the steps of a run. It measures first how fast the run's devices can multiply."""
-    shape = StepShape.of(run, target, drafter)
     flops = step_flops(shape, jax.default_backend())
     # devices on CPU share what the host has
     num_devices = mesh.size if mesh is not None and jax.default_backend() != "cpu" else 1

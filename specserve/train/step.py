@@ -18,7 +18,7 @@ from specserve.models.target import TargetParams
 from specserve.pytree import pytree
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import moments
-from specserve.train.chunked_loss import HiddenStates, RolloutMetrics, Sums, Teacher, sum_losses
+from specserve.train.chunked_loss import HiddenStates, Objective, RolloutMetrics, Sums, Teacher, sum_losses
 from specserve.train.features import states_of_rows
 from specserve.train.losses import LossName, Weighting, expected_length, make_loss
 from specserve.train.settings import TrainSettings
@@ -113,16 +113,14 @@ def rollout_loss(
     decay, weigh = config.rollout_decay ** jnp.arange(config.rollout.length, dtype=jnp.float32), None
     if config.weighting == "d-pace":
         decay, weigh, n_positions = jnp.ones_like(decay), expected_length, n_positions[:1]
+    loss = make_loss(config.loss, config.kl_decay)
     return sum_losses(
+        Objective(config.drafter, target, config.target, vocab, loss, weigh),
         config.drafter.output(params),
-        config.drafter,
         states,
         config.drafter.draft_targets(rows, config.rollout),
         decay / jnp.maximum(n_positions, 1.0),
         outputs.teacher,
-        (target, config.target, vocab),
-        make_loss(config.loss, config.kl_decay),
-        weigh,
     )
 
 

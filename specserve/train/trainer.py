@@ -167,10 +167,10 @@ class Trainer:
     def output(self) -> Path:
         return self.folder.path
 
-    def rebound(self, run: TrainRun) -> None:
+    def rebound(self, settings: TrainSettings) -> None:
         """Take other bounds, and other intervals of measuring and saving, before the run begins."""
         assert self.step == 0
-        self.run, self.settings = run, run.train
+        self.run, self.settings = dataclasses.replace(self.run, train=settings), settings
 
     def train(self, observers: Sequence[Observer] = ()) -> Progress:
         """Run to the bound, or until patience ends or a signal comes; save, export, and return the last moment."""
@@ -193,7 +193,7 @@ class Trainer:
         self._stopping.number = number
 
     def _run(self) -> str:
-        shared = _shared_settings(self.run), self.learner.data.loader.state(), self._identity()
+        shared = config.to_yaml(self.run.shared), self.learner.data.loader.state(), self._identity()
         processes.check_same("settings or data", shared)
         self._restore()
         self._metrics.open(self.step, is_measured=self._measured == self.step)
@@ -391,11 +391,6 @@ def _diverged(what: str, settings: TrainSettings, output: str, best: Best) -> st
         f"{what}: {rates} is too high. Begin another run with a lower one, `specserve train --config "
         f"{shlex.quote(f'{output}/{SETTINGS_FILE}')} {flags} --output {shlex.quote(f'{output}-2')}`{begin}"
     )
-
-
-def _shared_settings(run: TrainRun) -> str:
-    """Return the settings that must be the same in all processes of a run."""
-    return config.to_yaml(dataclasses.replace(run, process_id=0))
 
 
 class Stopping:

@@ -35,7 +35,7 @@ from specserve.speculative import step
 from specserve.speculative.drafter import SlotView, Weights
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.step import StepConfig
-from specserve.train.chunked_loss import HiddenStates, sum_losses
+from specserve.train.chunked_loss import HiddenStates, Objective, sum_losses
 from specserve.train.head import new_drafter
 from specserve.train.losses import expected_length, soft_cross_entropy
 
@@ -195,17 +195,8 @@ def test_the_loss_of_columns_that_reach_fewer_steps(tiny_target: Target, rng: np
             if is_filled:
                 states = [jnp.pad(x, ((0, 0), (0, 24 - x.shape[1]), (0, 0))) for x in states]
             weigh = 0.7 ** jnp.arange(SLOTS, dtype=jnp.float32)
-            return sum_losses(
-                output,
-                drafter,
-                states,
-                targets,
-                weigh,
-                teacher,
-                (target, tiny_target.config, vocab),
-                soft_cross_entropy,
-                expected_length,
-            )
+            objective = Objective(drafter, target, tiny_target.config, vocab, soft_cross_entropy, expected_length)
+            return sum_losses(objective, output, states, targets, weigh, teacher)
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(output, states)
 

@@ -137,7 +137,15 @@ def tiny_trainer(
     if run.service.target_service:
         drafter = new_drafter(run.drafter, run.draft, target.config, len(data.target_ids))
         source = TargetSource(str(target.folder), target.folder)
-        spec = prefill_spec(run, source, target.config, drafter)
+        spec = prefill_spec(
+            run.service,
+            source,
+            target.config,
+            drafter,
+            quantization=run.quantization,
+            is_checked=run.check_weights,
+            accumulate=run.train.accumulate,
+        )
         features = open_service(cluster.connect(run.ray_address), run.service, spec, target.config, data.loader)
     folder, notes = RunFolder(run, is_first=processes.is_first()), {"target": "tiny"}
     made = make_learner(run, target, data, features=features, mesh=mesh)

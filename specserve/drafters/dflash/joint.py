@@ -6,6 +6,8 @@ product of what the token before, the slot's state and the candidate give. Both 
 node of a tree: a node's candidates are then its own, and those of another path differ.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -13,7 +15,7 @@ from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.grow import best_tokens, every_width
 from specserve.kernels.matmul import Weight, matmul_float32
 from specserve.models.layers import linear
-from specserve.models.params import embedding_table, matrix, vector
+from specserve.models.params import embedding_table, matrix, optional, vector
 from specserve.pytree import pytree
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.tree import DynamicTree
@@ -48,17 +50,17 @@ class Selector:
 def markov_spec(config: DFlashConfig) -> Markov:
     """The parameters of DSpark's heads as `ParamSpec`s."""
     rank, width = config.markov_rank, config.backbone.d_model
-    inputs = width + (rank if config.confidence == "state and token" else 0)
-    has_bias = config.has_confidence_bias
+    inputs = width
+    if config.confidence == "state and token":
+        inputs += rank
+    confidence = Confidence(
+        weight=matrix("confidence_head.proj.weight", inputs, 1, (None, None)),
+        bias=optional(config.has_confidence_bias, vector("confidence_head.proj.bias", 1, init="zeros")),
+    )
     return Markov(
         previous=embedding_table("markov_head.markov_w1.weight", config.backbone.vocab_size, rank),
         bias=matrix("markov_head.markov_w2.weight", rank, config.draft_vocab_size, (None, "vocab")),
-        confidence=Confidence(
-            weight=matrix("confidence_head.proj.weight", inputs, 1, (None, None)),
-            bias=vector("confidence_head.proj.bias", 1, init="zeros") if has_bias else None,
-        )
-        if config.confidence
-        else None,
+        confidence=optional(config.confidence, confidence),
     )
 
 
@@ -74,7 +76,9 @@ def selector_spec(config: DFlashConfig) -> Selector:
 
 def of_previous(markov: Markov | None, selector: Selector | None) -> jax.Array | None:  # [vocab, rank]
     """Return the vector that each token gives to the slot after it, or None without joint heads."""
-    return markov.previous if markov else selector.predecessor if selector else None
+    if markov:
+        return markov.previous
+    return selector.predecessor if selector else None
 
 
 def biased(markov: Markov, logits: jax.Array, previous: jax.Array) -> jax.Array:
@@ -139,7 +143,9 @@ class JointSlots:
     def confidence(self) -> jax.Array | None:  # [batch, depth] float32
         """The confidence of the depths whose candidates were asked for, as `tree.Proposal` has it. A level's first
         node is its best."""
-        return jnp.exp(jnp.stack(self._sure, axis=1)) if self._sure else None
+        if not self._sure:
+            return None
+        return jnp.exp(jnp.stack(self._sure, axis=1))
 
     def candidates(self, level: jax.Array, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
         heads, at = self.heads, slice(depth - 1, depth)
@@ -171,19 +177,19 @@ class JointOutput:
     """The part of joint heads that acts on states. The last `rank` channels of a state are the vector of the token
     before."""
 
-    bias: Weight | None  # [rank, draft_vocab]
-    confidence: Confidence | None
-    successor: jax.Array | None  # [vocab, rank]
-    hidden: Weight | None  # [d_model, rank]
+    bias: Weight | None = None  # [rank, draft_vocab]
+    confidence: Confidence | None = None
+    successor: jax.Array | None = None  # [vocab, rank]
+    hidden: Weight | None = None  # [d_model, rank]
 
     @classmethod
     def of(cls, markov: Markov | None, selector: Selector | None) -> "JointOutput":
-        return cls(
-            markov.bias if markov else None,
-            markov.confidence if markov else None,
-            selector.successor if selector else None,
-            selector.hidden if selector else None,
-        )
+        parts: dict[str, Any] = {}
+        if markov:
+            parts |= {"bias": markov.bias, "confidence": markov.confidence}
+        if selector:
+            parts |= {"successor": selector.successor, "hidden": selector.hidden}
+        return cls(**parts)
 
 
 def joint_loss(

@@ -24,7 +24,7 @@ from specserve.kernels.rowwise import rms_norm
 from specserve.models.attention import KV, Attention, project_kv, project_qkv
 from specserve.models.layers import linear, mlp
 from specserve.models.moe import Moe
-from specserve.models.params import ParamSpec, embedding_table, matrix, vector
+from specserve.models.params import ParamSpec, embedding_table, matrix, optional, vector
 from specserve.models.rope import rope_tables
 from specserve.models.target import Layer, TargetParams, layer_spec
 from specserve.pytree import pytree
@@ -111,15 +111,15 @@ def head_spec(config: DFlashConfig) -> DFlashParams:
     embedding = embedding_table("embed_tokens.weight", backbone.vocab_size, backbone.d_model)
     head = matrix("lm_head.weight", backbone.d_model, config.draft_vocab_size, ("embed", "vocab"))
     return DFlashParams(
-        embedding=embedding if config.has_embedding else None,
+        embedding=optional(config.has_embedding, embedding),
         fc=matrix("fc.weight", len(config.aux_layers) * backbone.d_model, backbone.d_model, (None, "embed")),
         hidden_norm=vector("hidden_norm.weight", backbone.d_model),
         layers=tuple(layer_spec(backbone, i) for i in range(backbone.num_layers)),
         norm=vector("norm.weight", backbone.d_model),
-        head=head if config.has_head else None,
+        head=optional(config.has_head, head),
         convs=tuple(conv_spec(config, i) for i in range(backbone.num_layers)) if config.conv_taps else (),
-        markov=markov_spec(config) if config.markov_rank else None,
-        selector=selector_spec(config) if config.selector_rank else None,
+        markov=optional(config.markov_rank, markov_spec(config)),
+        selector=optional(config.selector_rank, selector_spec(config)),
     )
 
 
@@ -201,14 +201,17 @@ def block_logits(
 ) -> jax.Array:  # [..., draft_vocab] float32
     norm, head = output
     states = rms_norm(states, norm, config.backbone.norm_eps)
-    head = target.head if head is None else head
     if head is None:
+        head = target.head
+    if head is None:  # it is the embedding
         out = jnp.einsum("...d,vd->...v", states, target.embedding, preferred_element_type=jnp.float32)
     else:
         out = matmul_float32(states, head)
     out *= config.output_scale
     softcap = config.backbone.logit_softcap
-    return softcap * jnp.tanh(out / softcap) if softcap else out
+    if not softcap:
+        return out
+    return softcap * jnp.tanh(out / softcap)
 
 
 Output = tuple[jax.Array, Weight | None, JointOutput]
@@ -223,7 +226,9 @@ def output_logits(
     norm, head, joint = output
     width = config.backbone.d_model
     logits = block_logits((norm, head), config, target, states[..., :width])
-    return logits if joint.bias is None else logits + matmul_float32(states[..., width:], joint.bias)
+    if joint.bias is None:
+        return logits
+    return logits + matmul_float32(states[..., width:], joint.bias)
 
 
 def joint_auxiliary(

@@ -155,8 +155,12 @@ def block_mask(config: DFlashConfig, layer: int) -> np.ndarray:  # [slot, slot] 
     """Return which slots of its block a slot sees."""
     offset, window = np.arange(config.block_size), config.backbone.kind(layer).window
     distance = offset[:, None] - offset
-    is_seen = distance >= 0 if config.is_causal[layer] else np.ones_like(distance, bool)
-    return is_seen & (distance < window) if window else is_seen
+    is_seen = np.ones_like(distance, bool)
+    if config.is_causal[layer]:
+        is_seen &= distance >= 0
+    if window:
+        is_seen &= distance < window
+    return is_seen
 
 
 def _in_chunks(
@@ -187,7 +191,7 @@ def block_costs(config: DFlashConfig, spec: DFlashParams, rollout: Rollout, seq_
     """Return the costs for each position of a row, by the rules of `train.flops`. `spec` are the parameters that a
     device has."""
     backbone = config.backbone
-    again = 1 if rollout.remat else 0
+    again = rollout.num_repeats
     anchors = num_anchors(config, rollout, seq_len) / seq_len
     slots = anchors * config.block_size  # computed for each position of the row
     heads, kv = backbone.num_heads * backbone.head_dim, 2 * backbone.num_kv_heads * backbone.head_dim
@@ -212,7 +216,7 @@ def block_costs(config: DFlashConfig, spec: DFlashParams, rollout: Rollout, seq_
 def _flops(
     config: DFlashConfig, spec: DFlashParams, rollout: Rollout, seq_len: int, slots: float, mesh: Mesh | None
 ) -> Flops:
-    backbone, again = config.backbone, 1 if rollout.remat else 0
+    backbone, again = config.backbone, rollout.num_repeats
     total = Flops(1, 1) * (4.0 * num_params(spec.fc))  # the features themselves are frozen
     if spec.markov is not None:  # a product for each state, beside that of the output head
         total += Flops(6, 6) * (num_params(spec.markov.bias) * slots * config.num_slots / config.block_size)

@@ -32,7 +32,9 @@ NAMES = Names(layer="layers.{i}", sinks="attention_sink_bias")  # of the publish
 def default_block_size(kind: str) -> int:
     """Return the block size for the usual number of predicted tokens. A block of DSpark needs one slot less, because
     its anchor's slot predicts too."""
-    return BLOCK_SIZE - 1 if kind == "dspark" else BLOCK_SIZE
+    if kind == "dspark":
+        return BLOCK_SIZE - 1
+    return BLOCK_SIZE
 
 
 def suits(kind: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -41,7 +43,9 @@ def suits(kind: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind == "dspark":  # the anchor's slot of such a block counts too
         num_slots += 1
     found = {"train.rollout_decay": slot_decay(num_slots), "train.lr": 6e-4, "train.clip": 1.0}
-    return found | ({"draft.vocab_size": ALL_TOKENS} if kind == "dflash2" else {})
+    if kind == "dflash2":
+        found["draft.vocab_size"] = ALL_TOKENS
+    return found
 
 
 def slot_decay(num_slots: int) -> float:

@@ -13,9 +13,8 @@ from specserve.drafters.learning import (
     Rollout,
     Rows,
     attention_flops,
-    computed_again,
     kept_by_layer,
-    shift,
+    unroll,
     workspace_of_layer,
 )
 from specserve.kernels import rows as row_kernels
@@ -33,20 +32,9 @@ def rollout_states(
     aux_hidden_states: jax.Array,  # [batch, seq, taps * target_d_model]
     rollout: Rollout,
 ) -> list[jax.Array]:  # length x [batch, seq, d_model], what `draft_logits` takes
-    """Compute the head's hidden states in every rollout step. The state at position t of step k predicts the token
-    after token t + 1 + k."""
-    run = functools.partial(_one_step, config)
-    if rollout.remat:
-        run = computed_again(run)
-    hidden = fuse_features(params, config, aux_hidden_states)
-    states: list[jax.Array] = []
-    kv: list[tuple[KV, ...]] = []
-    for k in range(rollout.length):
-        token_ids, position_ids = shift(rows.token_ids, 1 + k), rows.position_ids + 1 + k
-        hidden, own = run(hidden, kv, params, embedding, token_ids, position_ids, Documents(rows.document_ids))
-        states.append(hidden)
-        kv = [*kv, own]
-    return states
+    """Compute the head's hidden states in every rollout step (see `learning.unroll`)."""
+    features = fuse_features(params, config, aux_hidden_states)
+    return unroll(functools.partial(_one_step, config), features, (params, embedding), rows, rollout)
 
 
 def _one_step(
@@ -71,7 +59,7 @@ def rollout_costs(config: Eagle3Config, spec: Eagle3Params, rollout: Rollout, se
     """Return the costs of a rollout for each position of a row, by the rules of `train.flops`. `spec` are the
     parameters that a device has."""
     heads, kv = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
-    again = 1 if rollout.remat else 0
+    again = rollout.num_repeats
     each = 3 * config.d_model + config.num_layers * kv  # a step's state, its gradient and its shifted copy
     if not rollout.remat:
         each += 2 * config.d_model + config.num_layers * kept_by_layer(config.d_model, heads, config.d_ff)
@@ -88,14 +76,23 @@ def rollout_costs(config: Eagle3Config, spec: Eagle3Params, rollout: Rollout, se
 
 
 def _flops(config: Eagle3Config, spec: Eagle3Params, rollout: Rollout, seq_len: int, mesh: Mesh | None) -> Flops:
-    fc = num_params(spec.fc)
-    needs_input_gradient = bool(spec.fc_norms) or spec.fc_input_norm is not None
-    once = (6.0 if needs_input_gradient else 4.0) * fc  # the features themselves are frozen
     layers = num_params([leaf for leaf in specs(spec.layers) if is_matrix(leaf)])
     # the product that only makes the step's own output is not computed again, unless a norm follows it
-    again = 0.0 if not rollout.remat else layers - (0 if config.norm_output else num_params(spec.layers[-1].mlp.down))
+    again = layers
+    if not config.norm_output:
+        again -= num_params(spec.layers[-1].mlp.down)
     num_heads = on_each_device(mesh, "heads", config.num_heads)
     width = config.num_layers * num_heads * 2 * config.head_dim
     seen, computed = row_kernels.mean_keys(seq_len, 0, mesh)
     attention = attention_flops(width, seen, computed, remat=rollout.remat)
-    return Flops(once, once) + (Flops(6 * layers, 6 * layers + 2 * again) + attention) * rollout.length
+    of_step = Flops(6 * layers, 6 * layers + 2 * again * rollout.num_repeats) + attention
+    return fusing_flops(spec, 0) + of_step * rollout.length
+
+
+def fusing_flops(spec: Eagle3Params, num_repeats: int) -> Flops:
+    """Return the operations of fusing a position's features, forward and backward. The features themselves are frozen:
+    only where a norm learns before the product, the gradient of its input is needed."""
+    fc, times = num_params(spec.fc), 4
+    if spec.fc_norms or spec.fc_input_norm is not None:
+        times = 6
+    return Flops(times * fc, (times + 2 * num_repeats) * fc)

@@ -20,7 +20,7 @@ from specserve.kernels.rowwise import rms_norm
 from specserve.models import target as target_model
 from specserve.models.context import Mask
 from specserve.models.layers import linear, norm_spec
-from specserve.models.params import embedding_table, matrix
+from specserve.models.params import embedding_table, matrix, optional
 from specserve.models.target import Layer, TargetParams, layer_spec, make_context, run_layer
 from specserve.pytree import pytree
 
@@ -38,7 +38,9 @@ class MtpParams:
     @property
     def output(self) -> tuple[Any, ...]:
         """The parameters that make logits of states, see `draft_logits`."""
-        return (self.norm,) if self.head is None else (self.norm, self.head)
+        if self.head is None:
+            return (self.norm,)
+        return self.norm, self.head
 
 
 def draft_spec(config: MtpConfig) -> MtpParams:
@@ -52,20 +54,22 @@ def draft_spec(config: MtpConfig) -> MtpParams:
         return norm_spec(name, size, offset=layer.norm_offset)
 
     return MtpParams(
-        embedding=embedding_table(f"{layout.embedding}.weight", vocab, size) if config.has_embedding else None,
+        embedding=optional(config.has_embedding, embedding_table(f"{layout.embedding}.weight", vocab, size)),
         token_norm=norm(layout.token_norm),
         hidden_norm=norm(layout.hidden_norm),
         fc=matrix(f"{layout.fc}.weight", 2 * size, size, (None, "embed")),
         layer=layer_spec(layer, 0),
         norm=norm(layout.norm),
-        head=matrix(output, size, config.draft_vocab_size, ("embed", "vocab")) if config.has_head else None,
+        head=optional(config.has_head, matrix(output, size, config.draft_vocab_size, ("embed", "vocab"))),
     )
 
 
 def taken(config: MtpConfig, target: TargetParams, aux_hidden_states: jax.Array) -> jax.Array:
     """Return the hidden states that entries consume: those that the target's output head takes, from the outputs
     [batch, n, d_model] of its last layer, which are tapped."""
-    return aux_hidden_states if config.layout.takes_raw else _norm(config, aux_hidden_states, target.norm)
+    if config.layout.takes_raw:
+        return aux_hidden_states
+    return _norm(config, aux_hidden_states, target.norm)
 
 
 def inputs(
@@ -108,8 +112,9 @@ def draft_logits(
     states: jax.Array,  # [..., d_model], from `run`
 ) -> jax.Array:  # [..., draft_vocab] float32
     norm, *head = output
-    shared = dataclasses.replace(target, head=head[0]) if head else target
-    return target_model.logits(shared, config.layer, _norm(config, states, norm))
+    if head:
+        target = dataclasses.replace(target, head=head[0])
+    return target_model.logits(target, config.layer, _norm(config, states, norm))
 
 
 def _norm(config: MtpConfig, x: jax.Array, weight: jax.Array) -> jax.Array:

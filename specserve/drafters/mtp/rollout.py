@@ -13,9 +13,8 @@ from specserve.drafters.learning import (
     Rollout,
     Rows,
     attention_flops,
-    computed_again,
     kept_by_layer,
-    shift,
+    unroll,
     workspace_of_layer,
 )
 from specserve.drafters.mtp import model
@@ -37,23 +36,12 @@ def rollout_states(
     aux_hidden_states: jax.Array,  # [batch, seq, d_model]
     rollout: Rollout,
 ) -> list[jax.Array]:  # length x [batch, seq, d_model], what `draft_logits` takes
-    """Compute the layer's states in every rollout step. The state at position t of step k predicts the token after
-    token t + 1 + k."""
-    run = functools.partial(_one_step, config)
-    if rollout.remat:
-        run = computed_again(run)
+    """Compute the layer's states in every rollout step (see `learning.unroll`)."""
     hidden = model.taken(config, target, aux_hidden_states)
     # of the target only what the layer shares: what is kept for the backward pass is kept for each step
     shared = TargetParams(target.embedding, (), target.norm, None)
-    states: list[jax.Array] = []
-    kv: list[KV] = []
-    for k in range(rollout.length):
-        token_ids, position_ids = shift(rows.token_ids, 1 + k), rows.position_ids + 1 + k
-        state, own = run(hidden, kv, params, shared, token_ids, position_ids, Documents(rows.document_ids))
-        hidden = model.handed_on(params, config, state)
-        states.append(state)
-        kv = [*kv, own]
-    return states
+    hand_on = functools.partial(model.handed_on, params, config)
+    return unroll(functools.partial(_one_step, config), hidden, (params, shared), rows, rollout, hand_on)
 
 
 def _one_step(
@@ -79,7 +67,7 @@ def rollout_costs(config: MtpConfig, spec: model.MtpParams, rollout: Rollout, se
     parameters that a device has."""
     layer = config.layer
     q_dim, kv_dim, num_kv_heads = _attention_dims(config)
-    d_ff, again = layer.d_ff, 1 if rollout.remat else 0
+    d_ff, again = layer.d_ff, rollout.num_repeats
     has_experts = layer.kind(0).has_experts
     if layer.experts and has_experts:
         d_ff = layer.experts.top_k * layer.experts.d_ff + layer.experts.shared_d_ff
@@ -116,7 +104,6 @@ def _flops(config: MtpConfig, spec: model.MtpParams, rollout: Rollout, seq_len: 
     top_k = layer.experts.top_k if layer.experts else None
     matrices = [leaf for leaf in specs((spec.fc, spec.layer)) if is_matrix(leaf)]
     each = num_params(matrices, top_k)
-    again = each if rollout.remat else 0
     seen, computed = row_kernels.mean_keys(seq_len, layer.kind(0).window, mesh)
     attention = attention_flops(2 * q_dim, seen, computed, remat=rollout.remat)
-    return (Flops(6 * each, 6 * each + 2 * again) + attention) * rollout.length
+    return (Flops(6 * each, (6 + 2 * rollout.num_repeats) * each) + attention) * rollout.length

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve.drafters.eagle3.model import Eagle3Params, draft_forward, draft_inputs, fuse_features, token_embedding
+from specserve.drafters.eagle3.rollout import fusing_flops
 from specserve.drafters.learning import (
     Costs,
     DraftTargets,
@@ -161,7 +162,7 @@ def slot_costs(config: PEagleConfig, spec: Eagle3Params, rollout: Rollout, seq_l
     numbers = num_anchors(config, seq_len)
     slots = sum(numbers) / seq_len  # for each position
     heads, kv = network.num_heads * network.head_dim, 2 * network.num_kv_heads * network.head_dim
-    again = 1 if rollout.remat else 0
+    again = rollout.num_repeats
     each = 2 * network.d_model + network.num_layers * kv  # a slot's state, its gradient, and what others see of it
     if not rollout.remat:
         each += 2 * network.d_model + network.num_layers * kept_by_layer(network.d_model, heads, network.d_ff)
@@ -182,13 +183,8 @@ def slot_costs(config: PEagleConfig, spec: Eagle3Params, rollout: Rollout, seq_l
 def _flops(
     config: PEagleConfig, spec: Eagle3Params, rollout: Rollout, seq_len: int, slots: float, mesh: Mesh | None
 ) -> Flops:
-    network = config.network
-    again = 1 if rollout.remat else 0
-    # the features are frozen; what makes them is computed once for each position, and once for all masked slots
-    needs_input_gradient = bool(spec.fc_norms) or spec.fc_input_norm is not None
-    fc = num_params(spec.fc)
-    times = 6 if needs_input_gradient else 4
-    once = Flops(times * fc, (times + 2 * again) * fc)
+    network, again = config.network, rollout.num_repeats
+    once = fusing_flops(spec, again)  # for each position, and for all masked slots together
     layers = num_params([leaf for leaf in specs(spec.layers) if is_matrix(leaf)])
     num_heads = on_each_device(mesh, "heads", network.num_heads)
     width = network.num_layers * num_heads * 2 * network.head_dim

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from specserve.drafters.interface import TrainedDrafter
 from specserve.eval.bench.step_times import bytes_read, read_bandwidth
 from specserve.models.config import ModelConfig
-from specserve.plan.work import DeviceWork, Replica, abstract_mesh, total_bytes
+from specserve.models.sharding import total_bytes
+from specserve.plan.work import DeviceWork, Replica, abstract_mesh
 from specserve.speculative.drafter import Weights
 from specserve.speculative.tree import Tree
 from specserve.train.speed import best_seconds, matmul_peak

@@ -13,7 +13,7 @@ from specserve.mesh import num_devices, parse_mesh, use_compilation_cache
 from specserve.provenance import fingerprint
 from specserve.train.capture import Capturer, FeatureFolder, log_time_left
 from specserve.train.run.checks import check_settings
-from specserve.train.run.prepare import load_materials
+from specserve.train.run.prepare import Materials, load_materials
 from specserve.train.settings import TrainRun
 
 logger = logging.getLogger(__name__)
@@ -30,24 +30,16 @@ def capture_states(run: TrainRun) -> FeatureFolder:
             "data capture is for one process or, with --ray, for workers, and for answers that are there: give no "
             "--coordinator, and with --no-regenerate the file of specserve data regenerate as --source"
         )
-    if run.ray:
-        return _capture_on_ray(run)
-    mesh = parse_mesh(run.mesh)
-    return load_materials(run, mesh).capture(mesh)
-
-
-def _capture_on_ray(run: TrainRun) -> FeatureFolder:
+    if not run.ray:
+        mesh = parse_mesh(run.mesh)
+        return load_materials(run, mesh).capture(run.features, mesh)
     ray = cluster.connect(run.ray_address)  # before JAX has threads, which are not for a process that forks
     try:
         materials = load_materials(run, None)
-        features = materials.features()
-        if missing := features.missing():
+        features = materials.features(run.features)
+        if features.missing():
             pool = cluster.Pool(run.num_workers, cluster.reserve(ray, num_devices(run.mesh), run.num_workers))
-            rows = ray.put((materials.loaded.rows, materials.data.target_ids))
-            begin = time.monotonic()
-            written = cluster.map_over(ray, missing, _make_writer, (run, features, rows), pool)
-            for done, number in enumerate(written, start=1):
-                log_time_left(features, number, done, len(missing), begin)
+            _capture_on_ray(ray, pool, run.target, run.mesh, materials, features)
     finally:
         ray.shutdown()
     if left := features.missing():
@@ -55,27 +47,37 @@ def _capture_on_ray(run: TrainRun) -> FeatureFolder:
     return features
 
 
-def _make_writer(run: TrainRun, features: FeatureFolder, rows: Any) -> Callable[[list[int]], int]:
-    """Load the target in a worker. Returns the function that writes the file of one number and returns the number;
-    `rows` is Ray's reference to (rows, draft vocabulary)."""
+def _capture_on_ray(
+    ray: Any, pool: cluster.Pool, target: str, mesh: str, materials: Materials, features: FeatureFolder
+) -> None:
+    missing, begin = features.missing(), time.monotonic()
+    data = ray.put((materials.loaded.rows, materials.data.target_ids))
+    arguments = target, mesh, features, data, materials.data.loader.batch_size, materials.is_checked
+    for done, number in enumerate(cluster.map_over(ray, missing, _make_writer, arguments, pool), start=1):
+        log_time_left(features, number, done, len(missing), begin)
+
+
+def _make_writer(
+    target: str,  # as the command was given it
+    mesh: str,  # of each worker
+    features: FeatureFolder,
+    data: Any,  # Ray's reference to (rows, draft vocabulary)
+    batch_size: int,
+    is_checked: bool,  # every weight of the target must be a number
+) -> Callable[[list[int]], int]:
+    """Load the target in a worker. Returns the function that writes the file of one number and returns the number."""
     use_compilation_cache()
-    folder = resolve_target(run.target).folder
+    folder = resolve_target(target).folder
     if fingerprint(folder) != features.manifest.target:
         raise ConfigError(
-            f"{run.target} is another target in {folder} of this worker than where the command was started; give all "
+            f"{target} is another target in {folder} of this worker than where the command was started; give all "
             "hosts the same files"
         )
     if not features.folder.is_dir():
         raise ConfigError(f"{features.folder} is not there for this worker; let --capture be on a disk that all share")
-    packed, target_ids = cluster.load("ray").get(rows)
+    rows, target_ids = cluster.load("ray").get(data)
     capturer = Capturer(
-        features,
-        folder,
-        packed,
-        target_ids,
-        batch_size=run.train.batch_size,
-        is_checked=run.check_weights,
-        mesh=parse_mesh(run.mesh),
+        features, folder, rows, target_ids, batch_size=batch_size, is_checked=is_checked, mesh=parse_mesh(mesh)
     )
 
     def write(numbers: list[int]) -> int:

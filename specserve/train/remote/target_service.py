@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from specserve import cluster, log, provenance
+from specserve.checkpoints.load import Quantization
 from specserve.checkpoints.source import TargetSource
 from specserve.data.loader import Batch, Loader
 from specserve.drafters.interface import TrainedDrafter
@@ -31,7 +32,7 @@ from specserve.train.remote.messages import LIFE, PrefillSpec, Sample
 from specserve.train.remote.prefill import expected_states, from_bytes
 from specserve.train.remote.target_actor import TargetActor
 from specserve.train.run.checks import targets_of_each
-from specserve.train.settings import ServiceSettings, TrainRun
+from specserve.train.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
 
@@ -182,18 +183,27 @@ class TargetService:
         return states
 
 
-def prefill_spec(run: TrainRun, source: TargetSource, config: ModelConfig, drafter: TrainedDrafter) -> PrefillSpec:
+def prefill_spec(
+    settings: ServiceSettings,
+    source: TargetSource,
+    config: ModelConfig,
+    drafter: TrainedDrafter,
+    *,
+    quantization: Quantization,  # of the target's weights
+    is_checked: bool,  # every weight must be a number
+    accumulate: int,  # parts of a batch
+) -> PrefillSpec:
     """Describe what the target processes of a run load, and what they send."""
     return PrefillSpec(
         target=source.name,
         fingerprint=provenance.fingerprint(source.folder),
         dtype=config.dtype,
-        quantization=run.quantization,
-        mesh=run.service.target_mesh,
-        is_checked=run.check_weights,
+        quantization=quantization,
+        mesh=settings.target_mesh,
+        is_checked=is_checked,
         aux_layers=drafter.aux_layers,
-        accumulate=run.train.accumulate,
-        transport=run.service.target_transport,
+        accumulate=accumulate,
+        transport=settings.target_transport,
     )
 
 

@@ -84,27 +84,30 @@ class Budget:
         return dataclasses.replace(run, train=train)
 
 
-def begin(run: TrainRun) -> Budget | None:
-    """Return the budget of a run whose folder exists, with the earlier decisions where the run is resumed, or None
-    where it has no budget. Raises ConfigError, and CheckpointError for a file that cannot be read."""
-    if not run.budget:
+def begin(text: str, folder: Path, *, is_resumed: bool) -> Budget | None:
+    """Return the budget of a run in this folder, which is there, with the earlier decisions where the run is resumed,
+    or None where it has no budget. Raises ConfigError, and CheckpointError for a file that cannot be read."""
+    if not text:
         return None
-    budget, path = Budget(seconds_of(run.budget)), Path(run.output) / FILE
-    if not run.train.resume or not path.is_file():
-        path.unlink(missing_ok=True)
-        return budget
-    return _read(path)
+    budget = Budget(seconds_of(text))
+    if is_resumed and (earlier := _read(folder)):
+        return earlier
+    (folder / FILE).unlink(missing_ok=True)
+    return budget
 
 
 def decided(run: TrainRun) -> TrainRun:
     """Return the run with the decisions of the budget in its folder. Raises CheckpointError."""
-    path = Path(run.output) / FILE
-    if not run.budget or not path.is_file():
-        return run
-    return _read(path).apply(run)
+    if run.budget and (budget := _read(Path(run.output))):
+        return budget.apply(run)
+    return run
 
 
-def _read(path: Path) -> Budget:
+def _read(folder: Path) -> Budget | None:
+    """Read the decisions in the folder of a run; None where there are none. Raises CheckpointError."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
     try:
         return Budget(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:

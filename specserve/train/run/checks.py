@@ -19,7 +19,15 @@ from specserve.models.config import ModelConfig
 from specserve.train.acceptance import arms
 from specserve.train.head import earlier_drafter, new_drafter
 from specserve.train.run.budget import seconds_of
-from specserve.train.settings import DraftSettings, ServiceSettings, TrainRun, TrainSettings
+from specserve.train.settings import (
+    CaptureSettings,
+    DataSettings,
+    DraftSettings,
+    ServiceSettings,
+    StatesFrom,
+    TrainRun,
+    TrainSettings,
+)
 from specserve.train.step import rollout_of
 
 
@@ -33,10 +41,19 @@ def check_settings(run: TrainRun) -> None:
             f"train.batch_size is {train.batch_size}, which train.accumulate {train.accumulate} does not divide"
         )
     _check_shares(train, run.mesh)
-    _check_patience(run)
-    _check_stages(run)
-    _check_service(run)
-    _check_ray(run)
+    _check_patience(train, run.data, run.features, run.service)
+    _check_stages(run.budget, run.states_from, is_answered=run.data.regenerate, is_of_several=run.is_of_several)
+    has_own_clusters = bool(run.coordinator) and not run.ray_address
+    _check_service(run.service, run.features, run.num_trainers, has_own_clusters=has_own_clusters)
+    if run.ray and (run.coordinator or run.num_processes > 1 or run.process_id):
+        raise ConfigError(
+            "--ray starts the processes of a run itself: give --num-workers, and no --coordinator, --num-processes or "
+            "--process-id"
+        )
+    address = run.ray_address
+    if run.service.target_service:  # its processes are on a cluster, whether training is or not
+        address = ""
+    cluster.check(run.ray, address, run.num_workers)
     arms(run.eval.speculation, run.eval.temperature)
     Columns.parse(run.data.columns)
     parse_template_kwargs(run.data.template_kwargs)
@@ -100,49 +117,39 @@ def _check_shares(train: TrainSettings, mesh: str) -> None:
             raise ConfigError(f"{what} is {size}, no multiple of --mesh {given}; change one of them")
 
 
-def _check_stages(run: TrainRun) -> None:
+def _check_stages(budget: str, states_from: StatesFrom, *, is_answered: bool, is_of_several: bool) -> None:
     """Check stages that only one process can run, or that need the target in memory. Raises ConfigError."""
-    if run.budget:
-        seconds_of(run.budget)
-    if run.budget and not run.has_layers:
-        name = "--capture" if run.features.capture else "--target-service"
+    if budget:
+        seconds_of(budget)
+    if budget and states_from != "layers":
+        name = {"capture": "--capture", "service": "--target-service"}[states_from]
         raise ConfigError(f"--budget measures steps with the target in memory; with {name} give --max-steps")
-    if run.is_of_several and (run.budget or run.data.regenerate):
+    if is_of_several and (budget or is_answered):
         raise ConfigError(
             "--budget and --regenerate are for one process: have the target answer first (specserve data regenerate), "
             "and give the file as --source, with --max-steps"
         )
 
 
-def _check_ray(run: TrainRun) -> None:
-    """Check that the processes of the run are started either by Ray or with a coordinator, and not by both. Raises
-    ConfigError."""
-    if run.ray and (run.coordinator or run.num_processes > 1 or run.process_id):
-        raise ConfigError(
-            "--ray starts the processes of a run itself: give --num-workers, and no --coordinator, --num-processes or "
-            "--process-id"
-        )
-    cluster.check(run.ray, "" if run.service.target_service else run.ray_address, run.num_workers)
-
-
-def _check_service(run: TrainRun) -> None:
-    """Check the settings of a target that runs in processes of its own, which only hold where it does. Raises
-    ConfigError."""
-    service = run.service
+def _check_service(
+    service: ServiceSettings, features: CaptureSettings, num_trainers: int, *, has_own_clusters: bool
+) -> None:
+    """Check the settings of a target that runs in processes of its own, which only hold where it does. Each of the
+    training processes may have a Ray cluster of its own. Raises ConfigError."""
     if not service.target_service and service != ServiceSettings():
         raise ConfigError(
             "--target-mesh, --target-ahead and --target-transport are for a target in processes of its own; give "
             "--target-service N, or leave them out"
         )
-    if service.target_service and run.features.capture:
+    if service.target_service and features.capture:
         raise ConfigError("--capture and --target-service both give the target's states; leave one of them out")
-    if service.target_service and run.coordinator and not run.ray_address:
+    if service.target_service and has_own_clusters:
         raise ConfigError(
             "--target-service with several training processes: all of them start their targets on one Ray cluster; "
             "give each its --ray-address, or start the run with --ray --num-workers N in place of --coordinator"
         )
     if service.target_service:
-        targets_of_each(service, run.num_workers if run.ray else run.num_processes)
+        targets_of_each(service, num_trainers)
     mesh_sizes(service.target_mesh)
 
 
@@ -157,20 +164,20 @@ def targets_of_each(settings: ServiceSettings, num_trainers: int) -> int:
     return settings.target_service // num_trainers
 
 
-def _check_patience(run: TrainRun) -> None:
-    unmeasured = [
-        fix
-        for is_so, fix in (
-            (not run.train.eval_every, "--eval-every above 0"),
-            (not run.data.eval_prompts, "--eval-prompts above 0"),
-            (bool(run.features.capture), "no --capture"),
-            (bool(run.service.target_service), "no --target-service"),
-        )
-        if is_so
-    ]
-    if run.train.patience and unmeasured:
+def _check_patience(
+    train: TrainSettings, data: DataSettings, features: CaptureSettings, service: ServiceSettings
+) -> None:
+    """Check that what patience goes by is measured. Raises ConfigError."""
+    fixes = {
+        "--eval-every above 0": not train.eval_every,
+        "--eval-prompts above 0": not data.eval_prompts,
+        "no --capture": features.capture,
+        "no --target-service": service.target_service,
+    }
+    unmeasured = [fix for fix, is_needed in fixes.items() if is_needed]
+    if train.patience and unmeasured:
         raise ConfigError(
-            f"train.patience is {run.train.patience}, but nothing is measured while this run trains; give "
+            f"train.patience is {train.patience}, but nothing is measured while this run trains; give "
             f"{' and '.join(unmeasured)}, or --patience 0"
         )
 

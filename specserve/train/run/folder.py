@@ -91,7 +91,10 @@ class RunFolder:
         try:
             self._check(run)
             if is_first:
-                _replace(self.path / SETTINGS_FILE, config.to_yaml(_for_later(run)))
+                # the file says nothing of this start: a later run resumes only where that is asked for
+                train = dataclasses.replace(run.train, resume=False)
+                saved = dataclasses.replace(run.shared, dry_run=False, train=train)
+                _replace(self.path / SETTINGS_FILE, config.to_yaml(saved))
         except BaseException:
             self.close()
             raise
@@ -127,11 +130,11 @@ class RunFolder:
             if (self.path / SINGLE_FILE).exists() and not settings.is_file():
                 raise ConfigError(f"{self.path} holds weights that no run here has written; give another --output")
             return
-        before = config.resolve(TrainRun, file=settings)
+        before = config.values(config.resolve(TrainRun, file=settings))
         different = [
-            f"{leaf.name} was {old}, now it is {new}"
-            for leaf in config.leaves(TrainRun)
-            if leaf.name not in MAY_CHANGE and (old := _value(before, leaf.name)) != (new := _value(run, leaf.name))
+            f"{name} was {before[name]}, now it is {now}"
+            for name, now in config.values(run).items()
+            if name not in MAY_CHANGE and before[name] != now
         ]
         if different:
             raise ConfigError(
@@ -198,18 +201,6 @@ class MetricsFile:
                     f"{self._path}, line {number}: not JSON ({error}); repair or remove it"
                 ) from error
             yield row, line
-
-
-def _for_later(run: TrainRun) -> TrainRun:
-    """Return the settings that stand in the folder for a later run: without resuming, and without this process's own
-    part in the run."""
-    return dataclasses.replace(run, process_id=0, dry_run=False, train=dataclasses.replace(run.train, resume=False))
-
-
-def _value(run: Any, name: str) -> Any:
-    for part in name.split("."):
-        run = getattr(run, part)
-    return run
 
 
 def wait_until_free(folder: Path, seconds: float) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specserve import provenance
+from specserve import config, provenance
 from specserve.interop.notes import read_notes
 from specserve.train.run import report, trackers
 from specserve.train.run.budget import decided
@@ -36,7 +36,12 @@ def observing(run: TrainRun) -> Iterator[Sequence[Observer]]:
     def write_report(progress: Progress) -> None:
         if progress.ending:
             found = RunReport(
-                decided(run), read_notes(folder), read_metrics(folder), progress.ending, provenance.collect()
+                output=run.output,
+                settings=config.changed(decided(run)),
+                notes=read_notes(folder),
+                rows=read_metrics(folder),
+                ending=progress.ending,
+                provenance=provenance.collect(),
             )
             try:
                 report.write(folder / REPORT_FILE, found)

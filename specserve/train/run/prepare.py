@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from specserve import cluster, processes, provenance
 from specserve.checkpoints.configs import find_config
-from specserve.checkpoints.load import Target, load_target
+from specserve.checkpoints.load import Quantization, Target, load_target
 from specserve.checkpoints.source import BUNDLED, TargetSource, resolve_target
 from specserve.data import dataset, pydoc, sources
 from specserve.data.conversations import Columns, parse_template_kwargs
@@ -28,13 +28,14 @@ from specserve.tokenizer import Tokenizer
 from specserve.train import capture
 from specserve.train.capture import Capturer, FeatureFolder
 from specserve.train.evaluation import HeldOutEvaluator
+from specserve.train.flops import StepShape
 from specserve.train.head import earlier_head, new_drafter
 from specserve.train.learner import Learner, TrainingData
 from specserve.train.remote.target_service import open_service, prefill_spec
 from specserve.train.run.checks import plan_drafter
 from specserve.train.run.folder import RunFolder
 from specserve.train.run.report import summarize
-from specserve.train.settings import DataSettings, TrainRun, TrainSettings
+from specserve.train.settings import CaptureSettings, DataSettings, TrainRun, TrainSettings
 from specserve.train.speed import make_stopwatch
 from specserve.train.step import place_rows
 from specserve.train.trainer import Trainer
@@ -48,38 +49,39 @@ Mixture = tuple[sources.SourceRows, ...]
 class Materials:
     """The materials of a run, whatever it computes: target, data, prompts and drafter."""
 
-    run: TrainRun
     source: TargetSource
     target: Target  # without its layers, where their states come from elsewhere
+    quantization: Quantization  # of the target's weights
+    is_checked: bool  # every weight of the target must be a number
     loaded: Dataset
     prompts: list[Prompt]
     data: TrainingData
     drafter: TrainedDrafter
 
-    def features(self) -> FeatureFolder:
+    def features(self, settings: CaptureSettings) -> FeatureFolder:
         """Open the captured states of the run, complete or not. Raises ConfigError or CheckpointError."""
         return capture.open_features(
-            self.run.features,
+            settings,
             self.target,
-            self.run.quantization,
+            self.quantization,
             self.drafter,
             self.loaded.rows,
             self.data.loader.state()["rows_digest"],
             self.data.target_ids,
         )
 
-    def capture(self, mesh: Mesh | None) -> FeatureFolder:
+    def capture(self, settings: CaptureSettings, mesh: Mesh | None) -> FeatureFolder:
         """Open the captured states of the run, and capture those that are missing. Raises ConfigError or
         CheckpointError."""
-        features = self.features()
+        features = self.features(settings)
         make = functools.partial(
             Capturer,
             features,
             self.source.folder,
             self.loaded.rows,
             self.data.target_ids,
-            batch_size=self.run.train.batch_size,
-            is_checked=self.run.check_weights,
+            batch_size=self.data.loader.batch_size,
+            is_checked=self.is_checked,
             mesh=mesh,
         )
         capture.capture(features, make)
@@ -98,9 +100,17 @@ def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) ->
     target, data = materials.target, materials.data
     evaluator = features = None
     if run.features.capture:
-        features = materials.capture(mesh)
+        features = materials.capture(run.features, mesh)
     elif run.service.target_service:
-        spec = prefill_spec(run, materials.source, target.config, materials.drafter)
+        spec = prefill_spec(
+            run.service,
+            materials.source,
+            target.config,
+            materials.drafter,
+            quantization=run.quantization,
+            is_checked=run.check_weights,
+            accumulate=run.train.accumulate,
+        )
         features = open_service(cluster.connect(run.ray_address), run.service, spec, target.config, data.loader)
     if features:
         logger.warning(
@@ -120,7 +130,7 @@ def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) ->
         )
     learner = Learner(run.train, materials.drafter, target, data, features=features, mesh=mesh)
     notes = _notes(run, materials.source, materials.loaded, data.target_ids)
-    stopwatch = make_stopwatch(run, target.config, materials.drafter, mesh)
+    stopwatch = make_stopwatch(StepShape.of(run.train, target.config, materials.drafter, run.states_from), mesh)
     return Trainer(run, learner, notes, folder, evaluator=evaluator, stopwatch=stopwatch)
 
 
@@ -137,7 +147,7 @@ def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = N
         quantization=run.quantization,
         mesh=mesh,
         is_checked=run.check_weights,
-        has_layers=run.has_layers,
+        has_layers=run.states_from == "layers",
     )
     tokenizer = Tokenizer.load(source.folder, parse_template_kwargs(run.data.template_kwargs))
     vocab_size = target.config.vocab_size
@@ -161,7 +171,7 @@ def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = N
         100 * data.coverage,
     )
     drafter = head.drafter if head else new_drafter(run.drafter, run.draft, target.config, len(target_ids))
-    return Materials(run, source, target, loaded, prompts, data, drafter)
+    return Materials(source, target, run.quantization, run.check_weights, loaded, prompts, data, drafter)
 
 
 def _notes(run: TrainRun, source: TargetSource, loaded: Dataset, target_ids: np.ndarray) -> dict[str, Any]:

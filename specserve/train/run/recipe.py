@@ -9,7 +9,6 @@ target brings nothing: the schema's defaults are its own.
 import functools
 import math
 from collections.abc import Mapping
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ def recipe(name: str) -> str:
         return own.read_text(encoding="utf-8")
     if name not in PRESETS:
         raise ConfigError(f"{name!r} has no recipe; `specserve targets` lists the names that have one")
-    defaults = {leaf.name: leaf.default for leaf in config.leaves(TrainRun)}
+    defaults = config.defaults(TrainRun)
     nested: dict[str, Any] = {"target": name}
     for setting, value in _of_target(PRESETS[name].config(), PRESETS[name]).items():
         if value != defaults[setting]:
@@ -161,9 +160,8 @@ def _is_published(entry: str) -> bool:
 def _earlier(given: Mapping[str, Any]) -> dict[str, Any]:
     """Read all settings of the run in the output folder, so that a resumed run depends on nothing that is
     found today."""
-    defaults = {leaf.name: leaf.default for leaf in config.leaves(TrainRun)}
-    file = Path(given.get("output", defaults["output"])) / SETTINGS_FILE
+    file = Path(given.get("output", config.defaults(TrainRun)["output"])) / SETTINGS_FILE
     if not file.is_file():
         return {}
-    earlier = config.resolve(TrainRun, file=file)
-    return {name: attrgetter(name)(earlier) for name in defaults if name not in ("output", "train.resume", "dry_run")}
+    earlier = config.values(config.resolve(TrainRun, file=file))
+    return {name: value for name, value in earlier.items() if name not in ("output", "train.resume", "dry_run")}

@@ -4,19 +4,16 @@ run's notes, so it can be made at any time; whatever comes from users' data is e
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specserve import config
 from specserve.data.dataset import Dataset
 from specserve.host import whole_file
 from specserve.speculative.vocab import coverage
 from specserve.train.run.folder import SETTINGS_FILE
 from specserve.train.run.page import line_chart, number, template
-from specserve.train.settings import TrainRun
 
 REPORT_FILE = "report.html"
 TEMPLATE = "report.html.j2"
@@ -28,7 +25,8 @@ Row = Mapping[str, Any]
 class RunReport:
     """The data that the report is made of."""
 
-    run: TrainRun
+    output: str  # the run's folder
+    settings: Mapping[str, Any]  # those that are not the defaults
     notes: Mapping[str, Any]  # of the exported head: target, fingerprint, `data_summary`
     rows: Sequence[Row]  # of metrics.jsonl
     ending: str  # why the run ended
@@ -51,7 +49,7 @@ def render(report: RunReport) -> str:
     arms = (newest or {}).get("arms", {})
     depth = max((len(arm["accept_rate"]) for arm in arms.values()), default=0)
     return template(Path(__file__).parent, TEMPLATE).render(
-        run=report.run,
+        output=report.output,
         notes=report.notes,
         ending=report.ending,
         tiles=_tiles(steps, measured),
@@ -60,9 +58,9 @@ def render(report: RunReport) -> str:
         depth=depth,
         depth_names=[f"depth {d}" for d in range(1, depth + 1)],
         data=report.notes.get("data_summary", {}),
-        settings=_settings(report.run),
+        settings=[(name, _text(value)) for name, value in report.settings.items()],
         provenance=_shown(report),
-        commands=commands(report.run.output, is_stopped=report.ending.startswith("stopped")),
+        commands=commands(report.output, is_stopped=report.ending.startswith("stopped")),
     )
 
 
@@ -164,13 +162,6 @@ def _charts(steps: Sequence[Row], measured: Sequence[Row], *, num_others: int) -
         lines = {f"step {k}": [(x, y[k]) for x, y in values if len(y) > k] for k in range(depth)}
         charts.append(line_chart(title, "step", lines, note=note, y_from_zero=key == "learning_rate"))
     return [chart for chart in charts if chart]
-
-
-def _settings(run: TrainRun) -> list[tuple[str, str]]:
-    """List the names and values of the settings that are not the defaults."""
-    changed = {leaf.name: attrgetter(leaf.name)(run) for leaf in config.leaves(TrainRun)}
-    default = {leaf.name: leaf.default for leaf in config.leaves(TrainRun)}
-    return [(name, _text(value)) for name, value in changed.items() if value != default[name]]
 
 
 def _text(value: Any) -> str:

@@ -58,11 +58,10 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 
 def test_what_was_decided_is_followed(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, budget="1h", eval_every=2000, save_every=0, max_steps=40_000)
-    assert budgets.begin(dataclasses.replace(run, budget="")) is None
+    assert budgets.begin("", tmp_path, is_resumed=False) is None
     decided = dataclasses.replace(Budget(3600.0), conversations=50, steps=300, spent=7.0)
     budgets.record(Path(run.output), decided)
-    resumed = dataclasses.replace(run, train=dataclasses.replace(run.train, resume=True))
-    assert budgets.begin(resumed) == decided
+    assert budgets.begin("1h", tmp_path, is_resumed=True) == decided
     scaled = decided.apply(run)
     assert budgets.decided(run) == scaled, "what the report shows"
     assert budgets.decided(dataclasses.replace(run, budget="")).train.max_steps == 40_000
@@ -70,6 +69,6 @@ def test_what_was_decided_is_followed(tmp_path: Path) -> None:
     assert (scaled.data.max_conversations, train.max_steps, train.eval_every, train.save_every) == (50, 300, 30, 0)
     (tmp_path / budgets.FILE).write_text("{")
     with pytest.raises(CheckpointError, match=r"budget\.json"):
-        budgets.begin(resumed)
-    assert budgets.begin(run) == Budget(3600.0), "another run in the folder begins anew"
+        budgets.begin("1h", tmp_path, is_resumed=True)
+    assert budgets.begin("1h", tmp_path, is_resumed=False) == Budget(3600.0), "another run in the folder begins anew"
     assert not (tmp_path / budgets.FILE).exists()

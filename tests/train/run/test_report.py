@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specserve import config
 from specserve.data.conversations import Conversation, Message
 from specserve.data.dataset import SourceTokens, build
 from specserve.data.documents import Document, TokenizedDocuments
@@ -113,7 +114,8 @@ def report(data_summary: dict[str, Any]) -> RunReport:
     rows = [_step(step) for step in range(1, 101)]
     rows += [_measurement(step, tau, step == 100) for step, tau in zip(measured, _taus(measured), strict=True)]
     notes = {"target": HOSTILE, "target_fingerprint": "abcdef0123456789", "data_summary": data_summary}
-    return RunReport(run, notes, rows, "finished", {"jax": "9.8.7", "argv": ["specserve", "train", "a b"]})
+    provenance = {"jax": "9.8.7", "argv": ["specserve", "train", "a b"]}
+    return RunReport(run.output, config.changed(run), notes, rows, "finished", provenance)
 
 
 def test_the_report_says_what_was_measured(report: RunReport) -> None:
@@ -165,14 +167,15 @@ def test_a_report_of_a_run_that_hardly_began(report: RunReport, kept: str) -> No
         kept, [_step(1), _measurement(1, 1.5)]
     )
     notes = {"target": "x", "target_fingerprint": "y"} if kept == "no data" else report.notes
-    page = Page(render(RunReport(report.run, notes, rows, "stopped by SIGTERM", {})))
+    page = Page(render(RunReport(report.output, report.settings, notes, rows, "stopped by SIGTERM", {})))
     text = " ".join(page.text)
     assert "stopped by SIGTERM" in text
     assert "specserve train --config 'my head/run.yaml' --resume" in text
 
 
 def test_a_run_that_ends_between_two_logged_steps_is_reported_to_its_end(report: RunReport) -> None:
-    page = Page(render(RunReport(report.run, report.notes, [_step(1), _measurement(4, 1.5, True)], "finished", {})))
+    rows = [_step(1), _measurement(4, 1.5, True)]
+    page = Page(render(RunReport(report.output, report.settings, report.notes, rows, "finished", {})))
     assert f"{number(4000)} tokens learned from" in " ".join(page.text)
 
 
