@@ -20,8 +20,9 @@ from specserve.eval.verify.draws import COUNTED_TOKENS, NUM_DRAWS, chi_square, n
 from specserve.eval.verify.judge import Judge, ProofSubject, bug, log_sum_exp
 from specserve.eval.verify.report import Mismatch, ProofReport, Row, Test
 from specserve.eval.verify.requests import ProofRequest, base_requests, draw_requests, follow_ups, option_requests
-from specserve.serve.engine.engine import Engine, EngineOptions
+from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.interface import EngineStats
+from specserve.serve.engine.options import EngineOptions
 from specserve.serve.requests.completion import Collector, CompletionOutput
 from specserve.serve.requests.request import Delta
 from specserve.speculative.acceptance import Acceptance
