@@ -27,10 +27,12 @@ from specserve.interop.notes import draft_quantization, read_notes
 from specserve.mesh import default_dtype, free_memory, in_equal_parts, num_parts
 from specserve.models.config import ModelConfig
 from specserve.provenance import fingerprint
-from specserve.serve.engine.engine import Engine, EngineOptions
+from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.interface import DraftInfo
+from specserve.serve.engine.late import LateWork
+from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.pages import Watcher
-from specserve.serve.engine.swap import LoadedHead
+from specserve.serve.engine.swap import LoadedHead, ServedHead
 from specserve.serve.fleet.ranks import Follower, Leader, LeadingRunner
 from specserve.serve.programs import program_list
 from specserve.serve.programs.calibrate import cost_file, describe_costs, finish, step_costs
@@ -228,19 +230,16 @@ def make_engine(
     if not late:
         on_warmup(len(programs), len(programs), "timing the steps")
         controller = finish(make_controller(runner))
+    load = _head_loader(models, run) if leader is None else None  # the other processes would need it as well
     return Engine(
         runner,
         models.tokenizer,
         model_name=run.served_model_name or _public(models.name),
-        draft=models.draft,
-        load_head=_head_loader(models, run) if leader is None else None,  # the others would need it as well
+        head=ServedHead(models.draft, load),
         eos_ids=models.target.eos_ids,
         controller=controller,
-        options=_options(run),
-        late_programs=late,
-        mask_programs=programs[len(first) + len(late) :],
-        on_compiled=make_controller,
-        watcher=watcher,
+        options=_options(run, watcher),
+        late=LateWork(late, programs[len(first) + len(late) :], make_controller),
     )
 
 
@@ -279,13 +278,14 @@ def _make_runner(models: Models, run: ServeRun, rank: Leader | Follower | None, 
     return runner
 
 
-def _options(run: ServeRun) -> EngineOptions:
+def _options(run: ServeRun, watcher: Watcher | None) -> EngineOptions:
     return EngineOptions(
         max_queue=run.max_queue,
         prefill_tokens=run.prefill_tokens,
         is_caching=run.prefix_cache,
         prefers_cached=run.schedule == "longest-prefix",
         watchdog_seconds=run.watchdog_seconds,
+        watcher=watcher,
     )
 
 

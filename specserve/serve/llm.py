@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 from specserve import config, host
 from specserve.errors import CapacityError, ConfigError, RequestError
@@ -19,7 +19,7 @@ from specserve.serve.launch import make_engine
 from specserve.serve.progress import answer_bar, warmup_bar
 from specserve.serve.requests.completion import CompletionOutput
 from specserve.serve.requests.request import PromptToken, SamplingParams
-from specserve.serve.settings import ENGINE, PROGRAM, ServeRun
+from specserve.serve.settings import ENGINE, PROGRAM, EngineSettings, ServeRun
 from specserve.tokenizer import Tokenizer
 
 
@@ -54,7 +54,7 @@ class LLM:
     thread.
 
     `target` is a preset, a Hugging Face folder or a hub id, `draft` the folder of a head; without either it is the
-    bundled pair. `settings` are those of `specserve serve` that concern programs or the engine (`settings.ServeRun`).
+    bundled pair. `settings` are those of `specserve serve` that concern programs or the engine.
     `tokenizer=None` serves folders that have none, by token ids alone. `progress` shows bars while
     programs compile and answers are made. Raises ConfigError or CheckpointError.
     """
@@ -67,7 +67,7 @@ class LLM:
         speculation: str = "auto",
         tokenizer: bool | None = True,
         progress: bool = True,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> None:
         given = {
             "target": str(target),
@@ -172,7 +172,7 @@ class LLM:
             raise RequestError(f"{len(each)} sampling params for {len(asked)} prompts; give one, or one for each")
         choices = [own.choices() for own in each]
         for i, ((_, token_ids), own) in enumerate(zip(asked, choices, strict=True)):
-            _at(i, len(asked), lambda ids=token_ids, own=own: self.engine.check(ids, own[0]))
+            _at(i, len(asked), lambda ids=token_ids, own=own: self.engine.inputs.check(ids, own[0]))
         prompts = [ids for (_, ids), own in zip(asked, choices, strict=True) for _ in own]
         flat = [choice for own in choices for choice in own]
         with answer_bar(len(flat), is_shown=self._progress if progress is None else progress) as on_done:

@@ -1,7 +1,7 @@
 """The settings of a server: one schema for YAML, `--set` and flags (see `config`)."""
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, TypedDict
 
 from pydantic.dataclasses import dataclass
 
@@ -197,6 +197,31 @@ class ServeRun:
     drain_seconds: float = setting(30.0, help="on SIGTERM, let running requests end for so long", ge=0)
     watchdog_seconds: float = setting(60.0, scope=ENGINE, help="report a step that takes longer; 0: never", ge=0)
     warmup_only: bool = setting(False, scope=PROCESS, help="compile everything into the cache folder and exit")
+
+
+class EngineSettings(TypedDict, total=False):
+    """The settings of `ServeRun` that concern programs or the engine, but for `speculation`, as keywords of a Python
+    call. A type checker cannot read them from the schema, so they stand here again, and a test compares both."""
+
+    quantization: Literal["", "none", "stored", "int8", "fp8"]
+    draft_quantization: Literal["", "none", "int8", "fp8"]
+    kv_cache_dtype: Literal["auto", "int8", "fp8"]
+    mesh: str
+    check_weights: bool
+    max_slots: int
+    max_model_len: int
+    page_size: int
+    cache_tokens: int
+    cache_gb: float
+    cache_fraction: float
+    prefix_cache: bool
+    schedule: Literal["fcfs", "longest-prefix"]
+    prefill_tokens: int
+    max_queue: int
+    deterministic: bool
+    constrained: bool
+    early_ready: bool
+    watchdog_seconds: float
 
 
 @dataclass(frozen=True, config=RULES)

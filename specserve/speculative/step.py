@@ -87,6 +87,15 @@ class StepResult:
     def token_ids(self) -> Any:  # [batch, depth + 1] int32
         return self.counts[:, 2:]
 
+    def asked(self, *, has_logprobs: bool = False, has_tree: bool = False) -> "StepResult":
+        """Return the result without the parts that nobody has asked for, which the host need not copy."""
+        asked = self
+        if not has_logprobs:
+            asked = dataclasses.replace(asked, logprobs=None)
+        if not has_tree:
+            asked = dataclasses.replace(asked, node_ids=None, parents=None)
+        return asked
+
     def emitted(self, row: int) -> list[int]:
         """Return the tokens that the step adds to a sequence, once it is read: the accepted ones and the bonus
         token."""
@@ -103,6 +112,15 @@ class Admission:
     rows: SamplerRows  # [1]
     tokens: TokenRows  # [1]
     promise: jax.Array  # [] float32, accepted tokens per step that the drafter's head promises
+
+
+@pytree
+class PromptChunks:
+    """The next tokens of prompts, that a prefill runs."""
+
+    slots: jax.Array  # [batch] int32
+    num_tokens: jax.Array  # [batch] int32, how many of the next `chunk` tokens of the history to run
+    is_last: jax.Array  # [batch] bool, whether they end the prompt: then the drawn token counts, it is the root
 
 
 def init_state(
@@ -149,9 +167,7 @@ def prefill(
     config: StepConfig,
     weights: Weights,
     state: SlotState,
-    slots: jax.Array,  # [batch] int32
-    num_tokens: jax.Array,  # [batch] int32, how many of the next `chunk` tokens of the history to run
-    is_last: jax.Array,  # [batch] bool, whether they end the prompt: then the drawn token counts, it is the root
+    prompts: PromptChunks,
     allowed: jax.Array | None = None,  # [batch, 1, bytes] uint8, see `sampling.constrain`
     *,
     chunk: int,
@@ -160,6 +176,7 @@ def prefill(
 ) -> tuple[SlotState, StepResult]:
     """Run one chunk of each prompt, and draw the token after it. With `is_scored`, also return how likely each of the
     prompt's tokens was."""
+    slots, num_tokens = prompts.slots, prompts.num_tokens
     now = _gather(state, slots, width)
     offset = jnp.arange(chunk)
     index = now.seq_lens[:, None] + offset
@@ -188,7 +205,7 @@ def prefill(
     if is_scored:
         next_ids = state.history.at[slots[:, None], index + 1].get(mode="clip")
         result = dataclasses.replace(result, prompt=_score(config, weights, out.hidden_states, next_ids))
-    return _emit(state, slots, end, drawn, is_last[:, None]), result
+    return _emit(state, slots, end, drawn, prompts.is_last[:, None]), result
 
 
 @native.serving

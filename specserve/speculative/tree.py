@@ -79,6 +79,11 @@ class StaticTree(_Proposed):
 Tree = DynamicTree | StaticTree
 
 
+def depth_of(tree: Tree | None) -> int:
+    """The draft tokens that a step over this tree may accept; none of plain decoding."""
+    return tree.depth if tree else 0
+
+
 def chain(length: int, source: str = "head") -> DynamicTree:
     return DynamicTree(depth=length, top_k=1, num_nodes=length, source=source)
 

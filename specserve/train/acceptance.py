@@ -28,7 +28,7 @@ from specserve.speculative import step
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.drafter import DraftWeights, Weights
 from specserve.speculative.sampling import SamplerRows
-from specserve.speculative.step import SlotState, StepConfig, StepResult
+from specserve.speculative.step import PromptChunks, SlotState, StepConfig, StepResult
 from specserve.speculative.tree import Tree
 from specserve.speculative.vocab import DraftVocab
 
@@ -168,7 +168,8 @@ class AcceptanceMeter:
         for start in range(0, int(lens.max()), self._chunk):
             num_tokens = self._fill(np.clip(lens - start, 0, self._chunk), 0)
             is_last = self._fill(lens <= start + self._chunk, False)
-            state, result = self._prefill(weights, state, self._slots(lens > start), num_tokens, is_last)
+            chunks = PromptChunks(self._slots(lens > start), num_tokens, is_last)
+            state, result = self._prefill(weights, state, chunks)
             is_first = (lens > start) & (lens <= start + self._chunk)
             first_ids = np.asarray(result.counts)[:count, 2]
             for row in np.flatnonzero(is_first):

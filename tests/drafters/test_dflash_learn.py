@@ -166,7 +166,8 @@ def test_training_slot_k_equals_servings(
         state = step.init_state(step_config, num_slots=1, num_pages=8, page_size=4, max_pages=8)
         table = jnp.arange(8, dtype=jnp.int32)[None]
         state = dataclasses.replace(state, page_table=table, history=state.history.at[0, :n].set(prompt))
-        state, _ = step.prefill(step_config, weights, state, slots, length[None], jnp.ones(1, bool), chunk=n, width=8)
+        chunks = step.PromptChunks(slots, length[None], jnp.ones(1, bool))
+        state, _ = step.prefill(step_config, weights, state, chunks, chunk=n, width=8)
         view = SlotView(slots, table, table, length[None], root[None], state.history, SamplerRows.greedy(1))
         states = run_block(weights.draft, weights.target, config, state.draft, view, config.num_slots)  # type: ignore[arg-type]
         return block_logits(head.params.output, config, weights.target, states)[0]

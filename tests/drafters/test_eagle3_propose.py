@@ -42,7 +42,7 @@ class World:
 @functools.cache
 def _consume(config: Eagle3Config):
     def run(draft, pages, table, seq_lens, pending):
-        return consume(draft, config, pages, table, table, seq_lens, pending)
+        return consume(draft, config, pages, (table, table), seq_lens, pending)
 
     return jax.jit(run)
 
@@ -76,8 +76,7 @@ def _propose(world: World, tree: Tree, rows: SamplerRows | None = None) -> Propo
     return run(
         world.draft,
         pages=world.pages,
-        read_table=world.table,
-        seq_lens=world.seq_lens,
+        prefix=Prefix(world.table, world.seq_lens + 1, FIRST_ENTRY),
         root_ids=world.root_ids,
         hidden=world.hidden,
         rows=rows or SamplerRows.greedy(3),

@@ -113,12 +113,12 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
         state = dataclasses.replace(
             state, page_table=jnp.arange(8, dtype=jnp.int32)[None], history=state.history.at[0, :n].set(prompt)
         )
-        slots, is_last = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
-        state, _ = step.prefill(step_config, weights, state, slots, length[None], is_last, chunk=n, width=8)
+        chunks = step.PromptChunks(jnp.zeros(1, jnp.int32), length[None], jnp.ones(1, bool))
+        state, _ = step.prefill(step_config, weights, state, chunks, chunk=n, width=8)
         assert state.draft is not None
         left, table = state.draft.pending, state.page_table
         pending = Pending(ahead[None, :1], left.aux_hidden_states[:, :1], left.count)
-        pages, hidden = consume(draft, config, state.draft.cache, table, table, state.seq_lens, pending)
+        pages, hidden = consume(draft, config, state.draft.cache, (table, table), state.seq_lens, pending)
         prefix = Prefix(state.page_table, state.seq_lens + 1, FIRST_ENTRY)
         expand = _Expander(draft, config, pages, prefix, greedy)
         level, logits = _Level.of_root(config, hidden), [draft_logits(head.params.output, config, hidden)[0, 0]]

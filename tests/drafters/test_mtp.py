@@ -224,11 +224,11 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
         state = step.init_state(step_config, num_slots=1, num_pages=8, page_size=4, max_pages=8)
         table = jnp.arange(8, dtype=jnp.int32)[None]
         state = dataclasses.replace(state, page_table=table, history=state.history.at[0, :n].set(prompt))
-        slots, is_last = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
-        state, _ = step.prefill(step_config, weights, state, slots, length[None], is_last, chunk=n, width=8)
+        chunks = step.PromptChunks(jnp.zeros(1, jnp.int32), length[None], jnp.ones(1, bool))
+        state, _ = step.prefill(step_config, weights, state, chunks, chunk=n, width=8)
         draft: Any = state.draft
         pending = dataclasses.replace(draft.pending, token_ids=draft.pending.token_ids.at[0, 0].set(ahead[0]))
-        view = step._gather(state, slots, 8).view
+        view = step._gather(state, chunks.slots, 8).view
         _, expand, level = at_root(ready(weights), config, dataclasses.replace(draft, pending=pending), view, ROLLOUT)
         found = [draft_logits(head.params.output, config, target.params, level.states)[0, 0]]
         for depth in range(1, ROLLOUT):

@@ -101,7 +101,8 @@ def test_slots_of_training_are_those_of_serving(
         table = jnp.arange(8, dtype=jnp.int32)[None]
         state = dataclasses.replace(state, page_table=table, history=state.history.at[0, :n].set(prompt))
         slots = jnp.zeros(1, jnp.int32)
-        state, _ = step.prefill(config, weights, state, slots, length[None], jnp.ones(1, bool), chunk=n, width=8)
+        chunks = step.PromptChunks(slots, length[None], jnp.ones(1, bool))
+        state, _ = step.prefill(config, weights, state, chunks, chunk=n, width=8)
         draft: Any = state.draft
         pending = dataclasses.replace(draft.pending, token_ids=draft.pending.token_ids.at[0, 0].set(root))
         draft = dataclasses.replace(draft, pending=pending)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from specserve.models.params import init_params
 from specserve.models.target import target_spec
 from specserve.speculative import step
 from specserve.speculative.drafter import Weights
-from specserve.speculative.step import StepConfig
+from specserve.speculative.step import PromptChunks, SlotState, StepConfig
 from specserve.speculative.tree import chain
 
 
@@ -31,16 +32,19 @@ def test_every_layer_calls_its_kernels(family: str) -> None:
     width = 8
     num_kernels = target.num_layers + 2 * sum(target.kind(i).has_experts for i in range(target.num_layers))
 
-    def lower(function: functools.partial, **given: jax.Array) -> str:
+    def lower(function: Callable[..., object]) -> str:
         def run(params: object, draft: object, slots: jax.Array) -> object:
             weights = Weights(params, dataclasses.replace(head, params=draft).weights())
             state = step.init_state(config, num_slots=2, num_pages=16, page_size=16, max_pages=width)
-            return function(config, weights, state, slots, **given)
+            return function(config, weights, state, slots)
 
         return lower_for_cuda(run, params, head.params, jax.ShapeDtypeStruct((2,), jnp.int32))
 
     assert lower(functools.partial(step.decode, width=width)).count(TRITON) == num_kernels
-    lens, is_last = jnp.ones(2, jnp.int32), jnp.ones(2, bool)
-    prefill = functools.partial(step.prefill, chunk=16, width=width)
-    assert lower(prefill, num_tokens=lens, is_last=is_last).count(TRITON) == num_kernels
+
+    def prefill(config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array) -> object:
+        chunks = PromptChunks(slots, jnp.ones(2, jnp.int32), jnp.ones(2, bool))
+        return step.prefill(config, weights, state, chunks, chunk=16, width=width)
+
+    assert lower(prefill).count(TRITON) == num_kernels
     assert lower(functools.partial(step.speculate, tree=tree, width=width)).count(TRITON) == num_kernels + 2

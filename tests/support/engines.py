@@ -2,6 +2,7 @@
 requests whose every token is chosen by more than rounding."""
 
 import dataclasses
+import itertools
 import random
 import string
 import threading
@@ -21,9 +22,8 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval.verify.rule import rule_scores
-from specserve.serve.engine.engine import Engine, EngineOptions
-from specserve.serve.engine.options import Encoder, bad_sequences
-from specserve.serve.engine.pages import Watcher
+from specserve.serve.engine.engine import Engine
+from specserve.serve.engine.options import Encoder, EngineOptions, bad_sequences
 from specserve.serve.programs.compile_queue import compile_all
 from specserve.serve.programs.layouts import make_layouts
 from specserve.serve.programs.program_list import list_programs
@@ -208,8 +208,6 @@ def compile_programs(runner: Runner) -> None:
 def make_engine(
     runner: Runner,
     controller: Controller | None = None,
-    *,
-    watcher: Watcher | None = None,
     **options: object,
 ) -> Engine:
     """A fresh engine with these `EngineOptions`, not started, on a runner that other tests have used."""
@@ -221,7 +219,6 @@ def make_engine(
         eos_ids=(EOS,),
         controller=controller,
         options=EngineOptions(**options),  # type: ignore[arg-type]
-        watcher=watcher,
     )
 
 
@@ -267,12 +264,18 @@ def serving(engine: Engine) -> Iterator[Engine]:
 def check_idle(engine: Engine) -> None:
     scheduler = engine.rounds.scheduler
     wait_until(
-        lambda: not (scheduler.running or scheduler.waiting or engine.rounds.in_flight or not engine._inbox.empty())
+        lambda: (
+            not (
+                scheduler.running or scheduler.waiting or engine.rounds.in_flight or not engine._queue._arrived.empty()
+            )
+        )
     )
     assert engine.is_healthy
     scheduler.pool.check()
     assert scheduler.pool.num_available == scheduler.pool.num_pages, "pages leaked"
-    assert sorted(scheduler._free_slots) == list(range(engine.runner.shapes.num_slots)), "slots leaked"
+    assert sorted(itertools.chain(*scheduler._free_slots)) == list(range(engine.runner.shapes.num_slots)), (
+        "slots leaked"
+    )
     assert engine._queue.num_open == 0
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_pages_held) == (0, 0, 0)

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import httpx
 
@@ -20,10 +20,10 @@ from specserve.serve.requests.request import (
     GrammarSpec,
     PromptToken,
     Request,
+    RequestOptions,
     SamplingParams,
     SpeculationStats,
     TokenLogprobs,
-    TokenMask,
 )
 
 MODEL = "tests/fake-model"
@@ -129,31 +129,23 @@ class FakeEngine:
         params: SamplingParams,
         on_delta: Callable[[Delta], None],
         /,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        token_mask: TokenMask | None = None,
-        request_id: str = "",
-        client: str = "",
+        **options: Unpack[RequestOptions],
     ) -> Request:
         assert params.n == 1
         self._check(prompt_ids, params)
         prompt = bytes(prompt_ids)
         if self.is_draining or (b"full" in prompt and (self._active or b"now" in prompt)):
             raise CapacityError("the server is stopping" if self.is_draining else "the queue is full")
+        own: RequestOptions = {**options, "request_id": options.get("request_id") or str(next(self._ids))}
         request = Request(
-            request_id=request_id or str(next(self._ids)),
             prompt_ids=tuple(prompt_ids),
             params=params,
-            client=client,
             max_new_tokens=params.max_tokens or self.max_model_len - len(prompt_ids),
             seed=params.seed or 0,
             on_delta=on_delta,
-            priority=priority,
-            cache_salt=cache_salt,
-            token_mask=token_mask,
+            **own,
         )
-        key = (cache_salt, request.prompt_ids)
+        key = (request.cache_salt, request.prompt_ids)
         self._num_cached[request] = len(prompt_ids) if key in self._cached else 0
         self._cached.add(key)
         with self._lock:

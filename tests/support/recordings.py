@@ -70,12 +70,12 @@ def _record_group(
     max_tokens, tail = params[0].max_tokens, max(tree.depth for tree in trees)
     assert max_tokens is not None
     runner.reset()
-    slots, pool = runner.shapes.spread(len(prompts)), runner.shapes.page_pool()
+    slots, pool = runner.shapes.batches.spread(len(prompts)), runner.shapes.page_pool()
     drawn = []
     for slot, prompt, own in zip(slots, prompts, params, strict=True):
         assert own.seed is not None
         num_pages = -(-(len(prompt) + max_tokens + tail + 1) // runner.shapes.page_size)
-        pages = pool.allocate(num_pages, rank=runner.shapes.rank_of(slot))
+        pages = pool.allocate(num_pages, rank=runner.shapes.batches.rank_of(slot))
         drawn.append(prefill(runner, slot, prompt, pages, sampler_rows(own, own.seed, len(prompt))))
     tokens: list[np.ndarray] = [np.array(drawn)]
     steps: list[dict[Tree, Proposed]] = []

@@ -19,7 +19,7 @@ from specserve.models.target import TargetParams
 from specserve.speculative import step
 from specserve.speculative.drafter import Weights
 from specserve.speculative.sampling import UNBOUNDED, SamplerRows, TokenRows
-from specserve.speculative.step import Admission, StepConfig
+from specserve.speculative.step import Admission, PromptChunks, StepConfig
 from specserve.speculative.tree import Proposal, Tree, chain
 
 PAGE_SIZE, MAX_PAGES, CHUNK = 4, 16, 8
@@ -79,8 +79,8 @@ class Slots:
         for start in range(len(cached) * PAGE_SIZE, len(prompt), stride):
             num = min(stride, len(prompt) - start)
             is_last = start + num == len(prompt)
-            args = jnp.asarray([slot], jnp.int32), jnp.asarray([num], jnp.int32), jnp.asarray([is_last])
-            self.state, result = self.programs.prefill(self.weights, self.state, *args)
+            chunks = PromptChunks(*map(jnp.asarray, (np.int32([slot]), np.int32([num]), [is_last])))
+            self.state, result = self.programs.prefill(self.weights, self.state, chunks)
             if is_last:
                 self.texts[slot].append(int(result.counts[0, 2]))
 

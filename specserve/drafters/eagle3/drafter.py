@@ -64,7 +64,7 @@ class OnEagle(FollowingDrafter):
         return empty_cache(self.shape, num_pages=sizes.num_pages, page_size=sizes.page_size)
 
     def write(self, weights: Weights, cache: Cache, tables: Tables, *entries: jax.Array) -> Cache:
-        return extend(self.ready(weights), self.shape, cache, *tables, *entries)[0]
+        return extend(self.ready(weights), self.shape, cache, tables, *entries)[0]
 
     def logits(self, output: tuple[jax.Array, Weight], target: TargetParams, hidden_states: jax.Array) -> jax.Array:
         return draft_logits(output, self.shape, hidden_states)
@@ -86,10 +86,9 @@ class Eagle3(OnEagle):
     def propose(self, weights: Weights, state: Following, view: SlotView, tree: Tree) -> tuple[Following, Proposal]:
         draft, pending = self.ready(weights), pending_of(state, view, tree.depth)
         tables = view.page_table, view.read_table
-        cache, hidden = consume(draft, self.config, state.cache, *tables, view.seq_lens, pending)
-        proposal = propose(
-            draft, self.config, tree, cache, view.read_table, view.seq_lens, view.root_ids, hidden, view.rows
-        )
+        cache, hidden = consume(draft, self.config, state.cache, tables, view.seq_lens, pending)
+        prefix = Prefix(view.read_table, view.seq_lens + 1, FIRST_ENTRY)
+        proposal = propose(draft, self.config, tree, cache, prefix, view.root_ids, hidden, view.rows)
         return dataclasses.replace(state, cache=cache), proposal
 
     def spec(self) -> Eagle3Params:
@@ -115,28 +114,18 @@ def consume(
     draft: ReadyHead,
     config: Eagle3Config,
     pages: Cache,
-    page_table: jax.Array,  # [batch, max_pages], for writing
-    read_table: jax.Array,  # [batch, pages], the part that attention reads
+    tables: Tables,
     seq_lens: jax.Array,  # [batch], the root's position
     pending: Pending,
 ) -> tuple[Cache, jax.Array]:  # and the recurrent state at the root [batch, 1, d_model]
     """Consume the pending tokens: write their draft entries, and run the last layer for the last of them only."""
     index, is_valid = places(seq_lens, pending)
     # Write first and attend to the written pages: reading the old ones as well would make XLA copy them.
-    pages, top, kv = extend(
-        draft,
-        config,
-        pages,
-        page_table,
-        read_table,
-        pending.token_ids,
-        pending.aux_hidden_states,
-        index,
-        is_valid,
-    )
+    entries = pending.token_ids, pending.aux_hidden_states, index, is_valid
+    pages, top, kv = extend(draft, config, pages, tables, *entries)
     last = jnp.maximum(pending.count - 1, 0)[:, None]
     root, (k, v) = jax.tree.map(lambda x: take_each(x, last), (top, kv))
-    seen = pages.attended(config.num_layers - 1, Prefix(read_table, seq_lens, FIRST_ENTRY))
+    seen = pages.attended(config.num_layers - 1, Prefix(tables[1], seq_lens, FIRST_ENTRY))
     see_self = jnp.ones((1, 1, 1), bool)
     return pages, draft_states(draft.params, config, root, lambda q: attend(q, k, v, see_self, seen))
 
@@ -146,15 +135,13 @@ def propose(
     config: Eagle3Config,
     tree: Tree,
     pages: Cache,
-    read_table: jax.Array,  # [batch, pages]
-    seq_lens: jax.Array,  # [batch], the root's position
+    prefix: Prefix,  # the head's entries up to the root's own
     root_ids: jax.Array,  # [batch]
     hidden: jax.Array,  # [batch, 1, d_model], from `consume`
     rows: SamplerRows,
 ) -> Proposal:
     """Grow a tree below the root. Nothing is written: the draft's entries of proposed nodes are used in this call
     alone."""
-    prefix = Prefix(read_table, seq_lens + 1, FIRST_ENTRY)
     return grow_tree(_Expander(draft, config, pages, prefix, rows), tree, root_ids, _Level.of_root(config, hidden))
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specserve.drafters.eagle3.config import Eagle3Config
-from specserve.drafters.follow import FIRST_ENTRY
+from specserve.drafters.follow import FIRST_ENTRY, Tables
 from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight, matmul_float32
 from specserve.kernels.rowwise import rms_norm
@@ -220,8 +220,7 @@ def extend(
     draft: ReadyHead,
     config: Eagle3Config,
     pages: Cache,
-    page_table: jax.Array,  # [batch, max_pages], for writing
-    read_table: jax.Array,  # [batch, pages], the part that attention reads
+    tables: Tables,
     token_ids: jax.Array,  # [batch, n]
     aux_hidden_states: jax.Array,  # [batch, n, taps * target_d_model], of the position before each token
     index: jax.Array,  # [batch, n], of the entries, consecutive
@@ -234,6 +233,7 @@ def extend(
     is_entry = index >= FIRST_ENTRY
     offset = jnp.arange(token_ids.shape[1])
     mask = (offset[:, None] >= offset) & is_entry[:, None]
+    page_table, read_table = tables
     before = Prefix(read_table, index[:, 0], FIRST_ENTRY)
     top, entries = draft_entries(
         draft.params, config, inputs, lambda i, q, k, v: attend(q, k, v, mask, pages.attended(i, before))

@@ -129,7 +129,7 @@ def _run_ahead(runner: Runner, tree: Tree | None, batch: int) -> float:
     """Seconds of a step, in a stretch of them: as many at once as the engine would dispatch. It runs steps of one kind
     for long, and a step that follows another program takes longer than one that follows its like, a plain one by a
     fifth."""
-    slots, begin = runner.shapes.spread(batch), time.perf_counter()
+    slots, begin = runner.shapes.batches.spread(batch), time.perf_counter()
     for _ in range(LEAD):
         runner.step(slots, tree).read()
     at_once = within_burst((time.perf_counter() - begin) / LEAD, runner.most_steps)
@@ -147,8 +147,8 @@ def _run_ahead(runner: Runner, tree: Tree | None, batch: int) -> float:
 
 def _run_drafts(runner: Runner, tree: Tree, batch: int) -> float:
     """Seconds of a draft for the first slots, in a stretch of them."""
-    slots, bounds = runner.shapes.spread(batch), runner.bounds
-    padded, width = runner.shapes.pad(slots), bounds.width_of(slots)
+    slots, bounds = runner.shapes.batches.spread(batch), runner.bounds
+    padded, width = runner.shapes.batches.pad(slots), bounds.width_of(slots)
     program = StepProgram(len(padded), width, tree, kind="proposal")
     runner.compile(program)  # so that it is not counted as a program that a step missed
 
@@ -164,10 +164,10 @@ def fill(runner: Runner, context: int, needed: int, batch: int = 1) -> None:
     num_pages, pool = -(-needed // runner.shapes.page_size), runner.shapes.page_pool()
     vocab_size = runner.config.target.vocab_size
     runner.reset()
-    for slot in runner.shapes.spread(batch):
+    for slot in runner.shapes.batches.spread(batch):
         token_ids = [1 + (i + 17 * slot) % (vocab_size - 1) for i in range(context)]
         rows = sampler_rows(SamplingParams(temperature=0.0, speculation=0), 0, context)
-        prefill(runner, slot, token_ids, pool.allocate(num_pages, rank=runner.shapes.rank_of(slot)), rows)
+        prefill(runner, slot, token_ids, pool.allocate(num_pages, rank=runner.shapes.batches.rank_of(slot)), rows)
 
 
 def prefill(

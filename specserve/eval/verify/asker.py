@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from specserve.errors import SpecServeError
 from specserve.eval.verify.judge import ProofSubject
 from specserve.eval.verify.requests import ProofRequest
-from specserve.serve.engine.engine import Engine, EngineOptions
+from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.interface import EngineStats
+from specserve.serve.engine.options import EngineOptions
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.completion import CompletionOutput, answer_all
 from specserve.serve.requests.request import Delta, Request

@@ -6,9 +6,9 @@ bring small fakes.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
-from specserve.serve.requests.request import Delta, GrammarSpec, Request, SamplingParams, TokenMask
+from specserve.serve.requests.request import Delta, GrammarSpec, Request, RequestOptions, SamplingParams
 
 # the largest sizes of each class of steps, in tokens (vLLM's buckets); larger ones are one class more
 ROUND_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -146,15 +146,11 @@ class EngineLike(Protocol):
         params: SamplingParams,
         on_delta: Callable[[Delta], None],
         /,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        token_mask: TokenMask | None = None,
-        request_id: str = "",
-        client: str = "",
+        **options: Unpack[RequestOptions],
     ) -> Request:
-        """Queue one sequence, as `Engine.submit` does. Raises RequestError (param "prompt", "max_tokens", "grammar" or
-        the option whose token ids or words do not fit the vocabulary) or CapacityError."""
+        """Queue one sequence. It never waits for the device; a grammar that is not known (`knows_grammar`) is compiled
+        first, when those before it are. Raises RequestError, whose param names what does not fit ("prompt",
+        "max_tokens", "grammar" or the option whose token ids or words do not fit the vocabulary), or CapacityError."""
         ...
 
     def knows_grammar(self, grammar: GrammarSpec, /) -> bool:
@@ -163,12 +159,16 @@ class EngineLike(Protocol):
         ...
 
     def load_draft(self, folder: str, /) -> DraftInfo:
-        """Replace the draft head while requests run. Raises ConfigError or CheckpointError; then the old one stays."""
+        """Replace the draft head by one in a folder, of any kind and shape, while requests run: their tokens stay as
+        they would have been, and nothing that the old head wrote is read by the new one. The head is loaded, checked
+        and has its programs compiled beside the old one, which stays where anything is wrong: ConfigError or
+        CheckpointError says what. May be called from any thread, and returns when the new one speculates; others wait
+        for their turn. Raises CapacityError when the engine stops meanwhile."""
         ...
 
     def set_speculation(self, speculation: str, /) -> None:
-        """Speculate in this way from the next step on. It is a way that programs were compiled for, "off", or "auto"
-        where the server began with that. Raises ConfigError, which names the ways."""
+        """Speculate in this way from the next step on. No token depends on it. It is a way that programs were compiled
+        for, "off", or "auto" where the server began with that. Raises ConfigError, which names the ways."""
         ...
 
     def flush_cache(self) -> None:
@@ -180,5 +180,6 @@ class EngineLike(Protocol):
         ...
 
     def drain(self, seconds: float) -> None:
-        """Take no new sequences (CapacityError), and wait at most so long until the running ones have ended."""
+        """Take no new sequences (CapacityError), and wait until those that were taken, running or waiting, have ended
+        and their listeners know it. The wait takes at most so many seconds; sequences that are left then go on."""
         ...

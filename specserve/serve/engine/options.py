@@ -1,11 +1,14 @@
-"""A request's options as the rows that a slot starts with: numbers and token ids, as the compiled step takes them."""
+"""The options of an engine; and those of a request as the rows that a slot starts with: numbers and token ids, as the
+compiled step takes them."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from specserve.errors import RequestError
+from specserve.serve.engine.pages import Watcher
 from specserve.serve.requests.request import Request, SamplingParams
 from specserve.speculative.sampling import (
     EMITTED,
@@ -17,6 +20,21 @@ from specserve.speculative.sampling import (
     SamplerRows,
     TokenRows,
 )
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The options by which an engine treats its requests. `launch` makes them of a server's settings, which have the
+    help."""
+
+    max_queue: int = 1024
+    prefill_tokens: int = 0  # per round; 0: one largest chunk
+    is_caching: bool = True  # prefixes
+    prefers_cached: bool = False  # among equal priorities, the longest cached prefix first
+    watchdog_seconds: float = 0.0
+    num_pages: int | None = None  # of each data rank, that its sequences may hold together; None: all
+    most_steps: int | None = None  # that are dispatched at once; None: as many as the runner can
+    watcher: Watcher | None = None  # hears what the prefix cache gains and loses
 
 
 class Encoder(Protocol):

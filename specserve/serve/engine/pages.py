@@ -119,6 +119,10 @@ class PagePool:
         """Return how many pages of a data rank `allocate` can give."""
         return len(self._free[rank]) + len(self._idle[rank])
 
+    def pages_for(self, num_entries: int) -> int:
+        """Return how many pages hold so many entries of a sequence."""
+        return -(-num_entries // self.page_size)
+
     @property
     def num_cached(self) -> int:
         """Pages whose tokens are in the tree, held or idle."""

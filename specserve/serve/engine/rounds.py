@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TypedDict
@@ -29,7 +29,7 @@ from specserve.serve.requests.output import OutputStream
 from specserve.serve.requests.request import Delta, FinishReason, Request, fill_masks
 from specserve.speculative.controller import Controller
 from specserve.speculative.program import StepProgram
-from specserve.speculative.tree import Tree
+from specserve.speculative.tree import Tree, depth_of
 from specserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class InFlight:
     @property
     def tokens(self) -> tuple[int, int]:
         """Tokens that it emits for a sequence, at least and at most."""
-        return self.num_steps, self.num_steps * (1 + (self.tree.depth if self.tree else 0))
+        return self.num_steps, self.num_steps * (1 + depth_of(self.tree))
 
     def awaited(self) -> dict[int, Sequence]:
         """Return the sequences by row that still count what this brings."""
@@ -112,9 +112,10 @@ class Rounds:
         """The sequences in a slot. It may be called from any thread."""
         return tuple(self.scheduler.running)
 
-    def add(self, request: Request) -> None:
-        """Put a request into the queue."""
-        self.scheduler.add(Sequence(request, OutputStream(request, self._tokenizer)))
+    def add(self, requests: Iterable[Request]) -> None:
+        """Put requests into the queue."""
+        for request in requests:
+            self.scheduler.add(Sequence(request, OutputStream(request, self._tokenizer)))
 
     def run(self) -> bool:
         """Dispatch one round and read the one before; False when there was nothing to do. Raises what the device
@@ -299,7 +300,7 @@ class Rounds:
     def _admit(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         request, estimate = sequence.request, self.choice.estimate(sequence)
-        deepest = max(self.runner.shapes.trees, key=lambda tree: tree.depth if tree else 0)
+        deepest = max(self.runner.shapes.trees, key=depth_of)
         vocab_size = self.runner.config.target.vocab_size
         sequence.prompt.clear()
         sequence.admit_time = sequence.admit_time or time.monotonic()

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from specserve.serve.engine.pages import PagePool, data_rank
+from specserve.serve.engine.options import EngineOptions
+from specserve.serve.engine.pages import PagePool
 from specserve.serve.requests.output import OutputStream
 from specserve.serve.requests.request import PromptToken, Request
 from specserve.speculative.acceptance import Acceptance
@@ -42,6 +43,7 @@ class Sequence:
     # The part of the scheduler.
     order: int = -1  # of arrival
     slot: int = -1
+    data_rank: int = 0  # the one that has its slot
     epoch: int = 0  # steps dispatched in an earlier one no longer count
     pages: list[int] = field(default_factory=list)
     num_shared: int = 0  # of the pages, those that the prefix cache knows already
@@ -88,6 +90,11 @@ class Sequence:
         """Tokens that it may still emit, if what is in flight brings the least."""
         return self.request.max_new_tokens - len(self.output_ids) - self.num_in_flight
 
+    def entries_after(self, num_new: int) -> int:
+        """Committed entries after `num_new` more tokens: all but the last token, which is never read."""
+        most = min(len(self.output_ids) + num_new, self.request.max_new_tokens)
+        return len(self.request.prompt_ids) + most - 1
+
     @property
     def rank(self) -> tuple[int, int]:
         return self.request.priority, self.order
@@ -131,28 +138,31 @@ class Scheduler:
         self,
         num_slots: int,
         pool: PagePool,
+        options: EngineOptions | None = None,
         *,
         chunks: Seq[int],  # sizes of the prefill programs
         max_step: int,  # tokens that one step emits, at most
         cache_lag: int = 0,  # last entries of a growing sequence, which its drafter may not have written yet
-        prefill_tokens: int = 0,  # per round; 0: one largest chunk
-        is_caching: bool = True,
-        prefers_cached: bool = False,  # among equal priorities, the longest cached prefix first
         is_deterministic: bool = False,
     ) -> None:
         """Make an empty scheduler. With `is_deterministic` pages are reserved for the whole answer, so nothing is ever
         computed again in another way, and only prompts are cached, which one program has computed. The data ranks are
         the pool's; their number must divide `num_slots`."""
         assert num_slots % pool.num_ranks == 0, f"{num_slots} slots for {pool.num_ranks} data ranks"
+        options = options or EngineOptions()
         self.pool = pool
-        self._num_slots = num_slots
+        self._slots_of_rank = num_slots // pool.num_ranks
         self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []  # by rank
         self.num_preemptions = self.num_queried = self.num_hits = 0
-        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._free_slots = [  # by data rank, the next one last
+            list(range(rank * self._slots_of_rank, (rank + 1) * self._slots_of_rank))[::-1]
+            for rank in range(pool.num_ranks)
+        ]
         self._chunks, self._max_step, self._cache_lag = tuple(chunks), max_step, cache_lag
-        self._prefill_tokens = max(prefill_tokens, chunks[0]) if prefill_tokens else chunks[-1]
-        self.is_caching, self._prefers_cached, self._is_deterministic = is_caching, prefers_cached, is_deterministic
+        self._prefill_tokens = max(options.prefill_tokens or chunks[-1], chunks[0])
+        self.is_caching, self._prefers_cached = options.is_caching, options.prefers_cached
+        self._is_deterministic = is_deterministic
         self._num_added = 0
 
     def set_step(self, *, max_step: int, cache_lag: int) -> None:
@@ -185,39 +195,29 @@ class Scheduler:
         """Return how many steps these sequences may take in one round: one where a prompt runs or may be admitted next,
         or where a token mask must see each token, and no more than end before any answer can, or than there are free
         pages for."""
-        if any(each.is_prefilling for each in self.running) or (self.waiting and self._free_slots):
+        if any(each.is_prefilling for each in self.running) or (self.waiting and any(self._free_slots)):
             return 1
         if any(each.request.token_mask is not None for each in ready):
             return 1
         most = min([most, *(each.num_left // self._max_step for each in ready)])
         missing: Counter[int] = Counter()
         for each in ready:
-            missing[self._rank_of(each.slot)] += self._num_missing(each, most)
-        return max(1, most) if all(self.pool.available(rank) >= number for rank, number in missing.items()) else 1
-
-    def _rank_of(self, slot: int) -> int:
-        return data_rank(slot, self._num_slots, self.pool.num_ranks)
-
-    def _entries(self, sequence: Sequence, num_new: int) -> int:
-        """Committed entries after `num_new` more tokens: all but the last token, which is never read."""
-        request = sequence.request
-        most = min(len(sequence.output_ids) + num_new, request.max_new_tokens)
-        return len(request.prompt_ids) + most - 1
-
-    def _pages_for(self, entries: int) -> int:
-        return -(-entries // self.pool.page_size)
+            missing[each.data_rank] += self._num_missing(each, most)
+        if any(number > self.pool.available(rank) for rank, number in missing.items()):
+            return 1
+        return max(1, most)
 
     def _num_missing(self, sequence: Sequence, num_steps: int) -> int:
         """Pages that a sequence lacks for so many more steps."""
-        entries = self._entries(sequence, sequence.most_in_flight + num_steps * self._max_step)
-        return max(0, self._pages_for(entries) - len(sequence.pages))
+        entries = sequence.entries_after(sequence.most_in_flight + num_steps * self._max_step)
+        return max(0, self.pool.pages_for(entries) - len(sequence.pages))
 
     def _grow(self, sequence: Sequence, num_steps: int, preempted: list[Sequence]) -> list[int] | None:
         """Pages for so many more steps, taken from younger sequences of its data rank if it must; None when it had to
         give up its own."""
-        missing, rank = self._num_missing(sequence, num_steps), self._rank_of(sequence.slot)
+        missing, rank = self._num_missing(sequence, num_steps), sequence.data_rank
         while missing > self.pool.available(rank):
-            beside = (other for other in self.running if self._rank_of(other.slot) == rank)
+            beside = (other for other in self.running if other.data_rank == rank)
             victim = max(beside, key=lambda other: other.rank)
             self._preempt(victim)
             preempted.append(victim)
@@ -253,12 +253,12 @@ class Scheduler:
     def _prompts(self, *, can_admit: bool) -> list[tuple[Sequence, bool]]:
         """Return what prefills next, and whether it has just been admitted: one prompt at a time in each data rank, as
         the next one finds in the cache what this one computes."""
-        prompts = {self._rank_of(each.slot): (each, False) for each in self.running if each.is_prefilling}
+        prompts = {each.data_rank: (each, False) for each in self.running if each.is_prefilling}
         while can_admit and len(prompts) < self.pool.num_ranks:
             sequence = self._admit({rank: each.num_start - each.num_prefilled for rank, (each, _) in prompts.items()})
             if sequence is None:
                 break
-            prompts[self._rank_of(sequence.slot)] = sequence, True
+            prompts[sequence.data_rank] = sequence, True
         return list(prompts.values())
 
     def _chunk(self, sequence: Sequence, size: int, is_first: bool) -> Chunk:
@@ -272,13 +272,13 @@ class Scheduler:
     def _admit(self, busy: Mapping[int, int]) -> Sequence | None:
         """Give the next waiting sequence a slot and pages of the best data rank that has them, unless that one is to be
         waited for: nobody overtakes it. `busy` has the tokens that ranks have still to prefill of another prompt."""
-        if not self.waiting or not self._free_slots:
+        if not self.waiting or not any(self._free_slots):
             return None
         sequence = self._next_waiting()
         token_ids = sequence.token_ids
         entries = len(token_ids)
         if self._is_deterministic:
-            entries = self._entries(sequence, sequence.request.max_new_tokens)
+            entries = sequence.entries_after(sequence.request.max_new_tokens)
         # the last token is always run: its logits are wanted
         is_reading = self.is_caching and not sequence.is_scored  # cached tokens have no logits
         prompt, salt = token_ids[:-1] if is_reading else [], sequence.request.cache_salt
@@ -286,7 +286,7 @@ class Scheduler:
             if rank in busy:
                 return None
             cached = self.pool.acquire(prompt, salt, rank=rank)
-            missing = self._pages_for(entries) - len(cached)
+            missing = self.pool.pages_for(entries) - len(cached)
             if missing + self._num_reserved(rank) <= self.pool.available(rank):
                 break
             self.pool.release(cached)
@@ -298,8 +298,7 @@ class Scheduler:
         sequence.num_shared = len(cached)
         sequence.num_prefilled = len(cached) * self.pool.page_size
         sequence.num_start = len(token_ids)
-        sequence.slot = next(slot for slot in reversed(self._free_slots) if self._rank_of(slot) == rank)
-        self._free_slots.remove(sequence.slot)
+        sequence.slot, sequence.data_rank = self._free_slots[rank].pop(), rank
         bisect.insort(self.running, sequence, key=lambda other: other.rank)
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_prefilled
@@ -318,15 +317,15 @@ class Scheduler:
         part of the prompt as it is of that bound."""
         if self.pool.num_ranks == 1:
             return [0]
-        num_free = Counter(self._rank_of(slot) for slot in self._free_slots)
-        most, beyond = max(num_free.values()), self._num_slots // self.pool.num_ranks // 2 + 1
+        num_free = {rank: len(slots) for rank, slots in enumerate(self._free_slots) if slots}
+        most, beyond = max(num_free.values()), self._slots_of_rank // 2 + 1
         num_idle = min(len(self.waiting), len(num_free.keys() - busy.keys()))
 
         def worth(rank: int) -> float:
             waiting = busy.get(rank, 0) * num_idle
             return self.pool.match(prompt, salt, rank=rank) - waiting - len(prompt) * (most - num_free[rank]) / beyond
 
-        worths = {rank: max(0.0, worth(rank)) for rank in sorted(num_free)}
+        worths = {rank: max(0.0, worth(rank)) for rank in num_free}
         return sorted(
             (rank for rank in worths if worths[rank] or rank not in busy),
             key=lambda rank: (most - num_free[rank] >= beyond, -worths[rank], -self.pool.available(rank)),
@@ -336,7 +335,7 @@ class Scheduler:
         """Pages that the sequences of a data rank will soon grow by, one each."""
         if self._is_deterministic:
             return 0
-        return sum(not other.is_prefilling and self._rank_of(other.slot) == rank for other in self.running)
+        return sum(not other.is_prefilling and other.data_rank == rank for other in self.running)
 
     def _next_waiting(self) -> Sequence:
         if not self._prefers_cached:
@@ -362,7 +361,7 @@ class Scheduler:
         if not self._is_deterministic and not sequence.is_prefilling:
             self._cache(sequence, len(sequence.token_ids) - 1 - self._cache_lag)
         self.running.remove(sequence)
-        self._free_slots.append(sequence.slot)
+        self._free_slots[sequence.data_rank].append(sequence.slot)
         self.pool.release(sequence.pages)
         sequence.slot, sequence.pages, sequence.num_shared = -1, [], 0
         sequence.num_prefilled = sequence.num_start = 0

@@ -117,7 +117,7 @@ class StepChoice:
 
     def _choices(self, slots: Seq[int]) -> Seq[StepProgram]:
         shapes = self._runner.shapes
-        return shapes.step_programs[shapes.batch_size_of(slots), self._runner.bounds.width_of(slots)]
+        return shapes.step_programs[shapes.batches.size_for(slots), self._runner.bounds.width_of(slots)]
 
     def _program(self, decode: Seq[Sequence], choices: Seq[StepProgram]) -> StepProgram:
         plain = StepProgram(choices[0].batch, choices[0].width, self._runner.shapes.plain)

@@ -4,7 +4,7 @@ calls `jax.jit`. Nothing is compiled or run here.
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from specserve.mesh import on_mesh
+from specserve.pytree import pytree
 from specserve.serve.programs.placement import Placement
 from specserve.speculative import step
 from specserve.speculative.drafter import Weights
@@ -28,6 +29,15 @@ _STATIC: Mapping[Kind, tuple[str, ...]] = {  # the fields of a program that its 
 }
 
 
+@pytree
+class Burst:
+    """The steps that one call makes, one after another."""
+
+    slots: jax.Array  # [batch] int32
+    num_steps: jax.Array  # [] int32
+    allowed: jax.Array  # [batch, 1, bytes] uint8, of plain steps, see `sampling.constrain`
+
+
 @dataclass(frozen=True)
 class Call:
     """A jitted function with its arguments. Calls of the same program run the same compiled code."""
@@ -35,7 +45,13 @@ class Call:
     program: StepProgram
     function: Any  # jitted
     arguments: tuple[Any, ...]  # pytrees of arrays, or of their shapes
-    static: dict[str, Any] = field(default_factory=dict)
+    always: Mapping[str, Any]  # the static arguments that all programs of its kind have
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """The static arguments of the function."""
+        names = _STATIC.get(self.program.kind, ())
+        return {**{name: getattr(self.program, name) for name in names}, **self.always}
 
     def lower(self) -> jax.stages.Lowered:
         """Trace the function for arguments of these shapes. Their values are not read, so donated arrays will do."""
@@ -87,32 +103,28 @@ class Calls:
     def make(self, program: StepProgram, arguments: tuple[Any, ...]) -> Call:
         """Return the call of a program with these arguments (`inputs.Inputs` makes them)."""
         kind = program.kind
-        static = {name: getattr(program, name) for name in _STATIC.get(kind, ())}
-        static.update(self._always.get(kind, {}))
-        return Call(program, self._functions[kind], arguments, static)
+        return Call(program, self._functions[kind], arguments, self._always.get(kind, {}))
 
 
 def _steps(
     config: StepConfig,
     layout: Weights,
     state: SlotState,
-    slots: jax.Array,
-    num_steps: jax.Array,
-    allowed: jax.Array,
+    burst: Burst,
     *,
     tree: Tree | None,
     width: int,
     most: int,
 ) -> tuple[SlotState, StepResult]:
-    """Run `num_steps` steps of one kind, or as many as there is something to do for."""
+    """Run the steps of a burst, or as many as there is something to do for."""
 
     @jax.jit  # so that both calls trace it once
     def one(state: SlotState) -> tuple[SlotState, StepResult]:
         if tree is None:
-            return step.decode(config, layout, state, slots, allowed, width=width)
-        return step.speculate(config, layout, state, slots, tree=tree, width=width)
+            return step.decode(config, layout, state, burst.slots, burst.allowed, width=width)
+        return step.speculate(config, layout, state, burst.slots, tree=tree, width=width)
 
-    return repeat(one, state, slots, num_steps, most=most)
+    return repeat(one, state, burst.slots, burst.num_steps, most=most)
 
 
 def _extend(_config: StepConfig, page_table: jax.Array, entries: jax.Array) -> jax.Array:

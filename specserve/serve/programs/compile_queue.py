@@ -5,7 +5,6 @@ accident. A program that is missing when it is asked for is compiled there and t
 """
 
 import atexit
-import itertools
 import logging
 import threading
 import time
@@ -48,7 +47,9 @@ class CompiledPrograms:
         """Return the first that is compiled, of programs that do the same, the cheapest first. It is the first of all
         when every program is; until then larger ones serve."""
         cheapest = next(programs)
-        return next((each for each in itertools.chain((cheapest,), programs) if each in self._compiled), cheapest)
+        if cheapest in self._compiled:
+            return cheapest
+        return next((each for each in programs if each in self._compiled), cheapest)
 
     def run(self, call: Call) -> Any:
         """Call the program, which is compiled first if it is missing."""

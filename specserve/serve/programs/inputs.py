@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from specserve.serve.engine.options import blank_token_rows, sampler_rows
+from specserve.serve.programs.calls import Burst
 from specserve.serve.programs.layouts import Layouts
 from specserve.serve.programs.placement import Placement
 from specserve.serve.programs.shapes import Shapes
@@ -19,7 +20,7 @@ from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.drafter import Weights
 from specserve.speculative.program import Kind, StepProgram
 from specserve.speculative.sampling import SamplerRows, TokenRows
-from specserve.speculative.step import Admission, SlotState
+from specserve.speculative.step import Admission, PromptChunks, SlotState
 from specserve.speculative.tree import Proposal, Tree
 
 PAGES_AT_ONCE = 32  # page-table entries that one call sets
@@ -120,14 +121,12 @@ class Inputs:
         allowed: np.ndarray | None = None,
     ) -> tuple[Any, ...]:
         """Run the next `num_tokens` tokens of a prompt in each slot, which `is_last` or not."""
-        return (
-            self.layouts.many,
-            state,
+        prompts = PromptChunks(
             self._slots(program, slots),
             self._place.slots(num_tokens or (program.chunk,) * program.batch),
             self._place.flags(is_last or (True,) * program.batch),
-            self._allowed(program.batch, allowed),
         )
+        return self.layouts.many, state, prompts, self._allowed(program.batch, allowed)
 
     def _step(
         self,
@@ -138,8 +137,9 @@ class Inputs:
         allowed: np.ndarray | None = None,  # of plain steps
     ) -> tuple[Any, ...]:
         """Make steps one after another."""
-        layout, bits = self.layout_for(program.batch, program.tree), self._allowed(program.batch, allowed)
-        return layout, state, self._slots(program, slots), self._place.scalar(num_steps), bits
+        number, bits = self._place.scalar(num_steps), self._allowed(program.batch, allowed)
+        burst = Burst(self._slots(program, slots), number, bits)
+        return self.layout_for(program.batch, program.tree), state, burst
 
     def _proposal(self, program: StepProgram, state: SlotState, slots: Slots = ()) -> tuple[Any, ...]:
         """Propose a tree for each sequence."""
@@ -158,9 +158,8 @@ class Inputs:
         layout, padded = self.layout_for(program.batch, program.tree), self._slots(program, slots)
         if proposal is not None:
             return layout, state, padded, proposal, self._allowed(program.batch, allowed)
-        shape, batch = self._place.shape, program.batch
-        of_nodes = shape(batch, 1 + program.tree.num_nodes)
-        bits = shape(batch, self._shapes.num_nodes(program.tree), self._num_bytes, dtype=np.uint8)
+        shape, batch, num_nodes = self._place.shape, program.batch, self._shapes.num_nodes(program.tree)
+        of_nodes, bits = shape(batch, num_nodes), shape(batch, num_nodes, self._num_bytes, dtype=np.uint8)
         return layout, state, padded, Proposal(of_nodes, of_nodes, of_nodes, shape(batch)), bits
 
     def _slots(self, program: StepProgram, slots: Slots) -> jax.Array:

@@ -15,12 +15,10 @@ class StepHandle:
     """Steps that have been dispatched to the device together, or a prompt's chunk. `read` or `read_each` waits for the
     result, and one of them may be called once."""
 
-    result: StepResult
-    rows: Callable[[int], list[int] | slice]  # of a batch of this size, those of the slots that were asked for
+    result: StepResult  # the parts that are to be read
+    rows: list[int] | slice  # of the batch, those of the slots that were asked for
     on_read: Callable[[np.ndarray], None] = lambda _n_accepted: None  # called with what all steps accepted, [slot]
     num_steps: int = 0  # steps that the result has an axis of, before all others; 0: it has no such axis
-    has_logprobs: bool = False
-    has_tree: bool = False
 
     def read(self) -> StepResult:
         """Wait for the only step, and copy its result to the host. It is one copy, and others where the drafter gives
@@ -30,24 +28,11 @@ class StepHandle:
 
     def read_each(self) -> list[StepResult]:
         """The same of each step that was made, the first one first: none is, once all sequences have stopped."""
-        if not self.num_steps:
-            results = [self._read(lambda x: x)]
-        else:
-            num_made = np.count_nonzero(np.asarray(self.result.counts)[: self.num_steps, 0, 0] >= 0)
-            results = [self._read(operator.itemgetter(number)) for number in range(num_made)]
+        host, places = jax.tree.map(np.asarray, self.result), [self.rows]
+        if self.num_steps:
+            num_made = np.count_nonzero(host.counts[: self.num_steps, 0, 0] >= 0)
+            places = [(number, self.rows) for number in range(num_made)]
+        results = [jax.tree.map(operator.itemgetter(place), host) for place in places]
         if results:
             self.on_read(np.sum([result.n_accepted for result in results], axis=0))
         return results
-
-    def _read(self, of_step: Callable[[np.ndarray], np.ndarray]) -> StepResult:
-        def own(x: jax.Array) -> np.ndarray:  # the rows of the slots that were asked for
-            host = of_step(np.asarray(x))  # JAX keeps its copy
-            return host[self.rows(len(host))]
-
-        result, logprobs, node_ids, parents = self.result, None, None, None
-        if self.has_logprobs:
-            logprobs = result.logprobs
-        if self.has_tree:
-            node_ids, parents = result.node_ids, result.parents
-        asked = StepResult(result.counts, logprobs, result.prompt, node_ids, parents, result.confidence)
-        return jax.tree.map(own, asked)

@@ -34,8 +34,8 @@ from specserve.serve.programs.slot_bounds import SlotBounds
 from specserve.speculative import step
 from specserve.speculative.program import StepProgram
 from specserve.speculative.sampling import SamplerRows, TokenRows
-from specserve.speculative.step import StepConfig, StepResult
-from specserve.speculative.tree import Proposal, Tree
+from specserve.speculative.step import StepConfig
+from specserve.speculative.tree import Proposal, Tree, depth_of
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class Runner:
         try:
             self.reset()
             for tree in self.shapes.trees_for(1):
-                self._run_step((), tree, self.shapes.widths[0], None)
+                self.run(self._step_program((), tree, self.shapes.widths[0]))
             jax.block_until_ready(self.state)
         except Exception as error:
             self.state = None
@@ -213,7 +213,7 @@ class Runner:
         most the largest of `chunks`), and whether they are the last. The drawn token counts after the last.
         With `is_scored` the result has the log-probabilities of the prompts' own tokens.
         `allowed` ([part, 1, bytes] uint8, as `TokenMask.masks`) are the tokens that may be drawn."""
-        slots, shapes = [slot for slot, _, _ in parts], self.shapes
+        slots, shapes, batches = [slot for slot, _, _ in parts], self.shapes, self.shapes.batches
         chunks = [chunk for chunk in shapes.chunks if all(chunk >= number for _, number, _ in parts)]
         most = max(self.bounds.num_entries((slot,)) + number for slot, number, _ in parts)
         widths = shapes.widths_for(most)
@@ -221,12 +221,12 @@ class Runner:
             widths, chunks = shapes.widths[-1:], shapes.chunks[-1:]
         programs = (shapes.prefill(*sizes, is_scored=is_scored) for sizes in itertools.product(widths, chunks))
         columns = zip(*((number, is_last) for _, number, is_last in parts), strict=True)  # of a row for each data rank
-        in_rows = [tuple(shapes.in_rows(slots, each, shapes.num_ranks, 0).tolist()) for each in columns]
-        bits = shapes.masks_in_rows(slots, allowed, shapes.num_ranks)
-        result = self.run(self.compiled.first(programs), shapes.pad(slots, shapes.num_ranks), *in_rows, bits)
+        in_rows = [tuple(batches.fill(slots, each, shapes.num_ranks, 0).tolist()) for each in columns]
+        bits = batches.fill_masks(slots, allowed, shapes.num_ranks)
+        result = self.run(self.compiled.first(programs), batches.pad(slots, shapes.num_ranks), *in_rows, bits)
         for slot, number, _ in parts:
             self.bounds.prefilled(slot, number)
-        return StepHandle(result, functools.partial(shapes.rows_of, slots), has_logprobs=has_logprobs)
+        return StepHandle(result.asked(has_logprobs=has_logprobs), batches.rows(slots, shapes.num_ranks))
 
     def step(
         self,
@@ -245,19 +245,21 @@ class Runner:
         assert tree is None or allowed is None, "masks of a tree's nodes are known once it is proposed: use `propose`"
         if tree is not None or is_following:
             self._catch_up(slots, tree, num_steps)
-        width = self.bounds.width_of(slots, (num_steps - 1) * (1 + (tree.depth if tree else 0)))
-        result = self._run_step(slots, tree, width, allowed, num_steps)
-        rows, on_read = functools.partial(self.shapes.rows_of, slots), self.bounds.stepped(slots, tree, num_steps)
-        return StepHandle(result, rows, on_read, num_steps, has_logprobs, has_tree)
+        batches = self.shapes.batches
+        program = self._step_program(slots, tree, self.bounds.width_of(slots, (num_steps - 1) * (1 + depth_of(tree))))
+        bits = batches.fill_masks(slots, allowed, program.batch)
+        result = self.run(program, batches.pad(slots, program.batch), num_steps, bits)
+        rows, on_read = batches.rows(slots, program.batch), self.bounds.stepped(slots, tree, num_steps)
+        return StepHandle(result.asked(has_logprobs=has_logprobs, has_tree=has_tree), rows, on_read, num_steps)
 
     def propose(self, slots: Sequence[int], tree: Tree) -> tuple[np.ndarray, np.ndarray, Proposal]:
         """The first half of a step with constrained sequences: token ids and parents of the proposed nodes, [batch,
         node], on the host; and the proposal for `verify`. A proposal changes nothing that a later step depends on."""
         self._catch_up(slots, tree, 1)
-        padded = self.shapes.pad(slots)
+        padded = self.shapes.batches.pad(slots)
         program, _ = self.shapes.constrained_step(len(padded), tree)
         proposal = self.run(program, padded)
-        rows = self.shapes.rows_of(slots, len(padded))
+        rows = self.shapes.batches.rows(slots, program.batch)
         return np.asarray(proposal.token_ids)[rows], np.asarray(proposal.parents)[rows], proposal
 
     def verify(
@@ -271,12 +273,12 @@ class Runner:
         has_tree: bool = False,
     ) -> StepHandle:
         """The second half: only allowed tokens are drawn."""
-        padded = self.shapes.pad(slots)
+        batches = self.shapes.batches
+        padded = batches.pad(slots)
         _, program = self.shapes.constrained_step(len(padded), tree)
-        bits = self.shapes.masks_in_rows(slots, allowed, len(padded))
-        result = self.run(program, padded, proposal, bits)
-        rows, on_read = functools.partial(self.shapes.rows_of, slots), self.bounds.stepped(slots, tree)
-        return StepHandle(result, rows, on_read, 0, has_logprobs, has_tree)
+        result = self.run(program, padded, proposal, batches.fill_masks(slots, allowed, program.batch))
+        rows, on_read = batches.rows(slots, program.batch), self.bounds.stepped(slots, tree)
+        return StepHandle(result.asked(has_logprobs=has_logprobs, has_tree=has_tree), rows, on_read)
 
     def remember(self, slot: int, num_prompt: int, last: int) -> None:
         """Have a drafter that `remembers` keep a finished answer, whose last token is at the index `last`. Steps that
@@ -293,17 +295,13 @@ class Runner:
 
     def _catch_up(self, slots: Sequence[int], tree: Tree | None, num_steps: int) -> None:
         if self.bounds.must_catch_up(slots, tree, num_steps):
-            padded = self.shapes.pad(slots)
+            padded = self.shapes.batches.pad(slots)
             self.run(self.inputs.catch_up_for(len(padded), tree), padded)
             self.bounds.caught_up(slots)
 
-    def _run_step(
-        self, slots: Sequence[int], tree: Tree | None, width: int, allowed: np.ndarray | None, num_steps: int = 1
-    ) -> StepResult:
-        shapes = self.shapes
-        widths = [each for each in shapes.widths if each >= width]
-        sizes = [size for size in shapes.batch_sizes if size >= shapes.batch_size_of(slots)]
-        programs = (StepProgram(size, each, tree) for each, size in itertools.product(widths, sizes))
-        program = self.compiled.first(programs)
-        bits = shapes.masks_in_rows(slots, allowed, program.batch)
-        return self.run(program, shapes.pad(slots, program.batch), num_steps, bits)
+    def _step_program(self, slots: Sequence[int], tree: Tree | None, width: int) -> StepProgram:
+        """Return the smallest program that is compiled of those that make a step of these slots over so many pages."""
+        least = self.shapes.batches.size_for(slots)
+        widths = [each for each in self.shapes.widths if each >= width]
+        sizes = [size for size in self.shapes.batch_sizes if size >= least]
+        return self.compiled.first(StepProgram(size, each, tree) for each, size in itertools.product(widths, sizes))

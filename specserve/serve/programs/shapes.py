@@ -1,20 +1,16 @@
 """The shapes that programs are compiled for: short lists, so that all of them are known at start.
 
 A step exists for each batch bucket, page-table width and tree; a prompt is prefilled in chunks of a few sizes.
-Deterministic serving is the case in which every list has one entry. Over a mesh that cuts sequences a batch has as many
-rows for each data rank, in the order of the ranks (`pages.data_rank`).
+Deterministic serving is the case in which every list has one entry.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from specserve.drafters.speculation import describe
@@ -22,10 +18,11 @@ from specserve.drafters.words import OWN_TEXT
 from specserve.errors import ConfigError
 from specserve.mesh import num_parts
 from specserve.models.config import ModelConfig
-from specserve.serve.engine.pages import PagePool, Watcher, data_rank
+from specserve.serve.engine.pages import PagePool, Watcher
+from specserve.serve.programs.batches import Batches
 from specserve.serve.programs.placement import reads_by_page
 from specserve.speculative.program import StepProgram
-from specserve.speculative.tree import Tree, chain
+from specserve.speculative.tree import Tree, chain, depth_of
 
 CPU_CHUNKS, DEVICE_CHUNKS = (16, 32, 64, 128, 256), (64, 256, 1024)  # prompt tokens per prefill program
 RECURRENT_CHUNK = 256  # at most, with recurrent layers: each keeps tens of kilobytes per token of the chunk
@@ -81,12 +78,12 @@ class Shapes:
     @property
     def max_depth(self) -> int:
         """The depth of the deepest tree, or of the chain that every deterministic step verifies."""
-        return max(self.verified_depth, *(tree.depth if tree else 0 for tree in self.trees))
+        return max(self.verified_depth, *map(depth_of, self.trees))
 
     @property
     def max_step(self) -> int:
         """Tokens that one step can emit for a sequence, at most."""
-        return 1 + max(tree.depth if tree else 0 for tree in self.trees)
+        return 1 + max(map(depth_of, self.trees))
 
     @property
     def max_accepted(self) -> int:
@@ -98,51 +95,10 @@ class Shapes:
         """The way to step that serves before the others are compiled."""
         return None if None in self.trees else self.trees[0]
 
-    def batch_size_of(self, slots: Sequence[int]) -> int:
-        """The batch bucket of these slots: each data rank has room for its own."""
-        fullest = len(slots)
-        if self.num_ranks > 1:
-            ranks = Counter(map(self.rank_of, slots))
-            fullest = max(ranks.values(), default=0)
-        return next(size for size in self.batch_sizes if size >= fullest * self.num_ranks)
-
-    def rank_of(self, slot: int) -> int:
-        """The data rank that has this slot."""
-        return data_rank(slot, self.num_slots, self.num_ranks)
-
-    def rows_of(self, slots: Sequence[int], batch_size: int) -> list[int] | slice:
-        """The rows of a batch that these slots have: each data rank's follow one another from where its part begins."""
-        if self.num_ranks == 1:
-            return slice(len(slots))
-        next_row = list(range(0, batch_size, batch_size // self.num_ranks))
-        rows = []
-        for rank in map(self.rank_of, slots):
-            rows.append(next_row[rank])
-            next_row[rank] += 1
-        return rows
-
-    def in_rows(self, slots: Sequence[int], values: Any, batch_size: int, rest: int) -> np.ndarray:
-        """Return values of slots, [slot, ...], in the rows of a batch, whose other rows are `rest`."""
-        values = np.asarray(values)
-        found = np.full((batch_size, *values.shape[1:]), rest, values.dtype)
-        found[self.rows_of(slots, batch_size)] = values
-        return found
-
-    def pad(self, slots: Sequence[int], batch_size: int = 0) -> tuple[int, ...]:
-        """A batch of these slots, of this size or else their bucket's; its other rows are past the last slot."""
-        found = np.array(slots, np.int32)
-        return tuple(self.in_rows(slots, found, batch_size or self.batch_size_of(slots), self.num_slots).tolist())
-
-    def masks_in_rows(
-        self, slots: Sequence[int], allowed: np.ndarray | None, batch_size: int
-    ) -> np.ndarray | None:  # [batch, node, bytes] uint8
-        """Return what slots may draw, [slot, node, bytes] uint8, in the rows of a batch; padding may draw anything."""
-        return None if allowed is None else self.in_rows(slots, allowed, batch_size, 255)
-
-    def spread(self, number: int) -> list[int]:
-        """So many slots, as evenly of all data ranks as can be."""
-        each = self.num_slots // self.num_ranks
-        return [i % self.num_ranks * each + i // self.num_ranks for i in range(number)]
+    @functools.cached_property
+    def batches(self) -> Batches:
+        """The rows that slots have in batches of these sizes."""
+        return Batches(self.batch_sizes, self.num_slots, self.num_ranks)
 
     def widths_for(self, num_entries: int) -> tuple[int, ...]:
         """The page-table widths that hold so many entries of a sequence, the narrowest first."""

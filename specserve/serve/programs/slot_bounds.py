@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specserve.serve.programs.shapes import Shapes
-from specserve.speculative.tree import Tree
+from specserve.speculative.tree import Tree, depth_of
 
 
 class SlotBounds:
@@ -43,7 +43,7 @@ class SlotBounds:
         """Note that so many steps over this tree have been dispatched, each of which emits 1 to 1 + its depth tokens
         for each of these slots. Returns a function, which the caller calls with the accepted tokens of each slot in all
         of them, [slot], once they are read."""
-        depth = tree.depth if tree else 0
+        depth = depth_of(tree)
         for slot in slots:
             self._lens[slot] += num_steps * (1 + depth)
             self._pending[slot] = 1 + depth if depth else min(self._pending[slot] + num_steps, self._max_pending)
@@ -74,5 +74,5 @@ class SlotBounds:
 
     def num_alike(self, slots: Sequence[int], tree: Tree | None, most: int) -> int:
         """Return how many steps, up to `most`, the program of the next one can make at once: those of its width."""
-        width, size = self.width_of(slots), 1 + (tree.depth if tree else 0)
+        width, size = self.width_of(slots), 1 + depth_of(tree)
         return max(number for number in range(1, most + 1) if self.width_of(slots, (number - 1) * size) == width)

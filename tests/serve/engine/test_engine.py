@@ -17,7 +17,8 @@ from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CapacityError, RequestError
 from specserve.kernels import native
-from specserve.serve.engine.engine import Engine, EngineOptions
+from specserve.serve.engine.engine import Engine
+from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.step_choice import Bursts
 from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
@@ -296,15 +297,15 @@ def test_rounds_send_nothing_implicitly_and_steps_nothing_at_all(
         Ask(tuple(PROMPT), greedy(20, ignore_eos=True)),
         Ask(tuple(PROMPT), SamplingParams(max_tokens=20, seed=1, presence_penalty=0.5, logprobs=2, ignore_eos=True)),
     ]
-    run_step, num_steps = runner._run_step, 0
+    run_step, num_steps = runner.step, 0
 
-    def guarded(*args):  # type: ignore[no-untyped-def]
+    def guarded(*args, **options):  # type: ignore[no-untyped-def]
         nonlocal num_steps
         num_steps += 1
         with jax.transfer_guard("disallow_explicit" if num_steps > 2 else "disallow"):  # slots are sent once, and kept
-            return run_step(*args)
+            return run_step(*args, **options)
 
-    monkeypatch.setattr(runner, "_run_step", guarded)
+    monkeypatch.setattr(runner, "step", guarded)
     inboxes = [submit(engine, ask)[1] for ask in asks]
     with jax.transfer_guard_host_to_device("disallow"), jax.transfer_guard_device_to_device("disallow"):
         while engine._round():  # the engine's thread does not run: guards belong to a thread

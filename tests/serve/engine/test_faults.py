@@ -14,6 +14,7 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CapacityError
 from specserve.serve.engine import engine as engine_module
 from specserve.serve.engine.engine import Engine
+from specserve.serve.engine.late import LateWork
 from specserve.serve.programs.calls import Call
 from specserve.serve.programs.compile_queue import CompiledPrograms, compile_all
 from specserve.serve.programs.program_list import list_programs
@@ -281,9 +282,7 @@ def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, monkeypat
         model_name="tiny",
         eos_ids=(2,),
         controller=Controller({}),
-        late_programs=late,
-        mask_programs=for_masks,
-        on_compiled=on_compiled,
+        late=LateWork(late, for_masks, on_compiled),
     )
     with engine:
         assert engine.is_ready
@@ -324,7 +323,7 @@ def test_a_program_that_cannot_be_compiled_is_never_used(
         model_name="tiny",
         eos_ids=(2,),
         controller=Fixed(CHAIN),
-        late_programs=[StepProgram(1, 1, CHAIN)],
+        late=LateWork([StepProgram(1, 1, CHAIN)]),
     )
     with caplog.at_level(logging.INFO), serving(engine):
         wait_until(lambda: "all programs are compiled" in caplog.text)

@@ -9,14 +9,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 import tiny
 
-from specserve import LLM, SamplingParams
+from specserve import LLM, SamplingParams, config
 from specserve.checkpoints.load import Target
 from specserve.errors import CapacityError, ConfigError, RequestError
+from specserve.serve.settings import ENGINE, PROGRAM, EngineSettings, ServeRun
 
 PROMPTS = [[5, 9, 33, 7, 7, 60, 12], [1], [40, 41, 42, 43] * 5]
 
@@ -167,6 +169,12 @@ def test_the_bundled_pair_chats_and_speculation_changes_nothing(capsys: pytest.C
 def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(progress=False, **settings)  # type: ignore[arg-type]
+
+
+def test_a_type_checker_knows_the_settings() -> None:
+    """By the schema's own types."""
+    own = {leaf.name: leaf.field.annotation for leaf in config.leaves(ServeRun) if leaf.scope in (PROGRAM, ENGINE)}
+    assert get_type_hints(EngineSettings) | {"speculation": str} == own
 
 
 def test_importing_the_package_is_light(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The choice of what runs next, against a device that exists only as numbers."""
 
+import itertools
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.pages import PagePool, data_rank
 from specserve.serve.engine.scheduler import Round, Scheduler, Sequence
 from specserve.serve.requests.output import OutputStream
@@ -26,14 +28,24 @@ def _add(scheduler: Scheduler, request: Request) -> None:
     scheduler.add(Sequence(request, OutputStream(request, None)))
 
 
-def _scheduler(num_slots: int = 2, num_pages: int = 12, num_ranks: int = 1, **options: object) -> Scheduler:
-    """Slots and pages are those of each data rank."""
+def _scheduler(
+    num_slots: int = 2,
+    num_pages: int = 12,
+    num_ranks: int = 1,
+    *,
+    cache_lag: int = 0,
+    is_deterministic: bool = False,
+    **options: object,
+) -> Scheduler:
+    """Slots and pages are those of each data rank; the rest are `EngineOptions`."""
     return Scheduler(
         num_slots * num_ranks,
         PagePool(num_pages * num_ranks, PAGE_SIZE, num_ranks=num_ranks),
+        EngineOptions(**options),  # type: ignore[arg-type]
         chunks=CHUNKS,
         max_step=MAX_STEP,
-        **options,  # type: ignore[arg-type]
+        cache_lag=cache_lag,
+        is_deterministic=is_deterministic,
     )
 
 
@@ -84,7 +96,8 @@ class Device:
                     break
 
     def _rank(self, sequence: Sequence) -> int:
-        return data_rank(sequence.slot, self.scheduler._num_slots, self.scheduler.pool.num_ranks)
+        num_ranks = self.scheduler.pool.num_ranks
+        return data_rank(sequence.slot, self.scheduler._slots_of_rank * num_ranks, num_ranks)
 
     def _check(self, plan: Round, before: list[Sequence], waiting: list[Sequence], ranks: dict[Sequence, int]) -> None:
         scheduler = self.scheduler
@@ -92,7 +105,8 @@ class Device:
         for line in (scheduler.running, scheduler.waiting):
             assert [s.rank for s in line] == sorted(s.rank for s in line)
         slots = [sequence.slot for sequence in scheduler.running]
-        assert len({*slots, *scheduler._free_slots}) == len(slots) + len(scheduler._free_slots)
+        free = list(itertools.chain(*scheduler._free_slots))
+        assert len({*slots, *free}) == len(slots) + len(free)
         pages = set()
         for sequence in scheduler.running:
             request = sequence.request
@@ -193,7 +207,7 @@ def test_everybody_is_served_and_nothing_is_left(
             assert token_id == sum(token_ids[-3:]) % 5, "a token was lost or repeated"
             token_ids.append(token_id)
     assert scheduler.pool.num_available == scheduler.pool.num_pages
-    assert sorted(scheduler._free_slots) == list(range(num_slots * num_ranks))
+    assert sorted(itertools.chain(*scheduler._free_slots)) == list(range(num_slots * num_ranks))
     assert not is_deterministic or scheduler.num_preemptions == 0
     assert is_caching or scheduler.num_hits == scheduler.pool.num_cached == 0
     if all(request.priority == 0 for request in requests):

@@ -178,7 +178,7 @@ def test_streams_go_on_while_a_head_is_replaced(runner: Runner, reference: Refer
     heads = [tiny.random_head(tiny_target.config, seed=seed) for seed in (77, 78)]
     asks = list(itertools.islice(_asks(reference), 7))
     engine = make_engine(runner, Fixed(TREE))
-    engine._load_head = lambda name: LoadedHead(heads[int(name)], (0.5,), DraftInfo(name, 2.0))
+    engine._swaps.load_head = lambda name: LoadedHead(heads[int(name)], (0.5,), DraftInfo(name, 2.0))
     with _over_http(engine) as http, ThreadPoolExecutor(len(asks)) as pool:
         for name in ("0", "1"):
             begun = [threading.Event() for _ in asks]

@@ -14,7 +14,8 @@ from engines import Ask, Fixed, check_equal, find_tie
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
-from specserve.serve.engine.engine import Engine, EngineOptions
+from specserve.serve.engine.engine import Engine
+from specserve.serve.engine.options import EngineOptions
 from specserve.serve.programs.layouts import make_layouts
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import make_shapes

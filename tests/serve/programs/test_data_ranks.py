@@ -121,9 +121,9 @@ def test_no_page_travels_and_none_is_copied(model: str, text: str, way: str) -> 
 def test_a_sequence_larger_than_the_pages_of_a_data_rank_is_refused() -> None:
     runner = _runner("dense", mesh_of("data=2"), "off", pages_of_rank=4)
     engine = make_engine(runner)
-    assert engine.check((5,) * 20, greedy(13)) == 13, "32 entries"
+    assert engine.inputs.check((5,) * 20, greedy(13)) == 13, "32 entries"
     with pytest.raises(RequestError, match="need 5 cache pages, the server has 4 for a sequence"):
-        engine.check((5,) * 20, greedy(14))
+        engine.inputs.check((5,) * 20, greedy(14))
 
 
 def test_slots_and_pages_that_cannot_be_shared_out_are_refused() -> None:

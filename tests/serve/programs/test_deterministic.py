@@ -14,7 +14,9 @@ from engines import EOS
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
-from specserve.serve.engine.engine import Engine, EngineOptions
+from specserve.serve.engine.engine import Engine
+from specserve.serve.engine.options import EngineOptions
+from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH, make_shapes
 from specserve.serve.requests.completion import CompletionOutput
@@ -34,7 +36,7 @@ def make(tiny_target: Target, tiny_head: Head) -> Callable[[str], Runner]:
     return functools.cache(functools.partial(_runner, tiny_target, tiny_head))
 
 
-def _runner(target: Target, head: Head, speculation: str) -> Runner:
+def _runner(target: Target, head: Head, speculation: str, *, has_constrained: bool = False) -> Runner:
     shapes = make_shapes(
         (parse_speculation(speculation),),
         target.config,
@@ -44,7 +46,16 @@ def _runner(target: Target, head: Head, speculation: str) -> Runner:
         num_pages=2 * NUM_SLOTS * MAX_LEN // PAGE_SIZE,
         is_deterministic=True,
     )
-    return Runner(target, head, shapes, has_constrained=False)
+    return Runner(target, head, shapes, has_constrained=has_constrained)
+
+
+def test_grammars_have_programs_of_the_one_shape(tiny_target: Target, tiny_head: Head) -> None:
+    """A proposed chain is padded to the length that every step verifies."""
+    runner = _runner(tiny_target, tiny_head, "chain:2", has_constrained=True)
+    for_masks = [program for program in list_programs(runner) if program.is_for_masks]
+    assert len(for_masks) == 2
+    for program in for_masks:
+        runner.call(program).lower()
 
 
 def _engine(runner: Runner, *, is_caching: bool = True) -> Engine:

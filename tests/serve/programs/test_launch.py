@@ -233,8 +233,8 @@ def test_what_is_compiled_before_serving_and_what_later(
     early = [program.name for program in programs if program.name not in late]
     assert ran == early
     assert reported[: len(early)] == [(i + 1, 4, name) for i, name in enumerate(early)]
-    assert [program.name for program in (*engine.late_programs, *engine.mask_programs)] == late
-    assert [program.name for program in engine.mask_programs] == late[1:], "nobody has asked for them yet"
+    assert [program.name for program in (*engine.late.programs, *engine.late.mask_programs)] == late
+    assert [program.name for program in engine.late.mask_programs] == late[1:], "nobody has asked for them yet"
     assert (engine.controller is not None) == has_controller, "one that knows no costs yet, and takes the first way"
     [shapes] = asked
     assert shapes.trees == choose_trees(models, run) or shapes.is_deterministic

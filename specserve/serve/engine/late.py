@@ -1,0 +1,120 @@
+"""The programs that are compiled while an engine serves with those that it has, and the work that is left then."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from specserve import host
+from specserve.serve.engine.rounds import Rounds
+from specserve.serve.programs.compile_queue import Compiler, ProgressLog
+from specserve.serve.programs.program_list import mask_programs
+from specserve.serve.programs.runner import Runner
+from specserve.speculative.program import StepProgram
+
+logger = logging.getLogger(__name__)
+
+Finish = Iterator[object]  # a generator; what it returns is the controller to go on with, if it is another
+
+
+@dataclass(frozen=True)
+class LateWork:
+    """The work that an engine begins to serve without."""
+
+    programs: Sequence[StepProgram] = ()  # to be compiled while plain decoding serves
+    mask_programs: Sequence[StepProgram] = ()  # the same, once a request has a token mask
+    on_compiled: Callable[[Runner], Finish] | None = None  # then: what is left to do on the engine's thread
+
+
+class LatePrograms:
+    """The compiling of programs beside an engine that serves. `wake` is called when there is something to `go_on`
+    with. The other methods belong to the engine's thread."""
+
+    def __init__(self, runner: Runner, work: LateWork, wake: Callable[[], None]) -> None:
+        self.num_left = len(work.programs)
+        self.is_complete = not work.programs  # also what is left to do then
+        self._has_failed = False  # a program that failed is never used
+        self._mask_programs, self._on_compiled = tuple(work.mask_programs), work.on_compiled
+        self._finish: Finish | None = None
+        self._wake, self._lock = wake, threading.Lock()
+        self._compiler = self._in_background(runner, work.programs, self._count)
+
+    @property
+    def is_finishing(self) -> bool:
+        """Return whether work is left that is done bit by bit."""
+        return self._finish is not None
+
+    @property
+    def has_masks(self) -> bool:
+        """Return whether the programs that only token masks need are compiled, or on their way."""
+        return not self._mask_programs
+
+    def start(self) -> None:
+        if self.num_left:
+            logger.info("ready; %d more programs are compiled while serving", self.num_left)
+        self._compiler.start()
+
+    def stop(self) -> None:
+        self._compiler.stop()
+
+    def use_head(self, runner: Runner, on_compiled: Callable[[Runner], Finish] | None, *, has_others: bool) -> None:
+        """Go on with a runner with another head, whose programs are compiled but for those of token masks. With
+        `has_others` they are other ones than those before, and `on_compiled` has what is left to do."""
+        self._compiler.stop()
+        self._mask_programs = mask_programs(runner)
+        if has_others:
+            self.is_complete, self._has_failed, self._on_compiled = False, False, on_compiled
+
+    def go_on(self, rounds: Rounds) -> None:
+        """Do what there is to do between two rounds."""
+        if not self.is_complete and not self.num_left:
+            self._complete(rounds)
+        if self._mask_programs and self.is_complete:  # not while steps are timed
+            self._look_for_masks(rounds)
+
+    def _complete(self, rounds: Rounds) -> None:
+        """Note that every late program is compiled. The work that is left is done bit by bit."""
+        if self._finish is None:
+            self._finish = iter(())
+            if self._on_compiled:
+                self._finish = self._on_compiled(rounds.runner)
+        try:
+            next(self._finish)
+        except StopIteration as end:
+            rounds.choice.complete(end.value, is_partial=self._has_failed)
+            self.is_complete, self._finish = True, None
+            logger.info("all programs are compiled")
+
+    def _look_for_masks(self, rounds: Rounds) -> None:
+        """The first request with a token mask is decoded plainly, and has the programs compiled by which it and later
+        ones speculate."""
+        if any(sequence.request.token_mask is not None for sequence in rounds.running):
+            logger.info("the first grammar: %d programs are compiled while serving", len(self._mask_programs))
+            self._compiler = self._in_background(rounds.runner, self._mask_programs).start()
+            self._mask_programs = ()
+
+    def _in_background(
+        self,
+        runner: Runner,
+        programs: Sequence[StepProgram],
+        count: Callable[[Exception | None], None] = lambda _error: None,
+    ) -> Compiler:
+        """Make a compiler of these programs that works while the engine serves. `count` is called on its threads after
+        each."""
+        log = ProgressLog(len(programs), "while serving")
+
+        def on_compiled(program: StepProgram, error: Exception | None) -> None:
+            host.give_back_freed_memory()
+            label = runner.shapes.label(program)
+            log(label)
+            if error is not None:
+                logger.error("%s could not be compiled, so it is never used", label, exc_info=error)
+            count(error)
+
+        return Compiler(runner.compile, programs, on_compiled=on_compiled, is_background=True)
+
+    def _count(self, error: Exception | None) -> None:
+        with self._lock:
+            self._has_failed |= error is not None
+            self.num_left -= 1
+        self._wake()
