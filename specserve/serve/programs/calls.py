@@ -4,7 +4,7 @@ calls `jax.jit`. Nothing is compiled or run here.
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ class Call:
     program: StepProgram
     function: Any  # jitted
     arguments: tuple[Any, ...]  # pytrees of arrays, or of their shapes
-    always: Mapping[str, Any]  # the static arguments that all programs of its kind have
+    always: Mapping[str, Any] = field(default_factory=dict)  # the static arguments of all programs of its kind
 
     @property
     def static(self) -> dict[str, Any]:
