@@ -87,15 +87,6 @@ class StepResult:
     def token_ids(self) -> Any:  # [batch, depth + 1] int32
         return self.counts[:, 2:]
 
-    def asked(self, *, has_logprobs: bool = False, has_tree: bool = False) -> "StepResult":
-        """Return the result without the parts that nobody has asked for, which the host need not copy."""
-        asked = self
-        if not has_logprobs:
-            asked = dataclasses.replace(asked, logprobs=None)
-        if not has_tree:
-            asked = dataclasses.replace(asked, node_ids=None, parents=None)
-        return asked
-
     def emitted(self, row: int) -> list[int]:
         """Return the tokens that the step adds to a sequence, once it is read: the accepted ones and the bonus
         token."""

@@ -4,7 +4,7 @@ calls `jax.jit`. Nothing is compiled or run here.
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -45,13 +45,7 @@ class Call:
     program: StepProgram
     function: Any  # jitted
     arguments: tuple[Any, ...]  # pytrees of arrays, or of their shapes
-    always: Mapping[str, Any]  # the static arguments that all programs of its kind have
-
-    @property
-    def static(self) -> dict[str, Any]:
-        """The static arguments of the function."""
-        names = _STATIC.get(self.program.kind, ())
-        return {**{name: getattr(self.program, name) for name in names}, **self.always}
+    static: dict[str, Any] = field(default_factory=dict)
 
     def lower(self) -> jax.stages.Lowered:
         """Trace the function for arguments of these shapes. Their values are not read, so donated arrays will do."""
@@ -103,7 +97,9 @@ class Calls:
     def make(self, program: StepProgram, arguments: tuple[Any, ...]) -> Call:
         """Return the call of a program with these arguments (`inputs.Inputs` makes them)."""
         kind = program.kind
-        return Call(program, self._functions[kind], arguments, self._always.get(kind, {}))
+        static = {name: getattr(program, name) for name in _STATIC.get(kind, ())}
+        static.update(self._always.get(kind, {}))
+        return Call(program, self._functions[kind], arguments, static)
 
 
 def _steps(

@@ -1,5 +1,6 @@
 """Results on their way from the device to the host."""
 
+import dataclasses
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,3 +37,12 @@ class StepHandle:
         if results:
             self.on_read(np.sum([result.n_accepted for result in results], axis=0))
         return results
+
+
+def asked_parts(result: StepResult, *, has_logprobs: bool = False, has_tree: bool = False) -> StepResult:
+    """Return a result without the parts that nobody has asked for, which the host then does not copy."""
+    if not has_logprobs:
+        result = dataclasses.replace(result, logprobs=None)
+    if not has_tree:
+        result = dataclasses.replace(result, node_ids=None, parents=None)
+    return result

@@ -28,7 +28,7 @@ from specserve.serve.programs.inputs import PAGES_AT_ONCE, Inputs
 from specserve.serve.programs.layouts import Layouts, make_layouts
 from specserve.serve.programs.placement import Placement
 from specserve.serve.programs.program_cache import ProgramCache
-from specserve.serve.programs.results import StepHandle
+from specserve.serve.programs.results import StepHandle, asked_parts
 from specserve.serve.programs.shapes import Shapes
 from specserve.serve.programs.slot_bounds import SlotBounds
 from specserve.speculative import step
@@ -226,7 +226,7 @@ class Runner:
         result = self.run(self.compiled.first(programs), batches.pad(slots, shapes.num_ranks), *in_rows, bits)
         for slot, number, _ in parts:
             self.bounds.prefilled(slot, number)
-        return StepHandle(result.asked(has_logprobs=has_logprobs), batches.rows(slots, shapes.num_ranks))
+        return StepHandle(asked_parts(result, has_logprobs=has_logprobs), batches.rows(slots, shapes.num_ranks))
 
     def step(
         self,
@@ -250,7 +250,8 @@ class Runner:
         bits = batches.fill_masks(slots, allowed, program.batch)
         result = self.run(program, batches.pad(slots, program.batch), num_steps, bits)
         rows, on_read = batches.rows(slots, program.batch), self.bounds.stepped(slots, tree, num_steps)
-        return StepHandle(result.asked(has_logprobs=has_logprobs, has_tree=has_tree), rows, on_read, num_steps)
+        asked = asked_parts(result, has_logprobs=has_logprobs, has_tree=has_tree)
+        return StepHandle(asked, rows, on_read, num_steps)
 
     def propose(self, slots: Sequence[int], tree: Tree) -> tuple[np.ndarray, np.ndarray, Proposal]:
         """The first half of a step with constrained sequences: token ids and parents of the proposed nodes, [batch,
@@ -278,7 +279,7 @@ class Runner:
         _, program = self.shapes.constrained_step(len(padded), tree)
         result = self.run(program, padded, proposal, batches.fill_masks(slots, allowed, program.batch))
         rows, on_read = batches.rows(slots, program.batch), self.bounds.stepped(slots, tree)
-        return StepHandle(result.asked(has_logprobs=has_logprobs, has_tree=has_tree), rows, on_read)
+        return StepHandle(asked_parts(result, has_logprobs=has_logprobs, has_tree=has_tree), rows, on_read)
 
     def remember(self, slot: int, num_prompt: int, last: int) -> None:
         """Have a drafter that `remembers` keep a finished answer, whose last token is at the index `last`. Steps that
