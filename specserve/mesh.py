@@ -285,7 +285,9 @@ def sum_parts(tree: Result, cut: Collection[str]) -> Result:
     `over_parts`."""
     if not cut:
         return tree
-    return jax.lax.psum(tree, tuple(_names(cut)))
+    names = _names(cut)
+    # in the mesh's order: a set has another one in each process, and so would the program and the order of the sum
+    return jax.lax.psum(tree, tuple(name for name in MESH_AXES if name in names))
 
 
 def join_parts(tree: Result, axis: str) -> Result:

@@ -1,9 +1,12 @@
 """Meshes over the test's eight devices, what is spread over them, and what does not fit."""
 
+import itertools
+import re
 from dataclasses import dataclass
 
 import jax
 import pytest
+from jax.sharding import PartitionSpec
 
 from specserve.errors import ConfigError
 from specserve.mesh import (
@@ -13,9 +16,11 @@ from specserve.mesh import (
     fitting,
     free_memory,
     make_mesh,
+    over_parts,
     parse_mesh,
     sharding,
     shardings,
+    sum_parts,
 )
 
 
@@ -47,6 +52,16 @@ def test_what_does_not_divide_is_whole_everywhere() -> None:
         "k": sharding(mesh, (None, None)),
         "up": sharding(mesh, ("experts", None, "mlp")),
     }
+
+
+def test_devices_add_up_in_the_order_of_the_mesh() -> None:
+    """So every process of a run, and each of its starts, compiles the same program."""
+    with jax.set_mesh(make_mesh(data=2, tensor=2, expert=2)):
+        for cut in itertools.permutations(["batch", "heads", "experts"]):
+            added = over_parts(lambda x, cut=cut: sum_parts(x, cut), cut, PartitionSpec(), PartitionSpec())
+            text = str(jax.make_jaxpr(added)(jax.numpy.ones(4)))
+            (names,) = re.findall(r"psum\w*\[\s*axes=\(([^)]*)\)", text)
+            assert names == "'data', 'tensor', 'expert'", text
 
 
 def test_meshes_are_read_in_any_order() -> None:
