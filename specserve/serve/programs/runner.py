@@ -105,10 +105,10 @@ class Runner:
         return self._calls.make(program, self.inputs.of(program, self.state, values))
 
     def compile(self, program: StepProgram) -> None:
-        """Compile a program, on any thread. An optional one is left out where the process can hardly map more
-        memory."""
-        free = host.free_memory_maps()
-        if self.shapes.is_optional(program) and free is not None and free <= RESERVED_MAPS:
+        """Compile a program, on any thread. One that only adds a choice of steps is left out where the process can
+        hardly map more memory."""
+        free, is_needed = host.free_memory_maps(), program.tree in (self.shapes.trees[0], self.shapes.plain)
+        if program.kind == "step" and not is_needed and free is not None and free <= RESERVED_MAPS:
             if not self.left_out:
                 logger.warning(
                     "this process may map only %d more pieces of memory, so no more ways to speculate are compiled; "

@@ -146,10 +146,6 @@ class Shapes:
             return program == StepProgram(self.num_slots, self.widths[-1], self.plain)
         return program.kind in ("empty state", "admission", "page table", "recall")
 
-    def is_optional(self, program: StepProgram) -> bool:
-        """Return whether a program only adds a choice."""
-        return program.kind == "step" and program.tree not in (self.trees[0], self.plain)
-
     def label(self, program: StepProgram) -> str:
         """Return the name of a program for people, in logs and in the files of costs."""
         way, contexts = describe(program.tree), f"contexts up to {program.width * self.page_size}"
