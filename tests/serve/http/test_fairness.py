@@ -95,7 +95,7 @@ def test_clients_are_distinguished_by_key_else_by_address(http: httpx.Client, fa
 
 def test_an_engine_that_stops_compiles_no_grammar(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(runner)
-    monkeypatch.setattr(engine._grammars, "compile", lambda _spec: pytest.fail("it was compiled"))
+    monkeypatch.setattr(engine.inputs.grammars, "compile", lambda _spec: pytest.fail("it was compiled"))
     engine.drain(0.0)
     with pytest.raises(CapacityError, match="the engine is stopping"):
         engine.submit([3, 4], greedy(2, grammar=GrammarSpec("regex", "a")), Inbox())
