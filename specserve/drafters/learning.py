@@ -48,7 +48,7 @@ class Rollout:
 
     @property
     def num_repeats(self) -> int:
-        """How often each step is computed again."""
+        """The number of times that each step is computed again."""
         return int(self.remat)
 
 

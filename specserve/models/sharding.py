@@ -84,7 +84,7 @@ class Held:
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """The count of its numbers."""
         return math.prod(self.shape)
 
     @property

@@ -193,8 +193,8 @@ class TrainRun:
 
     @property
     def states_from(self) -> StatesFrom:
-        """Where a training step takes the target's states from: it runs the target's layers itself, reads what was
-        captured, or is sent them by the target's own processes."""
+        """The place that a training step takes the target's states from: it runs the target's layers itself, reads
+        what was captured, or is sent them by the target's own processes."""
         if self.features.capture:
             return "capture"
         if self.service.target_service:
