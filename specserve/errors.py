@@ -6,6 +6,8 @@ class SpecServeError(Exception):
     """The base of all errors that are raised on purpose. The CLI prints such an error as one line, without a
     traceback."""
 
+    param: str | None = None  # the field of a request that it is about, where there is one
+
 
 class ConfigError(SpecServeError):
     """A setting, flag, YAML key or model config that cannot be used."""

@@ -1,5 +1,6 @@
 """Tiny programs compile in less than half of XLA's time, and are kept for the tests that compile the same."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,12 @@ def _knows_options() -> bool:
 def keep_compiled(folder: Path, *, is_first: bool) -> None:
     """Keep programs in JAX's cache in this folder. The first process of a test run makes room there. JAX would look for
     room, and read every file's time of use, whenever a program is added: a tenth of a second among a thousand."""
-    from jax._src.lru_cache import LRUCache
+    with contextlib.suppress(ImportError, AttributeError):  # without that private part, tests are only slower
+        from jax._src.lru_cache import LRUCache
 
-    if is_first:
-        LRUCache(str(folder), max_size=LARGEST_BYTES)._evict_if_needed()
-    LRUCache._evict_if_needed = lambda self, **_sizes: None
+        if is_first:
+            LRUCache(str(folder), max_size=LARGEST_BYTES)._evict_if_needed()
+        LRUCache._evict_if_needed = lambda self, **_sizes: None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", LARGEST_BYTES)  # with a size, processes wait for each other
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -26,7 +26,7 @@ class Refused:
 
     @classmethod
     def of(cls, error: SpecServeError) -> "Refused":
-        return cls(type(error).__name__, str(error), getattr(error, "param", None))
+        return cls(type(error).__name__, str(error), error.param)
 
     @property
     def error(self) -> SpecServeError:

@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ class _Wire:
 _LEAVE, _LOST, _END = b'["leave"', b'["lost"', b'["end"'  # how messages of these words begin
 
 
-class _Rank:
+class _Rank(ABC):
     """The common part of the first process and the others."""
 
     def __init__(self, on_lost: Lost) -> None:
@@ -141,10 +142,10 @@ class _Rank:
         """Return the smallest of the numbers that the processes give."""
         return self._decide(number, lambda numbers: min(numbers.values()))
 
+    @abstractmethod
     def _decide(self, own: Any, rule: Callable[[Mapping[int, Any]], Any]) -> Any:
         """Return, in all processes, what the rule makes of the values that they give, by number of process. Every
         process has to call it."""
-        raise NotImplementedError
 
     def _gone(self, how: str) -> None:
         """Note that another process has ended."""
@@ -161,6 +162,7 @@ class _Rank:
             threading.Thread(target=self._on_lost, args=(self.lost,), name="ranks-lost", daemon=True).start()
         return self.lost or ProcessError(why)
 
+    @abstractmethod
     def _notify_all(self, why: str) -> None:
         """Notify all processes that learn of it only through this one."""
 
@@ -240,6 +242,9 @@ class Follower(_Rank):
         while not (parts := self._wire.take())[0].startswith(_END):
             yield parts
         self._is_over = True
+
+    def _notify_all(self, why: str) -> None:
+        """Notify nobody: the first process has a connection to each of the others."""
 
     def leave(self) -> None:
         """Ask the first process to drain and to end all processes, because this one is to stop."""

@@ -110,7 +110,7 @@ def install_error_handlers(app: FastAPI) -> None:
     def add(kind: type[SpecServeError], status: int, code: str | None, headers: dict[str, str] | None = None) -> None:
         @app.exception_handler(kind)
         async def on_error(_: Request, error: SpecServeError) -> Response:
-            return ErrorResponse(status, str(error), param=getattr(error, "param", None), code=code, headers=headers)
+            return ErrorResponse(status, str(error), param=error.param, code=code, headers=headers)
 
     add(RequestError, 400, None)
     add(ModelNotFoundError, 404, "model_not_found")
