@@ -8,7 +8,7 @@ questions in the order in which it drew them, whatever else is in the file: the 
 
 import contextlib
 import dataclasses
-import fcntl
+import functools
 import gc
 import hashlib
 import json
@@ -20,12 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.answers.account import Account
+from specserve.answers.own_questions import Asked, OwnQuestions, QuestionSettings
 from specserve.answers.questions import row_id
 from specserve.answers.regenerate import FINAL_CHANNEL, AnswerSettings, regenerate
+from specserve.answers.row_file import locked
 from specserve.checkpoints.source import TargetSource
 from specserve.data import dataset
 from specserve.data.conversations import Conversation, Row, parse_row, parse_template_kwargs
-from specserve.data.sources import SourceRows
+from specserve.data.sources import SELF, SourceRows, with_held_out
 from specserve.errors import DataError
 from specserve.host import cache_folder
 from specserve.mesh import SERVING_AXES, free_memory, in_equal_parts, mesh_sizes, num_parts, parse_mesh
@@ -57,9 +59,11 @@ class AnswerProgress:
 
 @dataclass(frozen=True)
 class Watch:
-    """The callbacks that follow the stage: one for each program that is compiled, and one for each answer."""
+    """The callbacks that follow the stage: one for each program that is compiled, one for each question that the target asks
+    itself, and one for each answer."""
 
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None
+    on_question: Callable[[Asked, int], None] = lambda _asked, _number: None
     on_answer: Callable[[AnswerProgress], None] = lambda _answering: None
 
 
@@ -70,25 +74,43 @@ def answer(
     place of its own, and the budget with what was decided. Held-out questions stay as they are. Raises DataError where
     nothing can be asked, ConfigError or CheckpointError where the target cannot be run."""
     cache = _AnswerCache(target, run.data, run.train, run.quantization)
-    with cache.lock():
+    with locked(cache.folder), contextlib.ExitStack() as stack:
         begin = time.monotonic()
+        engine = functools.cache(lambda: stack.enter_context(_engine(run, watch)))
+        mixture = _with_own_questions(mixture, run, cache.own_questions, engine, watch)
+        if run.data_only:
+            mixture = with_held_out(mixture)
         drawn = dataset.draw(mixture, run.data.max_conversations, run.train.seed)
         if budget and budget.conversations:
             drawn = dataset.draw(mixture, budget.conversations, run.train.seed)
         if not cache.is_settled(drawn):
-            with _engine(run, watch) as engine:
-                if budget and not budget.conversations:
-                    budget = _measured(cache, engine, drawn, budget)
-                    budgets.record(Path(run.output), budget)
-                    drawn = dataset.draw(mixture, budget.conversations, run.train.seed)
-                cache.ask(engine, drawn, watch.on_answer)
+            if budget and not budget.conversations:
+                budget = _measured(cache, engine(), drawn, budget)
+                budgets.record(Path(run.output), budget)
+                drawn = dataset.draw(mixture, budget.conversations, run.train.seed)
+            cache.ask(engine(), drawn, watch.on_answer)
             cache.settle(drawn)
+            engine.cache_clear()
+            stack.close()
             gc.collect()  # the engine's arrays, before training needs the memory
         if budget:
             count = budget.conversations or sum(len(source.train) for source in drawn)
             budget = dataclasses.replace(budget, conversations=count, spent=budget.spent + time.monotonic() - begin)
             budgets.record(Path(run.output), budget)
         return cache.read(drawn, mixture), budget
+
+
+def _with_own_questions(
+    mixture: Mixture, run: TrainRun, questions: OwnQuestions, engine: Callable[[], Engine], watch: Watch
+) -> Mixture:
+    """Return the mixture with the questions that the target asks itself, where it names them."""
+    number = run.data.self_questions
+    if all(source.name != SELF for source in mixture):
+        return mixture
+    if not questions.has(number):
+        asked = questions.ask(engine(), number, lambda so_far: watch.on_question(so_far, number))
+        logger.info("%s", asked.describe())
+    return questions.fill_in(mixture, number, run.data.self_turns)
 
 
 @contextlib.contextmanager
@@ -164,26 +186,13 @@ class _AnswerCache:
         )
         self._settings.check(tokenizer)
         self._fingerprint = fingerprint(target.folder)
+        self.own_questions = OwnQuestions(
+            QuestionSettings(self._fingerprint, quantization, train.seed, train.seq_len, template_kwargs)
+        )
         settings = {**dataclasses.asdict(self._settings), "max_model_len": train.seq_len, "weights": quantization}
         self.folder = (
             cache_folder() / "answers" / f"{self._fingerprint}-{_digest(json.dumps(settings, sort_keys=True))}"
         )
-
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Wait until no other process writes answers here, and keep others out within the context."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = (self.folder / ".lock").open("a")
-        except OSError as error:
-            raise DataError(f"{self.folder}: answers cannot be kept there: {error.strerror}") from error
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                logger.warning("another run has the target answer in %s; waiting for it", self.folder)
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
     def path(self, source: SourceRows) -> Path:
         """Return the file of a source's answers. Its name holds the source's name, without the characters that a file

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specserve.data.conversations import Conversation, Row, TokenRow
+from specserve.data.user_turns import UserTurn
 from specserve.errors import DataError
+
+CANCEL_SECONDS = 60.0  # for a step of the engine to end, so that what is cancelled does
 
 
 @dataclass
@@ -21,6 +24,8 @@ class Job:
     template_kwargs: dict[str, Any]
     messages: list[dict[str, Any]] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
+    more_turns: int = 0  # of the user, which the target is still to write
+    user_turn: UserTurn | None = None  # that the target is writing now
     prompt: list[int] = field(default_factory=list)
 
 
@@ -62,7 +67,7 @@ def find_questions(
             elif key in jobs:
                 left_out["asked before"] += 1
             else:
-                jobs[key] = Job(key, row, [list(turn) for turn in asked], kwargs)
+                jobs[key] = Job(key, row, [list(turn) for turn in asked], kwargs, more_turns=row.more_turns)
     return Questions(list(jobs.values()), order, num_there, left_out)
 
 
@@ -74,7 +79,8 @@ def row_id(row: Conversation) -> str:
 
 def _row_id(row: Conversation, asked: list[list[dict[str, Any]]], sample: int) -> str:
     variables = [row.variables()] if row.template_kwargs else []
-    return f"{digest(asked, *variables)}-{sample}"
+    more = [row.more_turns] if row.more_turns else []
+    return f"{digest(asked, *variables, *more)}-{sample}"
 
 
 def _asked(row: Conversation) -> tuple[list[list[dict[str, Any]]], str]:

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specserve.answers.account import Account, listed
-from specserve.answers.questions import Job, digest, find_questions
+from specserve.answers.own_questions import read_question, sampling
+from specserve.answers.questions import CANCEL_SECONDS, Job, digest, find_questions
 from specserve.answers.row_file import RowFile
 from specserve.chat_template import THINK
 from specserve.data.chat_masks import encode_chat
 from specserve.data.conversations import Row
+from specserve.data.user_turns import next_user_turn
 from specserve.errors import CapacityError, ConfigError, DataError, RequestError
 from specserve.serve.engine.engine import Engine
 from specserve.serve.http.formats.reader import Reader
@@ -37,7 +39,6 @@ ASKED_TOO_LONG = "longer than max_model_len"
 CUT = "cut by max_tokens"
 UNFINISHED = "reasoning does not end within max_tokens"
 FAILED = "the engine failed"
-CANCEL_SECONDS = 60.0  # for a step to end, so that what is cancelled does
 
 
 @dataclass(frozen=True)
@@ -213,13 +214,33 @@ class _Run:
                 temperature=settings.temperature,
                 top_p=settings.top_p,
                 top_k=settings.top_k,
-                seed=int(digest(settings.seed, job.key, len(job.finish_reasons)), 16) % 2**63,
+                seed=self._seed(job),
             )
-            done = Collector(1, lambda _i, completion: self._finished.put((job, completion)))
-            self._open[job.key] = self._engine.submit(job.prompt, params, done.listener(0))
+            self._submit(job, job.prompt, params)
         except RequestError as error:
             log.debug("%s: %s", job.row.source, error)
             raise _Refused("refused by the chat template or the engine") from error
+
+    def _ask_for_question(self, job: Job) -> None:
+        """Have the target write what the user says next."""
+        job.more_turns -= 1
+        try:
+            turn = next_user_turn(self._tokenizer, job.messages, template_kwargs=job.template_kwargs)
+            room = (self._engine.max_model_len - len(turn.prompt)) // 2  # the other half is for the answer
+            if room < 1:
+                raise _Refused(ASKED_TOO_LONG)
+            self._submit(job, turn.prompt, sampling(turn, room, self._seed(job, "user")))
+        except (RequestError, DataError) as error:
+            log.debug("%s: %s", job.row.source, error)
+            raise _Refused("refused by the chat template or the engine") from error
+        job.user_turn = turn
+
+    def _seed(self, job: Job, *who: str) -> int:
+        return int(digest(self._settings.seed, job.key, len(job.finish_reasons), *who), 16) % 2**63
+
+    def _submit(self, job: Job, prompt: Sequence[int], params: SamplingParams) -> None:
+        done = Collector(1, lambda _i, completion: self._finished.put((job, completion)))
+        self._open[job.key] = self._engine.submit(prompt, params, done.listener(0))
 
     def _take(self, job: Job, completion: CompletionOutput) -> None:
         if completion.finish_reason == FinishReason.CANCELLED:
@@ -227,6 +248,14 @@ class _Run:
         if completion.finish_reason == FinishReason.ERROR:
             log.warning("%s: %s", job.row.source, completion.error)
             raise _Refused(FAILED)
+        if job.user_turn:
+            text, fault = read_question(self._tokenizer, job.user_turn, completion)
+            job.user_turn = None
+            if fault:
+                raise _Refused(f"its next question {fault}")
+            job.asked.append([{"role": "user", "content": text}])
+            self._ask(job)
+            return
         account = self._account
         account.num_answers += 1
         account.num_tokens += len(completion.token_ids)
@@ -245,10 +274,12 @@ class _Run:
             raise _Refused(CUT)
         job.messages.append({"role": "assistant", "content": content})
         job.finish_reasons.append(str(completion.finish_reason))
-        if is_cut and job.asked:
+        if is_cut and (job.asked or job.more_turns):
             raise _Refused(CUT)  # half an answer is not gone on from
         if job.asked:
             self._ask(job)
+        elif job.more_turns:
+            self._ask_for_question(job)
         else:
             self._write(job)
 

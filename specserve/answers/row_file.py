@@ -1,8 +1,11 @@
 """The file of rows that `specserve data regenerate` writes. It holds whole lines only, all made with the same
 settings. Rows that are in the file are not made again."""
 
+import contextlib
+import fcntl
 import itertools
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +13,26 @@ from typing import IO, Any
 
 from specserve.errors import DataError
 from specserve.host import whole_file
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process writes rows in the folder, which is made, and keep others out within the context.
+    Raises DataError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a")
+    except OSError as error:
+        raise DataError(f"{folder}: rows cannot be kept there: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("another run has the target write in %s; waiting for it", folder)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class RowFile:

@@ -16,11 +16,14 @@ class RegenerateRun(HeadRun):
     target: str = setting("pydoc", help="preset, Hugging Face folder or hub id of the answering model")
     speculation: str = setting("", help="as of `serve`; changes no token. Empty: auto where there is a head, else off")
     source: tuple[str, ...] = setting(
-        ("pydoc",), help="questions: pydoc, data sets by name, owner/name of the hub, or files, as of `train`"
+        ("pydoc",), help="questions: pydoc, self, data sets by name, owner/name of the hub, or files, as of `train`"
     )
     columns: tuple[str, ...] = setting((), help="what the columns of a source hold, as data.columns of `train`")
     output: str = setting("regenerated.jsonl", help="file that rows are appended to; answered ones are skipped")
     count: int = setting(2000, help="conversations, drawn by the seed; 0: all", ge=0)
+    self_turns: int = setting(
+        2, help="how often the user speaks in each conversation of the source self, at most", ge=1
+    )
     samples: int = setting(1, help="rows per conversation, each drawn anew", ge=1)
     max_tokens: int = setting(256, help="longest answer", ge=1)
     temperature: Temperature = setting(0.0, help="0 is greedy")

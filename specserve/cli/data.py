@@ -2,7 +2,7 @@
 
 import contextlib
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.markup import escape
@@ -12,16 +12,21 @@ from specserve import cluster
 from specserve.answers import ray_engines
 from specserve.answers import regenerate as eval_regenerate
 from specserve.answers.account import Account
+from specserve.answers.own_questions import Asked, OwnQuestions, QuestionSettings
 from specserve.answers.regenerate import AnswerSettings
 from specserve.answers.settings import RegenerateRun
 from specserve.chat_template import THINKING_SWITCH
 from specserve.cli.progress import console, warmup_bar
 from specserve.data import dataset, sources
 from specserve.data.conversations import Columns, Row, parse_template_kwargs
+from specserve.data.sources import SELF
 from specserve.errors import ConfigError
+from specserve.serve.engine.engine import Engine
 from specserve.serve.engines import answering_engine, load
+from specserve.serve.launch import Models
 from specserve.serve.progress import bar_columns
 from specserve.train.remote import ray_capture
+from specserve.train.run.prepare import Mixture
 from specserve.train.settings import TrainRun
 
 
@@ -30,7 +35,9 @@ def regenerate(run: RegenerateRun) -> None:
     if weighted := [entry for entry in run.source if sources.parse_entry(entry)[1] != 1]:
         raise ConfigError(f"--source {weighted[0]}: every question is asked once, so give no weights")
     mixture = sources.load_mixture(run.source, Columns.parse(run.columns), needs_answers=False)
-    rows = [row for source in dataset.draw(mixture, run.count, run.seed) for row in source.train]
+    if SELF in run.source and (run.ray or not run.count):
+        lack = "one engine asks, so leave --ray out" if run.ray else "say how many questions: --count"
+        raise ConfigError(f"--source {SELF}: {lack}")
     template_kwargs = parse_template_kwargs(run.template_kwargs)
     if run.enable_thinking and THINKING_SWITCH in template_kwargs:
         raise ConfigError(f"--enable-thinking and --template-kwargs both set {THINKING_SWITCH}; give one of them")
@@ -50,7 +57,7 @@ def regenerate(run: RegenerateRun) -> None:
     answer = _here
     if run.ray:
         answer = _on_ray
-    account = answer(run, rows, settings)
+    account = answer(run, mixture, settings)
     console.print(escape(account.describe()), highlight=False, soft_wrap=True)
     next_command = f"specserve train --target {shlex.quote(run.target)} --source {shlex.quote(run.output)}"
     console.print(f"the rows are in {escape(run.output)}; next: [bold]{escape(next_command)}[/]", soft_wrap=True)
@@ -67,7 +74,12 @@ def capture(run: TrainRun) -> None:
     )
 
 
-def _here(run: RegenerateRun, rows: Sequence[Row], settings: AnswerSettings) -> Account:
+def _rows(run: RegenerateRun, mixture: Mixture) -> list[Row]:
+    drawn = dataset.draw(sources.with_held_out(mixture), run.count, run.seed)
+    return [row for source in drawn for row in source.train]
+
+
+def _here(run: RegenerateRun, mixture: Mixture, settings: AnswerSettings) -> Account:
     """Have an engine in this process answer."""
     models = load(run, run.draft)
     with warmup_bar() as on_warmup:
@@ -78,20 +90,40 @@ def _here(run: RegenerateRun, rows: Sequence[Row], settings: AnswerSettings) -> 
             max_model_len=run.max_model_len,
             on_warmup=on_warmup,
         )
-    with engine, _answering(len(rows) * run.samples) as on_answer:
-        return eval_regenerate.regenerate(
-            engine,
-            rows,
-            Path(run.output),
-            settings,
-            samples=run.samples,
-            target=models.fingerprint,
-            on_answer=on_answer,
-        )
+    with engine:
+        if SELF in run.source:
+            mixture = _with_own_questions(run, models, mixture, engine)
+        rows = _rows(run, mixture)
+        with _answering(len(rows) * run.samples) as on_answer:
+            return eval_regenerate.regenerate(
+                engine,
+                rows,
+                Path(run.output),
+                settings,
+                samples=run.samples,
+                target=models.fingerprint,
+                on_answer=on_answer,
+            )
 
 
-def _on_ray(run: RegenerateRun, rows: Sequence[Row], settings: AnswerSettings) -> Account:
+def _with_own_questions(run: RegenerateRun, models: Models, mixture: Mixture, engine: Engine) -> Mixture:
+    """Return the mixture with as many questions as are drawn that the target asks itself."""
+    stated = models.fingerprint, run.quantization, run.seed, engine.max_model_len
+    questions = OwnQuestions(QuestionSettings(*stated, parse_template_kwargs(run.template_kwargs)))
+    with Progress(*bar_columns(), console=console) as progress:
+        task = progress.add_task("asking itself", total=run.count, note="")
+
+        def on_question(asked: Asked) -> None:
+            progress.update(task, completed=len(asked.kept), note=f"of {asked.num_candidates:,}")
+
+        asked = questions.ask(engine, run.count, on_question)
+    console.print(escape(asked.describe()), highlight=False, soft_wrap=True)
+    return questions.fill_in(mixture, run.count, run.self_turns)
+
+
+def _on_ray(run: RegenerateRun, mixture: Mixture, settings: AnswerSettings) -> Account:
     """Have several engines in workers of a cluster answer."""
+    rows = _rows(run, mixture)
     with _answering(len(rows) * run.samples) as on_answer:
         return ray_engines.regenerate(run, rows, settings, on_answer)
 

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from specserve import config, processes
 from specserve.answers import cache as answers
 from specserve.answers.cache import AnswerProgress, Watch
+from specserve.answers.own_questions import Asked
 from specserve.checkpoints.configs import find_config, is_known_here
 from specserve.checkpoints.source import resolve_target
 from specserve.cli import evaluate
@@ -21,6 +22,7 @@ from specserve.cli.options import report_error
 from specserve.cli.plan_view import show_outline, show_plan
 from specserve.cli.progress import console
 from specserve.cli.training_bar import TrainingBar
+from specserve.data import dataset
 from specserve.errors import CheckpointError, DataError, SpecServeError
 from specserve.eval.prompts import load_questions
 from specserve.eval.settings import EvalRun
@@ -40,6 +42,7 @@ from specserve.train.trainer import Progress as Moment
 
 logger = logging.getLogger(__name__)
 
+DATA_FILE = "data.jsonl"  # in the folder of a run that ends with it
 SHOWN_EVERY = 60.0  # seconds, where there is no terminal for a bar
 
 
@@ -82,6 +85,9 @@ def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: N
             if run.data.regenerate and mixture:
                 answer = functools.partial(answers.answer, run, resolve_target(run.target), mixture, budget)
                 mixture, budget = _answered(answer, run.output)
+            if run.data_only:
+                _write_data(run, mixture or ())
+                return
             last = _learn(run, folder, mixture, budget, observers, listen)
     if last.ending.startswith("stopped"):
         _show_how_to_go_on(run.output, f"{last.ending} at step {last.step}")
@@ -101,6 +107,16 @@ def _read(name: str, data: DataSettings) -> Mixture:
     return load_mixture(name, data, target.vocab_size, needs_answers=not data.regenerate)
 
 
+def _write_data(run: TrainRun, mixture: Mixture) -> None:
+    """Write the conversations that the run would train on, and say what to go on with."""
+    path = Path(run.output) / DATA_FILE
+    drawn = dataset.draw(mixture, run.data.max_conversations, run.train.seed)
+    number = dataset.write_conversations(drawn, path)
+    next_command = f"specserve train --target {shlex.quote(run.target)} --source {shlex.quote(str(path))}"
+    line = f"{number:,} conversations are in {escape(str(path))}; next: [bold]{escape(next_command)}[/]"
+    console.print(line, highlight=False, soft_wrap=True)
+
+
 def _is_there(bench: str) -> bool:
     """Return whether there are questions to measure on at the end. The default questions may not be reachable, which
     is logged before training and does not stop it."""
@@ -118,10 +134,18 @@ def _answered(answer: Callable[[Watch], tuple[Mixture, Budget | None]], output: 
     shown = [time.monotonic()]
     with Progress(*bar_columns(), console=console) as progress:
         compiling = progress.add_task("compiling", note="", visible=False)
+        asking = progress.add_task("asking itself", note="", visible=False)
         answering = progress.add_task("answering", note="", visible=False)
 
         def on_warmup(done: int, total: int, name: str) -> None:
             progress.update(compiling, completed=done, total=total, note=name, visible=True)
+
+        def on_question(asked: Asked, number: int) -> None:
+            done, note = len(asked.kept), f"of {asked.num_candidates:,}"
+            progress.update(asking, completed=done, total=number, note=note, visible=True)
+            if not console.is_terminal and time.monotonic() > shown[-1] + SHOWN_EVERY:
+                shown.append(time.monotonic())
+                console.print(f"asked itself {done:,} questions of {number:,}", highlight=False, soft_wrap=True)
 
         def on_answer(so_far: AnswerProgress) -> None:
             account = so_far.account
@@ -132,7 +156,7 @@ def _answered(answer: Callable[[Watch], tuple[Mixture, Budget | None]], output: 
                 console.print(f"answered {so_far.done:,} of {so_far.total:,}  {note}", highlight=False, soft_wrap=True)
 
         try:
-            return answer(Watch(on_warmup, on_answer))
+            return answer(Watch(on_warmup, on_question, on_answer))
         except KeyboardInterrupt:
             progress.stop()
             _show_how_to_go_on(output, "stopped; the answers so far are kept")

@@ -73,6 +73,7 @@ class Conversation:
     source: str  # where it came from: a file and line, or a module name
     tools: str = ""  # JSON of the list that the template is given; empty: none
     template_kwargs: str = ""  # JSON of the row's own template variables, which win over those of the run
+    more_turns: int = 0  # of the user, behind the messages, which the target that answers them is to write itself
 
     @property
     def is_document(self) -> bool:
@@ -102,6 +103,16 @@ class Conversation:
         """The row's own template variables."""
         return json.loads(self.template_kwargs or "{}")
 
+    def as_row(self) -> dict[str, Any]:
+        """The conversation as a row of a file, which `parse_row` reads again."""
+        if self.is_document:
+            return {"text": self.messages[0].content, "category": self.category, "source": self.source}
+        row = {"messages": self.as_dicts(), "tools": self.tool_dicts(), "chat_template_kwargs": self.variables()}
+        return {name: value for name, value in row.items() if value} | {
+            "category": self.category,
+            "source": self.source,
+        }
+
 
 @dataclass(frozen=True, eq=False)
 class TokenRow:
@@ -113,6 +124,17 @@ class TokenRow:
     source: str
     key: str  # of the conversation it was, where that is known, else of its token ids
     split: Split | None = None  # the part it was in, where that is known
+
+    def as_row(self) -> dict[str, Any]:
+        """The row as one of a file, which `parse_row` reads again."""
+        return {
+            "input_ids": self.token_ids.tolist(),
+            "loss_mask": self.loss_mask.astype(int).tolist(),
+            "key": self.key,
+            "category": self.category,
+            "source": self.source,
+            **({"split": self.split} if self.split else {}),
+        }
 
 
 Row = Conversation | TokenRow

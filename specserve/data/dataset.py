@@ -151,18 +151,25 @@ def write_rows(parts: Sequence[tuple[Split, SourceTokens]], path: Path) -> int:
             for split, source in parts:
                 for document, origin in zip(source.tokenized.documents, source.tokenized.origins, strict=True):
                     row = source.rows[origin]
-                    record = {
-                        "input_ids": document.token_ids.tolist(),
-                        "loss_mask": document.loss_mask.astype(int).tolist(),
-                        "key": row.key,
-                        "category": row.category,
-                        "split": split,
-                        "source": source.source.name,
-                    }
-                    file.write(json.dumps(record) + "\n")
+                    ids, mask = document.token_ids, document.loss_mask
+                    written = TokenRow(ids, mask, row.category, source.source.name, row.key, split)
+                    file.write(json.dumps(written.as_row()) + "\n")
     except OSError as error:
         raise DataError(f"{path}: cannot write the rows: {error.strerror}") from error
     return sum(len(source.tokenized.documents) for _, source in parts)
+
+
+def write_conversations(mixture: Sequence[SourceRows], path: Path) -> int:
+    """Write the training rows of all sources to a file that `sources` reads again; returns how many. All of the file is
+    there or none of it. Raises DataError."""
+    rows = [row for source in mixture for row in source.train]
+    try:
+        with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row.as_row(), ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot write the rows: {error.strerror}") from error
+    return len(rows)
 
 
 def _unread(conversations: Sequence[Conversation], tokenizer: Tokenizer) -> Counter[str]:

@@ -1,4 +1,5 @@
-"""The sources of conversations: data sets by name, any hub data set, local files, the bundled `pydoc`.
+"""The sources of conversations: data sets by name, any hub data set, local files, the bundled `pydoc`, and `self`: the
+questions that the target asks itself.
 
 The rows of every source are split by the key of their questions (`pydoc` by module) into those that are trained on and
 those that are held out. No source trains on a question that another one holds out. Rows that cannot be used are
@@ -9,10 +10,11 @@ import difflib
 import json
 import logging
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from specserve.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 
-PYDOC = "pydoc"
+PYDOC, SELF = "pydoc", "self"
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
@@ -121,6 +123,8 @@ def load_mixture(
     `owner/name[/config]` of the hub, both with `[:SPLIT]` as `datasets` has it (`gsm8k:test`, `magpie:train[:5%]`), or
     a file.
 
+    `self` stands for the questions that the target asks itself, which are not known yet: its source has no rows.
+
     `columns` is for files and for hub data sets without a name of their own, wherever a row has them. Raises
     ConfigError for entries that make no sense, DataError for data that cannot be read or used.
     """
@@ -140,11 +144,20 @@ def load_mixture(
     mixture = []
     for (name, weight), part in zip(named, parts, strict=True):
         train = tuple(row for row in part.train if row.key not in kept_out)
-        if not train:
+        if not train and name != SELF:
             raise _nothing(name, part, "train")
         num_withheld = len(part.train) - len(train)
         mixture.append(SourceRows(name, weight, train, part.held_out, part.problems, num_withheld))
     return tuple(mixture)
+
+
+def with_held_out(mixture: Sequence[SourceRows]) -> tuple[SourceRows, ...]:
+    """Return the mixture with held-out rows among those of training, for a file whose readers hold the same rows out
+    again, by their key. The bundled data set holds whole modules out, which no key tells: its stay apart."""
+    return tuple(
+        replace(source, train=(*source.train, *source.held_out), held_out=()) if source.name != PYDOC else source
+        for source in mixture
+    )
 
 
 def load(source: str, *, split: Split) -> tuple[Conversation, ...]:
@@ -180,6 +193,13 @@ def _nothing(name: str, part: _Part, split: Split) -> DataError:
 def _read(name: str, columns: Columns, vocab_size: int | None, needs_answers: bool = True) -> _Part:
     if name == PYDOC:
         return _Part(tuple(pydoc.build("train")), tuple(pydoc.build("held-out")))
+    if name == SELF and needs_answers:
+        raise ConfigError(
+            f"data.source {SELF}: the target asks itself, and answers, where it runs: in `train --regenerate` and in "
+            "`data regenerate`; `specserve train --source self --data-only` writes a file that can be given here"
+        )
+    if name == SELF:
+        return _Part((), ())
     label, numbered, mapping, is_users = _open(name, columns)
     rows: list[Row] = []
     problems: list[RowProblem] = []
@@ -228,10 +248,10 @@ def _open(name: str, columns: Columns) -> tuple[str, Iterable[tuple[int, Any]], 
     if matched := _HUB_NAME.fullmatch(base):
         dataset = HubDataset(matched["hub_id"], "", config=matched["config"])
         return base, _hub_rows(name, dataset, split or dataset.split), columns, True
-    near = difflib.get_close_matches(base.lower(), [PYDOC, *DATASETS], n=1)
+    near = difflib.get_close_matches(base.lower(), [PYDOC, SELF, *DATASETS], n=1)
     raise ConfigError(
-        f"data.source {name!r} is not known{f'; did you mean {near[0]!r}?' if near else '.'} It may be {PYDOC}, "
-        f"{', '.join(DATASETS)}, a hub data set (owner/name), or a file ending in {', '.join(SUFFIXES)}"
+        f"data.source {name!r} is not known{f'; did you mean {near[0]!r}?' if near else '.'} It may be "
+        f"{', '.join([PYDOC, SELF, *DATASETS])}, a hub data set (owner/name), or a file ending in {', '.join(SUFFIXES)}"
     )
 
 
@@ -243,6 +263,14 @@ def download(dataset: HubDataset, split: str) -> Iterable[Mapping[str, Any]]:
 
     rows: Any = load_dataset(dataset.hub_id, dataset.config, data_files=dataset.files, split=split)
     return rows
+
+
+def is_kept(name: str) -> bool:
+    """Return whether the cache of `datasets` has a data set of `DATASETS`, so that it can be read without the hub."""
+    from huggingface_hub import constants  # heavy
+
+    cache = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"))
+    return (cache / DATASETS[name].hub_id.lower().replace("/", "___")).is_dir()
 
 
 def _hub_rows(name: str, dataset: HubDataset, split: str) -> Iterator[tuple[int, Any]]:

@@ -20,7 +20,8 @@ class DataSettings:
 
     source: tuple[str, ...] = setting(
         ("pydoc",),
-        help="pydoc, a named or hub data set, .jsonl or .parquet files; NAME=2 uses each conversation twice per epoch",
+        help="pydoc, self (the target asks itself), a named or hub data set, .jsonl or .parquet files; NAME=2 uses "
+        "each conversation twice per epoch",
         rank=2,
     )
     regenerate: bool = setting(
@@ -28,6 +29,8 @@ class DataSettings:
         help="first have the target answer the questions of the source itself, in place of the answers there",
         rank=3,
     )
+    self_questions: int = setting(2000, help="questions that the target asks itself, with the source self", ge=1)
+    self_turns: int = setting(2, help="how often the user speaks in each of these conversations, at most", ge=1)
     answer_tokens: int = setting(0, help="longest answer that the target gives then; 0: what a row holds", ge=0)
     answer_temperature: Temperature = setting(0.0, help="temperature of these answers; 0 is greedy")
     answer_slots: int = setting(16, help="answers at once", ge=1)
@@ -170,6 +173,9 @@ class TrainRun:
     output: str = setting("ckpt", help="folder for the head, its state and its metrics", rank=4)
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = setting(
         (), help="wandb, tensorboard; metrics.jsonl is always written"
+    )
+    data_only: bool = setting(
+        False, help="write the conversations, with the target's answers, to data.jsonl in the output folder, and end"
     )
     dry_run: bool = setting(False, help="show settings, sizes, memory and FLOPs, and load no weights", rank=9)
     data: DataSettings = Field(default_factory=DataSettings)

@@ -57,8 +57,14 @@ def check_settings(run: TrainRun) -> None:
     arms(run.eval.speculation, run.eval.temperature)
     Columns.parse(run.data.columns)
     parse_template_kwargs(run.data.template_kwargs)
-    for entry in run.data.source:
-        parse_entry(entry)
+    weighted = [entry for entry in run.data.source if parse_entry(entry)[1] != 1]
+    if run.data_only and weighted:
+        raise ConfigError(
+            f"--data-only writes every conversation once: leave the weight of {weighted[0]} out, and give it where the "
+            "file is trained on"
+        )
+    if run.data_only and run.is_of_several:
+        raise ConfigError("--data-only is for one process: leave --ray and --coordinator out")
 
 
 def check_target(train: TrainSettings, draft: DraftSettings, target: ModelConfig) -> None:

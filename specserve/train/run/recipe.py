@@ -7,6 +7,7 @@ target brings nothing: the schema's defaults are its own.
 """
 
 import functools
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import Any
 import jax
 import yaml
 
-from specserve import config
+from specserve import config, hub
 from specserve.checkpoints.configs import find_config, is_known_here
 from specserve.checkpoints.source import BUNDLED, resolve_target
-from specserve.data.sources import PYDOC, SUFFIXES, parse_entry
+from specserve.data import sources
+from specserve.data.sources import PYDOC, SELF, SUFFIXES, parse_entry
 from specserve.drafters.registry import DEFAULT_KIND, load_kind
 from specserve.errors import ConfigError
 from specserve.mesh import mesh_sizes
@@ -26,6 +28,8 @@ from specserve.models.config import ModelConfig
 from specserve.models.presets import DRAFT_VOCAB_SIZE, PRESETS, Preset, target_size
 from specserve.train.run.folder import SETTINGS_FILE
 from specserve.train.settings import TrainRun
+
+logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parents[2] / "targets" / "recipes"  # of runs that do not follow the one below
 MIXTURE, CONVERSATIONS, BENCH = "perfectblend", 200_000, "mt-bench"
@@ -43,17 +47,20 @@ def fill(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("train.resume"):
         return _earlier(given)
     kind = dict(load_kind(given.get("drafter", DEFAULT_KIND)).suits(given))
-    name = given.get("target", BUNDLED)
+    name, asked = given.get("target", BUNDLED), given.get("data.source", ())
     if name == BUNDLED:
-        return kind
+        return kind | ({"data.regenerate": True} if any(map(_is_unanswered, asked)) else {})
     is_dry = given.get("dry_run", False)
     if not is_dry and not is_known_here(name):
         name = str(resolve_target(name, needs_weights=False).folder)
     target, _ = find_config(name)
     settings = _of_target(target, PRESETS.get(name) or _preset_of(target))
     if "data.source" in given:
-        settings["data.regenerate"] = any(map(_is_published, given["data.source"]))
+        settings["data.regenerate"] = any(map(_is_published, asked))
         del settings["data.max_conversations"]
+    elif not is_dry and (reason := hub.absence()) and not sources.is_kept(MIXTURE):
+        logger.warning("no data set can be had (%s): the target asks its own questions (--source self)", reason)
+        settings["data.source"] = (SELF,)
     if not (
         given.get("coordinator") or given.get("ray")
     ):  # the devices of several processes are known only when they have joined
@@ -155,6 +162,11 @@ def _is_published(entry: str) -> bool:
     """Return whether a source's answers are other people's, by its name: a data set's are, a file's are not."""
     name, _ = parse_entry(entry)
     return name != PYDOC and not name.endswith(SUFFIXES)
+
+
+def _is_unanswered(entry: str) -> bool:
+    """Return whether a source has questions alone."""
+    return parse_entry(entry)[0] == SELF
 
 
 def _earlier(given: Mapping[str, Any]) -> dict[str, Any]:
