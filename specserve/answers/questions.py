@@ -25,7 +25,7 @@ class Job:
     messages: list[dict[str, Any]] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     more_turns: int = 0  # of the user, which the target is still to write
-    user_turn: UserTurn | None = None  # that the target is writing now
+    user_turn: UserTurn | None = None  # being written by the target now
     prompt: list[int] = field(default_factory=list)
 
 

@@ -121,6 +121,35 @@ def test_another_manner_of_answering_is_asked_anew(run: TrainRun, answer: Answer
         assert bool(answer.asked[-1]) == ("template_kwargs" not in changed), changed  # type: ignore[attr-defined]
 
 
+def test_own_questions_are_asked_once_and_join_a_mixture(run: TrainRun, answer: Answer) -> None:
+    def reply(prompt: str, seed: int) -> str:
+        if prompt.endswith("<|im_start|>user\n"):
+            return f"why is {seed % 9973} not larger than {seed % 9967}?"
+        return echo(prompt, seed)
+
+    data = dataclasses.replace(
+        run.data, source=(run.data.source[0], "self=2"), self_questions=60, max_conversations=0, answer_tokens=100
+    )
+    own = dataclasses.replace(run, data=data)
+    with pytest.raises(KeyboardInterrupt):
+        answer(own, 5, reply=reply)
+    found = answer(own, reply=reply)
+    [source] = [source for source in found if source.name == "self"]
+    assert (source.weight, len(source.train) + len(source.held_out)) == (2, 60)
+    assert source.held_out
+    assert not {row.key for row in source.train} & {row.key for row in source.held_out}
+    spoken = [[message.role for message in row.messages] for row in source.train if isinstance(row, Conversation)]
+    assert spoken == [["user", "assistant"] * 2] * len(spoken), "the user goes on once"
+    assert texts(answer(own, reply=reply)) == texts(found)
+    assert answer.asked[-1] == 0  # type: ignore[attr-defined]
+
+    alone = dataclasses.replace(own, data=dataclasses.replace(data, source=("self",)), data_only=True)
+    [written] = answer(alone, reply=reply)
+    assert (len(written.train), len(written.held_out)) == (60, 0), "a file holds what its readers hold out"
+    fresh = dataclasses.replace(own, train=dataclasses.replace(own.train, seed=1))
+    assert not {*texts(answer(fresh, reply=reply))} & {text for text in texts(found) if text.startswith("why")}
+
+
 def test_a_budget_decides_once(run: TrainRun, answer: Answer) -> None:
     """How many are answered follows from the first that were timed; a resumed run takes what was decided."""
     budget = Budget(2.0)

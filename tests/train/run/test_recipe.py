@@ -11,10 +11,12 @@ from typing import Any
 
 import jax
 import pytest
+from tiny_folder import write_folder
 from tiny_run import tiny_run
 
-from specserve import config
+from specserve import config, hub
 from specserve.checkpoints.source import BUNDLED
+from specserve.data.sources import DATASETS
 from specserve.mesh import mesh_sizes
 from specserve.models.presets import PRESETS
 from specserve.plan.outline import outline
@@ -82,6 +84,20 @@ def test_data_that_is_given_is_answered_anew_where_it_is_published() -> None:
         assert run.data.max_conversations == 0
     assert resolved(target="qwen3-8b").data.source == (MIXTURE,)
     assert resolved(target="qwen3-8b").data.max_conversations == CONVERSATIONS
+
+
+def test_a_target_without_a_hub_asks_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(write_folder(tmp_path / "target"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    assert resolved(target=folder).data.source == (MIXTURE,)
+    monkeypatch.setattr(hub, "absence", lambda: "no network")
+    run = resolved(target=folder)
+    assert (run.data.source, run.data.regenerate) == (("self",), True)
+    assert resolved(**{"target": folder, "data.source": ("mine.jsonl",)}).data.source == ("mine.jsonl",)
+    assert resolved(**{"data.source": ("self=2", "pydoc")}).data.regenerate
+    kept = tmp_path / "datasets" / DATASETS[MIXTURE].hub_id.replace("/", "___")
+    kept.mkdir(parents=True)
+    assert resolved(target=folder).data.source == (MIXTURE,), "it is there without the hub"
 
 
 def test_the_bundled_target_has_the_defaults() -> None:
