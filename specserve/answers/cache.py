@@ -59,8 +59,8 @@ class AnswerProgress:
 
 @dataclass(frozen=True)
 class Watch:
-    """The callbacks that follow the stage: one for each program that is compiled, for each question that the target asks
-    itself, and for each answer."""
+    """The callbacks that follow the stage: one for each program that is compiled, each question that the target asks
+    itself, and each answer."""
 
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None
     on_question: Callable[[Asked, int], None] = lambda _asked, _number: None

@@ -66,6 +66,9 @@ PUBLISHED = {
     "ring-mini-2.0": 16.26,
     "ling-flash-2.0": 103,
     "ring-mini-linear-2.0": 16.4,
+    "smollm2-135m": 0.1345,
+    "smollm2-360m": 0.3618,
+    "smollm2-1.7b": 1.711,
 }
 # The parameters that a token needs, where the publisher counts as we do (embedding and head included)...
 PUBLISHED_ACTIVE = {
