@@ -1,4 +1,4 @@
-"""The bundled target served by llama.cpp and by specserve, asked the same in turns (benchmarks/README.md).
+"""A target served by llama.cpp and by specserve, asked the same in turns (benchmarks/README.md).
 
     python benchmarks/llama_cpp.py --rounds 3 --clients 1,4 --output peers.json
 
@@ -22,7 +22,10 @@ from side_by_side import PLAIN, Arm, BenchmarkError, Server
 
 PACKAGES = ("xllamacpp", "torch==2.13.0", "transformers", "gguf", "sentencepiece")
 CONVERTER = "llama-cpp-python==0.3.36"  # its sdist has llama.cpp's converter, which no wheel has
-BYTES = {"f32": 4.0, "bf16": 2.0, "q8_0": 34 / 32}  # of a weight; q8_0 has a 16-bit scale for 32 of them
+FOUR_BITS = {"q4_0": "Q4_0", "q4_1": "Q4_1"}  # as llama.cpp names them
+LOOKUP = "lookup"  # its own speculation without a head, from what stands in the text
+# Bytes of a weight; 32 of them share a 16-bit scale, and in q4_1 as large a minimum.
+BYTES = {"f32": 4.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32}
 
 
 class LlamaCpp:
@@ -57,6 +60,9 @@ class LlamaCpp:
             part = file.with_suffix(".part")
             command = [self.python, __file__, "_convert", self.folder / "llama.cpp", source, *of_target]
             command += ["--outtype", weights, "--outfile", part]
+            if weights in FOUR_BITS:
+                whole = self.convert(source, "f32", target)
+                command = [self.python, __file__, "_quantize", self.folder / "llama.cpp", whole, weights, part]
             run(command, self.folder / "convert.log", f"converting {source}")
             part.rename(file)
         return file
@@ -70,6 +76,8 @@ class LlamaCpp:
         for weights in options.formats:
             model = self.convert(target, weights)
             heads: dict[str, tuple[str, ...]] = {PLAIN: ()}
+            if options.lookup:
+                heads[LOOKUP] = ("", LOOKUP)
             chains = [name for name in options.speculation if name.startswith("chain:")]
             if options.draft and chains:
                 try:
@@ -103,6 +111,33 @@ def convert_here(llama_cpp: str, *arguments: str) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def quantize_here(llama_cpp: str, whole: str, weights: str, part: str) -> None:
+    """Write a float32 file of llama.cpp's again with its matrices in 4 bits, the embedding too, in the peer's
+    environment: llama.cpp's converter stops at 8."""
+    sys.path.insert(0, f"{llama_cpp}/gguf-py")
+    gguf = importlib.import_module("gguf")
+    kind = getattr(gguf.GGMLQuantizationType, FOUR_BITS[weights])
+    file_type = getattr(gguf.LlamaFileType, f"MOSTLY_{FOUR_BITS[weights]}")
+    reader = gguf.GGUFReader(whole)
+    writer = gguf.GGUFWriter(part, arch=reader.get_field("general.architecture").contents())
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        of = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], of)
+    writer.add_file_type(file_type)
+    for tensor in reader.tensors:
+        values = tensor.data
+        if len(tensor.shape) == 2:
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor.name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def serve_here(model: str, port: str, slots: str, threads: str, head: str = "", chain: str = "") -> None:
     """Run llama.cpp's HTTP server in the peer's environment, until it is killed."""
     import xllamacpp  # pyright: ignore[reportMissingImports]
@@ -112,7 +147,9 @@ def serve_here(model: str, port: str, slots: str, threads: str, head: str = "", 
     params.hostnames = ["127.0.0.1"]
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(threads)
     params.cache_prompt, params.cache_ram_mib, params.ui, params.fit_params = False, 0, False, False
-    if head:
+    if chain == LOOKUP:
+        params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+    elif head:
         params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3]
         draft = params.speculative.draft
         draft.mparams.path, draft.n_max = head, int(chain)
@@ -126,6 +163,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["_convert", *rest]:
             convert_here(*rest)
+        case ["_quantize", *rest]:
+            quantize_here(*rest)
         case ["_serve", *rest]:
             serve_here(*rest)
         case _:

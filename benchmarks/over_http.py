@@ -6,7 +6,6 @@ A file of this folder makes a comparison of it by a `Peer`, and calls `main`.
 import argparse
 import contextlib
 import dataclasses
-import math
 import os
 import platform
 import shlex
@@ -25,7 +24,7 @@ from side_by_side import PLAIN, Arm, Batch, BenchmarkError, Server, summarize, t
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT = 1024  # prompt and answer
 MARGIN = 32  # tokens that a tree may write beyond the answer
-OURS = "specserve"
+OURS, BUNDLED = "specserve", "pydoc"
 
 
 class Peer(Protocol):
@@ -56,12 +55,15 @@ def parse(formats: Mapping[str, float], description: str) -> argparse.Namespace:
     listed = {"type": lambda text: text.split(","), "metavar": "A,B"}
     add = parser.add_argument
     add("--rounds", type=int, default=3)
-    add("--prompts", type=int, default=18, help="held-out questions of pydoc (%(default)s)")
+    add("--target", default=BUNDLED, help="folder, preset or hub id of what all of them serve (%(default)s)")
+    add("--bench", help="the questions, as of `specserve eval`; pydoc for the bundled target, else they must be given")
+    add("--prompts", type=int, default=18, help="questions (%(default)s)")
     add("--max-tokens", type=int, default=128, help="of an answer (%(default)s)")
     add("--clients", default=["1", "4"], help="how many ask at once, one measurement each (1,4)", **listed)
     add("--formats", default=list(formats), help=f"weights of the other engine: {', '.join(formats)} (all)", **listed)
     add("--speculation", default=[PLAIN, "chain:3", "auto"], help="of specserve (off,chain:3,auto)", **listed)
     add("--draft", type=Path, help="a head as `specserve train` or `import` writes it, for both; else the bundled one")
+    add("--lookup", action="store_true", help="serve the other engine also with its speculation without a head")
     add(
         "--serve",
         type=assignment,
@@ -94,6 +96,9 @@ def parse(formats: Mapping[str, float], description: str) -> argparse.Namespace:
     for name, folder in options.checkout.items():
         if not (folder / "specserve" / "__init__.py").is_file():
             parser.error(f"--checkout {name}={folder}: there is no specserve in that folder")
+    if options.target != BUNDLED and not options.bench:
+        parser.error(f"--target {options.target}: say what it is asked, such as --bench mt-bench:FILE")
+    options.bench = options.bench or BUNDLED
     if min(options.rounds, options.prompts, options.max_tokens, options.threads) < 1:
         parser.error("--rounds, --prompts, --max-tokens and --threads must be at least 1")
     return options
@@ -121,18 +126,22 @@ def compare(options: argparse.Namespace, make_peer: Callable[[Path], Peer], cach
     take_cores(options.threads)
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, str(ROOT))
-    from specserve.checkpoints.source import BUNDLED_FOLDER
+    from specserve.checkpoints.configs import find_config
+    from specserve.checkpoints.source import resolve_target
     from specserve.eval.bench.step_times import read_bandwidth
     from specserve.host import cache_folder
 
     folder = (options.cache or cache_folder() / "benchmarks" / cache_name).absolute()
     peer = make_peer(folder)
     sizes = peer.weight_bytes
-    asked = questions(options.prompts + max(options.clients), CONTEXT - options.max_tokens - MARGIN)
+    target = resolve_target(options.target).folder
+    asked = questions(
+        target, options.bench, options.prompts + max(options.clients), CONTEXT - options.max_tokens - MARGIN
+    )
     prompts = dict(enumerate(asked[: options.prompts]))
-    size = num_weights(BUNDLED_FOLDER)
+    size = num_weights(find_config(str(target))[0])
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(server) for server in own_and_peers(options, peer, BUNDLED_FOLDER)]
+        servers = [stack.enter_context(server) for server in own_and_peers(options, peer, target)]
         for server in servers:
             for clients in options.clients:
                 server.ask_all(dict(enumerate(asked[options.prompts :])), options.max_tokens, clients=clients)
@@ -180,7 +189,7 @@ def own_and_peers(options: argparse.Namespace, peer: Peer, target: Path) -> Iter
         for weights, flags in options.serve.items():
             for speculation in options.speculation:
                 port = free_port()
-                command = [sys.executable, "-m", "specserve.cli.main", "serve", "--target", "pydoc"]
+                command = [sys.executable, "-m", "specserve.cli.main", "serve", "--target", options.target]
                 command += ["--port", str(port)]
                 command += [
                     "--speculation",
@@ -198,26 +207,28 @@ def own_and_peers(options: argparse.Namespace, peer: Peer, target: Path) -> Iter
                 yield Server(arm, port, command, peer.folder, environment, has_salt=True)
 
 
-def questions(count: int, longest: int) -> list[list[int]]:
-    """Render held-out questions as token ids, some with answered ones before them."""
-    from specserve.checkpoints.source import BUNDLED_FOLDER
+def questions(target: Path, bench: str, count: int, longest: int) -> list[list[int]]:
+    """Render a bench's questions as token ids; those of pydoc have answered ones before them."""
     from specserve.eval.prompts import load_chats
     from specserve.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(BUNDLED_FOLDER)
-    chats = load_chats("pydoc", 2 * count)
+    tokenizer = Tokenizer.load(target)
+    chats = load_chats(bench, 2 * count)
     fitting = [ids for chat in chats if len(ids := tokenizer.render_chat(chat, add_generation_prompt=True)) <= longest]
     if len(fitting) < count:
-        raise BenchmarkError(f"only {len(fitting)} questions of {count} fit {longest} tokens: lower --max-tokens")
+        raise BenchmarkError(
+            f"only {len(fitting)} questions of {count} are there and fit {longest} tokens: lower --max-tokens, "
+            "--prompts or --clients"
+        )
     return [fitting[i * len(fitting) // count] for i in range(count)]
 
 
-def num_weights(folder: Path) -> int:
-    """Count the weights of a model whose embedding is its output head: all are read for every token."""
-    from safetensors import safe_open
+def num_weights(config: Any) -> int:
+    """Count the weights that are read for every token: an embedding among them only where it is the output head."""
+    from specserve.models.presets import target_size
 
-    with safe_open(folder / "model.safetensors", "numpy") as file:
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    looked_up = 0 if config.tie_embeddings else config.vocab_size * config.d_model
+    return target_size(config).active - looked_up
 
 
 def free_port() -> int:

