@@ -33,7 +33,7 @@ from specserve.tokenizer import Tokenizer
 QUESTION_TOKENS = 256  # of the longest question
 MIN_P = 0.05  # of its likeliest token: what is below is noise in a small model, and rarely drawn in a large one
 FEWEST_TOKENS, FEWEST_LETTERS = 4, 10
-OPENING_WORDS, OPENING_SHARE, OPENING_FLOOR = 3, 0.02, 8  # so many questions, or this share, may begin alike
+OPENING_WORDS, OPENING_SHARE, OPENING_FLOOR = 3, 0.05, 8  # so many questions, or this share, may begin alike
 REPEATED_LENGTH, REPEATED_SHARE = 4, 0.5  # of runs of so many tokens, at least this share must differ
 UNFINISHED_ENDS = (":", ",", ";", "(", "[", "{", "-")  # something was to follow
 HOPELESS, HOPELESS_SHARE = 400, 0.02  # candidates after which fewer than this share kept end the asking
