@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
@@ -134,6 +134,17 @@ class Best:
         return dataclasses.replace(best, num_worse=self.num_worse + 1)
 
 
+SAVING = "saving the state"
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a run is at, and since when."""
+
+    what: str
+    since: float = field(default_factory=time.monotonic)
+
+
 class Trainer:
     """Runs the steps, has the head measured, saves the state, exports the head."""
 
@@ -162,6 +173,7 @@ class Trainer:
         self._agree = processes.Agreement()
         self.best = Best()
         self.step, self._measured = 0, 0  # the last step that was trained, and that was measured
+        self.doing = Doing("beginning")
 
     @property
     def output(self) -> Path:
@@ -203,6 +215,7 @@ class Trainer:
         self._save()
         if self.evaluator and not self.best.step:  # stopped before anything was measured
             self._export(None)
+        self.doing = Doing(SAVING)
         self._store.wait()
         return ending
 
@@ -275,6 +288,7 @@ class Trainer:
         return every > 0 and self.step > 0 and self.step % every == 0
 
     def _train_step(self) -> None:
+        self.doing = Doing(f"step {self.step + 1:,}")
         scale = learning_rate_scale(self._share, self.settings.warmup_share, self.settings.schedule)
         try:
             metrics = self.learner.step(scale)
@@ -328,6 +342,7 @@ class Trainer:
         self._read_metrics()
         if self.evaluator is None:
             return False
+        self.doing = Doing("measuring tau")
         evaluation = self.evaluator.measure(self.learner.state.params, is_last=is_last)
         self._stopwatch.skip(self.step, self._tokens)
         self._report(dataclasses.replace(self._now(), evaluation=evaluation, is_last=is_last))
@@ -344,6 +359,7 @@ class Trainer:
         self._read_metrics()
         if self._store.latest_step == self.step:
             return
+        self.doing = Doing(SAVING)
         if self.evaluator is None:
             self._export(None)
         extra = {

@@ -59,6 +59,7 @@ MAY_CHANGE = frozenset(
         "eval.temperature",
         "eval.eval_tokens",
         "eval.bench",
+        "eval.bench_limit",
         "service.target_service",
         "service.target_mesh",
         "service.target_ahead",
