@@ -20,12 +20,12 @@ class Pace:
         """Take how many answers are made at once, the longest that one may be, and when the time is over."""
         self._num_slots, self._most_tokens, self._end, self._clock = num_slots, most_tokens, end, clock
         self._account, self._before = Account(), 0  # left out before the first one was begun
-        self._num_begun, self._most_turns = 0, 1
+        self._num_jobs, self._num_begun, self._most_turns = 0, 0, 1
         self.first_left: Job | None = None  # that was not begun
 
     def begin(self, jobs: Sequence[Job], account: Account) -> Iterator[Job]:
         """Yield the jobs that are begun, at least one, each when a slot is free for it."""
-        self._account, self._before = account, account.left_out.total()
+        self._account, self._before, self._num_jobs = account, account.left_out.total(), len(jobs)
         for job in jobs:
             if self._num_begun and self._clock() + self._seconds_open() > self._end:
                 self.first_left = job
@@ -44,7 +44,8 @@ class Pace:
         left = self._end - self._clock() - self._seconds_open()
         if self.first_left or not self._account.num_so_far or left <= 0:
             return self._num_begun
-        return self._num_begun + int(left * self._account.tokens_per_second / self._tokens_each())
+        more = int(left * self._account.tokens_per_second / self._tokens_each())
+        return min(self._num_jobs, self._num_begun + more)
 
     def _tokens_each(self) -> float:
         """Return the mean length of a conversation: all tokens so far, over the conversations that have ended. It is

@@ -13,7 +13,7 @@ import psutil
 
 from specserve import host
 
-GRACE_SECONDS = 4.0  # for a step that ends and what is saved after it
+GRACE_SECONDS = 3.0  # for a step that ends and what is saved after it
 SAVING_SECONDS = 60.0  # more, where the state is being written when these are over
 STATUS = 130  # of a process that Ctrl-C has ended
 

@@ -71,7 +71,7 @@ def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: N
         if not is_known_here(run.target):
             resolve_target(run.target, needs_weights=False)
         show_outline(make_plan(run), console)
-        with _ending_in_time(run) as (watch, interrupts), observing(run) as observers:
+        with _ending_in_time(run, folder) as (watch, interrupts), observing(run) as observers:
             mixture = None
             budget = budgets.begin(run.budget, folder.path, is_resumed=run.train.resume)
             if not run.is_of_several:  # read before the weights: where there is no hub, the error comes at once
@@ -98,13 +98,16 @@ def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: N
 
 
 @contextlib.contextmanager
-def _ending_in_time(run: TrainRun) -> Iterator[tuple[Watch, Interrupts]]:
+def _ending_in_time(run: TrainRun, folder: RunFolder) -> Iterator[tuple[Watch, Interrupts]]:
     """Watch over the stages of a run, which Ctrl-C ends within seconds. Processes of a run of several stop together,
     after the step that they are in."""
     watch = Watch()
 
     def say() -> None:
-        _show_how_to_go_on(run.output, f"stopped while {watch.stage}; what was saved and answered before is kept")
+        kept = "the answers that are there are kept"
+        if step := folder.saved_step:
+            kept = f"the state of step {step:,} is kept"
+        _show_how_to_go_on(run.output, f"stopped while {watch.stage}; {kept}")
 
     interrupts = Interrupts(say)
     with contextlib.ExitStack() as stack:
@@ -183,7 +186,7 @@ def _learn(
     if budget and not budget.steps:
         watch.begin("compiling and timing a step")
         seconds, measuring = trainer.learner.time_steps(budget.probe_seconds), 0.0
-        if trainer.evaluator:
+        if trainer.evaluator and budget.ending_seconds >= budgets.TIMED_FROM:
             watch.begin("timing a measurement of tau")
             start = time.monotonic()
             trainer.evaluator.measure(trainer.learner.state.params, is_last=False)

@@ -74,8 +74,8 @@ class Watch:
         self._console.print(Text(text), highlight=False, soft_wrap=True)
 
     def _tick(self) -> None:
-        while not self._over.wait(min(1.0, self._every / 4)):
-            if time.monotonic() - self._said >= self._every - 1.0:
+        while not self._over.wait(self._every / 10):
+            if time.monotonic() - self._said >= 0.9 * self._every:
                 self.say(self._line())
 
     def _line(self) -> str:

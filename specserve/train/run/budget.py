@@ -27,6 +27,7 @@ ANSWERS_SHARE = 0.5  # of the budget is for the target's answers, where there ar
 ENDING_SHARE = 0.1  # is for measuring and saving along the way and at the end
 PROBE_SHARE, PROBE_SECONDS = 0.02, 20.0  # how long steps are measured, at most: so long, or less of a short budget
 MEASUREMENTS = 10  # of tau, where there is time for so many
+TIMED_FROM = 60.0  # seconds for measuring: with fewer tau is measured at the end alone, and that is not timed before
 
 
 def seconds_of(text: str) -> float:
@@ -60,18 +61,24 @@ class Budget:
         """The seconds that are left for the target's answers."""
         return max(0.0, ANSWERS_SHARE * self.seconds - self.spent)
 
+    @property
+    def ending_seconds(self) -> float:
+        """The seconds that are for measuring and saving."""
+        return ENDING_SHARE * self.seconds
+
     def after(self, seconds: float) -> "Budget":
         """Return the budget when so many more seconds are over."""
         return dataclasses.replace(self, spent=self.spent + seconds)
 
     def with_steps(self, *, most: int, seconds_each: float, measuring: float = 0.0) -> "Budget":
         """Decide how many steps are trained, each of which takes `seconds_each`, and how often tau is measured, which
-        takes `measuring`: as often as the ending's share has time for, and at the end in any case; and as many steps as
-        fit into the rest of the budget. It is at least one step, and `most` at most where that is not 0."""
-        measurements = MEASUREMENTS
+        takes `measuring` (0: not known): as often as the ending's share has time for, and at the end in any case; and
+        as many steps as fit into the rest of the budget. It is at least one step, and `most` at most where that is not
+        0."""
+        measurements = 1
         if measuring:
-            measurements = max(1, min(MEASUREMENTS, int(ENDING_SHARE * self.seconds / measuring)))
-        ending = max(ENDING_SHARE * self.seconds, measurements * measuring)
+            measurements = max(1, min(MEASUREMENTS, int(self.ending_seconds / measuring)))
+        ending = max(self.ending_seconds, measurements * measuring)
         number = max(1, int((self.seconds - self.spent - ending) / seconds_each))
         number = min(number, most or number)
         return dataclasses.replace(self, steps=number, seconds_per_step=seconds_each, measurements=measurements)
