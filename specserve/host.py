@@ -40,6 +40,11 @@ def free_memory() -> int:
     return psutil.virtual_memory().available
 
 
+def total_memory() -> int:
+    """The bytes of memory that the host has."""
+    return psutil.virtual_memory().total
+
+
 def num_cores() -> int:
     """The number of cores that this process may use, which is that of the machine where a process cannot be bound to
     cores."""

@@ -15,20 +15,29 @@ class Account:
     num_there: int = 0  # found in the file, not made again
     num_answers: int = 0
     num_tokens: int = 0
+    num_so_far: int = 0  # tokens, with those of answers that have not ended
     acceptance: Acceptance = field(default_factory=Acceptance)
     num_compared: int = 0  # answers whose row was rendered as training will render it
     num_exact: int = 0  # of them, those that come back as the very tokens that were generated
     left_out: Counter[str] = field(default_factory=Counter)  # why there is no row
     shortened: Counter[str] = field(default_factory=Counter)  # why a row has fewer answers than it was asked for
-    start: float = field(default_factory=time.monotonic)
+    start: float = 0.0  # when the first tokens came; 0: none has come
+
+    def count(self, num_tokens: int) -> None:
+        """Count tokens of an answer as they come. What is compiled or read before the first of them is not counted as
+        time."""
+        self.start = self.start or time.monotonic()
+        self.num_so_far += num_tokens
 
     @property
     def tokens_per_second(self) -> float:
-        return self.num_tokens / max(time.monotonic() - self.start, 1e-9)
+        """The speed so far, running answers included."""
+        return self.num_so_far / max(time.monotonic() - self.start, 1e-9) if self.start else 0.0
 
     def add(self, other: "Account") -> None:
         """Take over what another engine has answered meanwhile. Its time and what it found there do not count."""
-        for name in ("num_rows", "num_answers", "num_tokens", "acceptance", "num_compared", "num_exact"):
+        counts = "num_rows", "num_answers", "num_tokens", "num_so_far", "acceptance", "num_compared", "num_exact"
+        for name in counts:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.left_out += other.left_out
         self.shortened += other.shortened

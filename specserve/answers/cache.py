@@ -4,6 +4,9 @@ They are kept in the user's cache: in a folder for each target (its fingerprint)
 source, whose rows are known by their question. So a run that was killed goes on with the first question that is
 not answered, and another run over the same questions asks none of them again. A run reads the answers to its own
 questions in the order in which it drew them, whatever else is in the file: the same run trains on the same rows.
+
+A run with a budget begins conversations in the order of the draw until those that are open are expected to end with the
+answers' share of it. How many that were is its decision, which a resumed run follows.
 """
 
 import contextlib
@@ -13,15 +16,17 @@ import gc
 import hashlib
 import json
 import logging
+import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.answers.account import Account
 from specserve.answers.own_questions import Asked, OwnQuestions, QuestionSettings
-from specserve.answers.questions import row_id
+from specserve.answers.pace import Pace
+from specserve.answers.questions import Job, row_id
 from specserve.answers.regenerate import FINAL_CHANNEL, AnswerSettings, regenerate
 from specserve.answers.row_file import locked
 from specserve.checkpoints.source import TargetSource
@@ -45,12 +50,13 @@ from specserve.train.settings import DataSettings, TrainRun, TrainSettings
 logger = logging.getLogger(__name__)
 
 CACHE_SHARE = 0.4  # of the memory that is free beside the weights, which are packed anew meanwhile
+RECORD_SECONDS = 5.0  # between two records of the time that a budget has spent
 
 
 @dataclass(frozen=True)
 class AnswerProgress:
-    """The progress of the stage: the number of questions that are settled, the number of all, and the account of the
-    source that is being asked."""
+    """The progress of the stage: the number of questions that are settled, the number of all that are expected to be,
+    and the account of the source that is being asked."""
 
     done: int
     total: int
@@ -59,8 +65,8 @@ class AnswerProgress:
 
 @dataclass(frozen=True)
 class Watch:
-    """The callbacks that follow the stage: one for each program that is compiled, each question that the target asks
-    itself, and each answer."""
+    """The callbacks that follow the stage: one for each program that is compiled, one for each question that the target
+    asks itself, and one for each answer, or a second without any."""
 
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None
     on_question: Callable[[Asked, int], None] = lambda _asked, _number: None
@@ -75,41 +81,55 @@ def answer(
     nothing can be asked, ConfigError or CheckpointError where the target cannot be run."""
     cache = _AnswerCache(target, run.data, run.train, run.quantization)
     with locked(cache.folder), contextlib.ExitStack() as stack:
-        begin = time.monotonic()
         engine = functools.cache(lambda: stack.enter_context(_engine(run, watch)))
-        mixture = _with_own_questions(mixture, run, cache.own_questions, engine, watch)
+        spending = budget and _Spending(budget, Path(run.output))
+        mixture = _with_own_questions(mixture, run, cache.own_questions, engine, spending, watch)
         if run.data_only:
             mixture = with_held_out(mixture)
         drawn = dataset.draw(mixture, run.data.max_conversations, run.train.seed)
+        order = dataset.shuffled(mixture, run.data.max_conversations, run.train.seed)
+        numbers = {source.name: len(source.train) for source in order}
         if budget and budget.conversations:
-            drawn = dataset.draw(mixture, budget.conversations, run.train.seed)
+            drawn = _asked(drawn, order, budget.conversations)
         if not cache.is_settled(drawn):
-            if budget and not budget.conversations:
-                budget = _measured(cache, engine(), drawn, budget)
-                budgets.record(Path(run.output), budget)
-                drawn = dataset.draw(mixture, budget.conversations, run.train.seed)
-            cache.ask(engine(), drawn, watch.on_answer)
+            if spending and not spending.budget.conversations:
+                numbers = _in_time(cache, engine(), order, spending, watch.on_answer)
+                drawn = _asked(drawn, order, numbers)
+            else:
+                cache.ask(engine(), drawn, watch.on_answer)
             cache.settle(drawn)
             engine.cache_clear()
             stack.close()
             gc.collect()  # the engine's arrays, before training needs the memory
-        if budget:
-            count = budget.conversations or sum(len(source.train) for source in drawn)
-            budget = dataclasses.replace(budget, conversations=count, spent=budget.spent + time.monotonic() - begin)
-            budgets.record(Path(run.output), budget)
+        if spending:
+            budget = spending.decide(numbers)
         return cache.read(drawn, mixture), budget
 
 
 def _with_own_questions(
-    mixture: Mixture, run: TrainRun, questions: OwnQuestions, engine: Callable[[], Engine], watch: Watch
+    mixture: Mixture,
+    run: TrainRun,
+    questions: OwnQuestions,
+    engine: Callable[[], Engine],
+    spending: "_Spending | None",
+    watch: Watch,
 ) -> Mixture:
-    """Return the mixture with the questions that the target asks itself, where it names them."""
-    number = run.data.self_questions
+    """Return the mixture with the questions that the target asks itself, where it names them: as many as the settings
+    ask for, or fewer where a budget has time for fewer."""
+    number, seconds = run.data.self_questions, math.inf
     if all(source.name != SELF for source in mixture):
         return mixture
+    if spending and spending.budget.questions:
+        number = spending.budget.questions
+    elif spending:
+        engine()  # compiled before its time begins
+        seconds = spending.budget.question_seconds
     if not questions.has(number):
-        asked = questions.ask(engine(), number, lambda so_far: watch.on_question(so_far, number))
+        asked = questions.ask(engine(), number, lambda so_far: watch.on_question(so_far, number), seconds)
         logger.info("%s", asked.describe())
+        number = min(number, len(asked.kept))
+    if spending:
+        spending.decide_questions(number)
     return questions.fill_in(mixture, number, run.data.self_turns)
 
 
@@ -143,32 +163,71 @@ def _num_slots(models: Models, most: int, seq_len: int) -> int:
     return in_equal_parts(models.mesh, "batch", max(1, min(room, most)))
 
 
-class _Enough(Exception):
-    """Raised where a stage has been measured for long enough."""
+class _Spending:
+    """The time of a budget that passes while the target answers. It is recorded on the way, so a run that is killed
+    has not all of it again."""
+
+    def __init__(self, budget: Budget, folder: Path) -> None:
+        self._before, self._folder = budget, folder
+        self._begin = self._recorded = time.monotonic()
+
+    @property
+    def budget(self) -> Budget:
+        """The budget as it is now."""
+        return self._before.after(time.monotonic() - self._begin)
+
+    def pass_by(self) -> None:
+        """Record the time that has passed, once in a while."""
+        if time.monotonic() > self._recorded + RECORD_SECONDS:
+            budgets.record(self._folder, self.budget)
+            self._recorded = time.monotonic()
+
+    def decide_questions(self, number: int) -> None:
+        """Record how many questions the target has asked itself."""
+        self._before = dataclasses.replace(self._before, questions=number)
+        budgets.record(self._folder, self.budget)
+
+    def decide(self, conversations: dict[str, int]) -> Budget:
+        """Record how many conversations of each source were answered. Returns the budget with that decision."""
+        decided = dataclasses.replace(self.budget, conversations=self.budget.conversations or conversations)
+        budgets.record(self._folder, decided)
+        return decided
 
 
-def _measured(cache: "_AnswerCache", engine: Engine, drawn: Mixture, budget: Budget) -> Budget:
-    """Answer for as long as a stage is measured, all sources in turn, and decide how many conversations there is time
-    for. The answers that were made stay."""
-    most = sum(len(source.train) for source in drawn)
-    new, there, spent = 0, 0, 0.0
-    for source in drawn:
-        begin = time.monotonic()
+def _in_time(
+    cache: "_AnswerCache",
+    engine: Engine,
+    order: Mixture,
+    spending: _Spending,
+    on_answer: Callable[[AnswerProgress], None],
+) -> dict[str, int]:
+    """Have the target answer the questions of all sources, in this order, until the answers' share of the budget is
+    used: each source in its part of it, by the number of its questions. Returns how many of each were asked."""
+    asked, left = dict[str, int](), sum(len(source.train) for source in order)
+    for source in order:
+        number = len(source.train)
+        end = time.monotonic() + spending.budget.answer_seconds * number / left
+        pace = Pace(engine.runner.shapes.num_slots, cache.most_tokens, end)
 
-        def stop(so_far: AnswerProgress, begin: float = begin) -> None:
-            if time.monotonic() - begin > budget.probe_seconds / len(drawn):
-                raise _Enough(so_far.account)
+        def report(so_far: AnswerProgress, pace: Pace = pace, before: int = sum(asked.values())) -> None:
+            spending.pass_by()
+            account = so_far.account
+            total = before + max(so_far.done, min(so_far.total, account.num_settled - pace.num_ended + pace.expected()))
+            on_answer(AnswerProgress(before + so_far.done, total, account))
 
-        try:
-            accounts = cache.ask(engine, (source,), stop)
-        except _Enough as enough:
-            accounts = list(enough.args)
-        spent += time.monotonic() - begin
-        there += sum(account.num_there for account in accounts)
-        new += sum(account.num_settled - account.num_there for account in accounts)
-    return budget.with_conversations(
-        most=most, there=there + new, seconds_each=spent / new if new else 0.0, spent=spent
-    )
+        cache.ask(engine, (source,), report, pace.begin)
+        left -= number
+        if first_left := pace.first_left:
+            number = next(i for i, row in enumerate(source.train) if row is first_left.row)
+        asked[source.name] = number
+    return asked
+
+
+def _asked(drawn: Mixture, order: Mixture, numbers: Mapping[str, int]) -> Mixture:
+    """Return those of the drawn rows that are the first so many of their source in this order."""
+    chosen = {id(row) for source in order for row in source.train[: numbers.get(source.name, 0)]}
+    kept = (dataclasses.replace(each, train=tuple(row for row in each.train if id(row) in chosen)) for each in drawn)
+    return tuple(source for source in kept if source.train)
 
 
 class _AnswerCache:
@@ -200,21 +259,36 @@ class _AnswerCache:
         words = re.sub(r"[^\w.-]+", "-", Path(source.name).name)[:60]
         return self.folder / f"{words}-{_digest(source.name)[:8]}.jsonl"
 
-    def ask(self, engine: Engine, drawn: Mixture, on_answer: Callable[[AnswerProgress], None]) -> list[Account]:
-        """Have the target answer the questions that have no answer yet. Returns an account of each source."""
-        total, before, accounts = sum(len(source.train) for source in drawn), 0, []
+    @property
+    def most_tokens(self) -> int:
+        """The length of the longest answer."""
+        return self._settings.max_tokens
+
+    def ask(
+        self,
+        engine: Engine,
+        drawn: Mixture,
+        on_answer: Callable[[AnswerProgress], None],
+        choose: Callable[[Sequence[Job], Account], Iterable[Job]] = lambda jobs, _account: jobs,
+    ) -> None:
+        """Have the target answer the questions that have no answer yet, or those of them that are chosen."""
+        total, before = sum(len(source.train) for source in drawn), 0
         for source in drawn:
 
             def report(account: Account, before: int = before) -> None:
                 on_answer(AnswerProgress(before + account.num_settled, total, account))
 
             account = regenerate(
-                engine, source.train, self.path(source), self._settings, target=self._fingerprint, on_answer=report
+                engine,
+                source.train,
+                self.path(source),
+                self._settings,
+                target=self._fingerprint,
+                on_answer=report,
+                choose=choose,
             )
             logger.info("%s: %s", source.name, account.describe().replace("\n", "; "))
-            accounts.append(account)
             before += account.num_settled
-        return accounts
 
     def is_settled(self, drawn: Mixture) -> bool:
         """Return whether all of these questions were asked before. Some of them may have no answer that can be

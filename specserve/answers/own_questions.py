@@ -9,7 +9,9 @@ same questions, and a run that was killed goes on to the very same ones.
 import contextlib
 import dataclasses
 import json
+import math
 import queue
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -159,16 +161,18 @@ class OwnQuestions:
         engine: Engine,
         number: int,
         on_question: Callable[[Asked], None] = lambda _asked: None,
+        seconds: float = math.inf,
     ) -> Asked:
-        """Have the target ask until `number` questions are kept. Those that are there already are not asked again.
-        Raises DataError where the chat template shows no place for the user's words or next to nothing of what the
-        target writes there can be used; CapacityError when the engine stops."""
+        """Have the target ask until `number` questions are kept, or a first one and so many seconds have passed. Those
+        that are there already are not asked again. Raises DataError where the chat template shows no place for the
+        user's words or next to nothing of what the target writes there can be used; CapacityError when the engine
+        stops."""
         turn = next_user_turn(engine.tokenizer, template_kwargs=self._settings.template_kwargs)
         room = engine.max_model_len - len(turn.prompt)
         if room < QUESTION_TOKENS // 2:
             raise DataError(f"sequences of {engine.max_model_len} tokens have no room for a question and its answer")
         with locked(self.path.parent), RowFile(self.path, self._stated) as file:
-            asked, found = self._read(), _texts(self.path)
+            asked, found, end = self._read(), _texts(self.path), time.monotonic() + seconds
             if len(asked.kept) >= number:
                 return asked
             for i, text, fault in _drawn(engine, turn, room, self._settings.seed, set(found)):
@@ -177,7 +181,7 @@ class OwnQuestions:
                 while asked.num_candidates in found:
                     asked.add(*found[asked.num_candidates])
                 on_question(asked)
-                if len(asked.kept) >= number:
+                if len(asked.kept) >= number or (asked.kept and time.monotonic() > end):
                     break
                 if asked.is_hopeless:
                     raise DataError(

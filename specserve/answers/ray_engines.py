@@ -5,6 +5,7 @@ killed goes on as one of a single engine does. Where a worker dies, Ray starts i
 anew. A row depends on its question and the settings alone, so the file is that of a single engine.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def regenerate(
         if not jobs:
             return
         ray = cluster.connect(run.ray_address)
+        account.start = time.monotonic()  # what comes from the workers comes late
         try:
             size = max(1, min(run.max_slots, -(-len(jobs) // (2 * CALLS * run.num_workers))))
             each = cluster.reserve(ray, num_devices(run.mesh, SERVING_AXES), run.num_workers)

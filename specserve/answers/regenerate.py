@@ -27,7 +27,7 @@ from specserve.serve.http.formats.reader import Reader
 from specserve.serve.http.formats.reasoning import THINK_MARKS, answer_format, opens_reasoning
 from specserve.serve.http.formats.tools import NO_CALLS, new_call_id, read_harmony
 from specserve.serve.requests.completion import Collector, CompletionOutput
-from specserve.serve.requests.request import FinishReason, Request, SamplingParams
+from specserve.serve.requests.request import Delta, FinishReason, Request, SamplingParams
 from specserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ ASKED_TOO_LONG = "longer than max_model_len"
 CUT = "cut by max_tokens"
 UNFINISHED = "reasoning does not end within max_tokens"
 FAILED = "the engine failed"
+TICK_SECONDS = 1.0  # between two calls of `on_answer`, at most
 
 
 @dataclass(frozen=True)
@@ -77,18 +78,21 @@ def regenerate(
     samples: int = 1,  # rows per conversation, each drawn with its own seed
     target: str = "",  # the name or fingerprint of the target, kept with the settings
     on_answer: Callable[[Account], None] = lambda _account: None,
+    choose: Callable[[Sequence[Job], Account], Iterable[Job]] = lambda jobs, _account: jobs,
 ) -> Account:
     """Append one row per conversation to `output` as it is done: `messages` with every answer given anew, each to the
     answers before it, the `chat_template_kwargs` that they were given under, and `id`, `category`, `source`, `sample`,
     `finish_reasons`. A first answer that is cut within its reasoning is kept as token ids. The settings stand beside
     it, in `<output>.settings.json`. At the end the rows are put into the order of their questions.
 
-    Rows that are there already are not made again. Raises ConfigError for settings that make no sense, DataError when
-    the file holds rows of other settings or nothing can be asked; CapacityError when the engine stops.
+    `on_answer` is called after each answer, and at least every second. `choose` says which of the questions are asked,
+    each when its turn comes. Rows that are there already are not made again. Raises ConfigError for settings that make
+    no sense, DataError when the file holds rows of other settings or nothing can be asked; CapacityError when the
+    engine stops.
     """
 
     def ask(jobs: Sequence[Job], write: Write, account: Account) -> None:
-        answer(engine, jobs, settings, write, account, on_answer)
+        answer(engine, choose(jobs, account), settings, write, account, on_answer)
 
     source = AnswerSource(target, engine.max_model_len, engine.tokenizer)
     return regenerate_by(ask, source, rows, output, settings, samples=samples)
@@ -132,7 +136,7 @@ def regenerate_by(
 
 def answer(
     engine: Engine,
-    jobs: Sequence[Job],
+    jobs: Iterable[Job],
     settings: AnswerSettings,
     write: Write,
     account: Account,
@@ -141,6 +145,12 @@ def answer(
     """Have the engine answer these questions, and write each row when it is done. Raises CapacityError when the engine
     stops."""
     _Run(engine, settings, write, account, on_answer).answer(jobs)
+
+
+def num_open(engine: Engine) -> int:
+    """Return how many conversations are asked at once: a quarter more than the engine has slots, so that none waits."""
+    slots = engine.runner.shapes.num_slots
+    return slots + max(1, slots // 4)
 
 
 class _Run:
@@ -160,17 +170,21 @@ class _Run:
         self._finished: queue.SimpleQueue[tuple[Job, CompletionOutput]] = queue.SimpleQueue()
         self._open: dict[str, Request] = {}
 
-    def answer(self, jobs: Sequence[Job]) -> None:
+    def answer(self, jobs: Iterable[Job]) -> None:
         waiting = iter(jobs)
         # A slot never waits for work, and the next turn of a conversation comes soon, while its prefix is cached.
-        window = 2 * self._engine.runner.shapes.num_slots
+        window = num_open(self._engine)
         try:
             while True:
                 while len(self._open) < window and (job := next(waiting, None)) is not None:
                     self._advance(job, self._ask)
                 if not self._open:
                     return
-                job, completion = self._finished.get()
+                try:
+                    job, completion = self._finished.get(timeout=TICK_SECONDS)
+                except queue.Empty:
+                    self._on_answer(self._account)
+                    continue
                 del self._open[job.key]
                 self._advance(job, lambda job, completion=completion: self._take(job, completion))
                 self._on_answer(self._account)
@@ -239,8 +253,13 @@ class _Run:
         return int(digest(self._settings.seed, job.key, len(job.finish_reasons), *who), 16) % 2**63
 
     def _submit(self, job: Job, prompt: Sequence[int], params: SamplingParams) -> None:
-        done = Collector(1, lambda _i, completion: self._finished.put((job, completion)))
-        self._open[job.key] = self._engine.submit(prompt, params, done.listener(0))
+        listen = Collector(1, lambda _i, completion: self._finished.put((job, completion))).listener(0)
+
+        def on_delta(delta: Delta) -> None:  # on the engine's thread alone, which counts
+            self._account.count(len(delta.token_ids))
+            listen(delta)
+
+        self._open[job.key] = self._engine.submit(prompt, params, on_delta)
 
     def _take(self, job: Job, completion: CompletionOutput) -> None:
         if completion.finish_reason == FinishReason.CANCELLED:

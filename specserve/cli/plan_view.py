@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Sequence
 
-import jax
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -11,13 +10,14 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from specserve import config
-from specserve.devices import DEVICES
+from specserve.devices import DEVICES, SHARE_OF_PEAK
 from specserve.plan.collectives import span
 from specserve.plan.outline import Outline, answer_tokens, outline
 from specserve.plan.taus import Reached
 from specserve.plan.training import RunPlan
-from specserve.plan.work import SHARE_OF_PEAK, MemoryPart
+from specserve.plan.work import MemoryPart
 from specserve.train.flops import Flops
+from specserve.train.speed import this_device
 
 
 def show_plan(plan: RunPlan) -> None:
@@ -35,15 +35,16 @@ def show_plan(plan: RunPlan) -> None:
 
 def show_outline(plan: RunPlan, console: Console) -> None:
     """Print in a few lines what the run will do, take and bring."""
-    console.print(_outline(outline(plan, jax.devices()[0].device_kind)), highlight=False)
+    console.print(_outline(outline(plan, this_device())), highlight=False)
 
 
 def _outline(found: Outline) -> Table:
     plan, run, reached = found.plan, found.plan.run, found.expected
-    table, on = make_table("The plan", "", ""), f"on {plan.num_devices} x {found.device.name}"
-    each = ""
-    if run.data.max_conversations:
-        count = f"{run.data.max_conversations:,}"
+    table, on, each = make_table("The plan", "", ""), f"on {plan.num_devices} x {found.device.name}", ""
+    if found.device.is_measured:
+        on = f"on {found.device.name}"
+    if found.conversations:
+        count = f"{'about ' * bool(run.budget)}{found.conversations:,}"
     else:
         count, each = "all", " for each conversation"
     sources = ", ".join(run.data.source)
@@ -53,19 +54,18 @@ def _outline(found: Outline) -> Table:
         if temperature:
             manner = f"at temperature {temperature:g}"
         hours = f"about {_hours(found.answer_hours)}{each} {on}"
-        table.add_row("answers", f"of the target itself, {manner}, {_count(answer_tokens(plan))} tokens{each}; {hours}")
+        tokens = _count(answer_tokens(plan, found.conversations))
+        table.add_row("answers", f"of the target itself, {manner}, {tokens} tokens{each}; {hours}")
     else:
         table.add_row("answers", "as they stand in the data (--regenerate: the target's own)")
-    steps = f"{run.train.max_steps:,} steps" if run.train.max_steps else "as many steps as there is time for"
-    table.add_row("training", f"{steps} of {plan.positions:,} positions; about {_hours(found.train_hours)} {on}")
+    steps = f"{found.steps:,} steps of {plan.positions:,} positions, {found.step_seconds:,.2g} s each"
+    table.add_row("training", f"{steps}; about {_hours(found.train_hours)} {on}")
     if run.budget:
-        table.add_row("budget", f"{escape(run.budget)}: answers and steps are scaled to it once each was measured")
-    room = ""
-    if found.is_found:
-        room = f" of {in_bytes(found.device.memory)}"
-    else:
-        table.caption = f"times are for a {found.device.name}: the device here is not in the table of known ones"
-    table.add_row("memory", f"{in_bytes(plan.device_bytes)}{room} on each device")
+        shares = "half for answers, where there are any, and a tenth for measuring"
+        table.add_row("budget", f"{escape(run.budget)}: {shares}")
+    if found.advice:
+        table.add_row("here", f"[yellow]this run makes little sense on this machine:[/] {found.advice}")
+    table.add_row("memory", f"{in_bytes(plan.device_bytes)} of {in_bytes(found.device.memory)} on each device")
     table.add_row("disk", ", ".join(f"{in_bytes(size)} for {name}" for name, size in found.disk))
     of_kind = ""
     if reached.drafter != run.drafter:

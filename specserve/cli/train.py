@@ -1,34 +1,34 @@
 """`specserve train`: a draft head for a target, from the target's name to a head that was measured."""
 
-import functools
+import contextlib
 import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.markup import escape
-from rich.progress import Progress
 
 from specserve import config, processes
 from specserve.answers import cache as answers
-from specserve.answers.cache import AnswerProgress, Watch
+from specserve.answers.cache import AnswerProgress
 from specserve.answers.own_questions import Asked
 from specserve.checkpoints.configs import find_config, is_known_here
 from specserve.checkpoints.source import resolve_target
 from specserve.cli import evaluate
+from specserve.cli.interrupts import STATUS, Interrupts
 from specserve.cli.options import report_error
 from specserve.cli.plan_view import show_outline, show_plan
 from specserve.cli.progress import console
 from specserve.cli.training_bar import TrainingBar
+from specserve.cli.watch import State, Watch
 from specserve.data import dataset
 from specserve.errors import CheckpointError, DataError, SpecServeError
 from specserve.eval.prompts import load_questions
 from specserve.eval.settings import EvalRun
 from specserve.mesh import mesh_sizes
 from specserve.plan.training import make_plan
-from specserve.serve.progress import bar_columns
 from specserve.train.remote import workers
 from specserve.train.run import budget as budgets
 from specserve.train.run.budget import Budget
@@ -37,13 +37,12 @@ from specserve.train.run.observers import observing
 from specserve.train.run.prepare import Mixture, load_mixture, prepare
 from specserve.train.run.recipe import BENCH
 from specserve.train.settings import DataSettings, TrainRun
-from specserve.train.trainer import Observer, Trainer
+from specserve.train.trainer import SAVING, Observer, Trainer
 from specserve.train.trainer import Progress as Moment
 
 logger = logging.getLogger(__name__)
 
 DATA_FILE = "data.jsonl"  # in the folder of a run that ends with it
-SHOWN_EVERY = 60.0  # seconds, where there is no terminal for a bar
 
 
 def train(run: TrainRun) -> None:
@@ -76,24 +75,57 @@ def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: N
         if not is_known_here(run.target):
             resolve_target(run.target, needs_weights=False)
         show_outline(make_plan(run), console)
-        with observing(run) as observers:
+        with _ending_in_time(run, folder) as (watch, interrupts), observing(run) as observers:
             mixture = None
             budget = budgets.begin(run.budget, folder.path, is_resumed=run.train.resume)
             if not run.is_of_several:  # read before the weights: where there is no hub, the error comes at once
+                watch.begin("reading the questions and answers")
                 mixture = _read(run.target, run.data)
             benches = [bench for bench in run.eval.bench if _is_there(bench)]
             if run.data.regenerate and mixture:
-                answer = functools.partial(answers.answer, run, resolve_target(run.target), mixture, budget)
-                mixture, budget = _answered(answer, run.output)
+                watch.begin("loading the target")
+                target = resolve_target(run.target)
+                mixture, budget = answers.answer(run, target, mixture, budget, _showing(watch))
             if run.data_only:
                 _write_data(run, mixture or ())
                 return
-            last = _learn(run, folder, mixture, budget, observers, listen)
-    if last.ending.startswith("stopped"):
-        _show_how_to_go_on(run.output, f"{last.ending} at step {last.step}")
-        return
-    for bench in benches:
-        _measure(run, bench)
+
+            def begin(trainer: Trainer) -> None:
+                interrupts.is_saving = lambda: trainer.doing.what == SAVING
+                listen(trainer)
+
+            last = _learn(run, folder, mixture, budget, observers, begin, watch)
+            if last.ending.startswith("stopped"):
+                interrupts.is_told = True
+                _show_how_to_go_on(run.output, f"{last.ending} at step {last.step}")
+                return
+    with Interrupts(lambda: _show_how_to_go_on(run.output, "stopped while measuring; the head is there")):
+        for bench in benches:
+            _measure(run, bench)
+
+
+@contextlib.contextmanager
+def _ending_in_time(run: TrainRun, folder: RunFolder) -> Iterator[tuple[Watch, Interrupts]]:
+    """Watch over the stages of a run, which Ctrl-C ends within seconds. Processes of a run of several stop together,
+    after the step that they are in."""
+    watch = Watch()
+
+    def say() -> None:
+        kept = "the answers that are there are kept"
+        if step := folder.saved_step:
+            kept = f"the state of step {step:,} is kept"
+        _show_how_to_go_on(run.output, f"stopped while {watch.stage}; {kept}")
+
+    interrupts = Interrupts(say)
+    with contextlib.ExitStack() as stack:
+        if not run.is_of_several:
+            stack.enter_context(interrupts)
+        stack.enter_context(watch)
+        try:
+            yield watch, interrupts
+        except KeyboardInterrupt:
+            interrupts.tell()
+            raise SystemExit(STATUS) from None
 
 
 def _read(name: str, data: DataSettings) -> Mixture:
@@ -129,38 +161,32 @@ def _is_there(bench: str) -> bool:
         return False
 
 
-def _answered(answer: Callable[[Watch], tuple[Mixture, Budget | None]], output: str) -> tuple[Mixture, Budget | None]:
-    """Have the target answer, and show how far it is. Answers that are there when the process ends are kept."""
-    shown = [time.monotonic()]
-    with Progress(*bar_columns(), console=console) as progress:
-        compiling = progress.add_task("compiling", note="", visible=False)
-        asking = progress.add_task("asking itself", note="", visible=False)
-        answering = progress.add_task("answering", note="", visible=False)
+def _showing(watch: Watch) -> answers.Watch:
+    """Return what shows on the watch how far the answers are."""
+    shown = State()
 
-        def on_warmup(done: int, total: int, name: str) -> None:
-            progress.update(compiling, completed=done, total=total, note=name, visible=True)
+    def show(stage: str, state: State) -> None:
+        nonlocal shown
+        shown = state
+        if watch.stage != stage:
+            watch.begin(stage, lambda: shown)
 
-        def on_question(asked: Asked, number: int) -> None:
-            done, note = len(asked.kept), f"of {asked.num_candidates:,}"
-            progress.update(asking, completed=done, total=number, note=note, visible=True)
-            if not console.is_terminal and time.monotonic() > shown[-1] + SHOWN_EVERY:
-                shown.append(time.monotonic())
-                console.print(f"asked itself {done:,} questions of {number:,}", highlight=False, soft_wrap=True)
+    def on_warmup(done: int, total: int, name: str) -> None:
+        show("compiling", State(f"{done} of {total} programs, the last one {name}", done / max(1, total)))
 
-        def on_answer(so_far: AnswerProgress) -> None:
-            account = so_far.account
-            note = f"{account.num_tokens:,} tokens  {account.tokens_per_second:,.0f} tokens/s"
-            progress.update(answering, completed=so_far.done, total=so_far.total, note=note, visible=True)
-            if not console.is_terminal and time.monotonic() > shown[-1] + SHOWN_EVERY:
-                shown.append(time.monotonic())
-                console.print(f"answered {so_far.done:,} of {so_far.total:,}  {note}", highlight=False, soft_wrap=True)
+    def on_question(asked: Asked, number: int) -> None:
+        text = f"{len(asked.kept):,} of at most {number:,} questions, {asked.num_candidates:,} candidates"
+        show("asking itself", State(text, len(asked.kept) / number))
 
-        try:
-            return answer(Watch(on_warmup, on_question, on_answer))
-        except KeyboardInterrupt:
-            progress.stop()
-            _show_how_to_go_on(output, "stopped; the answers so far are kept")
-            raise
+    def on_answer(so_far: AnswerProgress) -> None:
+        account = so_far.account
+        text = (
+            f"{so_far.done:,} of about {so_far.total:,} conversations, {account.num_so_far:,} tokens, "
+            f"{account.tokens_per_second:,.0f} tokens/s"
+        )
+        show("answering", State(text, so_far.done / max(1, so_far.total)))
+
+    return answers.Watch(on_warmup, on_question, on_answer)
 
 
 def _learn(
@@ -170,24 +196,32 @@ def _learn(
     budget: Budget | None,
     observers: Sequence[Observer],
     listen: Callable[[Trainer], None],
+    watch: Watch,
 ) -> Moment:
     """Train for as many steps as the settings ask for, or the budget has time for. Returns the last moment."""
     begin = time.monotonic()
     if budget:
         run = budget.apply(run)
+    watch.begin("loading the target and the rows")
     trainer = prepare(run, folder, mixture)
     if budget and not budget.steps:
-        with console.status("measuring a step"):
-            seconds = trainer.learner.time_steps(budget.probe_seconds)
-        spent = budget.spent + time.monotonic() - begin
-        budget = budget.with_steps(most=run.train.max_steps, seconds_each=seconds, spent=spent)
+        watch.begin("compiling and timing a step")
+        seconds, measuring = trainer.learner.time_steps(budget.probe_seconds), 0.0
+        if trainer.evaluator and budget.ending_seconds >= budgets.TIMED_FROM:
+            watch.begin("timing a measurement of tau")
+            start = time.monotonic()
+            trainer.evaluator.measure(trainer.learner.state.params, is_last=False)
+            measuring = time.monotonic() - start
+        budget = budget.after(time.monotonic() - begin)
+        budget = budget.with_steps(most=run.train.max_steps, seconds_each=seconds, measuring=measuring)
         budgets.record(folder.path, budget)
-        console.print(f"{budget.steps:,} steps of {seconds:.3g} s fit the budget", highlight=False)
         run = budget.apply(run)
         trainer.rebound(run.train)
+        times = f"tau is measured {budget.measurements} times" if budget.measurements > 1 else "tau at the end"
+        watch.say(f"{budget.steps:,} steps of {seconds:.3g} s fit the budget; {times}")
     listen(trainer)
-    with TrainingBar(trainer) as bar:
-        last = trainer.train([bar.update, *observers])
+    bar = TrainingBar(trainer, watch)
+    last = trainer.train([bar.update, *observers])
     if not last.ending.startswith("stopped"):
         bar.summary(f"specserve serve --draft {shlex.quote(run.output)}")
     return last
@@ -204,6 +238,7 @@ def _measure(run: TrainRun, bench: str) -> None:
         "quantization": run.quantization,
         "mesh": mesh,
         "bench": bench,
+        "limit": str(run.eval.bench_limit),
         "speculation": ",".join(run.eval.speculation),
         "temperature": str(run.eval.temperature[0]),
         "output": str(report),

@@ -1,16 +1,14 @@
-"""Progress of a training run: a live bar where there is a terminal, a line per logged moment where there is none."""
+"""Progress of a training run, for the watch over its command: a line per logged moment where there is no terminal."""
 
+import time
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group
-from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
-from rich.text import Text
 
 from specserve.cli.progress import console
+from specserve.cli.watch import State, Watch
 from specserve.train.evaluation import Measurement
 from specserve.train.run.report import REPORT_FILE, duration, gigabytes
 from specserve.train.speed import Speed
@@ -19,31 +17,18 @@ from specserve.train.trainer import Trainer
 
 
 class TrainingBar:
-    """Shows how far a training run is, its loss, tau and speed: a live bar on a terminal, else a line per report."""
+    """Shows how far a training run is, its loss, tau and speed."""
 
-    def __init__(self, trainer: Trainer, *, is_brief: bool = False) -> None:
-        """Make the bar. With `is_brief` it is a single line on a terminal: no speeds, and no line for each measurement
-        of tau."""
-        self._trainer, self._is_brief = trainer, is_brief
-        self._bar = Progress(
-            TextColumn("training"), BarColumn(), TextColumn("{task.percentage:>3.0f}%  {task.fields[left]}")
-        )
-        self._task = self._bar.add_task("", total=1.0, left="")
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+    def __init__(self, trainer: Trainer, watch: Watch, *, is_brief: bool = False) -> None:
+        """Begin the stage. With `is_brief` it is a single line on a terminal: no speeds, and no line for each
+        measurement of tau."""
+        self._trainer, self._watch, self._is_brief = trainer, watch, is_brief
+        self._share, self._note = 0.0, ""
         self._evaluation: Measurement | None = None
         self._loss: float | None = None
         self._speed: Speed | None = None
         self._first: tuple[float, float] | None = None  # seconds and share of the first moment: what compiled is past
-
-    def __enter__(self) -> "TrainingBar":
-        if self._live:
-            self._live.start()
-            self._live.update(Group(self._bar, Text("compiling", style="dim")), refresh=True)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._live:
-            self._live.stop()
+        watch.begin("training", self._state)
 
     def update(self, moment: Moment) -> None:
         if moment.ending:
@@ -53,20 +38,21 @@ class TrainingBar:
             self._loss = moment.loss
         self._speed = moment.speed or self._speed
         note = duration(moment.seconds) + self._left(moment)
-        self._bar.update(self._task, completed=min(1.0, moment.share), left=note)
-        lines = [self._learning(moment), self._speeding()]
-        if self._live and self._is_brief:
-            self._bar.update(self._task, left=f"{note}  {self._learning(moment)}")
-            self._live.update(self._bar, refresh=True)
-        elif self._live:
-            if moment.evaluation:
-                self._live.console.print(self._measured(moment), highlight=False)
-            self._live.update(Group(self._bar, *(Text(f"  {line}") for line in lines if line)), refresh=True)
-        else:
-            text = "  ".join(line for line in lines if line)
-            if moment.evaluation:
-                text = self._measured(moment)
-            console.print(f"{note}  {text}", highlight=False, soft_wrap=True)
+        self._share, self._note = moment.share, f"{note}  {self._learning(moment)}"
+        if not console.is_terminal:
+            text = "  ".join(filter(None, (self._learning(moment), self._speeding())))
+            self._watch.say(f"{note}  {self._measured(moment) if moment.evaluation else text}")
+        elif moment.evaluation and not self._is_brief:
+            self._watch.say(self._measured(moment))
+
+    def _state(self) -> State:
+        doing = self._trainer.doing
+        here = time.monotonic() - doing.since
+        at = f"{doing.what}, for {duration(here)}" if here >= 1 else doing.what
+        if not console.is_terminal:
+            return State(at)
+        more = () if self._is_brief else tuple(filter(None, (self._speeding(), f"at {at}")))
+        return State(self._note or "compiling", self._share, more)
 
     def _left(self, moment: Moment) -> str:
         if self._first is None:

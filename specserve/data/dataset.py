@@ -74,7 +74,14 @@ def draw(mixture: Sequence[SourceRows], count: int, seed: int) -> tuple[SourceRo
     sizes = [len(source.train) for source in mixture]
     if not count or count >= sum(sizes):
         return tuple(mixture)
-    drawn = np.random.default_rng(seed).permutation(sum(sizes))[:count]
+    return shuffled(mixture, count, seed)
+
+
+def shuffled(mixture: Sequence[SourceRows], count: int, seed: int) -> tuple[SourceRows, ...]:
+    """Draw as `draw` does, the rows of each source in the order of the draw, also where all are drawn. So fewer rows
+    are the first of more."""
+    sizes = [len(source.train) for source in mixture]
+    drawn = np.random.default_rng(seed).permutation(sum(sizes))[: count or None]
     chosen = []
     for source, size, stop in zip(mixture, sizes, np.cumsum(sizes).tolist(), strict=True):
         own = drawn[(drawn >= stop - size) & (drawn < stop)] - (stop - size)

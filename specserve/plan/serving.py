@@ -2,6 +2,7 @@
 load, and from which tau on speculation pays. Nothing is loaded but a config.json."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -11,7 +12,7 @@ from typing import Any
 
 from specserve import config
 from specserve.checkpoints.configs import find_config
-from specserve.devices import Device, parse_devices
+from specserve.devices import REFERENCE, Device, parse_devices
 from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.registry import KindName
 from specserve.drafters.speculation import describe, drafter_for, parse_speculation
@@ -22,15 +23,7 @@ from specserve.models.presets import target_size
 from specserve.plan.settings import PlanServeRun
 from specserve.plan.steady_state import Load, SteadyState, StepCosts, break_even_tau, solve
 from specserve.plan.taus import Reached, expected, tau_of
-from specserve.plan.work import (
-    SHARE_OF_BANDWIDTH,
-    SHARE_OF_PEAK,
-    MemoryPart,
-    Replica,
-    abstract_mesh,
-    target_held,
-    total_bytes,
-)
+from specserve.plan.work import MemoryPart, Replica, abstract_mesh, target_held, total_bytes
 from specserve.serve.launch import CACHE_DTYPES
 from specserve.serve.programs.placement import state_bytes
 from specserve.serve.programs.shapes import DEVICE_CHUNKS, make_batch_sizes
@@ -321,7 +314,8 @@ def step_costs(
         )
     prefill = tuple(replica.forward(ranks, chunk, context // 2).seconds(device, size) for chunk in DEVICE_CHUNKS)
     source = (
-        f"a roofline of {device.name}, {SHARE_OF_BANDWIDTH:.0%} of the bandwidth and {SHARE_OF_PEAK:.0%} of the peak"
+        f"a roofline of {device.name}, {device.share_of_bandwidth:.0%} of the bandwidth and "
+        f"{device.share_of_peak:.0%} of the peak"
     )
     return StepCosts(batch_sizes, plain, step, DEVICE_CHUNKS, prefill, source, ranks)
 
@@ -330,7 +324,8 @@ def planned_head(name: str, kind: KindName, target: ModelConfig) -> TrainedDraft
     """The head of this kind that `specserve train` would make for the target of this name. Raises ConfigError or
     CheckpointError."""
     flags = {"target": name, "drafter": kind, "dry_run": True}
-    return plan_drafter(config.resolve(TrainRun, flags=flags, fill=fill), target).with_dtype(target.dtype)
+    published = functools.partial(fill, device=REFERENCE)
+    return plan_drafter(config.resolve(TrainRun, flags=flags, fill=published), target).with_dtype(target.dtype)
 
 
 def fit_into(

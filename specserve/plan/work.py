@@ -26,8 +26,6 @@ from specserve.serve.programs.placement import bytes_per_token
 from specserve.speculative.tree import Tree
 from specserve.train.flops import mixing_flops
 
-SHARE_OF_PEAK = 0.4  # a good one for training in bfloat16
-SHARE_OF_BANDWIDTH = 0.5  # reached by answering many at once
 SENDING_SECONDS = 5e-6  # before the first byte of a collective: an assumption
 
 
@@ -76,9 +74,9 @@ class DeviceWork:
 
     def seconds(self, device: Device, num_devices: int) -> float:
         """Return the time of the pass on so many of these devices."""
-        computing = self.flops / (device.peak * SHARE_OF_PEAK)
-        reading = self.read / (device.bandwidth * SHARE_OF_BANDWIDTH)
-        sending = self.sent / (device.rate_among(num_devices) * SHARE_OF_BANDWIDTH)
+        computing = self.flops / (device.peak * device.share_of_peak)
+        reading = self.read / (device.bandwidth * device.share_of_bandwidth)
+        sending = self.sent / (device.rate_among(num_devices) * device.share_of_bandwidth)
         return max(reading, computing) + (self.sums * SENDING_SECONDS + sending)
 
 

@@ -79,7 +79,7 @@ class Learner:
         position = self.data.loader.state()
         jax.block_until_ready(self.step(1.0))
         begin, number = time.monotonic(), 0
-        while number < 2 or time.monotonic() - begin < seconds:
+        while not number or time.monotonic() - begin < seconds:
             jax.block_until_ready(self.step(1.0))
             number += 1
         found = (time.monotonic() - begin) / number

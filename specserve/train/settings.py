@@ -102,6 +102,7 @@ class EvalSettings:
     bench: tuple[str, ...] = setting(
         (), help="measured at the end as by specserve eval --bench: mt-bench, or .jsonl files of questions"
     )
+    bench_limit: int = setting(80, help="ask only so many of its questions, evenly spread; 0: all", ge=0)
 
 
 @dataclass(frozen=True, config=RULES)

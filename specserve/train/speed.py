@@ -1,6 +1,7 @@
 """The speed of a run, and how near it comes to what its devices can do. Time that is not training (compiling,
 measuring, saving) does not count."""
 
+import functools
 import resource
 import sys
 import time
@@ -11,10 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from specserve import host
+from specserve.devices import Device, find_device
 from specserve.mesh import default_dtype
 from specserve.train.flops import StepShape, step_flops
 
 PEAK_SECONDS = 0.2  # spent on each measurement of a peak, after a first run that compiles
+READ_SIDE = 4096  # of the matrix that is read: larger than any cache
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,37 @@ def matmul_peak(dtype: str, size: int = 0) -> float:
     size = size or (1024 if jax.default_backend() == "cpu" else 8192)
     factor = jnp.ones((size, size), dtype)
     return 2 * size**3 / best_seconds(lambda: jnp.dot(factor, factor))
+
+
+@functools.cache
+def this_device() -> Device:
+    """Return the first device found here: as its maker describes it, or else as it is measured in a moment. The cores
+    of a CPU are one device."""
+    found = jax.devices()[0]
+    if device := find_device(found.device_kind):
+        return device
+    dtype, stats = default_dtype(), found.memory_stats() or {}
+    peak = max(matmul_peak(dtype) for _ in range(3))  # other processes take some of a short time
+    matrix, row = jnp.ones((READ_SIDE, READ_SIDE), dtype), jnp.ones((1, READ_SIDE), dtype)
+    bandwidth = matrix.nbytes / best_seconds(lambda: jnp.dot(row, matrix))
+    name = f"this machine's {found.device_kind}"
+    if found.platform == "cpu":
+        name = f"this machine ({host.num_cores()} cores"
+    name += f"{', ' if '(' in name else ' ('}{peak / 1e9:,.0f} GFLOP/s, {bandwidth / 1e9:,.0f} GB/s)"
+    return Device(
+        id="here",
+        name=name,
+        kind=found.device_kind,
+        peak=peak,
+        peak_8bit=peak,
+        memory=stats.get("bytes_limit", host.total_memory()),
+        bandwidth=bandwidth,
+        link=bandwidth,  # nothing is known of links
+        linked=jax.device_count(),
+        network=bandwidth,
+        source="measured",
+        is_measured=True,
+    )
 
 
 def best_seconds(run: Callable[[], jax.Array]) -> float:

@@ -20,14 +20,12 @@ import hashlib
 import logging
 import shlex
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 import jax
@@ -44,6 +42,7 @@ from specserve.train.run.folder import SETTINGS_FILE, MetricsFile, RunFolder
 from specserve.train.settings import TrainRun, TrainSettings
 from specserve.train.speed import Speed, Stopwatch
 from specserve.train.step import StepMetrics
+from specserve.train.stopping import Stopped, Stopping
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +133,17 @@ class Best:
         return dataclasses.replace(best, num_worse=self.num_worse + 1)
 
 
+SAVING = "saving the state"
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a run is at, and since when."""
+
+    what: str
+    since: float = field(default_factory=time.monotonic)
+
+
 class Trainer:
     """Runs the steps, has the head measured, saves the state, exports the head."""
 
@@ -162,6 +172,7 @@ class Trainer:
         self._agree = processes.Agreement()
         self.best = Best()
         self.step, self._measured = 0, 0  # the last step that was trained, and that was measured
+        self.doing = Doing("beginning")
 
     @property
     def output(self) -> Path:
@@ -174,7 +185,7 @@ class Trainer:
 
     def train(self, observers: Sequence[Observer] = ()) -> Progress:
         """Run to the bound, or until patience ends or a signal comes; save, export, and return the last moment."""
-        self._observers = observers if self.folder.is_first else ()
+        self._observers, self.doing = observers if self.folder.is_first else (), Doing("beginning")
         try:
             source = closing(self.learner.features) if self.learner.features else nullcontext()
             with self.folder, self._stopping, self._store, closing(self._metrics), source:
@@ -200,9 +211,11 @@ class Trainer:
         ending = self._loop()
         if not self._signal:
             self._measure(is_last=True)
+            ending = self._ending() or ending
         self._save()
         if self.evaluator and not self.best.step:  # stopped before anything was measured
             self._export(None)
+        self.doing = Doing(SAVING)
         self._store.wait()
         return ending
 
@@ -275,6 +288,7 @@ class Trainer:
         return every > 0 and self.step > 0 and self.step % every == 0
 
     def _train_step(self) -> None:
+        self.doing = Doing(f"step {self.step + 1:,}")
         scale = learning_rate_scale(self._share, self.settings.warmup_share, self.settings.schedule)
         try:
             metrics = self.learner.step(scale)
@@ -328,7 +342,13 @@ class Trainer:
         self._read_metrics()
         if self.evaluator is None:
             return False
-        evaluation = self.evaluator.measure(self.learner.state.params, is_last=is_last)
+        self.doing = Doing("measuring tau")
+        try:
+            with self._stopping.at_once():
+                evaluation = self.evaluator.measure(self.learner.state.params, is_last=is_last)
+        except Stopped:  # a run that goes on from here measures it
+            self._signal = self._stopping.number
+            return False
         self._stopwatch.skip(self.step, self._tokens)
         self._report(dataclasses.replace(self._now(), evaluation=evaluation, is_last=is_last))
         if not is_last:
@@ -344,6 +364,7 @@ class Trainer:
         self._read_metrics()
         if self._store.latest_step == self.step:
             return
+        self.doing = Doing(SAVING)
         if self.evaluator is None:
             self._export(None)
         extra = {
@@ -391,30 +412,3 @@ def _diverged(what: str, settings: TrainSettings, output: str, best: Best) -> st
         f"{what}: {rates} is too high. Begin another run with a lower one, `specserve train --config "
         f"{shlex.quote(f'{output}/{SETTINGS_FILE}')} {flags} --output {shlex.quote(f'{output}-2')}`{begin}"
     )
-
-
-class Stopping:
-    """SIGTERM and Ctrl-C ask the run to stop after its present step. A second one ends the process at once."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-    def __init__(self) -> None:
-        self.number = 0  # of the one that came
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> "Stopping":
-        if threading.current_thread() is threading.main_thread():  # Python lets no other thread listen
-            self._before = {number: signal.signal(number, self._ask) for number in self.SIGNALS}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, _frame: FrameType | None) -> None:
-        self.number = number
-        for each in self.SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-        logger.warning("%s: saving after this step; once more ends at once", signal.Signals(number).name)

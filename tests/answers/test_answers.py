@@ -2,7 +2,6 @@
 run trains on the same rows; nothing is asked twice; what is held out stays so."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from tiny_run import tiny_run
 
 from specserve.answers import cache as answers
 from specserve.answers.cache import AnswerProgress, Watch
+from specserve.answers.pace import Pace
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import TargetSource
 from specserve.data.conversations import Conversation
@@ -150,17 +150,60 @@ def test_own_questions_are_asked_once_and_join_a_mixture(run: TrainRun, answer: 
     assert not {*texts(answer(fresh, reply=reply))} & {text for text in texts(found) if text.startswith("why")}
 
 
-def test_a_budget_decides_once(run: TrainRun, answer: Answer) -> None:
-    """How many are answered follows from the first that were timed; a resumed run takes what was decided."""
-    budget = Budget(2.0)
+def test_a_budget_decides_once(run: TrainRun, answer: Answer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As many are answered as there is time for, the first of the draw. A resumed run reads the same rows in the same
+    order, also when another run has answered all meanwhile; one that suffices is like none."""
     timed = dataclasses.replace(run, budget="2s")
     Path(run.output).mkdir()
-    found = answer(timed, budget=budget)
-    decided = json.loads((Path(run.output) / budgets.FILE).read_text())
-    assert 1 <= decided["conversations"] == sum(len(source.train) for source in found) <= 30
-    assert decided["spent"] > 0
-    kept = Budget(2.0, conversations=7)
-    assert sum(len(source.train) for source in answer(timed, budget=kept)) == 7
+    monkeypatch.setattr(Pace, "_seconds_open", lambda pace: 1e9 * (pace._num_begun > 11))
+    found = answer(timed, budget=Budget(2.0))
+    budget = budgets.begin("2s", Path(run.output), is_resumed=True)
+    assert budget
+    assert budget.spent > 0
+    assert [1 <= number <= 12 for number in budget.conversations.values()] == [True, True]
+    assert sum(budget.conversations.values()) == sum(len(source.train) for source in found) < 30
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    everything = answer(run)
+    assert texts(answer(timed, budget=budget)) == texts(found)
+    assert answer.asked[-1] == 0  # type: ignore[attr-defined]
+    assert {*texts(found)} < {*texts(everything)}
+    assert texts(answer(timed, budget=Budget(1e9))) == texts(everything)
+
+
+def test_a_budget_bounds_own_questions_once(run: TrainRun, answer: Answer) -> None:
+    def reply(prompt: str, seed: int) -> str:
+        if prompt.endswith("<|im_start|>user\n"):
+            return f"why is {seed % 9973} not larger than {seed % 9967}?"
+        return echo(prompt, seed)
+
+    Path(run.output).mkdir()
+    data = dataclasses.replace(run.data, source=("self",), self_questions=10**6, max_conversations=0)
+    own = dataclasses.replace(run, data=data, budget="2s")
+    found = answer(own, budget=Budget(4.0), reply=reply)
+    decided = budgets.begin("2s", Path(run.output), is_resumed=True)
+    assert decided
+    assert 1 <= decided.questions < 10**6
+    assert sum(len(source.train) for source in found) <= decided.conversations["self"] <= decided.questions
+    assert texts(answer(own, budget=decided, reply=reply)) == texts(found)
+    assert answer.asked[-1] == 0  # type: ignore[attr-defined]
+    more = dataclasses.replace(own, data=dataclasses.replace(data, self_questions=decided.questions + 40))
+    answer(more, reply=reply)
+    assert texts(answer(own, budget=decided, reply=reply)) == texts(found), "whatever others have asked since"
+
+
+def test_what_was_spent_before_a_kill_is_spent(run: TrainRun, answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "RECORD_SECONDS", 0.0)
+    Path(run.output).mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        answer(run, 9, budget=Budget(1e4, spent=1e3))
+    left = budgets.begin("2s", Path(run.output), is_resumed=True)
+    assert left
+    assert left.spent > 1e3
+    assert not left.conversations
+    found = answer(run, budget=left.after(1e4))  # none of the answers' share is left: one more of each source
+    assert answer.asked[-1] <= 2  # type: ignore[attr-defined]
+    assert 1 <= sum(len(source.train) for source in found) < 30
 
 
 def test_a_target_that_says_nothing_of_use_is_an_error(run: TrainRun, answer: Answer) -> None:

@@ -5,12 +5,26 @@ from pathlib import Path
 
 import pytest
 import yaml
+from machines import LAPTOP
 from typer.testing import CliRunner
 
+from specserve.cli import plan_view
 from specserve.cli.main import app
-from specserve.devices import DEVICES
+from specserve.devices import DEVICES, REFERENCE, Device
 from specserve.models.presets import PRESETS
+from specserve.train.run import recipe as settings
 from specserve.train.run.recipe import recipe
+
+
+@pytest.fixture(autouse=True)
+def _on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine is one of the table, unless a test says otherwise."""
+    _be(monkeypatch, REFERENCE)
+
+
+def _be(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    for module in (plan_view, settings):
+        monkeypatch.setattr(module, "this_device", lambda: device)
 
 
 def dry_run(*arguments: str, columns: int = 100) -> str:
@@ -70,6 +84,19 @@ def test_what_does_not_fit_is_shown_and_is_no_error() -> None:
     text = dry_run("--target", "llama-3.3-70b", "--mesh", "")
     assert all("too few" in line for line in text.splitlines() if line.strip().startswith(("A100", "TPU")))
     assert "one device" in text
+
+
+def test_a_plan_is_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is measured has its own hours, and a run of its size; what is too large for it is planned for others,
+    and said to be."""
+    _be(monkeypatch, LAPTOP)
+    small = " ".join(dry_run("--target", "qwen3-0.6b", "--budget", "2d", columns=200).split())
+    assert "on a laptop" in small
+    assert "of 16.00 GB on each device" in small
+    assert "makes little sense" not in small
+    large = " ".join(dry_run("--target", "qwen3-8b", columns=200).split())
+    assert "on 1 x H100 80 GB" in large
+    assert "makes little sense on this machine: 300 steps of 512 positions" in large
 
 
 def test_a_capture_is_planned_without_the_target() -> None:

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.cli.main import app
-from specserve.devices import DEVICES, Device, parse_devices
+from specserve.devices import DEVICES, SHARE_OF_BANDWIDTH, SHARE_OF_PEAK, Device, parse_devices
 from specserve.errors import ConfigError
 from specserve.eval.bench.roofline import step_work
 from specserve.mesh import make_mesh
 from specserve.plan.serving import fit_into, make_serve_plan, step_costs
 from specserve.plan.settings import PlanServeRun
-from specserve.plan.work import SHARE_OF_BANDWIDTH, SHARE_OF_PEAK, Replica, abstract_mesh
+from specserve.plan.work import Replica, abstract_mesh
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import make_shapes
 from specserve.speculative.drafter import Weights

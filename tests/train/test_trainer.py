@@ -17,12 +17,14 @@ from rounding import assert_same
 from tiny_run import SETTINGS, NormEvaluator, curve, metrics, noise_of, numbers, resolved, tiny_trainer
 
 from specserve.checkpoints.load import Target, load_target
+from specserve.checkpoints.tensors import SINGLE_FILE
 from specserve.drafters.eagle3.config import default_taps
 from specserve.drafters.interface import Head
 from specserve.errors import ConfigError
 from specserve.interop.head import load_head
 from specserve.interop.notes import read_notes
 from specserve.mesh import make_mesh
+from specserve.train.evaluation import Measurement
 from specserve.train.optimizer import Schedule, learning_rate_scale
 from specserve.train.trainer import Progress
 
@@ -106,6 +108,31 @@ def test_a_signal_saves_and_ends_well(
     assert read_notes(tmp_path)["steps"] == 6
     assert tiny_trainer(tmp_path, tiny_target, evaluator=NormEvaluator(), resume=True).train().ending == "finished"
     assert curve(tmp_path) == curve(output)
+
+
+@pytest.mark.parametrize("which", [1, 3])
+def test_a_signal_ends_a_measurement_and_loses_no_step(tmp_path: Path, tiny_target: Target, which: int) -> None:
+    """Also the last one. A run that goes on measures what it ended in, and is the run that nobody disturbs."""
+
+    class Disturbed(NormEvaluator):
+        calls = 0
+
+        def measure(self, params: Any, *, is_last: bool) -> Measurement:
+            self.calls += 1
+            if self.calls == which:
+                signal.raise_signal(signal.SIGINT)
+                raise AssertionError("a measurement goes on after a signal")
+            return super().measure(params, is_last=is_last)
+
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    tiny_trainer(whole, tiny_target, evaluator=NormEvaluator(), eval_every=4).train()
+    trainer = tiny_trainer(stopped, tiny_target, evaluator=Disturbed(), eval_every=4)
+    assert trainer.train().ending == "stopped by SIGINT"
+    assert trainer.folder.saved_step == trainer.step == {1: 4, 3: 10}[which]
+    last = tiny_trainer(stopped, tiny_target, evaluator=NormEvaluator(), eval_every=4, resume=True).train()
+    assert last.ending == "finished"
+    assert curve(stopped) == curve(whole)
+    assert (stopped / SINGLE_FILE).read_bytes() == (whole / SINGLE_FILE).read_bytes()
 
 
 def test_the_best_head_is_what_is_left(tmp_path: Path, tiny_target: Target) -> None:

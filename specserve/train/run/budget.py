@@ -1,5 +1,5 @@
-"""A budget of time for a whole run. It decides how many questions are answered and how many steps are trained, by what
-each of them costs.
+"""A budget of time for a whole run. Questions are answered until their share of it is used (`answers.cache`); then what
+a step and a measurement of tau cost decides how many of both there are.
 
 The decisions stand in the run folder (`budget.json`), and a resumed run follows them instead of measuring again, so on
 the same devices it ends with the same head. A budget is an aim. The limit that ends a run in the middle is
@@ -10,7 +10,8 @@ import dataclasses
 import json
 import logging
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from specserve.errors import CheckpointError, ConfigError
@@ -23,9 +24,11 @@ FILE = "budget.json"
 UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*(" + "|".join(UNITS) + ")")
 ANSWERS_SHARE = 0.5  # of the budget is for the target's answers, where there are any to give
+QUESTIONS_SHARE = 0.15  # of these answers' share is for questions that the target asks itself
 ENDING_SHARE = 0.1  # is for measuring and saving along the way and at the end
-PROBE_SHARE, PROBE_SECONDS = 0.05, 60.0  # how long each of both is measured: a minute, or less of a short budget
-MEASUREMENTS = 10  # along the way, at least
+PROBE_SHARE, PROBE_SECONDS = 0.02, 20.0  # how long steps are measured, at most: so long, or less of a short budget
+MEASUREMENTS = 10  # of tau, where there is time for so many
+TIMED_FROM = 60.0  # seconds for measuring: with fewer tau is measured at the end alone, and that is not timed before
 
 
 def seconds_of(text: str) -> float:
@@ -43,43 +46,58 @@ class Budget:
     not known yet."""
 
     seconds: float
-    spent: float = 0.0  # in stages that are over
-    conversations: int = 0
-    seconds_per_conversation: float = 0.0
+    spent: float = 0.0  # before the steps begin
+    questions: int = 0  # that the target has asked itself
+    conversations: Mapping[str, int] = field(default_factory=dict)  # of each source, in the order of the draw
     steps: int = 0
     seconds_per_step: float = 0.0
+    measurements: int = 0  # of tau, the last one included
 
     @property
     def probe_seconds(self) -> float:
-        """The seconds for which a stage is measured before its length is decided."""
+        """The seconds for which steps are measured before their number is decided."""
         return min(PROBE_SECONDS, PROBE_SHARE * self.seconds)
 
-    def with_conversations(self, *, most: int, there: int, seconds_each: float, spent: float) -> "Budget":
-        """Decide how many conversations are answered: those that are there already, and as many more as the answers'
-        share of the budget has time for; at least one, and `most` at most."""
-        left = max(0.0, ANSWERS_SHARE * self.seconds - spent)
-        number = most
-        if seconds_each:
-            number = min(max(there + int(left / seconds_each), 1), most)
-        return dataclasses.replace(self, conversations=number, seconds_per_conversation=seconds_each)
+    @property
+    def question_seconds(self) -> float:
+        """The seconds that are for questions which the target asks itself, of those for its answers."""
+        return QUESTIONS_SHARE * self.answer_seconds
 
-    def with_steps(self, *, most: int, seconds_each: float, spent: float) -> "Budget":
-        """Decide how many steps are trained, after `spent` seconds are over: as many as fit into the rest of the
-        budget without the share that measuring and saving need. It is at least one step, and `most` at most where
-        that is not 0."""
-        left = max(0.0, (1 - ENDING_SHARE) * self.seconds - spent)
-        number = max(1, int(left / seconds_each))
+    @property
+    def answer_seconds(self) -> float:
+        """The seconds that are left for the target's answers."""
+        return max(0.0, ANSWERS_SHARE * self.seconds - self.spent)
+
+    @property
+    def ending_seconds(self) -> float:
+        """The seconds that are for measuring and saving."""
+        return ENDING_SHARE * self.seconds
+
+    def after(self, seconds: float) -> "Budget":
+        """Return the budget when so many more seconds are over."""
+        return dataclasses.replace(self, spent=self.spent + seconds)
+
+    def with_steps(self, *, most: int, seconds_each: float, measuring: float = 0.0) -> "Budget":
+        """Decide how many steps are trained, each of which takes `seconds_each`, and how often tau is measured, which
+        takes `measuring` (0: not known): as often as the ending's share has time for, and at the end in any case; and
+        as many steps as fit into the rest of the budget. It is at least one step, and `most` at most where that is not
+        0."""
+        measurements = 1
+        if measuring:
+            measurements = max(1, min(MEASUREMENTS, int(self.ending_seconds / measuring)))
+        ending = max(self.ending_seconds, measurements * measuring)
+        number = max(1, int((self.seconds - self.spent - ending) / seconds_each))
         number = min(number, most or number)
-        return dataclasses.replace(self, steps=number, seconds_per_step=seconds_each, spent=spent)
+        return dataclasses.replace(self, steps=number, seconds_per_step=seconds_each, measurements=measurements)
 
     def apply(self, run: TrainRun) -> TrainRun:
         """Return the run with the decisions so far. It is measured and saved often enough for its new length."""
-        if self.conversations:
-            run = dataclasses.replace(run, data=dataclasses.replace(run.data, max_conversations=self.conversations))
+        if number := sum(self.conversations.values()):
+            run = dataclasses.replace(run, data=dataclasses.replace(run.data, max_conversations=number))
         if not self.steps:
             return run
-        often = max(1, self.steps // MEASUREMENTS)
-        eval_every, save_every = (min(every, often) for every in (run.train.eval_every, run.train.save_every))
+        eval_every = min(run.train.eval_every, -(-self.steps // self.measurements))
+        save_every = min(run.train.save_every, max(1, self.steps // MEASUREMENTS))
         train = dataclasses.replace(run.train, max_steps=self.steps, eval_every=eval_every, save_every=save_every)
         return dataclasses.replace(run, train=train)
 

@@ -59,6 +59,7 @@ MAY_CHANGE = frozenset(
         "eval.temperature",
         "eval.eval_tokens",
         "eval.bench",
+        "eval.bench_limit",
         "service.target_service",
         "service.target_mesh",
         "service.target_ahead",
@@ -106,7 +107,14 @@ class RunFolder:
     @property
     def has_state(self) -> bool:
         """Return whether a whole state of the run is saved here."""
-        return self.state.is_dir() and any(entry.name.isdecimal() for entry in self.state.iterdir())
+        return self.saved_step is not None
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest whole state that is saved here; None where there is none."""
+        if not self.state.is_dir():
+            return None
+        return max((int(entry.name) for entry in self.state.iterdir() if entry.name.isdecimal()), default=None)
 
     def close(self) -> None:
         if self._lock:

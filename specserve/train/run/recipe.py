@@ -2,8 +2,8 @@
 
 There is one order, weakest first: the defaults of the schema, the target's recipe, what suits the kind of drafter, the
 settings file (`--config`), `--set`, the flags. A resumed run takes its own settings (`run.yaml`) in place of a recipe.
-The recipe of a preset is how published heads were trained; any other target gets the same by its size. The bundled
-target brings nothing: the schema's defaults are its own.
+The recipe of a preset is how published heads were trained; any other target gets the same by its size. Both are scaled
+to the device found and to the budget (`fit`). The bundled target brings nothing: the schema's defaults are its own.
 """
 
 import functools
@@ -21,29 +21,38 @@ from specserve.checkpoints.configs import find_config, is_known_here
 from specserve.checkpoints.source import BUNDLED, resolve_target
 from specserve.data import sources
 from specserve.data.sources import PYDOC, SELF, SUFFIXES, parse_entry
+from specserve.devices import REFERENCE, Device
 from specserve.drafters.registry import DEFAULT_KIND, load_kind
 from specserve.errors import ConfigError
 from specserve.mesh import mesh_sizes
 from specserve.models.config import ModelConfig
-from specserve.models.presets import DRAFT_VOCAB_SIZE, PRESETS, Preset, target_size
+from specserve.models.presets import PRESETS, Preset, target_size
+from specserve.train.run.budget import seconds_of
+from specserve.train.run.fit import LADDER, Fit, fit, time_for_training
 from specserve.train.run.folder import SETTINGS_FILE
 from specserve.train.settings import TrainRun
+from specserve.train.speed import this_device
 
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parents[2] / "targets" / "recipes"  # of runs that do not follow the one below
 MIXTURE, CONVERSATIONS, BENCH = "perfectblend", 200_000, "mt-bench"
-ANSWER_SLOTS = 64  # on accelerators, where a step of many sequences takes as long as one of few
-MAX_STEPS, SEQ_LEN, BATCH_SIZE, EVERY = 40_000, 2048, 8, 2000
+ANSWER_SLOTS, CPU_SLOTS = 64, 16  # on accelerators a step of many sequences takes as long as one of few
+MAX_STEPS, EVERY = 40_000, 2000
+DEFAULT_BUDGET = "1h"  # on a device that is not in the table, where nothing bounds the run
+LOG_SECONDS, SAVE_SECONDS = 10.0, 60.0  # between logged steps and saved states there, about
+# What is measured there: a tenth of what an accelerator measures in the same time.
+MEASURED_THERE = {"data.eval_prompts": 16, "eval.eval_tokens": 64, "eval.bench_limit": 8}
+VOCABULARY = "draft.vocab_size"
 DEVICE_BYTES = 40e9  # of weights on one device of 80 GB, where a target has no preset
 # Learning rates: published heads for targets of width 4096 were trained at 1e-4, ours for width 512 at 8e-4. Between
 # the two the rate falls as one over the width.
 WIDTH, LEARNING_RATE, HIGHEST_RATE = 4096, 1e-4, 8e-4
 
 
-def fill(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run that the user has not given, by dotted name, from those that were. Raises ConfigError or
-    CheckpointError where the target is not to be found."""
+def fill(given: Mapping[str, Any], device: Device | None = None) -> dict[str, Any]:
+    """The settings of a run that the user has not given, by dotted name, from those that were, for a device or else for
+    the one found here. Raises ConfigError or CheckpointError where the target is not to be found."""
     if given.get("train.resume"):
         return _earlier(given)
     kind = dict(load_kind(given.get("drafter", DEFAULT_KIND)).suits(given))
@@ -61,12 +70,22 @@ def fill(given: Mapping[str, Any]) -> dict[str, Any]:
     elif not is_dry and (reason := hub.absence()) and not sources.is_kept(MIXTURE):
         logger.warning("no data set can be had (%s): the target asks its own questions (--source self)", reason)
         settings["data.source"] = (SELF,)
-    if not (
-        given.get("coordinator") or given.get("ray")
-    ):  # the devices of several processes are known only when they have joined
-        settings |= _of_devices(settings, given, is_dry=is_dry)
+    settings |= kind
     steps = given.get("train.max_steps") or MAX_STEPS
-    return settings | kind | dict.fromkeys(("train.eval_every", "train.save_every"), min(EVERY, max(1, steps // 10)))
+    settings |= dict.fromkeys(("train.eval_every", "train.save_every"), min(EVERY, max(1, steps // 10)))
+    if given.get("coordinator") or given.get("ray"):  # their devices are known only when all processes have joined
+        return settings
+    device = device or this_device()
+    bounds = _bounds(given, device)
+    sizes = LADDER[0].settings(target)
+    free = {name: value for name, value in given.items() if name not in sizes}
+    if is_dry and not _fit(device, target, settings, bounds | free).is_possible:
+        device, bounds = REFERENCE, {}  # it is planned for such devices as it needs
+    found = _fit(device, target, settings, {**bounds, **given})
+    settings |= bounds | found.sizes.settings(target) | kind
+    if device.is_measured:
+        settings |= _often_enough(settings, given, found)
+    return settings | _of_devices(settings, given, device, found.sizes.rows)
 
 
 def recipe(name: str) -> str:
@@ -88,8 +107,8 @@ def recipe(name: str) -> str:
 
 
 def _of_target(target: ModelConfig, preset: Preset | None) -> dict[str, Any]:
-    """Return the settings by which the published heads were trained: answers of the target's own, rows of 2,048
-    tokens, a rollout of 7."""
+    """Return the settings by which the published heads were trained: answers of the target's own, the sizes of the
+    highest rung."""
     rate = min(max(LEARNING_RATE * WIDTH / target.d_model, LEARNING_RATE), HIGHEST_RATE)
     draft = preset.draft if preset else _draft_of(target)
     return {
@@ -97,14 +116,12 @@ def _of_target(target: ModelConfig, preset: Preset | None) -> dict[str, Any]:
         "data.source": (MIXTURE,),
         "data.regenerate": True,
         "data.max_conversations": CONVERSATIONS,
+        "data.self_questions": CONVERSATIONS,
         "data.answer_slots": ANSWER_SLOTS,
-        "draft.vocab_size": min(DRAFT_VOCAB_SIZE, target.vocab_size),
+        **LADDER[0].settings(target),
         **{f"draft.{key}": value for key, value in draft.items()},
         "train.max_steps": MAX_STEPS,
         "train.max_minutes": 0.0,
-        "train.seq_len": min(SEQ_LEN, target.max_len),
-        "train.remat": True,
-        "train.rollout": 7,
         "train.lr": float(f"{rate:.1e}"),
         "train.eval_every": EVERY,
         "train.save_every": EVERY,
@@ -138,12 +155,51 @@ def _least_mesh(target: ModelConfig) -> str:
     return ",".join(f"{axis}={size}" for axis, size in (("tensor", tensor), ("expert", expert)) if size > 1)
 
 
-def _of_devices(settings: Mapping[str, Any], given: Mapping[str, Any], *, is_dry: bool) -> dict[str, Any]:
-    """The mesh and the batch for the devices found: those that the target needs, and batches cut over as many times
-    that as there are. A CPU is one device, however its host counts; a dry run there is for the recipe's own mesh."""
+def _bounds(given: Mapping[str, Any], device: Device) -> dict[str, Any]:
+    """The bound of a run that has none on a device that is not in the table, for which 40,000 steps may be years. A
+    budget measures steps with the target in memory; without it training alone is bounded."""
+    names = ("budget", "train.max_steps", "train.max_minutes")
+    if not device.is_measured or any(given.get(name) for name in names):
+        return {}
+    if given.get("features.capture") or given.get("service.target_service"):
+        return {"train.max_minutes": seconds_of(DEFAULT_BUDGET) / 60}
+    return {"budget": DEFAULT_BUDGET}
+
+
+def _fit(device: Device, target: ModelConfig, settings: Mapping[str, Any], given: Mapping[str, Any]) -> Fit:
+    """Fit the sizes to the device and to the time that the run has."""
+    seconds = time_for_training({**settings, **given})
+    number = 1 if device.is_measured else math.prod(mesh_sizes(given.get("mesh", settings["mesh"])).values())
+    fixed = {name: value for name, value in settings.items() if name.startswith("draft.") and name != VOCABULARY}
+    return fit(device, target, {**fixed, **given}, seconds=seconds, num_devices=number)
+
+
+def _often_enough(settings: Mapping[str, Any], given: Mapping[str, Any], found: Fit) -> dict[str, Any]:
+    """How often a run on a device that is not in the table reports, saves and measures, and what it measures. Without a
+    budget no more is answered than the steps read that there is time for."""
+
+    def steps_in(seconds: float) -> int:
+        return max(1, int(seconds / found.step_seconds))
+
+    brought = MEASURED_THERE | {
+        "train.log_every": min(10, steps_in(LOG_SECONDS)),
+        "train.save_every": min(settings["train.save_every"], steps_in(SAVE_SECONDS)),
+    }
+    steps = given.get("train.max_steps") or found.num_steps
+    if "data.max_conversations" in settings and "budget" not in settings | dict(given) and steps < math.inf:
+        most = math.ceil(steps * found.sizes.positions / (found.sizes.answer_tokens or found.sizes.seq_len))
+        brought["data.max_conversations"] = min(settings["data.max_conversations"], most)
+        brought["data.self_questions"] = brought["data.max_conversations"]
+    return brought
+
+
+def _of_devices(settings: Mapping[str, Any], given: Mapping[str, Any], device: Device, rows: int) -> dict[str, Any]:
+    """The mesh and the batch for the devices found: those that the target needs, and batches of so many rows or more,
+    cut over as many times that as there are. A CPU is one device, however its host counts; a dry run there for other
+    devices is for the recipe's own mesh."""
     is_cpu = jax.default_backend() == "cpu"
-    if is_cpu and not is_dry:
-        return {"mesh": "", "data.answer_slots": 16}
+    if device.kind == "cpu":
+        settings = {**settings, "mesh": ""}
     mesh = given.get("mesh", settings["mesh"])
     sizes = mesh_sizes(mesh)
     least = sizes.get("expert", 1) * given.get("train.accumulate", 1)  # rows of a batch, for each part along data
@@ -155,7 +211,9 @@ def _of_devices(settings: Mapping[str, Any], given: Mapping[str, Any], *, is_dry
                 (part for part in range(1, parts + 1) if given["train.batch_size"] % (part * least) == 0), default=1
             )
         mesh = ",".join(filter(None, (f"data={parts}" if parts > 1 else "", mesh)))
-    return {"mesh": mesh, "train.batch_size": parts * least * -(-BATCH_SIZE // (parts * least))}
+    slots = CPU_SLOTS if device.kind == "cpu" else ANSWER_SLOTS
+    batch_size = parts * least * -(-rows // (parts * least))
+    return {"mesh": mesh, "data.answer_slots": slots, "train.batch_size": batch_size}
 
 
 def _is_published(entry: str) -> bool:

@@ -10,37 +10,46 @@ from tiny_run import tiny_run
 
 from specserve.errors import CheckpointError, ConfigError
 from specserve.train.run import budget as budgets
-from specserve.train.run.budget import ANSWERS_SHARE, ENDING_SHARE, Budget, seconds_of
+from specserve.train.run.budget import ANSWERS_SHARE, ENDING_SHARE, MEASUREMENTS, Budget, seconds_of
+from specserve.train.settings import TrainRun, TrainSettings
 
 seconds = st.floats(1.0, 1e6)
 each = st.floats(1e-3, 1e3)
 
 
-@given(seconds, st.integers(1, 10**6), st.integers(0, 1000), each, st.floats(0, 60), st.floats(1, 10))
-def test_answers_take_their_share(total: float, most: int, there: int, each: float, spent: float, more: float) -> None:
-    def decided(total: float) -> int:
-        return Budget(total).with_conversations(most=most, there=there, seconds_each=each, spent=spent).conversations
+@given(seconds, st.integers(0, 10**6), each, seconds, st.one_of(st.just(0.0), each), st.floats(1, 10))
+def test_steps_and_measurements_take_what_is_left(
+    total: float, most: int, each: float, spent: float, measuring: float, more: float
+) -> None:
+    def decided(total: float) -> Budget:
+        return Budget(total, spent).with_steps(most=most, seconds_each=each, measuring=measuring)
 
-    number = decided(total)
-    assert 1 <= number <= most
-    share = ANSWERS_SHARE * total
-    assert number <= max(1, there) or spent + (number - there) * each <= share * (1 + 1e-9)
-    assert number == most or spent + (number + 1 - there) * each > share * (1 - 1e-9) or number < there
-    assert decided(total * more) >= number
+    found = decided(total)
+    assert found.steps >= 1
+    assert found.steps <= most or not most
+    assert 1 <= found.measurements <= MEASUREMENTS
+    ending = ENDING_SHARE * total
+    assert found.measurements == 1 or found.measurements * measuring <= ending * (1 + 1e-9)
+    left = total - spent - max(ending, found.measurements * measuring)
+    assert found.steps == 1 or found.steps * each <= left * (1 + 1e-9)
+    assert found.steps == most or (found.steps + 1) * each > left * (1 - 1e-9)
+    assert decided(total * more).measurements >= found.measurements
 
 
-@given(seconds, st.integers(0, 10**6), each, seconds, st.floats(1, 10))
-def test_steps_take_what_is_left(total: float, most: int, each: float, spent: float, more: float) -> None:
-    def decided(total: float) -> int:
-        return Budget(total).with_steps(most=most, seconds_each=each, spent=spent).steps
+@given(seconds, st.lists(st.floats(0, 1e5), max_size=5))
+def test_answers_have_what_is_left_of_their_share(total: float, times: list[float]) -> None:
+    budget = Budget(total)
+    for passed in times:
+        budget = budget.after(passed)
+    assert budget.answer_seconds == pytest.approx(max(0.0, ANSWERS_SHARE * total - sum(times)), abs=1e-6 * total)
 
-    number = decided(total)
-    assert number >= 1
-    assert number <= most or not most
-    left = (1 - ENDING_SHARE) * total
-    assert number == 1 or spent + number * each <= left * (1 + 1e-9)
-    assert number == most or spent + (number + 1) * each > left * (1 - 1e-9)
-    assert decided(total * more) >= number
+
+@given(st.integers(1, 10**5), st.integers(1, MEASUREMENTS))
+def test_tau_is_measured_as_often_as_was_decided(steps: int, measurements: int) -> None:
+    """Along the way, and at the end in any case."""
+    decided = Budget(1.0, steps=steps, seconds_per_step=1.0, measurements=measurements)
+    every = decided.apply(TrainRun(train=TrainSettings(eval_every=10**6))).train.eval_every
+    assert sum(step % every == 0 for step in range(1, steps)) + 1 <= measurements
 
 
 @pytest.mark.parametrize(
@@ -59,7 +68,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 def test_what_was_decided_is_followed(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, budget="1h", eval_every=2000, save_every=0, max_steps=40_000)
     assert budgets.begin("", tmp_path, is_resumed=False) is None
-    decided = dataclasses.replace(Budget(3600.0), conversations=50, steps=300, spent=7.0)
+    decided = Budget(3600.0, 7.0, {"a.jsonl": 30, "b.jsonl": 20}, steps=300, seconds_per_step=5.0, measurements=10)
     budgets.record(Path(run.output), decided)
     assert budgets.begin("1h", tmp_path, is_resumed=True) == decided
     scaled = decided.apply(run)

@@ -5,26 +5,31 @@ import dataclasses
 import json
 import math
 import random
+import re
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from machines import LAPTOP
 from tiny_folder import write_folder
 from tiny_run import tiny_run
 
 from specserve import config, hub
 from specserve.checkpoints.source import BUNDLED
 from specserve.data.sources import DATASETS
+from specserve.devices import REFERENCE, find_device
 from specserve.mesh import mesh_sizes
 from specserve.models.presets import PRESETS
 from specserve.plan.outline import outline
 from specserve.plan.taus import TAUS_FILE
 from specserve.plan.training import make_plan
+from specserve.train.run import recipe
 from specserve.train.run.checks import check_settings, check_target
+from specserve.train.run.fit import LADDER
 from specserve.train.run.folder import RunFolder
-from specserve.train.run.recipe import CONVERSATIONS, MIXTURE, fill
+from specserve.train.run.recipe import CONVERSATIONS, DEFAULT_BUDGET, MIXTURE, fill
 from specserve.train.settings import TrainRun
 
 VALUES: dict[str, Any] = {
@@ -47,6 +52,17 @@ VALUES: dict[str, Any] = {
     "output": "mine",
 }
 DEFAULTS = {leaf.name: leaf.default for leaf in config.leaves(TrainRun)}
+
+
+@pytest.fixture(autouse=True)
+def _on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine is one of the table, unless a test says otherwise."""
+    monkeypatch.setattr(recipe, "this_device", lambda: REFERENCE)
+
+
+@pytest.fixture
+def _on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe, "this_device", lambda: LAPTOP)
 
 
 def resolved(**given: Any) -> TrainRun:
@@ -155,18 +171,73 @@ def test_what_is_expected_is_of_the_target_or_the_nearest() -> None:
     table = json.loads(TAUS_FILE.read_text())
     assert all(row["target"] in (BUNDLED, *PRESETS) and 1 < row["tau"] < 10 and row["source"] for row in table)
     for name, whose in (("qwen3-8b", "qwen3-8b"), ("qwen2.5-72b", "llama-3.3-70b"), (BUNDLED, BUNDLED)):
-        assert outline(make_plan(resolved(target=name, dry_run=True)), "cpu").expected.target == whose
+        assert outline(make_plan(resolved(target=name, dry_run=True)), REFERENCE).expected.target == whose
 
 
 def test_hours_are_those_of_the_device_that_was_found() -> None:
     plan = make_plan(resolved(target="qwen3-8b", dry_run=True))
     kinds = ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200", "TPU v5", "TPU v5 lite")
-    found = [outline(plan, kind) for kind in kinds]
-    assert all(each.is_found for each in found)
+    devices = [device for device in map(find_device, kinds) if device]
+    found = [outline(plan, device) for device in devices]
+    assert not any(each.advice for each in found)
     assert len({each.device.name for each in found}) == len(kinds)
     assert found[0].train_hours > found[1].train_hours > found[3].train_hours
     assert found[1].answer_hours > found[2].answer_hours > found[3].answer_hours
-    assert not outline(plan, "TPU v4").is_found
+    assert find_device("TPU v4") is None
+
+
+@pytest.mark.usefixtures("_on_a_laptop")
+def test_a_laptop_has_a_run_of_its_size_and_a_bound() -> None:
+    """Where a run makes sense. What is given wins, a bound of any kind too."""
+    run = resolved(target="qwen3-0.6b", output="here")
+    check_settings(run)
+    assert (run.budget, run.mesh, run.data.answer_slots) == (DEFAULT_BUDGET, "", 16)
+    assert run.train.batch_size * run.train.seq_len <= 1024
+    assert 0 < run.data.answer_tokens < run.train.seq_len
+    assert run.train.save_every < 100
+    for bound in ({"budget": "12h"}, {"train.max_steps": 20}, {"train.max_minutes": 30.0}):
+        bounded = resolved(target="qwen3-0.6b", **bound)
+        assert bounded.budget == bound.get("budget", "")
+        if not bounded.budget:  # no more is answered than is read
+            assert bounded.data.max_conversations < 1000
+    captured = resolved(**{"target": "qwen3-0.6b", "features.capture": "states"})
+    check_settings(captured)
+    assert captured.train.max_minutes > 0
+    longer = resolved(target="qwen3-0.6b", budget="7d")
+    assert longer.train.batch_size * longer.train.seq_len >= run.train.batch_size * run.train.seq_len
+
+
+@pytest.mark.usefixtures("_on_a_laptop")
+def test_a_plan_says_what_would_make_sense_here() -> None:
+    """A target that is too large is planned for what it needs, with what fits here; one for which time is short has
+    more of it; sizes that are too large are told the right ones, and with these nothing is said."""
+    large = outline(make_plan(resolved(target="qwen3-8b", dry_run=True)), LAPTOP)
+    assert large.device == REFERENCE
+    assert LADDER[0].positions == large.plan.positions
+    assert re.search(r"of 16 GB; what fits: a target of at most \d\.\d\dB parameters, or an accelerator", large.advice)
+    short = outline(make_plan(resolved(target="qwen3-0.6b", budget="10m", dry_run=True)), LAPTOP)
+    assert short.device == LAPTOP
+    (hours,) = re.findall(r"--budget (\d+)h", short.advice)
+    assert not outline(make_plan(resolved(target="qwen3-0.6b", budget=f"{hours}h", dry_run=True)), LAPTOP).advice
+    sizes = {"train.batch_size": 8, "train.seq_len": 2048, "train.rollout": 7}
+    wide = outline(make_plan(resolved(target="qwen3-0.6b", budget=f"{hours}h", dry_run=True, **sizes)), LAPTOP)
+    assert wide.device == LAPTOP
+    flags = dict(re.findall(r"--([a-z-]+) (\d+)", wide.advice))
+    told = {f"train.{name.replace('-', '_')}": int(flags[name]) for name in ("batch-size", "seq-len", "rollout")}
+    told["draft.vocab_size"] = int(flags["vocab-size"])
+    assert not outline(
+        make_plan(resolved(target="qwen3-0.6b", budget=f"{hours}h", dry_run=True, **told)), LAPTOP
+    ).advice
+
+
+def test_an_outline_of_a_budget_stays_in_it() -> None:
+    for device in (REFERENCE, LAPTOP):
+        run = fill({"target": "qwen3-0.6b", "budget": "12h", "dry_run": True}, device=device)
+        plan = make_plan(config.resolve(TrainRun, arguments=run | {"target": "qwen3-0.6b", "budget": "12h"}))
+        found = outline(plan, device)
+        assert found.answer_hours + found.train_hours < 12
+        assert found.steps * found.step_seconds / 3600 <= found.train_hours * (1 + 1e-9)
+        assert found.steps == plan.run.train.max_steps or found.train_hours > 4
 
 
 @pytest.mark.parametrize(
