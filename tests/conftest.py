@@ -20,10 +20,9 @@ from quick_compile import compile_quickly, keep_compiled
 
 from specserve import hub
 from specserve.checkpoints.load import Target, load_target
-from specserve.checkpoints.source import BUNDLED_FOLDER
+from specserve.checkpoints.source import BUNDLED_FOLDER, BUNDLED_HEAD, BUNDLED_HEADS
 from specserve.data import pydoc
 from specserve.drafters.interface import Head
-from specserve.interop.formats import BUNDLED_HEAD_FOLDER
 from specserve.interop.head import load_head
 from specserve.models.params import init_params
 from specserve.tokenizer import Tokenizer
@@ -146,7 +145,7 @@ def pydoc_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def pydoc_head(pydoc_target: Target) -> Head:
     """The head that ships in the package."""
-    return load_head(BUNDLED_HEAD_FOLDER, pydoc_target, dtype="float32")
+    return load_head(BUNDLED_HEADS[BUNDLED_HEAD], pydoc_target, dtype="float32")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""`specserve quickstart`: the whole loop on the bundled target, offline, in minutes."""
+"""`specserve quickstart`: the whole loop in minutes, on the bundled target without any network, or on a chat model."""
 
 import logging
 import shlex
@@ -11,18 +11,21 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress
 
+from specserve import config
+from specserve.checkpoints.configs import bundled_head
 from specserve.checkpoints.source import BUNDLED
 from specserve.cli.options import start
 from specserve.cli.progress import console
+from specserve.cli.train import train
 from specserve.cli.training_bar import TrainingBar
 from specserve.cli.watch import Watch
+from specserve.data.sources import SELF
 from specserve.eval.acceptance import SpeculationReport, converse, reader, warm_up
 from specserve.eval.bench.comparison import PLAIN, EngineArm
 from specserve.eval.bench.step_times import StepTimes, measure_steps
 from specserve.eval.client import Client
 from specserve.eval.prompts import Question, load_questions
 from specserve.eval.report import summary_table
-from specserve.interop.formats import BUNDLED_HEAD_FOLDER
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engines import measured_engine
 from specserve.serve.http.app import create_app
@@ -32,6 +35,7 @@ from specserve.serve.progress import bar_columns
 from specserve.train.run.folder import RunFolder
 from specserve.train.run.observers import observing
 from specserve.train.run.prepare import prepare
+from specserve.train.run.recipe import fill
 from specserve.train.settings import DataSettings, DraftSettings, EvalSettings, TrainRun, TrainSettings
 
 SPECULATION = "chain:3"
@@ -39,9 +43,18 @@ SPECULATIONS = (SPECULATION, "auto")
 NUM_QUESTIONS, MAX_TOKENS, CONTEXT = 8, 128, 512
 LIBRARIES = ("absl", "datasets", "huggingface_hub", "jax", "orbax", "transformers")
 PAYS = 1.05  # a gain below is none
+# A chat model's, that anybody can judge the answers of. The first is asked over HTTP, and its answer shown.
+QUESTIONS = (
+    "What is the capital of France, and what is it known for?",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Explain to a child, in three sentences, why the sky is blue.",
+    "Write a short email that moves a meeting from Monday to Tuesday.",
+    "Give me five ideas for a rainy Sunday at home.",
+)
 
 
 def quickstart(
+    target: Annotated[str, typer.Option(help="Preset, folder or hub id; pydoc: the bundled one.")] = BUNDLED,
     minutes: Annotated[float, typer.Option(help="How long to train, compilation included.", min=0.05)] = 3.5,
     output: Annotated[Path, typer.Option(help="Folder for the head.")] = Path("ckpt"),
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
@@ -50,17 +63,25 @@ def quickstart(
     start(log_level)
     if log_level in ("warning", "error"):
         _quiet()
-    console.rule("1. train a draft head for the bundled target")
-    _train(minutes, output)
+    heads = [("just trained", output)]
+    if shipped := bundled_head(target):
+        heads.append(("shipped", shipped))
+    if target == BUNDLED:
+        console.rule("1. train a draft head for the bundled target")
+        _train(minutes, output)
+        questions, asked = load_questions("pydoc", NUM_QUESTIONS), "held-out pydoc"
+    else:
+        begun = "train the head that ships with it further" if shipped else "train a draft head"
+        console.rule(f"1. {begun}, on questions that {escape(target)} asks itself")
+        _train_on_own_questions(target, minutes, output, shipped)
+        questions, asked = [Question(text, "everyday", (text,)) for text in QUESTIONS], "everyday questions"
 
-    console.rule("2. evaluate it on held-out questions, plain and speculative side by side")
-    questions = load_questions("pydoc", NUM_QUESTIONS)
-    heads = [("just trained", output)] + ([("shipped", BUNDLED_HEAD_FOLDER)] if BUNDLED_HEAD_FOLDER.is_dir() else [])
+    console.rule(f"2. evaluate it on {asked}, plain and speculative side by side")
     rows: list[tuple[str, SpeculationReport]] = []
     plain, times, answer = None, None, ""
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         for name, folder in heads:
-            models = load_models(BUNDLED, str(folder))
+            models = load_models(target, str(folder))
             plain = plain or _engine(models, PLAIN, progress, PLAIN).start()
             speculative = {text: _engine(models, text, progress, f"{name}, {text}") for text in SPECULATIONS}
             if times is None:
@@ -80,13 +101,15 @@ def quickstart(
     console.rule("3. served over HTTP, it answered")
     console.print(answer, markup=False, highlight=False)
     console.rule("4. result")
-    console.print(summary_table(rows, "held-out pydoc, greedy, one stream"))
+    console.print(summary_table(rows, f"{asked}, greedy, one stream"))
     if times is not None:
         console.print(explain(rows[0][1], times), highlight=False)
     console.print("go on with:")
     shown = escape(shlex.quote(str(output) if output.is_absolute() else f"./{output}"))
-    for command in (f"chat --draft {shown}", f"serve --draft {shown}", f"eval --draft {shown} --bench pydoc"):
-        console.print(f"  [bold]specserve {command}[/]", highlight=False, soft_wrap=True)
+    of_target = "" if target == BUNDLED else f" --target {escape(shlex.quote(target))}"
+    bench = "pydoc" if target == BUNDLED else "mt-bench"
+    for command in ("chat", "serve", f"eval --bench {bench}"):
+        console.print(f"  [bold]specserve {command}{of_target} --draft {shown}[/]", highlight=False, soft_wrap=True)
 
 
 def _quiet() -> None:
@@ -127,6 +150,20 @@ def _train(minutes: float, output: Path) -> None:
         trainer = prepare(run, folder)
         bar = TrainingBar(trainer, watch, is_brief=True)
         trainer.train([bar.update, *observers])
+
+
+def _train_on_own_questions(target: str, minutes: float, output: Path, begin_from: Path | None) -> None:
+    """Train as `specserve train` does, on what the target asks itself and answers within these minutes."""
+    given: dict[str, object] = {
+        "target": target,
+        "output": str(output),
+        "budget": f"{minutes:.3f}m",
+        "init_from": str(begin_from or ""),
+        "data.source": (SELF,),
+        "eval.speculation": (SPECULATION,),
+        "eval.bench": (),
+    }
+    train(config.resolve(TrainRun, arguments=given, fill=fill))
 
 
 def _engine(models: Models, speculation: str, progress: Progress, name: str) -> Engine:

@@ -10,10 +10,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER
+from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, BUNDLED_HEAD, BUNDLED_HEADS
 from specserve.checkpoints.tensors import read_json
 from specserve.errors import ConfigError
-from specserve.interop.formats import BUNDLED_HEAD_FOLDER
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.presets import PRESETS, HeadSize, target_size
@@ -89,7 +88,7 @@ def _rows() -> list[TargetRow]:
         return TargetRow(name, hub_id, config.family, size.total, size.active, size.bf16_bytes, head)
 
     bundled = model_config(read_json(BUNDLED_FOLDER / "config.json"), dtype="bfloat16")
-    head = read_json(BUNDLED_HEAD_FOLDER / "config.json")
+    head = read_json(BUNDLED_HEADS[BUNDLED_HEAD] / "config.json")
     bundled_head = HeadSize(*(int(str(head[key])) for key in ("hidden_size", "intermediate_size", "draft_vocab_size")))
     presets = [row(preset.name, preset.hub_id, preset.config(), preset.head_size()) for preset in PRESETS.values()]
     return [row(BUNDLED, None, bundled, bundled_head), *presets]

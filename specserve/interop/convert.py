@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from specserve.checkpoints.load import Target
+from specserve.checkpoints.source import NOTES_FILE
 from specserve.checkpoints.tensors import (
     CONFIG,
     SINGLE_FILE,
@@ -26,7 +27,7 @@ from specserve.interop import doctor
 from specserve.interop.findings import Dialect, stored_dtype
 from specserve.interop.formats import format_for
 from specserve.interop.head import head_files, load_head
-from specserve.interop.notes import NOTES_FILE, read_notes
+from specserve.interop.notes import read_notes
 from specserve.models.families import model_config
 from specserve.models.target import target_spec
 from specserve.tokenizer import read_end_ids

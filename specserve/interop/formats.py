@@ -4,7 +4,6 @@ of `HeadFormat`."""
 from collections.abc import Mapping
 from typing import Any
 
-from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.drafters.registry import DEFAULT_KIND, KINDS
 from specserve.interop.dflash.files import DFlashFormat
 from specserve.interop.eagle3.files import Eagle3Format
@@ -20,7 +19,6 @@ FORMATS: Mapping[str, HeadFormat] = {
     "dspark": DFlashFormat("dspark"),
     "dflash2": DFlashFormat("dflash2"),
 }
-BUNDLED_HEAD_FOLDER = BUNDLED_FOLDER.parent / "pydoc-mtp"  # the head that the bundled target is served with
 
 
 def format_for(kind: str) -> HeadFormat:

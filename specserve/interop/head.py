@@ -8,13 +8,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target, check_weights
+from specserve.checkpoints.source import NOTES_FILE
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, read_json, write_json, write_tensors
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import KindName
 from specserve.errors import CheckpointError
 from specserve.interop.findings import Dialect
 from specserve.interop.formats import format_for, format_of
-from specserve.interop.notes import NOTES_FILE
 from specserve.models.config import ModelConfig
 
 

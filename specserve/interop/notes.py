@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specserve.checkpoints.source import NOTES_FILE
 from specserve.checkpoints.tensors import read_json
 from specserve.drafters.settings import DRAFT_QUANTIZATIONS, DraftQuantization
 from specserve.errors import CheckpointError
-
-NOTES_FILE = "specserve.json"
 
 
 def read_notes(folder: Path) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from typer.testing import CliRunner
 
 from specserve import config
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER
+from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, BUNDLED_HEAD, BUNDLED_HEADS
 from specserve.cli.main import app
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
-from specserve.interop.formats import BUNDLED_HEAD_FOLDER
 from specserve.models.presets import PRESETS, HeadSize
 from specserve.train.head import new_drafter
 from specserve.train.settings import TrainRun
@@ -64,7 +63,7 @@ def test_a_name_without_a_recipe_is_an_error(arguments: tuple[str, ...]) -> None
 
 
 def test_the_bundled_target_is_listed_as_it_ships(rows: dict[str, dict]) -> None:
-    row, head = rows[BUNDLED], json.loads((BUNDLED_HEAD_FOLDER / "config.json").read_text())
+    row, head = rows[BUNDLED], json.loads((BUNDLED_HEADS[BUNDLED_HEAD] / "config.json").read_text())
     assert row["hub_id"] is None
     weights = (BUNDLED_FOLDER / "model.safetensors").stat().st_size
     assert row["bf16_bytes"] == pytest.approx(weights, rel=0.001)  # the file has a header, too
