@@ -49,7 +49,7 @@ class Pace:
 
     def _tokens_each(self) -> float:
         """Return the mean length of a conversation: all tokens so far, over the conversations that have ended. It is
-        the likeliest mean where a conversation may end after any token alike, whoever is still running."""
+        the likeliest mean where a conversation may end after any token alike."""
         most = float(self._most_tokens * self._most_turns)
         return min(most, self._account.num_so_far / self.num_ended) if self.num_ended else most
 

@@ -44,7 +44,7 @@ def regenerate(
         if not jobs:
             return
         ray = cluster.connect(run.ray_address)
-        account.start = time.monotonic()  # what comes from the workers comes late
+        account.start = time.monotonic()  # workers report late
         try:
             size = max(1, min(run.max_slots, -(-len(jobs) // (2 * CALLS * run.num_workers))))
             each = cluster.reserve(ray, num_devices(run.mesh, SERVING_AXES), run.num_workers)

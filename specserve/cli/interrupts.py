@@ -20,13 +20,13 @@ STATUS = 130  # of a process that Ctrl-C has ended
 
 class Interrupts:
     """A context in which Ctrl-C leaves the process a few seconds to end by itself, and then ends it; a second one does
-    at once. Python tells signals to a socket when they come, and not when the main thread comes round to them. The
+    at once. Python writes signals to a socket when they come, and not when the main thread comes round to them. The
     thread that reads there outlives the context after Ctrl-C: the end of a process may take long too."""
 
     def __init__(self, say: Callable[[], None], is_saving: Callable[[], bool] = lambda: False) -> None:
         """Take what is said before the process is ended, and whether a state is being written."""
         self._say, self.is_saving = say, is_saving
-        self._has_come, self.is_told = False, False
+        self._has_come, self.is_reported = False, False
 
     def __enter__(self) -> "Interrupts":
         self._reader, self._writer = socket.socketpair()
@@ -44,10 +44,10 @@ class Interrupts:
             signal.set_wakeup_fd(-1)
             self._writer.close()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Say it, once."""
-        if not self.is_told:
-            self.is_told = True
+        if not self.is_reported:
+            self.is_reported = True
             self._say()
 
     def _watch(self) -> None:
@@ -70,7 +70,7 @@ class Interrupts:
                 continue
 
     def _end(self) -> None:
-        self.tell()
+        self.report()
         for child in psutil.Process(os.getpid()).children(recursive=True):
             child.kill()
         host.leave(STATUS)

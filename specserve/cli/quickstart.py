@@ -18,7 +18,7 @@ from specserve.cli.options import start
 from specserve.cli.progress import console
 from specserve.cli.train import train
 from specserve.cli.training_bar import TrainingBar
-from specserve.cli.watch import Watch
+from specserve.cli.watch import StageWatch
 from specserve.data.sources import SELF
 from specserve.eval.acceptance import SpeculationReport, converse, reader, warm_up
 from specserve.eval.bench.comparison import PLAIN, EngineArm
@@ -145,7 +145,7 @@ def _train(minutes: float, output: Path) -> None:
         train=settings,
         eval=measured,
     )
-    with RunFolder(run) as folder, observing(run) as observers, Watch() as watch:
+    with RunFolder(run) as folder, observing(run) as observers, StageWatch() as watch:
         watch.begin("reading the functions and docstrings installed here")
         trainer = prepare(run, folder)
         bar = TrainingBar(trainer, watch, is_brief=True)

@@ -22,7 +22,7 @@ from specserve.cli.options import report_error
 from specserve.cli.plan_view import show_outline, show_plan
 from specserve.cli.progress import console
 from specserve.cli.training_bar import TrainingBar
-from specserve.cli.watch import State, Watch
+from specserve.cli.watch import StageState, StageWatch
 from specserve.data import dataset
 from specserve.errors import CheckpointError, DataError, SpecServeError
 from specserve.eval.prompts import load_questions
@@ -76,7 +76,7 @@ def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: N
             resolve_target(run.target, needs_weights=False)
         show_outline(make_plan(run), console)
         with _ending_in_time(run, folder) as (watch, interrupts), observing(run) as observers:
-            mixture = None
+            mixture, start = None, time.monotonic()
             budget = budgets.begin(run.budget, folder.path, is_resumed=run.train.resume)
             if not run.is_of_several:  # read before the weights: where there is no hub, the error comes at once
                 watch.begin("reading the questions and answers")
@@ -85,6 +85,7 @@ def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: N
             if run.data.regenerate and mixture:
                 watch.begin("loading the target")
                 target = resolve_target(run.target)
+                budget = budget and budget.after(time.monotonic() - start)
                 mixture, budget = answers.answer(run, target, mixture, budget, _showing(watch))
             if run.data_only:
                 _write_data(run, mixture or ())
@@ -96,7 +97,7 @@ def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: N
 
             last = _learn(run, folder, mixture, budget, observers, begin, watch)
             if last.ending.startswith("stopped"):
-                interrupts.is_told = True
+                interrupts.is_reported = True
                 _show_how_to_go_on(run.output, f"{last.ending} at step {last.step}")
                 return
     with Interrupts(lambda: _show_how_to_go_on(run.output, "stopped while measuring; the head is there")):
@@ -105,10 +106,10 @@ def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: N
 
 
 @contextlib.contextmanager
-def _ending_in_time(run: TrainRun, folder: RunFolder) -> Iterator[tuple[Watch, Interrupts]]:
+def _ending_in_time(run: TrainRun, folder: RunFolder) -> Iterator[tuple[StageWatch, Interrupts]]:
     """Watch over the stages of a run, which Ctrl-C ends within seconds. Processes of a run of several stop together,
     after the step that they are in."""
-    watch = Watch()
+    watch = StageWatch()
 
     def say() -> None:
         kept = "the answers that are there are kept"
@@ -124,7 +125,7 @@ def _ending_in_time(run: TrainRun, folder: RunFolder) -> Iterator[tuple[Watch, I
         try:
             yield watch, interrupts
         except KeyboardInterrupt:
-            interrupts.tell()
+            interrupts.report()
             raise SystemExit(STATUS) from None
 
 
@@ -161,22 +162,22 @@ def _is_there(bench: str) -> bool:
         return False
 
 
-def _showing(watch: Watch) -> answers.Watch:
+def _showing(watch: StageWatch) -> answers.Watch:
     """Return what shows on the watch how far the answers are."""
-    shown = State()
+    shown = StageState()
 
-    def show(stage: str, state: State) -> None:
+    def show(stage: str, state: StageState) -> None:
         nonlocal shown
         shown = state
         if watch.stage != stage:
             watch.begin(stage, lambda: shown)
 
     def on_warmup(done: int, total: int, name: str) -> None:
-        show("compiling", State(f"{done} of {total} programs, the last one {name}", done / max(1, total)))
+        show("compiling", StageState(f"{done} of {total} programs, the last one {name}", done / max(1, total)))
 
     def on_question(asked: Asked, number: int) -> None:
         text = f"{len(asked.kept):,} of at most {number:,} questions, {asked.num_candidates:,} candidates"
-        show("asking itself", State(text, len(asked.kept) / number))
+        show("asking itself", StageState(text, len(asked.kept) / number))
 
     def on_answer(so_far: AnswerProgress) -> None:
         account = so_far.account
@@ -184,7 +185,7 @@ def _showing(watch: Watch) -> answers.Watch:
             f"{so_far.done:,} of about {so_far.total:,} conversations, {account.num_so_far:,} tokens, "
             f"{account.tokens_per_second:,.0f} tokens/s"
         )
-        show("answering", State(text, so_far.done / max(1, so_far.total)))
+        show("answering", StageState(text, so_far.done / max(1, so_far.total)))
 
     return answers.Watch(on_warmup, on_question, on_answer)
 
@@ -196,7 +197,7 @@ def _learn(
     budget: Budget | None,
     observers: Sequence[Observer],
     listen: Callable[[Trainer], None],
-    watch: Watch,
+    watch: StageWatch,
 ) -> Moment:
     """Train for as many steps as the settings ask for, or the budget has time for. Returns the last moment."""
     begin = time.monotonic()

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from specserve.cli.progress import console
-from specserve.cli.watch import State, Watch
+from specserve.cli.watch import StageState, StageWatch
 from specserve.train.evaluation import Measurement
 from specserve.train.run.report import REPORT_FILE, duration, gigabytes
 from specserve.train.speed import Speed
@@ -19,7 +19,7 @@ from specserve.train.trainer import Trainer
 class TrainingBar:
     """Shows how far a training run is, its loss, tau and speed."""
 
-    def __init__(self, trainer: Trainer, watch: Watch, *, is_brief: bool = False) -> None:
+    def __init__(self, trainer: Trainer, watch: StageWatch, *, is_brief: bool = False) -> None:
         """Begin the stage. With `is_brief` it is a single line on a terminal: no speeds, and no line for each
         measurement of tau."""
         self._trainer, self._watch, self._is_brief = trainer, watch, is_brief
@@ -38,21 +38,21 @@ class TrainingBar:
             self._loss = moment.loss
         self._speed = moment.speed or self._speed
         note = duration(moment.seconds) + self._left(moment)
-        self._share, self._note = moment.share, f"{note}  {self._learning(moment)}"
+        self._share, self._note = moment.share, self._learning(moment) + self._left(moment)
         if not console.is_terminal:
             text = "  ".join(filter(None, (self._learning(moment), self._speeding())))
             self._watch.say(f"{note}  {self._measured(moment) if moment.evaluation else text}")
         elif moment.evaluation and not self._is_brief:
             self._watch.say(self._measured(moment))
 
-    def _state(self) -> State:
+    def _state(self) -> StageState:
         doing = self._trainer.doing
         here = time.monotonic() - doing.since
         at = f"{doing.what}, for {duration(here)}" if here >= 1 else doing.what
         if not console.is_terminal:
-            return State(at)
+            return StageState(at)
         more = () if self._is_brief else tuple(filter(None, (self._speeding(), f"at {at}")))
-        return State(self._note or "compiling", self._share, more)
+        return StageState(self._note or "compiling", self._share, more)
 
     def _left(self, moment: Moment) -> str:
         if self._first is None:

@@ -1,4 +1,4 @@
-"""The watch over a command that takes minutes: what it is at, in which words, said again and again while it lasts."""
+"""The watch over a command that takes minutes: it shows the stage that the command is at, again and again."""
 
 import threading
 import time
@@ -20,15 +20,15 @@ SAID_EVERY = 10.0  # seconds without a line, at most, where there is no terminal
 
 
 @dataclass(frozen=True)
-class State:
-    """How far a stage is."""
+class StageState:
+    """The progress of a stage."""
 
     text: str = ""
     share: float | None = None  # of it that is over; None: not known
     more: tuple[str, ...] = ()  # lines besides, for a terminal
 
 
-class Watch:
+class StageWatch:
     """Shows the stage that a command is at, for how long, and how far it is. On a terminal that is a live line with a
     bar; elsewhere a line whenever a stage begins, and at least every ten seconds, from a thread of its own: it is said
     too while a program compiles or a step takes long."""
@@ -36,14 +36,14 @@ class Watch:
     def __init__(self, console: Console = console, every: float = SAID_EVERY) -> None:
         self._console, self._every = console, every
         self._start = self._since = self._said = time.monotonic()
-        self._stage, self._state = "", State
+        self._stage, self._state = "", StageState
         self._spinner, self._over = Spinner("dots"), threading.Event()
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
         self._thread = threading.Thread(target=self._tick, name="watch", daemon=True)
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "StageWatch":
         if self._live:
             self._live.start()
         else:
@@ -59,10 +59,10 @@ class Watch:
 
     @property
     def stage(self) -> str:
-        """What the command is at."""
+        """The stage that the command is at."""
         return self._stage
 
-    def begin(self, stage: str, state: Callable[[], State] = State) -> None:
+    def begin(self, stage: str, state: Callable[[], StageState] = StageState) -> None:
         """Begin a stage. `state` says how far it is, and may be called from another thread at any time."""
         self._since, self._stage, self._state = time.monotonic(), stage, state
         if not self._live:

@@ -138,7 +138,7 @@ SAVING = "saving the state"
 
 @dataclass(frozen=True)
 class Doing:
-    """What a run is at, and since when."""
+    """The present work of a run, and its beginning."""
 
     what: str
     since: float = field(default_factory=time.monotonic)

@@ -102,7 +102,7 @@ def main(what: str) -> None:
         except KeyboardInterrupt:
             if what == "slow end":
                 _sleep_in_c(20)
-            armed.is_told = True
+            armed.is_reported = True
             print("saved", flush=True)
             sys.exit(3)
 

@@ -5,13 +5,13 @@ import time
 
 from rich.console import Console
 
-from specserve.cli.watch import State, Watch
+from specserve.cli.watch import StageState, StageWatch
 
 
 def test_a_line_comes_while_nothing_is_reported() -> None:
     out = io.StringIO()
-    with Watch(Console(file=out, width=40), every=1.3) as watch:
-        watch.begin("compiling", lambda: State("3 of 9 programs [of all], and a text that is longer than a line"))
+    with StageWatch(Console(file=out, width=40), every=1.3) as watch:
+        watch.begin("compiling", lambda: StageState("3 of 9 programs [of all], and a text that is longer than a line"))
         time.sleep(1.8)  # as if in a program that Python cannot interrupt
         watch.say("a moment")
         watch.begin("training")
@@ -27,8 +27,8 @@ def test_a_line_comes_while_nothing_is_reported() -> None:
 
 def test_a_terminal_shows_a_bar_that_moves_by_itself() -> None:
     out = io.StringIO()
-    with Watch(Console(file=out, width=100, force_terminal=True)) as watch:
-        watch.begin("answering", lambda: State("5 of 10", 0.5, ("more below",)))
+    with StageWatch(Console(file=out, width=100, force_terminal=True)) as watch:
+        watch.begin("answering", lambda: StageState("5 of 10", 0.5, ("more below",)))
         time.sleep(0.6)
         watch.say("a moment that stays")
     shown = out.getvalue()

@@ -23,7 +23,7 @@ from specserve.train.settings import TrainRun
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Rung:
     """The sizes of a rung."""
 
     rows: int
@@ -51,12 +51,12 @@ class Sizes:
 
 
 LADDER = (
-    Sizes(8, 2048, 7, DRAFT_VOCAB_SIZE, is_remat=True),
-    Sizes(4, 2048, 7, DRAFT_VOCAB_SIZE, is_remat=True),
-    Sizes(4, 1024, 5, 16_000, 512),
-    Sizes(4, 512, 4, 8_192, 256),
-    Sizes(2, 512, 4, 8_192, 256),
-    Sizes(1, 512, 3, 8_192, 256),
+    Rung(8, 2048, 7, DRAFT_VOCAB_SIZE, is_remat=True),
+    Rung(4, 2048, 7, DRAFT_VOCAB_SIZE, is_remat=True),
+    Rung(4, 1024, 5, 16_000, 512),
+    Rung(4, 512, 4, 8_192, 256),
+    Rung(2, 512, 4, 8_192, 256),
+    Rung(1, 512, 3, 8_192, 256),
 )
 STEP_SECONDS = 5.0  # of a step on a device that was measured, at most: Ctrl-C waits for one, and small ones learn more
 ENOUGH_STEPS = 300  # a run of fewer takes smaller steps
@@ -65,12 +65,12 @@ MOST_SECONDS = 86400.0  # of training there: a day
 
 
 @dataclass(frozen=True)
-class Fit:
+class RunFit:
     """The rung that fits."""
 
-    sizes: Sizes
+    sizes: Rung
     step_seconds: float
-    num_steps: float  # that there is time for; infinite where there is no bound
+    num_steps: float  # there is time for so many; infinite where there is no bound
     has_room: bool  # the device has memory for the target's weights
 
     @property
@@ -100,7 +100,7 @@ def time_for_training(settings: Mapping[str, Any]) -> float:
 
 def fit(
     device: Device, target: ModelConfig, given: Mapping[str, Any], *, seconds: float = math.inf, num_devices: int = 1
-) -> Fit:
+) -> RunFit:
     """Find the highest rung that fits so many seconds of training on such devices, beside the settings that are given.
     It is the lowest one where none does."""
     most = STEP_SECONDS if device.is_measured else math.inf
@@ -110,13 +110,13 @@ def fit(
     for sizes in LADDER:
         try:
             step = _flops(device, target, {**sizes.settings(target), **given}) / rate
-        except ConfigError:  # what was given needs longer rows
+        except ConfigError:  # the settings that were given need longer rows
             continue
-        found.append(Fit(sizes, step, seconds / step, has_room))
+        found.append(RunFit(sizes, step, seconds / step, has_room))
         if step <= most and seconds / step >= ENOUGH_STEPS:
             break
     # settings that no rung can take are reported by the checks of the run
-    return found[-1] if found else Fit(LADDER[0], math.inf, 0.0, has_room)
+    return found[-1] if found else RunFit(LADDER[0], math.inf, 0.0, has_room)
 
 
 def weight_bytes(target: ModelConfig, device: Device) -> int:
@@ -125,7 +125,7 @@ def weight_bytes(target: ModelConfig, device: Device) -> int:
     return 2 * size if device.kind == "cpu" else size
 
 
-def largest_target(target: ModelConfig, fitted: Fit, device: Device) -> float:
+def largest_target(target: ModelConfig, fitted: RunFit, device: Device) -> float:
     """Estimate how many parameters a target may have for enough steps on this device, by what this target costs: a
     step's operations, and the memory, grow with the parameters."""
     by_time = fitted.num_steps / ENOUGH_STEPS

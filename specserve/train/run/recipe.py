@@ -28,7 +28,7 @@ from specserve.mesh import mesh_sizes
 from specserve.models.config import ModelConfig
 from specserve.models.presets import PRESETS, Preset, target_size
 from specserve.train.run.budget import seconds_of
-from specserve.train.run.fit import LADDER, Fit, fit, time_for_training
+from specserve.train.run.fit import LADDER, RunFit, fit, time_for_training
 from specserve.train.run.folder import SETTINGS_FILE
 from specserve.train.settings import TrainRun
 from specserve.train.speed import this_device
@@ -41,7 +41,7 @@ ANSWER_SLOTS, CPU_SLOTS = 64, 16  # on accelerators a step of many sequences tak
 MAX_STEPS, EVERY = 40_000, 2000
 DEFAULT_BUDGET = "1h"  # on a device that is not in the table, where nothing bounds the run
 LOG_SECONDS, SAVE_SECONDS = 10.0, 60.0  # between logged steps and saved states there, about
-# What is measured there: a tenth of what an accelerator measures in the same time.
+# Less is measured there, which takes about a tenth of the time.
 MEASURED_THERE = {"data.eval_prompts": 16, "eval.eval_tokens": 64, "eval.bench_limit": 8}
 VOCABULARY = "draft.vocab_size"
 DEVICE_BYTES = 40e9  # of weights on one device of 80 GB, where a target has no preset
@@ -166,17 +166,17 @@ def _bounds(given: Mapping[str, Any], device: Device) -> dict[str, Any]:
     return {"budget": DEFAULT_BUDGET}
 
 
-def _fit(device: Device, target: ModelConfig, settings: Mapping[str, Any], given: Mapping[str, Any]) -> Fit:
-    """Fit the sizes to the device and to the time that the run has."""
+def _fit(device: Device, target: ModelConfig, settings: Mapping[str, Any], given: Mapping[str, Any]) -> RunFit:
+    """RunFit the sizes to the device and to the time that the run has."""
     seconds = time_for_training({**settings, **given})
     number = 1 if device.is_measured else math.prod(mesh_sizes(given.get("mesh", settings["mesh"])).values())
     fixed = {name: value for name, value in settings.items() if name.startswith("draft.") and name != VOCABULARY}
     return fit(device, target, {**fixed, **given}, seconds=seconds, num_devices=number)
 
 
-def _often_enough(settings: Mapping[str, Any], given: Mapping[str, Any], found: Fit) -> dict[str, Any]:
-    """How often a run on a device that is not in the table reports, saves and measures, and what it measures. Without a
-    budget no more is answered than the steps read that there is time for."""
+def _often_enough(settings: Mapping[str, Any], given: Mapping[str, Any], found: RunFit) -> dict[str, Any]:
+    """Return the settings of a run on a device that is not in the table: how often it reports and saves, and how much
+    it measures. Without a budget no more is answered than the steps read that there is time for."""
 
     def steps_in(seconds: float) -> int:
         return max(1, int(seconds / found.step_seconds))

@@ -68,7 +68,7 @@ def test_what_is_given_is_part_of_the_cost() -> None:
     long = fit(LAPTOP, SMALL, {"train.seq_len": 2048, "train.batch_size": 8})
     assert long.step_seconds > STEP_SECONDS
     assert fit(LAPTOP, SMALL, {"drafter": "dflash", "train.anchors": 600}).sizes.seq_len > 600
-    impossible = fit(LAPTOP, SMALL, {"draft.vocab_size": 10**9})  # which the checks of the run report
+    impossible = fit(LAPTOP, SMALL, {"draft.vocab_size": 10**9})  # the checks of the run report it
     assert impossible.sizes == LADDER[0]
 
 

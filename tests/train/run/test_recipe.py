@@ -210,7 +210,7 @@ def test_a_laptop_has_a_run_of_its_size_and_a_bound() -> None:
 @pytest.mark.usefixtures("_on_a_laptop")
 def test_a_plan_says_what_would_make_sense_here() -> None:
     """A target that is too large is planned for what it needs, with what fits here; one for which time is short has
-    more of it; sizes that are too large are told the right ones, and with these nothing is said."""
+    more of it; sizes that are too large get the right ones, and with these nothing is said."""
     large = outline(make_plan(resolved(target="qwen3-8b", dry_run=True)), LAPTOP)
     assert large.device == REFERENCE
     assert LADDER[0].positions == large.plan.positions
@@ -223,10 +223,10 @@ def test_a_plan_says_what_would_make_sense_here() -> None:
     wide = outline(make_plan(resolved(target="qwen3-0.6b", budget=f"{hours}h", dry_run=True, **sizes)), LAPTOP)
     assert wide.device == LAPTOP
     flags = dict(re.findall(r"--([a-z-]+) (\d+)", wide.advice))
-    told = {f"train.{name.replace('-', '_')}": int(flags[name]) for name in ("batch-size", "seq-len", "rollout")}
-    told["draft.vocab_size"] = int(flags["vocab-size"])
+    right = {f"train.{name.replace('-', '_')}": int(flags[name]) for name in ("batch-size", "seq-len", "rollout")}
+    right["draft.vocab_size"] = int(flags["vocab-size"])
     assert not outline(
-        make_plan(resolved(target="qwen3-0.6b", budget=f"{hours}h", dry_run=True, **told)), LAPTOP
+        make_plan(resolved(target="qwen3-0.6b", budget=f"{hours}h", dry_run=True, **right)), LAPTOP
     ).advice
 
 
