@@ -20,9 +20,10 @@ from quick_compile import compile_quickly, keep_compiled
 
 from specserve import hub
 from specserve.checkpoints.load import Target, load_target
-from specserve.checkpoints.source import BUNDLED_FOLDER, BUNDLED_HEAD, BUNDLED_HEADS
+from specserve.checkpoints.source import BUNDLED_FOLDER, BUNDLED_HEADS
 from specserve.data import pydoc
 from specserve.drafters.interface import Head
+from specserve.interop.bundled import BUNDLED_HEAD
 from specserve.interop.head import load_head
 from specserve.models.params import init_params
 from specserve.tokenizer import Tokenizer

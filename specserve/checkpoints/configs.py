@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, BUNDLED_HEAD, BUNDLED_HEADS, is_hub_id
+from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, is_hub_id
 from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.errors import ConfigError
 from specserve.models.config import ModelConfig
@@ -33,23 +33,6 @@ def find_config(name: str) -> tuple[ModelConfig, str]:
         f"--target {name!r}: a dry run asks no hub, and there is no such folder or preset, nor a config.json of it in "
         "the hub's cache; give a folder that holds its config.json"
     )
-
-
-def bundled_head(name: str) -> Path | None:
-    """Return the folder of the head that ships for the target of this name: a preset's has its name, and is also found
-    by the preset's hub id and for a folder with the preset's config. None where there is none. Raises CheckpointError
-    for a folder's config that cannot be read."""
-    if name == BUNDLED:
-        return BUNDLED_HEADS.get(BUNDLED_HEAD)
-    of_preset = name in PRESETS or Path(name).expanduser().is_dir() or is_hub_id(name)
-    if not (of_preset and is_known_here(name)):
-        return None
-    config, _ = find_config(name)
-    return next((folder for head, folder in BUNDLED_HEADS.items() if _is_preset(head, config)), None)
-
-
-def _is_preset(name: str, config: ModelConfig) -> bool:
-    return name in PRESETS and PRESETS[name].config() == config
 
 
 def _cached_config(name: str) -> str | None:

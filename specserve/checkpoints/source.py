@@ -10,9 +10,9 @@ from specserve import hub
 from specserve.errors import CheckpointError, ConfigError, first_line
 from specserve.models.presets import PRESETS
 
-BUNDLED, BUNDLED_HEAD = "pydoc", "pydoc-mtp"  # a target, and the head that it is served with
+BUNDLED = "pydoc"
 BUNDLED_FOLDER = Path(__file__).parent.parent / "targets" / "pydoc"
-NOTES_FILE = "specserve.json"  # what a head remembers of its training
+NOTES_FILE = "specserve.json"  # the notes of a head on its training
 BUNDLED_HEADS = {notes.parent.name: notes.parent for notes in sorted(BUNDLED_FOLDER.parent.glob(f"*/{NOTES_FILE}"))}
 
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)

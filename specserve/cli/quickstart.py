@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from specserve import config
-from specserve.checkpoints.configs import bundled_head
 from specserve.checkpoints.source import BUNDLED
 from specserve.cli.options import start
 from specserve.cli.progress import console
@@ -26,6 +25,7 @@ from specserve.eval.bench.step_times import StepTimes, measure_steps
 from specserve.eval.client import Client
 from specserve.eval.prompts import Question, load_questions
 from specserve.eval.report import summary_table
+from specserve.interop.bundled import bundled_head
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engines import measured_engine
 from specserve.serve.http.app import create_app

@@ -10,9 +10,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, BUNDLED_HEAD, BUNDLED_HEADS
+from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, BUNDLED_HEADS
 from specserve.checkpoints.tensors import read_json
 from specserve.errors import ConfigError
+from specserve.interop.bundled import BUNDLED_HEAD
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.presets import PRESETS, HeadSize, target_size

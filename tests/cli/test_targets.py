@@ -9,10 +9,11 @@ from typer.testing import CliRunner
 
 from specserve import config
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, BUNDLED_HEAD, BUNDLED_HEADS
+from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, BUNDLED_HEADS
 from specserve.cli.main import app
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
+from specserve.interop.bundled import BUNDLED_HEAD
 from specserve.models.presets import PRESETS, HeadSize
 from specserve.train.head import new_drafter
 from specserve.train.settings import TrainRun

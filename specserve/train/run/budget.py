@@ -47,11 +47,11 @@ class Budget:
 
     seconds: float
     spent: float = 0.0  # before the steps begin
-    questions: int = 0  # that the target has asked itself
     conversations: Mapping[str, int] = field(default_factory=dict)  # of each source, in the order of the draw
     steps: int = 0
     seconds_per_step: float = 0.0
     measurements: int = 0  # of tau, the last one included
+    questions: int = 0  # of the target to itself
 
     @property
     def probe_seconds(self) -> float:

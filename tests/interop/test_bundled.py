@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from specserve.checkpoints import configs
-from specserve.checkpoints.configs import bundled_head
 from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, BUNDLED_HEADS
+from specserve.interop import bundled
+from specserve.interop.bundled import bundled_head
 from specserve.models.presets import PRESETS
 
 NAME = "smollm2-135m"
 
 
 def test_a_head_ships_for_the_target_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs, "BUNDLED_HEADS", BUNDLED_HEADS | {NAME: tmp_path / "head"})
+    monkeypatch.setattr(bundled, "BUNDLED_HEADS", BUNDLED_HEADS | {NAME: tmp_path / "head"})
     same, other = tmp_path / "same", tmp_path / "other"
     for folder, changes in ((same, {}), (other, {"num_hidden_layers": 29})):
         folder.mkdir()

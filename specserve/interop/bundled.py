@@ -1,0 +1,27 @@
+"""The heads that ship with the package, by the targets that they are for."""
+
+from pathlib import Path
+
+from specserve.checkpoints.configs import find_config, is_known_here
+from specserve.checkpoints.source import BUNDLED, BUNDLED_HEADS, is_hub_id
+from specserve.models.config import ModelConfig
+from specserve.models.presets import PRESETS
+
+BUNDLED_HEAD = "pydoc-mtp"  # of those for the bundled target, the one that it is served with
+
+
+def bundled_head(name: str) -> Path | None:
+    """Return the folder of the head that ships for the target of this name: a preset's has its name, and is also found
+    by the preset's hub id and for a folder with the preset's config. None where there is none. Raises CheckpointError
+    for a folder's config that cannot be read."""
+    if name == BUNDLED:
+        return BUNDLED_HEADS.get(BUNDLED_HEAD)
+    of_preset = name in PRESETS or Path(name).expanduser().is_dir() or is_hub_id(name)
+    if not (of_preset and is_known_here(name)):
+        return None
+    config, _ = find_config(name)
+    return next((folder for head, folder in BUNDLED_HEADS.items() if _is_preset(head, config)), None)
+
+
+def _is_preset(name: str, config: ModelConfig) -> bool:
+    return name in PRESETS and PRESETS[name].config() == config
