@@ -39,8 +39,8 @@ from specserve.train import learner
 from specserve.train.acceptance import Arm, ArmAcceptance
 from specserve.train.evaluation import HeldOutEvaluator, Measurement
 from specserve.train.features import FeatureSource
-from specserve.train.head import new_drafter
 from specserve.train.first import Begin, make_begin
+from specserve.train.head import new_drafter
 from specserve.train.learner import Learner, TrainingData
 from specserve.train.optimizer import make_optimizer
 from specserve.train.remote.target_service import open_service, prefill_spec
