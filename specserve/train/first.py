@@ -1,10 +1,10 @@
 """The first values of a new head: whatever its target is, its first losses are at most those of a guess.
 
 The states of a new head are not the target's, but have their size. So the target's output rows make confident nonsense
-of them, which is worse than the same probability for all tokens, and takes many steps to unlearn. A single scale of the output, which the final norm takes in, mends that. For a given direction of the states the loss is
-a convex function of the scale, and at scale 0 it is that of a guess. So halving the scale from 1 on finds its least
-value, where that lies on this side. A direction that is no better than any other may be as bad as its opposite is good;
-then a negative scale is the one.
+of them, which is worse than the same probability for all tokens, and takes many steps to unlearn. A single scale of the
+output, which the final norm takes in, mends that. For given directions of the states the loss is a convex function of
+the scale, and at scale 0 it is that of a guess. So halving the scale from 1 on finds its least value, where that lies
+on this side. Directions that are as bad as their opposites are good get a negative scale.
 """
 
 from collections.abc import Callable
