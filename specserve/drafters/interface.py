@@ -98,6 +98,19 @@ class TrainedDrafter(Learning, Drafter):
         propose."""
         raise NotImplementedError
 
+    def is_trained(self, target: Target) -> bool:
+        """Return whether `init_params` takes what was trained with the target, which begins as it is."""
+        return False
+
+    def fit_states(self, params: Any, aux_hidden_states: jax.Array, is_token: jax.Array) -> Any:
+        """Return new parameters that suit the sizes of the target's states: [batch, seq, taps * target_d_model] of the
+        first rows, and which of these positions hold tokens [batch, seq] bool."""
+        return params
+
+    def scale_output(self, params: Any, scale: jax.Array) -> Any:
+        """Return parameters whose logits are so many times as large, as a first loss needs it (`train.first`)."""
+        return params
+
     def output(self, params: Any) -> Any:
         """Return the parameters that make logits of hidden states: a tuple of matrices and vectors."""
         return params.output

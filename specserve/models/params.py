@@ -117,6 +117,18 @@ def is_product(path: tuple[Any, ...], names: frozenset[str] = PRODUCTS) -> bool:
     return jax.tree_util.keystr(path[-1:], simple=True) in names
 
 
+WRITERS = frozenset(("o", "o_bias", "down", "down_bias"))  # whose results are added to the residual stream
+
+
+def silenced(layers: Any) -> Any:
+    """Return layers that add nothing to the residual stream yet: what they write with is zero."""
+
+    def silence(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        return jnp.zeros_like(leaf) if is_product(path, WRITERS) else leaf
+
+    return jax.tree_util.tree_map_with_path(silence, layers)
+
+
 def specs(tree: Any) -> list[ParamSpec]:
     """The leaves of a spec tree."""
     return jax.tree.leaves(tree, is_leaf=is_spec)

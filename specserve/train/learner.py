@@ -1,6 +1,7 @@
 """A head that learns: its state on the devices, and the step program that runs over one batch after another."""
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from specserve.drafters.learning import Rows
 from specserve.mesh import whole
 from specserve.speculative.vocab import DraftVocab
 from specserve.train.features import FeatureSource
+from specserve.train.first import first_params, make_begin
 from specserve.train.optimizer import make_optimizer
 from specserve.train.settings import TrainSettings
 from specserve.train.step import StepMetrics, TrainState, loss_config, make_step, place_rows, place_state
@@ -54,6 +56,9 @@ class Learner:
         self._place = place_rows(mesh, shape)
         self._shard = processes.shard_of(self._place, shape)
         self._step = make_step(loss, optimizer, mesh)
+        self._place_state = place_state(drafter, optimizer, mesh)
+        self._is_fresh = False  # a new head that has seen nothing of the target's states
+        self._begin = make_begin(loss, self._place_state and self._place_state.params, mesh)
         self.state = self._first_state()
         costs = drafter.costs(loss.rollout, settings.seq_len)
         if features and not (features.needs_head or costs.shares_output):  # only the embedding is needed from here on
@@ -68,6 +73,8 @@ class Learner:
         arrays = batch.token_ids, batch.loss_mask, batch.document_ids, batch.position_ids
         placed = jax.tree.map(lambda x: processes.place_shard(x, self._shard, self._place), (arrays, features))
         rows = Rows(*placed[0], features=placed[1])
+        if self._is_fresh:
+            self._fit(rows)
         self.state, metrics = self._step(self.state, self.target.params, self._vocab, rows, jnp.float32(scale))
         return metrics
 
@@ -90,7 +97,7 @@ class Learner:
 
     def restore(self, state: TrainState) -> None:
         """Go on from a saved state, in place of the present one."""
-        self.state = state
+        self.state, self._is_fresh = state, False
 
     def head(self) -> Head:
         """Return the head as it is now, whole in every process. All processes call this together."""
@@ -105,5 +112,12 @@ class Learner:
             params: Any = jax.tree.map(jnp.array, self.data.head.params)
         else:
             params = self.drafter.init_params(self.target, self.data.target_ids, self._seed)
+        self._is_fresh = not (self.data.head or self.drafter.is_trained(self.target))
         state = TrainState(params, self._optimizer.init(params), jnp.int32(0))
-        return jax.device_put(state, place_state(self.drafter, self._optimizer, self._mesh))
+        return jax.device_put(state, self._place_state)
+
+    def _fit(self, rows: Rows) -> None:
+        """Give a new head its first values by the first rows (`train.first`)."""
+        guess = math.log(self.drafter.draft_vocab_size)
+        params = first_params(self._begin, self.state.params, guess, self.target.params, self._vocab, rows)
+        self.state, self._is_fresh = dataclasses.replace(self.state, params=params), False

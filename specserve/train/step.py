@@ -168,7 +168,7 @@ def join_rows(tree: Any) -> Any:  # [accumulate, batch / accumulate, ...] -> [ba
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), tree)
 
 
-def _seeds(step: jax.Array, token_ids: jax.Array) -> jax.Array:  # [], [batch, seq] -> [batch] uint32
+def seeds_of_step(step: jax.Array, token_ids: jax.Array) -> jax.Array:  # [], [batch, seq] -> [batch] uint32
     """A seed for each row of a step, the same again where a run is resumed."""
     number = jnp.uint32(token_ids.shape[0]) * step.astype(jnp.uint32)
     return number + jnp.arange(token_ids.shape[0], dtype=jnp.uint32)
@@ -199,7 +199,7 @@ def make_step(
     def step(
         state: TrainState, target: TargetParams, vocab: DraftVocab, rows: Rows, lr_scale: jax.Array
     ) -> tuple[TrainState, StepMetrics]:
-        rows = dataclasses.replace(rows, seeds=_seeds(state.step, rows.token_ids))
+        rows = dataclasses.replace(rows, seeds=seeds_of_step(state.step, rows.token_ids))
         loss, sums, gradient = loss_and_gradient(
             state.params, config, target, vocab, rows, lambda part: teach(target, config, part)
         )

@@ -21,12 +21,12 @@ from specserve.drafters.interface import Head
 from specserve.drafters.learning import Rollout, Rows
 from specserve.drafters.mtp.config import MtpConfig
 from specserve.drafters.mtp.drafter import Mtp, at_root, ready
-from specserve.drafters.mtp.model import MtpParams, draft_logits
+from specserve.drafters.mtp.model import MtpParams, draft_logits, run
 from specserve.drafters.mtp.rollout import rollout_states
 from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.errors import ConfigError
 from specserve.interop.head import load_head
-from specserve.models.params import specs
+from specserve.models.params import silenced, specs
 from specserve.models.target import TargetParams, forward
 from specserve.speculative import step
 from specserve.speculative.drafter import Weights
@@ -285,7 +285,7 @@ def _leaves(params: Any) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("raw", [carried.SMALL], ids=["dense"])
 def test_training_begins_with_the_targets_own_layer(tmp_path: Path, raw: dict[str, Any]) -> None:
-    """The layer that its checkpoint carries, else a copy of its last one."""
+    """The layer that its checkpoint carries, else a copy of its last one that adds nothing."""
     target, head = carried.models(tmp_path, raw)
     everything = np.arange(VOCAB, dtype=np.int32)
     assert load_kind("mtp").new(DraftSettings(), target.config, VOCAB) == head.drafter
@@ -294,8 +294,13 @@ def test_training_begins_with_the_targets_own_layer(tmp_path: Path, raw: dict[st
         np.testing.assert_array_equal(leaf, same)
     tiny.write_target(tmp_path, raw, seed=0)
     fresh = head.drafter.init_params(target, everything, 0)
-    for leaf, same in zip(_leaves(fresh.layer), _leaves(target.params.layers[-1]), strict=True):
+    last = silenced(target.params.layers[-1])
+    for leaf, same in zip(_leaves(fresh.layer), _leaves(last), strict=True):
         np.testing.assert_array_equal(leaf, same)
+    state = np.arange(target.config.d_model * 2.0, dtype=np.float32).reshape(1, 2, -1)
+    x, mask = jnp.asarray(state), jnp.ones((1, 2, 2), bool)
+    out, _ = run(fresh, head.drafter.config, x, jnp.arange(2)[None], mask)
+    np.testing.assert_array_equal(out, state)  # it adds nothing yet
     settings: list[dict[str, Any]] = [{"num_layers": 2}, {"d_ff": 8}, {"aux_layers": (0,)}, {"num_heads": 1}]
     for setting in settings:
         with pytest.raises(ConfigError, match="one layer of the target's own kind and size"):

@@ -39,6 +39,7 @@ from specserve.train import learner
 from specserve.train.acceptance import Arm, ArmAcceptance
 from specserve.train.evaluation import HeldOutEvaluator, Measurement
 from specserve.train.features import FeatureSource
+from specserve.train.first import Begin, make_begin
 from specserve.train.head import new_drafter
 from specserve.train.learner import Learner, TrainingData
 from specserve.train.optimizer import make_optimizer
@@ -46,7 +47,7 @@ from specserve.train.remote.target_service import open_service, prefill_spec
 from specserve.train.run.folder import MetricsFile, RunFolder
 from specserve.train.settings import DraftSettings, EvalSettings, TrainRun, TrainSettings
 from specserve.train.speed import Speed
-from specserve.train.step import make_step, place_rows
+from specserve.train.step import LossConfig, make_step, place_rows
 from specserve.train.trainer import Trainer
 
 JOINING = {"coordinator": "", "num_processes": 1, "process_id": 0, "join_seconds": 300}
@@ -85,6 +86,7 @@ NOT_OF_THE_STEP = ("max_steps", "max_minutes", "log_every", "eval_every", "save_
 
 _optimizer = functools.cache(make_optimizer)
 _step = functools.cache(make_step)
+_begun = functools.cache(make_begin)  # without a mesh, whose places have no hash
 
 
 def make_learner(run: TrainRun, target: Target, data: TrainingData, **others: Any) -> Learner:
@@ -97,7 +99,11 @@ def make_learner(run: TrainRun, target: Target, data: TrainingData, **others: An
         drafter = data.head.drafter
     else:
         drafter = new_drafter(run.drafter, run.draft, target.config, len(data.target_ids))
-    with mock.patch.multiple(learner, make_optimizer=optimizer, make_step=_step):
+
+    def begin(config: LossConfig, place: Any, mesh: Mesh | None) -> Begin:
+        return _begun(config, None) if place is None else make_begin(config, place, mesh)
+
+    with mock.patch.multiple(learner, make_optimizer=optimizer, make_step=_step, make_begin=begin):
         return Learner(run.train, drafter, target, data, **others)
 
 

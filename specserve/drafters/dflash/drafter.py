@@ -100,6 +100,9 @@ class DFlash(TrainedDrafter):
     def init_params(self, target: Target, target_ids: np.ndarray, seed: int) -> DFlashParams:
         return start.initial_params(self.config, target, target_ids, seed)
 
+    def scale_output(self, params: DFlashParams, scale: jax.Array) -> DFlashParams:
+        return dataclasses.replace(params, norm=params.norm * scale.astype(params.norm.dtype))
+
     def num_steps(self, rollout: int) -> int:
         return self.config.num_slots
 

@@ -66,6 +66,11 @@ class OnEagle(FollowingDrafter):
     def write(self, weights: Weights, cache: Cache, tables: Tables, *entries: jax.Array) -> Cache:
         return extend(self.ready(weights), self.shape, cache, tables, *entries)[0]
 
+    def scale_output(self, params: Any, scale: jax.Array) -> Any:
+        network = self.network_params(params)
+        network = dataclasses.replace(network, norm=network.norm * scale.astype(network.norm.dtype))
+        return dataclasses.replace(params, **{self.part: network}) if self.part else network
+
     def logits(self, output: tuple[jax.Array, Weight], target: TargetParams, hidden_states: jax.Array) -> jax.Array:
         return draft_logits(output, self.shape, hidden_states)
 
@@ -96,6 +101,9 @@ class Eagle3(OnEagle):
 
     def init_params(self, target: Target, target_ids: np.ndarray, seed: int) -> Eagle3Params:
         return start.initial_params(self.config, target, target_ids, seed)
+
+    def fit_states(self, params: Eagle3Params, aux_hidden_states: jax.Array, is_token: jax.Array) -> Eagle3Params:
+        return start.fit_states(params, self.config, aux_hidden_states, is_token)
 
     def learn(
         self, params: Eagle3Params, target: TargetParams, rows: Rows, aux_hidden_states: jax.Array, rollout: Rollout

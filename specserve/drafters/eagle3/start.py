@@ -9,12 +9,16 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
-from specserve.drafters.eagle3.model import Eagle3Params, draft_spec
+from specserve.drafters.eagle3.model import Eagle3Params, draft_spec, fuse_features
 from specserve.errors import ConfigError
 from specserve.models.config import ModelConfig
-from specserve.models.params import init_params
+from specserve.models.params import init_params, silenced
 from specserve.models.rope import plain_rope
 from specserve.models.target import head_columns
+
+# of the feature, beside layers whose inputs are normed to 1: where it is much larger, as states of the target are, what
+# layers add to it counts for little, and is learnt late
+RESIDUAL = 0.1
 
 
 def new_config(settings: Any, config: ModelConfig, draft_vocab_size: int, *, num_layers: int = 1) -> Eagle3Config:
@@ -51,19 +55,41 @@ def new_config(settings: Any, config: ModelConfig, draft_vocab_size: int, *, num
 
 
 def initial_params(config: Eagle3Config, target: Target, target_ids: np.ndarray, seed: int) -> Eagle3Params:
-    """Make a fresh head whose output rows and final norm are the target's own. A head of another width begins with the
-    target's embedding and output rows as near as its width allows (`_in_width`), and a final norm of ones."""
+    """Make a fresh head that says what the target's output head makes of the last tapped state. The feature is that
+    state, its layers add nothing to it yet, and final norm and output rows are the target's own. In another width the
+    embedding, the output rows and the state are as near to the target's as that allows (`_directions`)."""
     params: Eagle3Params = init_params(draft_spec(config), jax.random.key(seed), config.dtype)
+    params = dataclasses.replace(params, layers=silenced(params.layers))
     columns = head_columns(target.params, jnp.asarray(target_ids)).astype(config.dtype)
-    if config.d_model != config.target_d_model:
-        embedding = _in_width(target.params.embedding.astype(config.dtype), config.d_model)
-        return dataclasses.replace(params, embedding=embedding, head=_in_width(columns.T, config.d_model).T)
     norm = jnp.array(target.params.norm + (1.0 if target.config.norm_offset else 0.0), config.dtype)
-    return dataclasses.replace(params, head=columns, norm=norm)
+    if config.d_model == config.target_d_model:
+        state = jnp.eye(config.d_model, dtype=config.dtype)
+        return dataclasses.replace(params, fc=_of_last(params.fc, state), head=columns, norm=norm)
+    rows, table = (columns * norm[:, None]).T, target.params.embedding.astype(config.dtype)
+    state = _directions(rows, config.d_model)
+    embedding = table @ _directions(table, config.d_model)
+    return dataclasses.replace(params, embedding=embedding, fc=_of_last(params.fc, state), head=(rows @ state).T)
 
 
-def _in_width(rows: jax.Array, width: int) -> jax.Array:  # [n, d] -> [n, width]
-    """Return rows by their coordinates along the directions in which they are longest together, those of a truncated
-    SVD, so that products between them change as little as the width allows. Zeros fill a larger width."""
+def fit_states(
+    params: Eagle3Params, config: Eagle3Config, aux_hidden_states: jax.Array, is_token: jax.Array
+) -> Eagle3Params:
+    """Scale the feature to `RESIDUAL` at the median position, as a few hold states that are far larger than all others
+    (Sun et al. 2024, arXiv 2402.17762)."""
+    features = fuse_features(params, config, aux_hidden_states)
+    sizes = jnp.sqrt(jnp.mean(jnp.square(features.astype(jnp.float32)), axis=-1))
+    median = jnp.nanmedian(jnp.where(is_token, sizes, jnp.nan))
+    scale = jnp.where(median > 0, RESIDUAL / median, 1.0)
+    return dataclasses.replace(params, fc=params.fc * scale.astype(params.fc.dtype))
+
+
+def _of_last(fc: Any, state: jax.Array) -> jax.Array:  # [taps * d, width], [d, width]
+    """Return the matrix that takes the last tap alone, by `state`."""
+    return jnp.zeros_like(fc).at[-len(state) :].set(state)
+
+
+def _directions(rows: jax.Array, width: int) -> jax.Array:  # [n, d] -> [d, width]
+    """Return the directions in which rows are longest together, those of a truncated SVD: products between rows by
+    their coordinates along these change as little as the width allows. Zeros fill a larger width."""
     _, directions = jnp.linalg.eigh(rows.T @ rows)  # the shortest first
-    return jnp.pad(rows @ directions[:, ::-1][:, :width], ((0, 0), (0, max(0, width - rows.shape[1]))))
+    return jnp.pad(directions[:, ::-1][:, :width], ((0, 0), (0, max(0, width - rows.shape[1]))))

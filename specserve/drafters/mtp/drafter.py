@@ -82,6 +82,14 @@ class Mtp(FollowingDrafter):
     def init_params(self, target: Target, target_ids: np.ndarray, seed: int) -> MtpParams:
         return start.initial_params(self.config, target, target_ids, seed)
 
+    def is_trained(self, target: Target) -> bool:
+        return start.is_trained(self.config, target)
+
+    def scale_output(self, params: MtpParams, scale: jax.Array) -> MtpParams:
+        offset = 1.0 if self.config.layer.norm_offset else 0.0
+        norm = (params.norm + offset) * scale.astype(params.norm.dtype) - offset
+        return dataclasses.replace(params, norm=norm)
+
     def learn(
         self, params: MtpParams, target: TargetParams, rows: Rows, aux_hidden_states: jax.Array, rollout: Rollout
     ) -> list[jax.Array]:

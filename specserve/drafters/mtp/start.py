@@ -16,7 +16,7 @@ from specserve.drafters.settings import WidthSettings
 from specserve.errors import ConfigError
 from specserve.kernels.matmul import dequantize
 from specserve.models.config import ModelConfig
-from specserve.models.params import init_params
+from specserve.models.params import init_params, silenced
 from specserve.models.target import Layer, head_columns, target_spec
 
 
@@ -46,27 +46,40 @@ def new_config(settings: WidthSettings, target: ModelConfig, draft_vocab_size: i
 
 
 def initial_params(config: MtpConfig, target: Target, target_ids: np.ndarray, seed: int) -> MtpParams:
-    """Return the layer of the target's checkpoint. Where it has none, it is a copy of the target's last layer, whose
-    input is the mean of its two normed halves, and whose final norm is the target's. The output rows of a part of the
-    tokens, `target_ids` [draft_vocab] int32, are the target's. Raises CheckpointError."""
+    """Return the layer of the target's checkpoint. Where it has none, it is a copy of the target's last layer that adds
+    nothing yet to its input, which is the target's normed state, and its final norm is the target's. The output rows of
+    a part of the tokens, `target_ids` [draft_vocab] int32, are the target's. Raises CheckpointError."""
     whole = config_of(target.config, dtype=config.layer.dtype)
-    has_layer = is_carried(target.folder, whole)
-    params = load_carried(target, whole) if has_layer else _from_last(whole, target, seed)
+    params = load_carried(target, whole) if is_trained(config, target) else _from_last(whole, target, seed)
     if not config.is_partial:
         return params
     columns = head_columns(target.params, jnp.asarray(target_ids)).astype(config.layer.dtype)
     return dataclasses.replace(params, head=columns)
 
 
+def is_trained(config: MtpConfig, target: Target) -> bool:
+    """Return whether the target's checkpoint has the layer. Raises CheckpointError where there is no checkpoint."""
+    return is_carried(target.folder, config_of(target.config, dtype=config.layer.dtype))
+
+
 def _from_last(config: MtpConfig, target: Target, seed: int) -> MtpParams:
     spec = draft_spec(config)
     params: MtpParams = init_params(spec, jax.random.key(seed), config.layer.dtype)
-    half = jnp.eye(config.layer.d_model, dtype=config.layer.dtype) / 2
-    params = dataclasses.replace(
-        params, fc=jnp.concatenate([half, half]), norm=jnp.array(target.params.norm, config.layer.dtype)
-    )
+    state = jnp.eye(config.layer.d_model, dtype=config.layer.dtype)
+    halves = (state, jnp.zeros_like(state)) if config.layout.hidden_first else (jnp.zeros_like(state), state)
+    norm = jnp.array(target.params.norm, config.layer.dtype)
     last = target.params.layers[-1] if target.params.layers else _read_last(target, config.layer.dtype)
-    return dataclasses.replace(params, layer=_copy(last, params.layer))
+    layer = _silenced(_copy(last, params.layer), config.layer)
+    return dataclasses.replace(params, fc=jnp.concatenate(halves), layer=layer, norm=norm)
+
+
+def _silenced(layer: Layer, config: ModelConfig) -> Layer:
+    """Return the layer with nothing added to its input. Where what it adds is normed first, that norm is silent: it
+    would make as much of small numbers as of large ones."""
+    if not config.out_norms:
+        return silenced(layer)
+    silent = jnp.full_like(layer.mlp_norm, -1.0 if config.norm_offset else 0.0)
+    return dataclasses.replace(layer, attention_out_norm=silent, mlp_out_norm=jnp.array(silent))
 
 
 def _read_last(target: Target, dtype: str) -> Layer:

@@ -71,6 +71,9 @@ class PEagle(OnEagle):
     def init_params(self, target: Target, target_ids: np.ndarray, seed: int) -> PEagleParams:
         return start.initial_params(self.config, target, target_ids, seed)
 
+    def fit_states(self, params: PEagleParams, aux_hidden_states: jax.Array, is_token: jax.Array) -> PEagleParams:
+        return start.fit_states(params, self.config, aux_hidden_states, is_token)
+
     def num_steps(self, rollout: int) -> int:
         return self.config.num_slots
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specserve.checkpoints.load import Target
@@ -33,3 +34,13 @@ def initial_params(config: PEagleConfig, target: Target, target_ids: np.ndarray,
     network = start.initial_params(config.network, target, target_ids, seed)
     key = jax.random.fold_in(jax.random.key(seed), 1)
     return PEagleParams(network, init_params(mask_spec(config), key, config.network.dtype))
+
+
+def fit_states(
+    params: PEagleParams, config: PEagleConfig, aux_hidden_states: jax.Array, is_token: jax.Array
+) -> PEagleParams:
+    """Scale the feature as that of an EAGLE-3 head. A masked slot has the mean of the target's states."""
+    network = start.fit_states(params.network, config.network, aux_hidden_states, is_token)
+    states = aux_hidden_states.astype(params.mask_hidden.dtype)
+    mean = jnp.mean(states, axis=(0, 1), keepdims=True, where=is_token[..., None])
+    return PEagleParams(network, mean)
