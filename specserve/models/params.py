@@ -117,7 +117,7 @@ def is_product(path: tuple[Any, ...], names: frozenset[str] = PRODUCTS) -> bool:
     return jax.tree_util.keystr(path[-1:], simple=True) in names
 
 
-WRITERS = frozenset(("o", "o_bias", "down", "down_bias"))  # whose results are added to the residual stream
+WRITERS = frozenset(("o", "o_bias", "down", "down_bias"))  # their results are added to the residual stream
 
 
 def silenced(layers: Any) -> Any:

@@ -49,6 +49,7 @@ MAY_JIT = (
     "serve/programs/calls.py",
     "serve/programs/layouts.py",  # products that are timed to choose how matrices are cut
     "train/step.py",
+    "train/first.py",  # the first losses of a new head, by one scale of its output after another
     "train/capture.py",  # the target's pass alone, whose results are kept on disk
     "train/remote/prefill.py",  # the target's pass alone, in a process of its own
     "train/acceptance.py",

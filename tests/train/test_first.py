@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[KindName, str, dict[str, Any]]] = {  # its kind, the targ
     "two layers, wide": ("eagle3", "llama-longrope", {"d_model": 48, "num_layers": 2}),
     "narrow, normed taps": ("eagle3", "gpt-oss", {"d_model": 24, "fc_norm": True}),
     "normed states": ("eagle3", "deepseek-v3", {"fc_norm": True, "norm_output": True}),
-    "p-eagle": ("p-eagle", "qwen3-moe", {}),
+    "p-eagle": ("p-eagle", "qwen3-moe", {"block_size": 3}),
     "mtp": ("mtp", "gemma2", {}),
     "mtp, latents": ("mtp", "deepseek-v3", {"vocab_size": 48}),
     "mtp, biases": ("mtp", "gpt-oss", {}),

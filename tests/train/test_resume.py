@@ -20,7 +20,7 @@ from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.head import load_head
 from specserve.interop.notes import read_notes
 from specserve.mesh import make_mesh
-from specserve.train.step import _seeds
+from specserve.train.step import seeds_of_step
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,7 +79,7 @@ def test_anchors_are_drawn_by_the_step(tmp_path: Path, tiny_target: Target) -> N
     tiny_trainer(stopped, tiny_target, evaluator=NormEvaluator(), resume=True, **changes).train()
     assert curve(stopped) == curve(tmp_path / "whole")
     _assert_same_head(stopped, tmp_path / "whole", tiny_target)
-    seeds = [_seeds(jnp.int32(number), jnp.zeros((4, 32), jnp.int32)) for number in range(4)]
+    seeds = [seeds_of_step(jnp.int32(number), jnp.zeros((4, 32), jnp.int32)) for number in range(4)]
     assert len(np.unique(seeds)) == 16
 
 
