@@ -80,7 +80,8 @@ def fit_states(
     sizes = jnp.sqrt(jnp.mean(jnp.square(features.astype(jnp.float32)), axis=-1))
     median = jnp.nanmedian(jnp.where(is_token, sizes, jnp.nan))
     scale = jnp.where(median > 0, RESIDUAL / median, 1.0)
-    return dataclasses.replace(params, fc=params.fc * scale.astype(params.fc.dtype))
+    fc: Any = params.fc  # a plain matrix, as it learns
+    return dataclasses.replace(params, fc=fc * scale.astype(fc.dtype))
 
 
 def _of_last(fc: Any, state: jax.Array) -> jax.Array:  # [taps * d, width], [d, width]
