@@ -70,8 +70,11 @@ def test_a_new_head_is_at_worst_a_guess(tmp_path: Path, case: str) -> None:
     """In each step of its rollout, beside random targets of several families, whose logits are small or far too
     large. The second step is a real one: every parameter is a number still."""
     target = _target(case, tmp_path)
+    learner = _learner(case, target)  # one for all, so that its programs are compiled once
     for scale in (0.1, 1.0, 30.0):
-        learner = _learner(case, _louder(target, scale))
+        learner.target = _louder(target, scale)
+        learner.restore(learner._first_state())
+        learner._is_fresh = True
         losses, guess = _first_losses(learner), math.log(learner.drafter.draft_vocab_size)
         assert np.all(losses > 0), "nothing was learnt"
         assert np.all(losses <= guess * (1 + ROUNDING)), (scale, losses, guess)
