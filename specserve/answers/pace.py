@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from specserve.answers.account import Account
 from specserve.answers.questions import Job
+from specserve.answers.regenerate import num_open
 
 
 class Pace:
@@ -54,10 +55,11 @@ class Pace:
         return min(most, self._account.num_so_far / self.num_ended) if self.num_ended else most
 
     def _seconds_open(self) -> float:
-        """Return how long the open conversations will take: one that waits for a slot, and then the longest of those
-        that run, by the speed of one slot."""
+        """Return how long the open conversations will take: until one that is begun now has a slot, and then as long as
+        the longest of those that run, by the speed of one slot."""
         if not self._account.num_so_far:
             return 0.0
         each = self._tokens_each()
         longest = min(self._most_tokens * self._most_turns, each * (1 + math.log(self._num_slots)))
-        return (each + longest) * self._num_slots / max(self._account.tokens_per_second, 1e-9)
+        waiting = each * (num_open(self._num_slots) - self._num_slots)
+        return (waiting + longest * self._num_slots) / max(self._account.tokens_per_second, 1e-9)

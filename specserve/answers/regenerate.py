@@ -147,10 +147,9 @@ def answer(
     _Run(engine, settings, write, account, on_answer).answer(jobs)
 
 
-def num_open(engine: Engine) -> int:
-    """Return how many conversations are asked at once: a quarter more than the engine has slots, so that none waits."""
-    slots = engine.runner.shapes.num_slots
-    return slots + max(1, slots // 4)
+def num_open(num_slots: int) -> int:
+    """Return how many conversations are open at once: a quarter more than there are slots, so that no slot waits."""
+    return num_slots + max(1, num_slots // 4)
 
 
 class _Run:
@@ -173,7 +172,7 @@ class _Run:
     def answer(self, jobs: Iterable[Job]) -> None:
         waiting = iter(jobs)
         # A slot never waits for work, and the next turn of a conversation comes soon, while its prefix is cached.
-        window = num_open(self._engine)
+        window = num_open(self._engine.runner.shapes.num_slots)
         try:
             while True:
                 while len(self._open) < window and (job := next(waiting, None)) is not None:

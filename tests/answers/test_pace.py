@@ -59,7 +59,7 @@ def test_little_time_is_left() -> None:
     """Of answers of one length, whose mean is soon known; and what is expected before is what is reached."""
     for end in (200.0, 1000.0):
         pace, account, last = answer([20] * 2000, end, 64)
-        assert end - 4 * 20 * STEP < last <= end
+        assert end - 3 * 20 * STEP < last <= end
     early = Pace(SLOTS, 64, 1000.0, clock=lambda: 40.0)
     account = _Clock(num_so_far=320, num_rows=16)
     account.now = 40.0

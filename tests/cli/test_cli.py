@@ -23,7 +23,7 @@ from specserve.serve import engines
 from specserve.serve.launch import Models
 from specserve.train.run.folder import SETTINGS_FILE
 from specserve.train.settings import TrainRun
-from specserve.train.trainer import Progress
+from specserve.train.trainer import Doing, Progress
 
 
 def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -128,7 +128,8 @@ def test_the_command_that_goes_on_with_a_run_can_be_pasted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On one line however narrow the output, and whatever the folder is called."""
-    stopped = SimpleNamespace(train=lambda _observers: Progress(7, 1.0, 0.5, 0, ending="stopped by SIGTERM"))
+    last = Progress(7, 1.0, 0.5, 0, ending="stopped by SIGTERM")
+    stopped = SimpleNamespace(train=lambda _observers: last, doing=Doing("step 7"))
     monkeypatch.setattr(train, "prepare", lambda _run, _folder, _mixture: stopped)
     monkeypatch.setattr(train, "_read", lambda _target, _data: ())
     monkeypatch.setenv("COLUMNS", "40")
@@ -146,7 +147,7 @@ def test_the_plan_comes_before_any_download(
     def resolve(name: str, **_: bool) -> None:
         nonlocal said
         said += " ".join(capsys.readouterr().out.split())
-        for words in ("The plan", "200,000 conversations of perfectblend", "for the target's download", "expected tau"):
+        for words in ("The plan", "conversations of perfectblend", "for the target's download", "expected tau"):
             assert words in said
         raise CheckpointError(f"no {name} here")
 

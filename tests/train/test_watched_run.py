@@ -3,7 +3,7 @@
 import io
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tiny_run import metrics, tiny_run, tiny_trainer
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.cli import training_bar
+from specserve.cli.watch import StageWatch
 from specserve.data.dataset import Prompt
 from specserve.interop.head import load_head
 from specserve.interop.notes import read_notes
@@ -24,7 +25,7 @@ from specserve.train.evaluation import HeldOutEvaluator, Measurement
 from specserve.train.run.observers import observing, read_metrics
 from specserve.train.settings import EvalSettings, TrainRun
 from specserve.train.speed import Speed, Stopwatch
-from specserve.train.trainer import Best, Progress, Trainer
+from specserve.train.trainer import Best, Doing, Progress, Trainer
 
 PROMPTS = [Prompt("a", [5, 9, 33]), Prompt("b<i>", [7] * 9), Prompt("a", [60, 12, 3, 4])]
 EVAL = EvalSettings(speculation=("chain:2", "static:2x1"), temperature=(0.0, 0.7), eval_tokens=12)
@@ -170,23 +171,31 @@ class ShownTrainer:
     output: Path
     best: Best
     step: int = 10
+    doing: Doing = field(default_factory=lambda: Doing("step 11"))
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_the_bar_tells_what_happens(finished: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     screen = io.StringIO()
-    monkeypatch.setattr(training_bar, "console", Console(file=screen, force_terminal=is_terminal, width=120))
+    console = Console(file=screen, force_terminal=is_terminal, width=120)
+    monkeypatch.setattr(training_bar, "console", console)
     found = Acceptance(100, 200, (50, 25))
     measured = Measurement(
         tuple(ArmAcceptance(Arm(*name), found, {"a": found, "b[i]": found}) for name in PAIRS), 0, "chain:2"
     )
     speed = Speed(1234.0, 2345.0, 0.42, 3_200_000_000, 1_500_000_000)
     trainer = ShownTrainer(tiny_run(finished, eval=EVAL), finished, Best(4, 2.5))
-    with training_bar.TrainingBar(trainer) as bar:  # type: ignore[arg-type]
-        bar.update(Progress(1, 100.0, 0.1, 500, loss=4.5))
-        bar.update(Progress(2, 110.0, 0.2, 900, loss=3.5, speed=speed))
-        bar.update(Progress(3, 130.0, 0.4, 900, evaluation=measured, is_last=True))
-        bar.update(Progress(3, 130.0, 0.4, 900, ending="finished"))
+    with StageWatch(console) as watch:
+        bar = training_bar.TrainingBar(trainer, watch)  # type: ignore[arg-type]
+        for moment in (
+            Progress(1, 100.0, 0.1, 500, loss=4.5),
+            Progress(2, 110.0, 0.2, 900, loss=3.5, speed=speed),
+            Progress(3, 130.0, 0.4, 900, evaluation=measured, is_last=True),
+            Progress(3, 130.0, 0.4, 900, ending="finished"),
+        ):
+            bar.update(moment)
+            if watch._live:
+                watch._live.refresh()
     bar.summary("specserve serve --draft [x]")
     text = screen.getvalue()
     for part in (
@@ -202,4 +211,6 @@ def test_the_bar_tells_what_happens(finished: Path, monkeypatch: pytest.MonkeyPa
     lines = text.splitlines()
     if not is_terminal:
         assert "\x1b" not in text
-        assert [line[:8] for line in lines[:3]] == ["1:40  st", "1:50, 1:", "2:10, 1:"]
+        assert [line[:8] for line in lines[:4]] == ["0:00  tr", "1:40  st", "1:50, 1:", "2:10, 1:"]
+    else:
+        assert "at step 11" in text

@@ -28,7 +28,7 @@ QUESTIONS_SHARE = 0.15  # of these answers' share is for questions that the targ
 ENDING_SHARE = 0.1  # is for measuring and saving along the way and at the end
 PROBE_SHARE, PROBE_SECONDS = 0.02, 20.0  # how long steps are measured, at most: so long, or less of a short budget
 MEASUREMENTS = 10  # of tau, where there is time for so many
-TIMED_FROM = 60.0  # seconds for measuring: with fewer tau is measured at the end alone, and that is not timed before
+TIMED_FROM = 180.0  # seconds for measuring: with fewer tau is measured at the end alone, and that is not timed before
 
 
 def seconds_of(text: str) -> float:

@@ -186,7 +186,7 @@ def _often_enough(settings: Mapping[str, Any], given: Mapping[str, Any], found: 
         "train.save_every": min(settings["train.save_every"], steps_in(SAVE_SECONDS)),
     }
     steps = given.get("train.max_steps") or found.num_steps
-    if "data.max_conversations" in settings and "budget" not in settings | dict(given) and steps < math.inf:
+    if "data.max_conversations" in settings and not {**settings, **given}.get("budget") and steps < math.inf:
         most = math.ceil(steps * found.sizes.positions / (found.sizes.answer_tokens or found.sizes.seq_len))
         brought["data.max_conversations"] = min(settings["data.max_conversations"], most)
         brought["data.self_questions"] = brought["data.max_conversations"]
