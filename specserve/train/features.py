@@ -2,6 +2,7 @@
 for each tap of a token. The distribution over the draft vocabulary is kept as its likeliest tokens and the mass of the
 rest."""
 
+import math
 from typing import Any, Literal, Protocol
 
 import jax
@@ -15,7 +16,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams, forward
 from specserve.pytree import pytree, static
 from specserve.speculative.vocab import DraftVocab
-from specserve.train.chunked_loss import HiddenStates, chunk_length, cut_positions, join_positions
+from specserve.train.chunked_loss import HiddenStates, chunk_length
 
 Format = Literal["int8", "int4", "fp8"]
 Transport = Literal["exact", "int8", "fp8"]
@@ -177,8 +178,21 @@ def make_features(
         rest = jnp.maximum(jnp.sum(p, axis=-1) - jnp.sum(probs, axis=-1), 0.0)
         return TopK(draft_ids.astype(id_dtype), probs.astype(jnp.float16), rest.astype(jnp.float16), best >= 0)
 
-    teacher = jax.lax.map(teach, cut_positions(hidden_states, length))
-    return Features(codes, scale, jax.tree.map(lambda x: join_positions(x, (batch, seq)), teacher), how)
+    teacher = jax.lax.map(teach, _cut_positions(hidden_states, length))
+    return Features(codes, scale, jax.tree.map(lambda x: _join_positions(x, (batch, seq)), teacher), how)
+
+
+def _cut_positions(x: jax.Array, length: int) -> jax.Array:  # [batch, seq, ...] -> [chunk, length, ...]
+    """Positions in chunks. The last chunk is filled up with copies of the last position, so that whatever is computed
+    of the others can be computed of them."""
+    x = x.reshape(-1, *x.shape[2:])
+    if missing := -len(x) % length:
+        x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), mode="edge")
+    return x.reshape(-1, length, *x.shape[1:])
+
+
+def _join_positions(x: jax.Array, shape: tuple[int, int]) -> jax.Array:  # [chunk, length, ...] -> [batch, seq, ...]
+    return x.reshape(-1, *x.shape[2:])[: math.prod(shape)].reshape(*shape, *x.shape[2:])
 
 
 def bytes_per_position(target: ModelConfig, drafter: TrainedDrafter, how: Format, top_k: int) -> tuple[int, int]:
