@@ -53,11 +53,18 @@ class HiddenStates:
     hidden_states: jax.Array  # [batch, seq, d_model]
 
     def distribution(self, target: TargetParams, config: ModelConfig, vocab: DraftVocab) -> tuple[jax.Array, jax.Array]:
+        drafted, log_total, best = self.compared(target, config, vocab)
+        return jnp.exp(drafted - log_total[..., None]), best
+
+    def compared(
+        self, target: TargetParams, config: ModelConfig, vocab: DraftVocab
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the logits of the draft vocabulary [position, ..., draft_vocab] float32, the log-sum-exp of those of
+        the whole vocabulary, and the best token (see `Teacher`)."""
         logits = target_model.logits(target, config, self.hidden_states)
         drafted = logits[..., vocab.target_ids]
         is_drafted = jnp.max(drafted, axis=-1) >= jnp.max(logits, axis=-1)
-        best = jnp.where(is_drafted, argmax(drafted), -1)
-        return jnp.exp(drafted - jax.nn.logsumexp(logits, axis=-1, keepdims=True)), best
+        return drafted, jax.nn.logsumexp(logits, axis=-1), jnp.where(is_drafted, argmax(drafted), -1)
 
 
 @pytree

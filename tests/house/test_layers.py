@@ -50,6 +50,7 @@ MAY_JIT = (
     "serve/programs/layouts.py",  # products that are timed to choose how matrices are cut
     "train/step.py",
     "train/capture.py",  # the target's pass alone, whose results are kept on disk
+    "train/target_states.py",  # the same, while a run lasts
     "train/remote/prefill.py",  # the target's pass alone, in a process of its own
     "train/acceptance.py",
     "eval/",
