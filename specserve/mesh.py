@@ -290,6 +290,12 @@ def sum_parts(tree: Result, cut: Collection[str]) -> Result:
     return jax.lax.psum(tree, tuple(name for name in MESH_AXES if name in names))
 
 
+def most_of_parts(x: jax.Array, cut: Collection[str]) -> jax.Array:
+    """Return the largest of the numbers that the devices with different parts of these logical axes have. Call it
+    within `over_parts`, where there is an axis."""
+    return jax.lax.pmax(x, tuple(_names(cut))) if cut else x
+
+
 def join_parts(tree: Result, axis: str) -> Result:
     """Join the arrays of all devices that have different parts of a logical axis, one after the other along their
     first axis. Call it within `over_parts`."""

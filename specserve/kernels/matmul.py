@@ -24,7 +24,7 @@ import numpy as np
 
 from specserve.kernels import native
 from specserve.kernels.large_pages import empty_in_large_pages
-from specserve.mesh import is_on_one_device
+from specserve.mesh import is_on_one_device, traced_platform
 from specserve.pytree import pytree, static
 
 
@@ -194,7 +194,30 @@ def matmul(
 
 def matmul_float32(x: jax.Array, weight: Weight) -> jax.Array:
     """Compute x @ weight with a float32 result, for logits."""
+    if isinstance(weight, jax.Array) and weight.ndim == 2 and is_on_one_device() and traced_platform() == "cpu":
+        return _logits(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], weight.shape[-1])
     return _product(x, weight, jnp.dtype(jnp.float32))
+
+
+@jax.custom_vjp
+def _logits(x: jax.Array, weight: jax.Array) -> jax.Array:  # [row, d_in] @ [d_in, d_out] -> [row, d_out] float32
+    """The product on a CPU, whose gradient for the weight takes half of the time that XLA's takes where rows of d_out
+    numbers are a multiple of 16 KB apart: XLA reads x by columns there, and here x is transposed before."""
+    return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+
+
+def _logits_forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+    return _logits(x, weight), (x, weight)
+
+
+def _logits_backward(factors: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = factors
+    columns = jax.lax.optimization_barrier(x.T)  # else XLA multiplies by x as it lies
+    of_x = jax.lax.dot(gradient, weight.T, preferred_element_type=x.dtype)
+    return of_x, jax.lax.dot(columns, gradient, preferred_element_type=weight.dtype)
+
+
+_logits.defvjp(_logits_forward, _logits_backward)
 
 
 def _product(x: jax.Array, weight: Weight, dtype: jnp.dtype) -> jax.Array:

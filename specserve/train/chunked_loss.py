@@ -1,4 +1,4 @@
-"""The loss of a rollout over all its positions, a chunk of them at a time.
+"""The loss of a rollout over the positions that bear loss, a chunk of them at a time.
 
 Neither the target's logits of all positions nor the draft's of any rollout step ever exist. For a chunk of positions
 the target's distribution is computed once, and the predictions of all rollout steps at the same positions are compared
@@ -10,7 +10,6 @@ softmaxes need the whole vocabulary before the first gradient, and the acceptanc
 
 import functools
 import itertools
-import math
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.learning import DraftTargets
 from specserve.kernels.rows import part_length
-from specserve.mesh import num_parts, over_parts, partition, sum_parts, traced_mesh
+from specserve.mesh import most_of_parts, num_parts, over_parts, partition, sum_parts, traced_mesh
 from specserve.models import target as target_model
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
@@ -54,11 +53,18 @@ class HiddenStates:
     hidden_states: jax.Array  # [batch, seq, d_model]
 
     def distribution(self, target: TargetParams, config: ModelConfig, vocab: DraftVocab) -> tuple[jax.Array, jax.Array]:
+        drafted, log_total, best = self.compared(target, config, vocab)
+        return jnp.exp(drafted - log_total[..., None]), best
+
+    def compared(
+        self, target: TargetParams, config: ModelConfig, vocab: DraftVocab
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the logits of the draft vocabulary [position, ..., draft_vocab] float32, the log-sum-exp of those of
+        the whole vocabulary, and the best token (see `Teacher`)."""
         logits = target_model.logits(target, config, self.hidden_states)
         drafted = logits[..., vocab.target_ids]
         is_drafted = jnp.max(drafted, axis=-1) >= jnp.max(logits, axis=-1)
-        best = jnp.where(is_drafted, argmax(drafted), -1)
-        return jnp.exp(drafted - jax.nn.logsumexp(logits, axis=-1, keepdims=True)), best
+        return drafted, jax.nn.logsumexp(logits, axis=-1), jnp.where(is_drafted, argmax(drafted), -1)
 
 
 @pytree
@@ -161,7 +167,7 @@ def _sum_columns(
 
     def of_positions(*arguments: Any) -> tuple[Any, ...]:
         positions, common, head = arguments
-        *summed, of_states = _in_chunks(functools.partial(of_chunk, common), head, positions, num_logits)
+        *summed, of_states = _in_chunks(functools.partial(of_chunk, common), head, positions, num_logits, cut)
         return *(sum_parts(summed, cut) if cut else summed), of_states
 
     positions, common = (states, weights, teacher), (coefficients, objective.target, objective.vocab)
@@ -230,49 +236,44 @@ def _in_chunks(
     head: Any,
     positions: tuple[list[jax.Array], jax.Array, Any],  # states, weights and teacher of [batch, seq] positions
     num_logits: int,  # for each position
+    cut: list[str],  # the logical axes along which devices have positions of their own
 ) -> tuple[jax.Array, Sums, Any, list[jax.Array]]:
-    states, weights, teacher = positions
-    batch, seq = weights.shape[1:]
-    length = chunk_length(batch * seq, num_logits, jax.default_backend())
-    weights = weights.reshape(len(states), -1)
-    if missing := -batch * seq % length:
-        weights = jnp.pad(weights, ((0, 0), (0, missing)))
-    chunks = (
-        [cut_positions(x, length) for x in states],
-        weights.reshape(len(states), -1, length).swapaxes(0, 1),
-        jax.tree.map(lambda x: cut_positions(x, length), teacher),
-    )
+    """Return what all chunks give together. Only positions that bear loss are in them, so the number of chunks is known
+    when the program runs; devices that wait for each other within a chunk all take the largest of theirs."""
+    batch, seq = positions[1].shape[1:]
+    number = batch * seq
+    length = chunk_length(number, num_logits, jax.default_backend())
+    states, teacher = jax.tree.map(lambda x: x.reshape(number, *x.shape[2:]), (positions[0], positions[2]))
+    weights = positions[1].reshape(-1, number)
+    bears = jnp.any(weights != 0, axis=0)
+    places = jnp.nonzero(bears, size=number + -number % length, fill_value=number)[0].astype(jnp.int32)
 
-    def add(carry: Any, chunk: Any) -> tuple[Any, list[jax.Array]]:
-        *found, of_states = of_chunk(head, chunk)
-        return jax.tree.map(jnp.add, carry, tuple(found)), of_states
+    def add(i: jax.Array, carry: Any) -> Any:
+        summed, of_states = carry
+        at = jax.lax.dynamic_slice_in_dim(places, i * length, length)
+        # the last chunk is filled up with copies of a position that bears loss, which count nothing
+        real = jnp.where(at < number, at, places[0])
+        of_positions = weights.at[:, at].get(mode="fill", fill_value=0)
+        chunk = [x[real] for x in states], of_positions, jax.tree.map(lambda x: x[real], teacher)
+        *found, new = of_chunk(head, chunk)
+        of_states = [old.at[at].set(x, mode="drop") for old, x in zip(of_states, new, strict=True)]
+        return jax.tree.map(jnp.add, summed, tuple(found)), of_states
 
     zero = (
         jnp.zeros((), jnp.float32),
         Sums(*[jnp.zeros(len(states), jnp.float32)] * 5),
         jax.tree.map(jnp.zeros_like, head),
     )
-    (value, sums, of_head), of_states = jax.lax.scan(add, zero, chunks)
-    return value, sums, of_head, [join_positions(x, (batch, seq)) for x in of_states]
+    num_chunks = most_of_parts(-(-jnp.sum(bears, dtype=jnp.int32) // length), cut)
+    begin = zero, [jnp.zeros_like(x) for x in states]
+    (value, sums, of_head), of_states = jax.lax.fori_loop(0, num_chunks, add, begin)
+    return value, sums, of_head, [x.reshape(batch, seq, -1) for x in of_states]
 
 
 def chunk_length(num_positions: int, num_logits: int, backend: str) -> int:
     """Return how many positions a chunk has: those whose logits, so many for each, are in memory at once."""
     budget = LOGITS_AT_ONCE.get(backend, DEFAULT_LOGITS_AT_ONCE)
     return part_length(num_positions, max(1, budget // num_logits))
-
-
-def cut_positions(x: jax.Array, length: int) -> jax.Array:  # [batch, seq, ...] -> [chunk, length, ...]
-    """Positions in chunks. The last chunk is filled up with copies of the last position, so that whatever is computed
-    of the others can be computed of them."""
-    x = x.reshape(-1, *x.shape[2:])
-    if missing := -len(x) % length:
-        x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), mode="edge")
-    return x.reshape(-1, length, *x.shape[1:])
-
-
-def join_positions(x: jax.Array, shape: tuple[int, int]) -> jax.Array:  # [chunk, length, ...] -> [batch, seq, ...]
-    return x.reshape(-1, *x.shape[2:])[: math.prod(shape)].reshape(*shape, *x.shape[2:])
 
 
 @jax.custom_vjp

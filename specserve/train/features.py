@@ -2,6 +2,7 @@
 for each tap of a token. The distribution over the draft vocabulary is kept as its likeliest tokens and the mass of the
 rest."""
 
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import jax
@@ -15,7 +16,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams, forward
 from specserve.pytree import pytree, static
 from specserve.speculative.vocab import DraftVocab
-from specserve.train.chunked_loss import HiddenStates, chunk_length, cut_positions, join_positions
+from specserve.train.chunked_loss import HiddenStates, chunk_length
 
 Format = Literal["int8", "int4", "fp8"]
 Transport = Literal["exact", "int8", "fp8"]
@@ -168,7 +169,6 @@ def make_features(
     at a time."""
     batch, seq, d_model = hidden_states.shape
     codes, scale = encode(aux_hidden_states.reshape(batch, seq, -1, d_model), how)
-    length = chunk_length(batch * seq, config.vocab_size, jax.default_backend())
     id_dtype = jnp.uint16 if vocab.target_ids.shape[0] <= 1 << 16 else jnp.uint32
 
     def teach(hidden_states: jax.Array) -> TopK:  # [position, d_model]
@@ -177,8 +177,23 @@ def make_features(
         rest = jnp.maximum(jnp.sum(p, axis=-1) - jnp.sum(probs, axis=-1), 0.0)
         return TopK(draft_ids.astype(id_dtype), probs.astype(jnp.float16), rest.astype(jnp.float16), best >= 0)
 
-    teacher = jax.lax.map(teach, cut_positions(hidden_states, length))
-    return Features(codes, scale, jax.tree.map(lambda x: join_positions(x, (batch, seq)), teacher), how)
+    return Features(codes, scale, by_chunk(teach, hidden_states, config.vocab_size), how)
+
+
+def by_chunk(
+    function: Callable[[jax.Array], Any],  # [position, d_model] -> a pytree of [position, ...]
+    hidden_states: jax.Array,  # [batch, seq, d_model]
+    num_logits: int,  # that it makes of each
+) -> Any:  # [batch, seq, ...]
+    """Apply a function to a chunk of positions at a time. The last chunk is filled up with copies of the last
+    position, so that whatever is computed of the others can be computed of them."""
+    batch, seq = hidden_states.shape[:2]
+    length = chunk_length(batch * seq, num_logits, jax.default_backend())
+    positions = hidden_states.reshape(batch * seq, -1)
+    if missing := -batch * seq % length:
+        positions = jnp.pad(positions, ((0, missing), (0, 0)), mode="edge")
+    found = jax.lax.map(function, positions.reshape(-1, length, positions.shape[-1]))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: batch * seq].reshape(batch, seq, *x.shape[2:]), found)
 
 
 def bytes_per_position(target: ModelConfig, drafter: TrainedDrafter, how: Format, top_k: int) -> tuple[int, int]:

@@ -4,7 +4,8 @@ A product of [n, i] with [i, o] is 2 n i o operations; element-wise work is not 
 that any implementation must do: every matrix once forward and twice backward, attention over the keys that a causal
 mask shows in a row that is one document. Executed are those of this implementation, where rollout steps are computed
 again in the backward pass, attention runs over blocks of keys, and devices of a mesh repeat what it does not cut: KV
-heads that it does not divide, say, or a row's recurrent layers. Shares of a peak (MFU) go by the useful ones.
+heads that it does not divide, say, or a row's recurrent layers. Shares of a peak (MFU) go by the useful ones. Every
+position counts as one that bears loss, which shapes do not say; of the others no loss is computed.
 """
 
 from dataclasses import dataclass

@@ -80,9 +80,9 @@ class Learner:
 
     def time_steps(self, seconds: float) -> float:
         """Return the seconds that a step takes: the mean of as many steps as fit into `seconds`, after one that
-        compiles. The head is then the first one again, and the next batch the same as before. It is not for captured
-        states, with which the target that a new head begins from is gone."""
-        assert self.features is None
+        compiles. The head is then the first one again, and the next batch the same as before. It needs the target
+        itself, from which a new head begins."""
+        assert self.target.params.layers
         position = self.data.loader.state()
         jax.block_until_ready(self.step(1.0))
         begin, number = time.monotonic(), 0

@@ -107,11 +107,15 @@ class EvalSettings:
 
 @dataclass(frozen=True, config=RULES)
 class CaptureSettings:
-    """Settings of keeping the target's hidden states on disk, so that training needs no target in memory."""
+    """Settings of keeping the target's hidden states on disk: captured before, so that training needs no target in
+    memory, or kept while it trains."""
 
     capture: str = setting("", help="folder of captured hidden states: made when it is not there, then trained from")
     capture_format: Literal["int8", "int4", "fp8"] = setting("int8", help="how hidden states are kept, a scale per row")
     capture_top_k: int = setting(20, help="tokens of the target's distribution that are kept for each position", ge=1)
+    keep_states: bool = setting(
+        False, help="run the target over each row once, and keep its states on the output's disk until the run ends"
+    )
 
 
 @dataclass(frozen=True, config=RULES)

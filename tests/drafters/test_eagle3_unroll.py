@@ -20,7 +20,7 @@ from specserve.drafters.eagle3.model import Eagle3Params, draft_logits, token_em
 from specserve.drafters.eagle3.rollout import rollout_states
 from specserve.drafters.follow import FIRST_ENTRY, Pending
 from specserve.drafters.interface import Head
-from specserve.drafters.learning import Rollout, Rows, all_weights, loss_positions, shift
+from specserve.drafters.learning import DraftTargets, Rollout, Rows, all_weights, loss_positions, shift
 from specserve.mesh import make_mesh, on_mesh, whole
 from specserve.models.cache import Prefix
 from specserve.models.target import TargetParams, forward
@@ -31,7 +31,7 @@ from specserve.speculative.step import StepConfig
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import chunked_loss
 from specserve.train.chunked_loss import RolloutMetrics, Sums
-from specserve.train.losses import LossName
+from specserve.train.losses import LossName, make_loss
 from specserve.train.step import LossConfig, loss_and_gradient, place_rows, rollout_loss, teach
 
 ROLLOUT = 3
@@ -195,6 +195,33 @@ def test_the_chunked_loss_and_its_gradient_equal_the_naive_ones(
     expected = other(*args)
     assert_same(mine(*args), expected, tolerance(other, *args))  # so no gradient is nothing but noise
     assert all(np.any(leaf) for leaf in jax.tree.leaves(expected[1])), "nothing was tested"
+
+
+@pytest.mark.parametrize("density", [0.4, 0.0])
+def test_positions_that_bear_no_loss_are_not_computed(
+    shallow_target: Target, head: Head, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, density: float
+) -> None:
+    """Whatever stands there, numbers or none, loss and gradient are the same; and of no position at all they are 0."""
+    monkeypatch.setitem(chunked_loss.LOGITS_AT_ONCE, "cpu", SHORT * 48 * 5)
+    config, vocab = shallow_target.config, DraftVocab(jnp.asarray(head.target_ids))
+    weights = jnp.asarray(rng.random((SHORT, 2, 23)) * (rng.random((SHORT, 2, 23)) < density), jnp.float32)
+    *states, hidden = jnp.asarray(rng.standard_normal((SHORT + 1, 2, 23, config.d_model)), jnp.float32)
+    target, drafter = shallow_target.params, head.drafter
+
+    @jax.jit
+    def gradient(output: Any, states: list[jax.Array], hidden: jax.Array) -> Any:
+        def loss(output: Any, states: list[jax.Array]) -> tuple[jax.Array, Sums]:
+            parts = chunked_loss.Objective(drafter, target, config, vocab, make_loss("ce", 3.0))
+            teacher = chunked_loss.HiddenStates(hidden)
+            return chunked_loss.sum_losses(parts, output, states, DraftTargets(weights), jnp.ones(SHORT), teacher)
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(output, states)
+
+    bears = (weights > 0).any(axis=0)[..., None]
+    poisoned = jax.tree.map(lambda x: jnp.where(bears, x, jnp.nan), (states, hidden))
+    expected, got = gradient(head.params.output, states, hidden), gradient(head.params.output, *poisoned)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(expected)) == bool(density)
 
 
 def _gradient(

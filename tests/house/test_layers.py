@@ -51,6 +51,7 @@ MAY_JIT = (
     "train/step.py",
     "train/first.py",  # the first losses of a new head, by one scale of its output after another
     "train/capture.py",  # the target's pass alone, whose results are kept on disk
+    "train/target_states.py",  # the same, while a run lasts
     "train/remote/prefill.py",  # the target's pass alone, in a process of its own
     "train/acceptance.py",
     "eval/",

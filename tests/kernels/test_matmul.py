@@ -51,6 +51,20 @@ def test_logits_of_bfloat16_are_accumulated_in_float32(rng: np.random.Generator)
     assert_within(out, np.asarray(x, np.float32) @ np.asarray(weight, np.float32), of_product(x, weight))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_of_logits_is_that_of_the_product(rng: np.random.Generator, dtype: str) -> None:
+    x, weight = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((2, 3, 24), (24, 40)))
+    of_logits = jnp.asarray(rng.standard_normal((2, 3, 40)), jnp.float32)
+    _, pull_back = jax.vjp(matmul_float32, x, weight)
+    of_x, of_weight = pull_back(of_logits)
+    assert (of_x.dtype, of_weight.dtype) == (x.dtype, weight.dtype)
+    rows, plain, gradient = (np.asarray(each, np.float32) for each in (x.reshape(6, 24), weight, of_logits))
+    gradient = gradient.reshape(6, 40)
+    off = 1.0 if dtype == "float32" else 2.0**16  # of which bfloat16 has so many bits less
+    assert_within(of_x.reshape(6, 24), gradient @ plain.T, off * of_product(gradient, plain.T))
+    assert_within(of_weight, rows.T @ gradient, off * of_product(rows.T, gradient))
+
+
 def _quantized(rng: np.random.Generator, d_in: int, block: int, dtype: type) -> QuantizedMatrix:
     values = rng.integers(-100, 100, (d_in, 12)).astype(np.float32).astype(dtype)
     scale = rng.uniform(0.001, 0.01, (-(-d_in // block), 12)).astype(np.float32)

@@ -38,6 +38,7 @@ from specserve.train.run.report import summarize
 from specserve.train.settings import CaptureSettings, DataSettings, TrainRun, TrainSettings
 from specserve.train.speed import make_stopwatch
 from specserve.train.step import place_rows
+from specserve.train.target_states import KeptStates
 from specserve.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -128,9 +129,13 @@ def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) ->
             seed=run.train.seed,
             mesh=mesh,
         )
+    if run.features.keep_states:
+        layers, rows = materials.drafter.aux_layers, materials.loaded.rows
+        features = KeptStates(folder.path, target, layers, data.target_ids, rows, mesh)
     learner = Learner(run.train, materials.drafter, target, data, features=features, mesh=mesh)
     notes = _notes(run, materials.source, materials.loaded, data.target_ids)
-    stopwatch = make_stopwatch(StepShape.of(run.train, target.config, materials.drafter, run.states_from), mesh)
+    states_from = "capture" if run.features.keep_states else run.states_from  # of most epochs
+    stopwatch = make_stopwatch(StepShape.of(run.train, target.config, materials.drafter, states_from), mesh)
     return Trainer(run, learner, notes, folder, evaluator=evaluator, stopwatch=stopwatch)
 
 
