@@ -207,19 +207,20 @@ def _learn(
     trainer = prepare(run, folder, mixture)
     if budget and not budget.steps:
         watch.begin("compiling and timing a step")
-        seconds, measuring = trainer.learner.time_steps(budget.probe_seconds), 0.0
+        step, measuring = trainer.learner.time_steps(budget.probe_seconds), 0.0
         if trainer.evaluator and budget.ending_seconds >= budgets.TIMED_FROM:
             watch.begin("timing a measurement of tau")
             start = time.monotonic()
             trainer.evaluator.measure(trainer.learner.state.params, is_last=False)
             measuring = time.monotonic() - start
         budget = budget.after(time.monotonic() - begin)
-        budget = budget.with_steps(most=run.train.max_steps, seconds_each=seconds, measuring=measuring)
+        budget = budget.with_steps(most=run.train.max_steps, step=step, measuring=measuring)
         budgets.record(folder.path, budget)
         run = budget.apply(run)
         trainer.rebound(run.train)
         times = f"tau is measured {budget.measurements} times" if budget.measurements > 1 else "tau at the end"
-        watch.say(f"{budget.steps:,} steps of {seconds:.3g} s fit the budget; {times}")
+        seconds = f"{step.new:.3g} s" + (f", {step.seen:.3g} s over rows seen before," if step.seen < step.new else "")
+        watch.say(f"{budget.steps:,} steps of {seconds} fit the budget; {times}")
     listen(trainer)
     bar = TrainingBar(trainer, watch)
     last = trainer.train([bar.update, *observers])

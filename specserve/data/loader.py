@@ -59,6 +59,11 @@ class Loader:
         self.position += self.batch_size
         return batch
 
+    @property
+    def num_new_steps(self) -> int:
+        """The number of batches after which no row is new, where each is used once an epoch."""
+        return -(-len(self._rows) // self.batch_size)
+
     def peek(self, ahead: int = 0) -> Batch:
         """Return this process's share of the batch that comes `ahead` batches after the next one, which stays the
         next."""

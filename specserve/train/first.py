@@ -21,7 +21,7 @@ from specserve.mesh import on_mesh, whole
 from specserve.models.target import TargetParams
 from specserve.speculative.vocab import DraftVocab
 from specserve.train.chunked_loss import RolloutMetrics
-from specserve.train.step import LossConfig, cut_rows, loss_and_gradient, seeds_of_step, teach
+from specserve.train.step import LossConfig, cut_rows, join_rows, loss_and_gradient, seeds_of_step, teach
 
 SMALLEST = 2.0**-10  # scale that is tried on either side
 
@@ -39,9 +39,10 @@ def make_begin(config: LossConfig, place: Any, mesh: Mesh | None = None) -> Begi
         params: Any, scale: jax.Array, target: TargetParams, vocab: DraftVocab, rows: Rows
     ) -> tuple[Any, jax.Array]:
         rows = replace(rows, seeds=seeds_of_step(jnp.int32(0), rows.token_ids))
-        first = rows if config.accumulate == 1 else jax.tree.map(lambda x: x[0], cut_rows(rows, config.accumulate))
-        states = teach(target, config, first).aux_hidden_states.astype(jnp.float32)
-        params = drafter.scale_output(drafter.fit_states(params, states, first.document_ids > 0), scale)
+        parts = cut_rows(rows, config.accumulate)
+        states = join_rows(jax.lax.map(lambda part: teach(target, config, part).aux_hidden_states, parts))
+        params = drafter.fit_states(params, states.astype(jnp.float32), rows.document_ids > 0)
+        params = drafter.scale_output(params, scale)
         # XLA leaves the gradient out, which nothing uses
         _, sums, _ = loss_and_gradient(params, config, target, vocab, rows, lambda part: teach(target, config, part))
         return params, RolloutMetrics.of(sums).loss

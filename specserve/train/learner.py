@@ -22,6 +22,7 @@ from specserve.train.features import FeatureSource
 from specserve.train.first import first_params, make_begin
 from specserve.train.optimizer import make_optimizer
 from specserve.train.settings import TrainSettings
+from specserve.train.speed import StepSeconds
 from specserve.train.step import StepMetrics, TrainState, loss_config, make_step, place_rows, place_state
 
 
@@ -78,22 +79,29 @@ class Learner:
         self.state, metrics = self._step(self.state, self.target.params, self._vocab, rows, jnp.float32(scale))
         return metrics
 
-    def time_steps(self, seconds: float) -> float:
+    def time_steps(self, seconds: float) -> StepSeconds:
         """Return the seconds that a step takes: the mean of as many steps as fit into `seconds`, after one that
-        compiles. The head is then the first one again, and the next batch the same as before. It needs the target
-        itself, from which a new head begins."""
+        compiles, and where the target's states are kept, the mean over the same rows again. The head is then the first
+        one again, and the next batch the same as before. It needs the target itself, from which a new head begins."""
         assert self.target.params.layers
-        position = self.data.loader.state()
+        loader = self.data.loader
+        position = loader.state()
         jax.block_until_ready(self.step(1.0))
-        begin, number = time.monotonic(), 0
+        timed, begin, number = loader.state(), time.monotonic(), 0
         while not number or time.monotonic() - begin < seconds:
             jax.block_until_ready(self.step(1.0))
             number += 1
-        found = (time.monotonic() - begin) / number
-        self.data.loader.restore(position)
+        new = seen = (time.monotonic() - begin) / number
+        if self.features:
+            loader.restore(timed)
+            begin = time.monotonic()
+            for _ in range(number):
+                jax.block_until_ready(self.step(1.0))
+            seen = (time.monotonic() - begin) / number
+        loader.restore(position)
         del self.state  # before there is another one
         self.state = self._first_state()
-        return found
+        return StepSeconds(new, seen, loader.num_new_steps)
 
     def restore(self, state: TrainState) -> None:
         """Go on from a saved state, in place of the present one."""

@@ -113,8 +113,10 @@ class CaptureSettings:
     capture: str = setting("", help="folder of captured hidden states: made when it is not there, then trained from")
     capture_format: Literal["int8", "int4", "fp8"] = setting("int8", help="how hidden states are kept, a scale per row")
     capture_top_k: int = setting(20, help="tokens of the target's distribution that are kept for each position", ge=1)
-    keep_states: bool = setting(
-        False, help="run the target over each row once, and keep its states on the output's disk until the run ends"
+    keep_states: Literal["auto", "true", "false"] = setting(
+        "auto",
+        help="run the target over each row once, and keep its states on the output's disk until the run ends; auto: on "
+        "a CPU, in one process, with a budget or so many steps that rows come again",
     )
 
 

@@ -22,6 +22,21 @@ READ_SIDE = 4096  # of the matrix that is read: larger than any cache
 
 
 @dataclass(frozen=True)
+class StepSeconds:
+    """The time of a training step: over rows that no step has seen, and over others, of which the target's states may
+    be kept (`features.keep_states`)."""
+
+    new: float
+    seen: float
+    num_new: int  # steps until all rows are seen
+
+    def number_in(self, seconds: float) -> int:
+        """Return how many steps fit into so much time."""
+        new = min(seconds / self.new, self.num_new)
+        return int(new + max(0.0, seconds - self.num_new * self.new) / self.seen)
+
+
+@dataclass(frozen=True)
 class Speed:
     """The speed of training and the memory in use since the last logged step."""
 

@@ -91,7 +91,7 @@ class KeptStates:
         if needed > free:
             raise ConfigError(
                 f"features.keep_states: the target's states take {needed / 1e9:.1f} GB, the disk of {folder} has "
-                f"{free / 1e9:.1f} GB; give another --output, or leave --keep-states out"
+                f"{free / 1e9:.1f} GB; give another --output, or --keep-states false"
             )
 
     def next_features(self, loader: Loader) -> Outputs:
@@ -104,8 +104,8 @@ class KeptStates:
             return self._compute(batch)
         except OSError as error:
             raise CheckpointError(
-                f"{self._folder}: the target's states cannot be kept there ({error.strerror}); make room, or leave "
-                "--keep-states out, and go on with --resume"
+                f"{self._folder}: the target's states cannot be kept there ({error.strerror}); make room, or give "
+                "--keep-states false, and go on with --resume"
             ) from error
 
     def close(self) -> None:

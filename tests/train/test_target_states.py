@@ -21,6 +21,7 @@ from specserve.mesh import parse_mesh
 from specserve.train import target_states
 from specserve.train.head import new_drafter
 from specserve.train.learner import TrainingData
+from specserve.train.run import prepare
 from specserve.train.run.checks import check_settings
 from specserve.train.run.folder import RunFolder
 from specserve.train.settings import CaptureSettings
@@ -115,7 +116,7 @@ def test_a_disk_without_room_is_named(tmp_path: Path, tiny_target: Target, monke
 
 
 def test_only_one_process_that_has_the_target_keeps(tmp_path: Path) -> None:
-    keep = CaptureSettings(keep_states=True)
+    keep = CaptureSettings(keep_states="true")
     check_settings(tiny_run(tmp_path, features=keep))
     for run in (
         tiny_run(tmp_path, features=dataclasses.replace(keep, capture="features")),
@@ -123,3 +124,18 @@ def test_only_one_process_that_has_the_target_keeps(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match="--keep-states is for one process"):
             check_settings(run)
+
+
+def test_states_are_kept_by_themselves_where_rows_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keeps(**changes: Any) -> bool:
+        return prepare._keeps_states(tiny_run(tmp_path, **changes), 10)
+
+    assert keeps(max_steps=11)
+    assert keeps(budget="1h", max_steps=0)
+    assert not keeps(max_steps=10)
+    assert not keeps(max_steps=11, features=CaptureSettings(keep_states="false"))
+    assert not keeps(max_steps=11, features=CaptureSettings(capture="features"))
+    assert not keeps(max_steps=11, coordinator="host:1", num_processes=2)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert not keeps(max_steps=11)
+    assert keeps(max_steps=10, features=CaptureSettings(keep_states="true"))

@@ -17,6 +17,7 @@ from pathlib import Path
 from specserve.errors import CheckpointError, ConfigError
 from specserve.host import whole_file
 from specserve.train.settings import TrainRun
+from specserve.train.speed import StepSeconds
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +78,8 @@ class Budget:
         """Return the budget when so many more seconds are over."""
         return dataclasses.replace(self, spent=self.spent + seconds)
 
-    def with_steps(self, *, most: int, seconds_each: float, measuring: float = 0.0) -> "Budget":
-        """Decide how many steps are trained, each of which takes `seconds_each`, and how often tau is measured, which
+    def with_steps(self, *, most: int, step: StepSeconds, measuring: float = 0.0) -> "Budget":
+        """Decide how many steps are trained, by the time that they take, and how often tau is measured, which
         takes `measuring` (0: not known): as often as the ending's share has time for, and at the end in any case; and
         as many steps as fit into the rest of the budget. It is at least one step, and `most` at most where that is not
         0."""
@@ -86,9 +87,9 @@ class Budget:
         if measuring:
             measurements = max(1, min(MEASUREMENTS, int(self.ending_seconds / measuring)))
         ending = max(self.ending_seconds, measurements * measuring)
-        number = max(1, int((self.seconds - self.spent - ending) / seconds_each))
+        number = max(1, step.number_in(self.seconds - self.spent - ending))
         number = min(number, most or number)
-        return dataclasses.replace(self, steps=number, seconds_per_step=seconds_each, measurements=measurements)
+        return dataclasses.replace(self, steps=number, seconds_per_step=step.new, measurements=measurements)
 
     def apply(self, run: TrainRun) -> TrainRun:
         """Return the run with the decisions so far. It is measured and saved often enough for its new length."""

@@ -45,7 +45,7 @@ def check_settings(run: TrainRun) -> None:
     _check_stages(run.budget, run.states_from, is_answered=run.data.regenerate, is_of_several=run.is_of_several)
     has_own_clusters = bool(run.coordinator) and not run.ray_address
     _check_service(run.service, run.features, run.num_trainers, has_own_clusters=has_own_clusters)
-    if run.features.keep_states and (run.states_from != "layers" or run.is_of_several):
+    if run.features.keep_states == "true" and (run.states_from != "layers" or run.is_of_several):
         raise ConfigError(
             "--keep-states is for one process that runs the target itself; leave it out, or leave out --capture, "
             "--target-service and other processes"

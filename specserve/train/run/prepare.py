@@ -129,14 +129,25 @@ def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) ->
             seed=run.train.seed,
             mesh=mesh,
         )
-    if run.features.keep_states:
+    keeps_states = _keeps_states(run, data.loader.num_new_steps)
+    if keeps_states:
         layers, rows = materials.drafter.aux_layers, materials.loaded.rows
         features = KeptStates(folder.path, target, layers, data.target_ids, rows, mesh)
     learner = Learner(run.train, materials.drafter, target, data, features=features, mesh=mesh)
     notes = _notes(run, materials.source, materials.loaded, data.target_ids)
-    states_from = "capture" if run.features.keep_states else run.states_from  # of most epochs
+    states_from = "capture" if keeps_states else run.states_from  # of most epochs
     stopwatch = make_stopwatch(StepShape.of(run.train, target.config, materials.drafter, states_from), mesh)
     return Trainer(run, learner, notes, folder, evaluator=evaluator, stopwatch=stopwatch)
+
+
+def _keeps_states(run: TrainRun, num_new_steps: int) -> bool:
+    """Return whether the run keeps the target's states, where so many steps read every row once. It follows from
+    settings and data alone, so a run that is resumed does as before."""
+    if run.features.keep_states != "auto":
+        return run.features.keep_states == "true"
+    if run.states_from != "layers" or run.is_of_several or jax.default_backend() != "cpu":
+        return False
+    return bool(run.budget) or run.train.max_steps > num_new_steps
 
 
 def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = None) -> Materials:

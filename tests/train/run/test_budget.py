@@ -12,6 +12,7 @@ from specserve.errors import CheckpointError, ConfigError
 from specserve.train.run import budget as budgets
 from specserve.train.run.budget import ANSWERS_SHARE, ENDING_SHARE, MEASUREMENTS, Budget, seconds_of
 from specserve.train.settings import TrainRun, TrainSettings
+from specserve.train.speed import StepSeconds
 
 seconds = st.floats(1.0, 1e6)
 each = st.floats(1e-3, 1e3)
@@ -22,7 +23,7 @@ def test_steps_and_measurements_take_what_is_left(
     total: float, most: int, each: float, spent: float, measuring: float, more: float
 ) -> None:
     def decided(total: float) -> Budget:
-        return Budget(total, spent).with_steps(most=most, seconds_each=each, measuring=measuring)
+        return Budget(total, spent).with_steps(most=most, step=StepSeconds(each, each, 10), measuring=measuring)
 
     found = decided(total)
     assert found.steps >= 1
@@ -34,6 +35,16 @@ def test_steps_and_measurements_take_what_is_left(
     assert found.steps == 1 or found.steps * each <= left * (1 + 1e-9)
     assert found.steps == most or (found.steps + 1) * each > left * (1 - 1e-9)
     assert decided(total * more).measurements >= found.measurements
+
+
+@given(seconds, st.floats(1e-3, 1e3), st.floats(1e-3, 1.0), st.integers(0, 10**4))
+def test_steps_over_rows_that_were_seen_may_cost_less(left: float, new: float, share: float, num_new: int) -> None:
+    step = StepSeconds(new, new * share, num_new)
+    number = step.number_in(left)
+    taken = min(number, num_new) * step.new + max(0, number - num_new) * step.seen
+    assert taken <= left * (1 + 1e-9)
+    assert taken + step.new >= left * (1 - 1e-9)
+    assert number >= StepSeconds(new, new, num_new).number_in(left)
 
 
 @given(seconds, st.lists(st.floats(0, 1e5), max_size=5))
