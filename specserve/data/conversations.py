@@ -267,7 +267,7 @@ def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_ans
             raise BadRowError("no assistant message")
         tools = _objects(filled.get("tools"), "tools")
         kwargs = _object(filled.get("chat_template_kwargs"), "chat_template_kwargs")
-        return Conversation(turns, category, source, *map(_to_json, (tools, kwargs)))
+        return Conversation(turns, category, source, tools=_to_json(tools), template_kwargs=_to_json(kwargs))
     if "text" in filled:
         return Conversation((Message(TEXT_ROLE, _text(filled["text"], "text")),), category, source)
     raise BadRowError("none of the fields conversations, messages, text, input_ids")
