@@ -90,6 +90,7 @@ def _sleep_in_c(seconds: int) -> None:
 
 def main(what: str) -> None:
     interrupts.GRACE_SECONDS, interrupts.SAVING_SECONDS = GRACE, SAVING
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background begins without it
     with Interrupts(lambda: print("how to go on", flush=True), lambda: what == "saving") as armed:
         try:
             if what in ("in C", "saving", "child"):
