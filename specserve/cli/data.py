@@ -35,7 +35,7 @@ def regenerate(run: RegenerateRun) -> None:
     if weighted := [entry for entry in run.source if sources.parse_entry(entry)[1] != 1]:
         raise ConfigError(f"--source {weighted[0]}: every question is asked once, so give no weights")
     mixture = sources.load_mixture(run.source, Columns.parse(run.columns), needs_answers=False)
-    if SELF in run.source and (run.ray or not run.count):
+    if _asks_itself(run) and (run.ray or not run.count):
         lack = "one engine asks, so leave --ray out" if run.ray else "say how many questions: --count"
         raise ConfigError(f"--source {SELF}: {lack}")
     template_kwargs = parse_template_kwargs(run.template_kwargs)
@@ -74,6 +74,10 @@ def capture(run: TrainRun) -> None:
     )
 
 
+def _asks_itself(run: RegenerateRun) -> bool:
+    return any(sources.parse_entry(entry)[0] == SELF for entry in run.source)
+
+
 def _rows(run: RegenerateRun, mixture: Mixture) -> list[Row]:
     drawn = dataset.draw(sources.with_held_out(mixture), run.count, run.seed)
     return [row for source in drawn for row in source.train]
@@ -91,8 +95,8 @@ def _here(run: RegenerateRun, mixture: Mixture, settings: AnswerSettings) -> Acc
             on_warmup=on_warmup,
         )
     with engine:
-        if SELF in run.source:
-            mixture = _with_own_questions(run, models, mixture, engine)
+        if _asks_itself(run):
+            mixture = _with_own_questions(run, models, mixture, engine, settings)
         rows = _rows(run, mixture)
         with _answering(len(rows) * run.samples) as on_answer:
             return eval_regenerate.regenerate(
@@ -106,10 +110,12 @@ def _here(run: RegenerateRun, mixture: Mixture, settings: AnswerSettings) -> Acc
             )
 
 
-def _with_own_questions(run: RegenerateRun, models: Models, mixture: Mixture, engine: Engine) -> Mixture:
+def _with_own_questions(
+    run: RegenerateRun, models: Models, mixture: Mixture, engine: Engine, settings: AnswerSettings
+) -> Mixture:
     """Return the mixture with as many questions as are drawn that the target asks itself."""
     stated = models.fingerprint, run.quantization, run.seed, engine.max_model_len
-    questions = OwnQuestions(QuestionSettings(*stated, parse_template_kwargs(run.template_kwargs)))
+    questions = OwnQuestions(QuestionSettings(*stated, settings.template_kwargs))
     with Progress(*bar_columns(), console=console) as progress:
         task = progress.add_task("asking itself", total=run.count, note="")
 

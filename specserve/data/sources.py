@@ -153,8 +153,8 @@ def load_mixture(
 
 def with_held_out(mixture: Sequence[SourceRows]) -> tuple[SourceRows, ...]:
     """Return the mixture with held-out rows among those of training, for a file whose readers hold the same rows out
-    again, by their key. The bundled data set holds whole modules out, which a key does not
-    show: its rows stay apart."""
+    again, by their key. The bundled data set holds whole modules out, which a key does not show: its rows stay
+    apart."""
     return tuple(
         replace(source, train=(*source.train, *source.held_out), held_out=()) if source.name != PYDOC else source
         for source in mixture

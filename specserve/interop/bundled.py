@@ -16,6 +16,7 @@ def bundled_head(name: str) -> Path | None:
     for a folder's config that cannot be read."""
     if name == BUNDLED:
         return BUNDLED_HEADS.get(BUNDLED_HEAD)
+    name = next((preset.name for preset in PRESETS.values() if preset.hub_id == name), name)
     of_preset = name in PRESETS or Path(name).expanduser().is_dir() or is_hub_id(name)
     if not (of_preset and is_known_here(name)):
         return None

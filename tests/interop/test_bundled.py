@@ -20,6 +20,7 @@ def test_a_head_ships_for_the_target_of_its_name(tmp_path: Path, monkeypatch: py
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({**PRESETS[NAME].facts, **changes}))
     assert bundled_head(NAME) == bundled_head(str(same)) == tmp_path / "head"
+    assert bundled_head(PRESETS[NAME].hub_id) == tmp_path / "head"
     assert bundled_head(BUNDLED) == BUNDLED_HEADS["pydoc-mtp"]
     for name in (str(other), "qwen3-8b", "smollm2-360m", "nobody/nothing", "what is this", str(BUNDLED_FOLDER)):
         assert bundled_head(name) is None
