@@ -23,6 +23,7 @@ from specserve.plan.activations import Activations
 from specserve.plan.collectives import Collective, span, step_collectives
 from specserve.plan.work import MemoryPart, abstract_mesh, target_held
 from specserve.train import moments
+from specserve.train.capture import captured_layers
 from specserve.train.features import bytes_per_position
 from specserve.train.flops import StepFlops, StepShape, step_flops
 from specserve.train.optimizer import make_optimizer
@@ -67,7 +68,8 @@ class RunPlan:
     def captured_bytes(self) -> tuple[int, int]:
         """The bytes of a position, were it captured, and of the same states in bfloat16."""
         features = self.run.features
-        return bytes_per_position(self.target, self.drafter, features.capture_format, features.capture_top_k)
+        num_taps, vocab_size = len(captured_layers(features, self.drafter)), self.drafter.draft_vocab_size
+        return bytes_per_position(self.target, num_taps, vocab_size, features.capture_format, features.capture_top_k)
 
     @property
     def num_devices(self) -> int:

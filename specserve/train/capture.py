@@ -69,10 +69,12 @@ class FeatureFolder:
 
     needs_head = False
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        """Raises CheckpointError when the folder cannot be written, or holds the features of another target, of other
-        data, taps or draft vocabulary, or in another format."""
+    def __init__(self, folder: Path, manifest: Manifest, taps: tuple[int, ...]) -> None:
+        """Open the folder for a run that reads these taps, which are among the manifest's. Raises CheckpointError when
+        it cannot be written, or holds the features of another target, of other data, taps or draft vocabulary, or in
+        another format."""
         self.folder, self.manifest = folder, manifest
+        self._taps = [manifest.aux_layers.index(layer) for layer in taps]
         path = folder / MANIFEST_FILE
         stated = {**dataclasses.asdict(manifest), "aux_layers": list(manifest.aux_layers)}
         if path.is_file():
@@ -125,6 +127,7 @@ class FeatureFolder:
             tensors = self._open(number)
             found.append({name: tensors.read(name, (slice(place, place + 1),)) for name in tensors.names()})
         arrays: dict[str, Any] = {name: np.concatenate([each[name] for each in found]) for name in found[0]}
+        arrays |= {name: arrays[name][:, :, self._taps] for name in ("codes", "scale")}
         dtype = {"int8": np.int8, "int4": np.uint8, "fp8": ml_dtypes.float8_e4m3fn}[self.manifest.format]
         codes, scale = arrays.pop("codes").view(dtype), arrays.pop("scale")
         return Features(codes, scale, TopK(**arrays), self.manifest.format)
@@ -159,13 +162,18 @@ def open_features(
         raise ConfigError(
             f"features.capture_top_k is {settings.capture_top_k}, the draft vocabulary has {len(ids)} tokens"
         )
-    per_position, plain = bytes_per_position(target.config, drafter, settings.capture_format, settings.capture_top_k)
+    layers, num_layers = _layers(settings, drafter), target.config.num_layers
+    if wrong := [layer for layer in layers if not 0 <= layer < num_layers]:
+        raise ConfigError(f"features.capture_layers: the target has layers 0 to {num_layers - 1}, and no {wrong}")
+    per_position, plain = bytes_per_position(
+        target.config, len(layers), len(ids), settings.capture_format, settings.capture_top_k
+    )
     seq_len = rows.token_ids.shape[1]
     manifest = Manifest(
         version=VERSION,
         target=provenance.fingerprint(target.folder),
         quantization=quantization,
-        aux_layers=drafter.aux_layers,
+        aux_layers=layers,
         draft_vocab=hashlib.sha256(np.asarray(ids, np.int32).tobytes()).hexdigest()[:16],
         data=data,
         num_rows=len(rows),
@@ -174,7 +182,7 @@ def open_features(
         format=settings.capture_format,
         top_k=settings.capture_top_k,
     )
-    features = FeatureFolder(Path(settings.capture), manifest)
+    features = FeatureFolder(Path(settings.capture), manifest, drafter.aux_layers)
     logger.info(
         "%s: %.1f GB for %d positions, %d bytes each, %.2f times smaller than their states in bfloat16",
         *(
@@ -186,6 +194,18 @@ def open_features(
         ),
     )
     return features
+
+
+def captured_layers(settings: CaptureSettings, drafter: TrainedDrafter) -> tuple[int, ...]:
+    """Return the layers of the target whose states a run captures: the drafter's taps, and those that are asked for."""
+    return drafter.aux_layers + tuple(sorted({*settings.capture_layers} - {*drafter.aux_layers}))
+
+
+def _layers(settings: CaptureSettings, drafter: TrainedDrafter) -> tuple[int, ...]:
+    """Return the layers of the folder that is there, if all that this run captures are among them, else the run's."""
+    layers, path = captured_layers(settings, drafter), Path(settings.capture) / MANIFEST_FILE
+    there = read_json(path).get("aux_layers") if path.is_file() else None
+    return tuple(there) if isinstance(there, list) and {*layers} <= {*there} else layers
 
 
 def capture(features: FeatureFolder, make_capturer: Callable[[], "Capturer"]) -> None:

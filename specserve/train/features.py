@@ -196,10 +196,11 @@ def by_chunk(
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: batch * seq].reshape(batch, seq, *x.shape[2:]), found)
 
 
-def bytes_per_position(target: ModelConfig, drafter: TrainedDrafter, how: Format, top_k: int) -> tuple[int, int]:
+def bytes_per_position(
+    target: ModelConfig, num_taps: int, draft_vocab_size: int, how: Format, top_k: int
+) -> tuple[int, int]:
     """Return two numbers of bytes for each position: those that are kept, and those that its taps and last hidden
     state would take in bfloat16."""
-    taps = len(drafter.aux_layers)
-    states = taps * (target.d_model // (2 if how == "int4" else 1) + 4)
-    id_bytes = 2 if drafter.draft_vocab_size <= 1 << 16 else 4
-    return states + top_k * (id_bytes + 2) + 2 + 1, 2 * (taps + 1) * target.d_model
+    states = num_taps * (target.d_model // (2 if how == "int4" else 1) + 4)
+    id_bytes = 2 if draft_vocab_size <= 1 << 16 else 4
+    return states + top_k * (id_bytes + 2) + 2 + 1, 2 * (num_taps + 1) * target.d_model

@@ -112,6 +112,9 @@ class CaptureSettings:
 
     capture: str = setting("", help="folder of captured hidden states: made when it is not there, then trained from")
     capture_format: Literal["int8", "int4", "fp8"] = setting("int8", help="how hidden states are kept, a scale per row")
+    capture_layers: tuple[int, ...] = setting(
+        (), help="layers whose states are captured beside the drafter's taps, for other kinds to train from the folder"
+    )
     capture_top_k: int = setting(20, help="tokens of the target's distribution that are kept for each position", ge=1)
     keep_states: Literal["auto", "true", "false"] = setting(
         "auto",

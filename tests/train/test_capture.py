@@ -161,12 +161,12 @@ def test_features_are_that_much_smaller(
     for width in (512, 4096):
         config = dataclasses.replace(tiny_target.config, d_model=width)
         head = Eagle3(tiny.draft_config(config, draft_vocab_size=32_000))
-        kept, plain = bytes_per_position(config, head, how, top_k)
+        kept, plain = bytes_per_position(config, len(head.aux_layers), head.draft_vocab_size, how, top_k)
         assert plain == 8 * width
         assert plain / kept > ratio
     features = captured(how).features
     config: ModelConfig = tiny_target.config
-    kept, _ = bytes_per_position(config, Eagle3(tiny.draft_config(config)), how, CAPTURES[how])
+    kept, _ = bytes_per_position(config, 3, len(IDS), how, CAPTURES[how])
     files = list(features.folder.rglob(SINGLE_FILE))
     assert len(files) == 1
     assert 0 <= files[0].stat().st_size - kept * rows.token_ids.size < 1000  # its header
@@ -204,6 +204,26 @@ def test_every_kind_learns_from_what_is_captured(
     online = dataclasses.replace(run, features=CaptureSettings(), output=str(tmp_path / "online"))
     found, expected = _losses(run, alone, rows, features, ids=ids), _losses(online, tiny_target, rows, None, ids=ids)
     assert 0 < np.abs(found / expected - 1).max() < 1e-3
+
+
+def test_a_folder_of_more_taps_is_for_other_kinds_too(tmp_path: Path, tiny_target: Target, rows: PackedRows) -> None:
+    """A run reads its own taps of it, in its own order, and they are those that it would have captured itself."""
+    ids, last = np.arange(64, dtype=np.int32), tiny_target.config.num_layers - 1
+    mtp = _run(tmp_path / "mtp", drafter="mtp")
+    own = [_capture(run, tiny_target, rows, ids=ids) for run in (_run(tmp_path / "eagle3"), mtp)]
+    assert last not in own[0].manifest.aux_layers, "the other kind's tap has to be asked for"
+    more = _run(tmp_path / "more")
+    more = dataclasses.replace(more, features=dataclasses.replace(more.features, capture_layers=(last,)))
+    shared = _capture(more, tiny_target, rows, ids=ids)
+    for kind, alone in zip(("eagle3", "mtp"), own, strict=True):
+        reading = _open(_run(tmp_path / "more", drafter=kind), tiny_target, rows, ids)
+        assert reading.manifest == shared.manifest
+        assert not reading.missing()
+        assert_tree = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+        assert_tree(reading.read(np.arange(len(rows))), alone.read(np.arange(len(rows))))
+    beyond = dataclasses.replace(more.features, capture=str(tmp_path / "new"), capture_layers=(last + 1,))
+    with pytest.raises(ConfigError, match=rf"features\.capture_layers: .* layers 0 to {last}, and no \[{last + 1}\]"):
+        _open(dataclasses.replace(more, features=beyond), tiny_target, rows, ids)
 
 
 @pytest.mark.slow
@@ -267,6 +287,8 @@ def test_features_of_something_else_are_refused(tmp_path: Path, tiny_target: Tar
     fewer = dataclasses.replace(rows, token_ids=rows.token_ids + 1)
     with pytest.raises(CheckpointError, match="data is"):
         _open(run, tiny_target, fewer)
+    with pytest.raises(CheckpointError, match="aux_layers is"):
+        _open(_run(tmp_path, drafter="mtp"), tiny_target, rows)
     with pytest.raises(CheckpointError, match="aux_layers is"):
         _open(dataclasses.replace(run, draft=dataclasses.replace(run.draft, aux_layers=(0, 1, 2))), tiny_target, rows)
     with pytest.raises(CheckpointError, match="format is int8, this run has fp8"):

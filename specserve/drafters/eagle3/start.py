@@ -16,10 +16,6 @@ from specserve.models.params import init_params, silenced
 from specserve.models.rope import plain_rope
 from specserve.models.target import head_columns
 
-# of the feature, beside layers whose inputs are normed to 1: where it is much larger, as states of the target are, what
-# layers add to it counts for little, and is learnt late
-RESIDUAL = 0.1
-
 
 def new_config(settings: Any, config: ModelConfig, draft_vocab_size: int, *, num_layers: int = 1) -> Eagle3Config:
     """Return the network's shape, which is the target's, with so many layers, where the settings say nothing. Raises
@@ -74,12 +70,14 @@ def initial_params(config: Eagle3Config, target: Target, target_ids: np.ndarray,
 def fit_states(
     params: Eagle3Params, config: Eagle3Config, aux_hidden_states: jax.Array, is_token: jax.Array
 ) -> Eagle3Params:
-    """Scale the feature to `RESIDUAL` at the median position, as a few hold states that are far larger than all others
-    (Sun et al. 2024, arXiv 2402.17762)."""
+    """Scale the feature to 1, the size of the normed inputs of a layer, at the median position, as a few hold states that
+    are far larger than all others (Sun et al. 2024, arXiv 2402.17762). Where it is much larger, as states of the target
+    are, what a layer adds to it counts for little and is learnt late; where it is much smaller, the first updates of the
+    layer, which has added nothing so far, outweigh it."""
     features = fuse_features(params, config, aux_hidden_states)
     sizes = jnp.sqrt(jnp.mean(jnp.square(features.astype(jnp.float32)), axis=-1))
     median = jnp.nanmedian(jnp.where(is_token, sizes, jnp.nan))
-    scale = jnp.where(median > 0, RESIDUAL / median, 1.0)
+    scale = jnp.where(median > 0, 1.0 / median, 1.0)
     fc: Any = params.fc  # a plain matrix, as it learns
     return dataclasses.replace(params, fc=fc * scale.astype(fc.dtype))
 
