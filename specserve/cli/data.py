@@ -17,6 +17,7 @@ from specserve.answers.regenerate import AnswerSettings
 from specserve.answers.settings import RegenerateRun
 from specserve.chat_template import THINKING_SWITCH
 from specserve.cli.progress import console, warmup_bar
+from specserve.cli.watch import StageWatch
 from specserve.data import dataset, sources
 from specserve.data.conversations import Columns, Row, parse_template_kwargs
 from specserve.data.sources import SELF
@@ -65,7 +66,9 @@ def regenerate(run: RegenerateRun) -> None:
 
 def capture(run: TrainRun) -> None:
     """Capture what the folder of `--capture` lacks, and print what to go on with."""
-    features = ray_capture.capture_states(run)
+    with StageWatch() as watch:
+        watch.begin("loading the target and the rows")
+        features = ray_capture.capture_states(run, watch.counting("capturing the target's states", "rows"))
     console.print(
         f"the hidden states of {features.manifest.num_rows:,} rows are in {escape(str(features.folder))}; next: "
         "[bold]specserve train[/] with the same settings",

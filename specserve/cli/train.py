@@ -204,7 +204,7 @@ def _learn(
     if budget:
         run = budget.apply(run)
     watch.begin("loading the target and the rows")
-    trainer = prepare(run, folder, mixture)
+    trainer = prepare(run, folder, mixture, watch.counting("capturing the target's states", "rows"))
     if budget and not budget.steps:
         watch.begin("compiling and timing a step")
         step, measuring = trainer.learner.time_steps(budget.probe_seconds), 0.0

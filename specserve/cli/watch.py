@@ -68,6 +68,18 @@ class StageWatch:
         if not self._live:
             self.say(self._line())
 
+    def counting(self, stage: str, unit: str) -> Callable[[int, int], None]:
+        """Return a function that shows how many are done of a total, in a stage that its first call begins."""
+        shown = StageState()
+
+        def show(done: int, total: int) -> None:
+            nonlocal shown
+            shown = StageState(f"{done:,} of {total:,} {unit}", done / max(1, total))
+            if self._stage != stage:
+                self.begin(stage, lambda: shown)
+
+        return show
+
     def say(self, text: str) -> None:
         """Print a line that stays."""
         self._said = time.monotonic()

@@ -42,6 +42,8 @@ MANIFEST_FILE = "manifest.json"
 SHARD_BYTES = 1 << 28
 VERSION = 1
 
+OnRows = Callable[[int, int], None]  # hears how many rows are captured, of how many that were missing
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -208,7 +210,11 @@ def _layers(settings: CaptureSettings, drafter: TrainedDrafter) -> tuple[int, ..
     return tuple(there) if isinstance(there, list) and {*layers} <= {*there} else layers
 
 
-def capture(features: FeatureFolder, make_capturer: Callable[[], "Capturer"]) -> None:
+def capture(
+    features: FeatureFolder,
+    make_capturer: Callable[[], "Capturer"],
+    on_rows: OnRows = lambda _done, _total: None,
+) -> None:
     """Capture the files that are missing. The target is loaded for that, and its memory is free again afterwards."""
     missing = features.missing()
     if not missing:
@@ -218,10 +224,13 @@ def capture(features: FeatureFolder, make_capturer: Callable[[], "Capturer"]) ->
             f"{features.folder}: a run of several processes trains from features; capture them before (specserve data "
             "capture, with --ray by many)"
         )
+    num_rows, total = 0, sum(len(features.rows_of(number)) for number in missing)
+    on_rows(num_rows, total)
     capturer = make_capturer()
     begin = time.monotonic()
     for done, number in enumerate(missing):
-        capturer.write(number)
+        capturer.write(number, lambda here, before=num_rows: on_rows(before + here, total))
+        num_rows += len(features.rows_of(number))
         log_time_left(features, number, done + 1, len(missing), begin)
 
 
@@ -254,14 +263,15 @@ class Capturer:
         self._run = make_capture(features.manifest, self._target.config, mesh)
         self._vocab = jax.device_put(DraftVocab(jnp.asarray(ids)), whole(mesh))
 
-    def write(self, number: int) -> None:
-        """Write one file. Raises CheckpointError."""
+    def write(self, number: int, on_rows: Callable[[int], None] = lambda _done: None) -> None:
+        """Write one file. `on_rows` hears how many of its rows are captured. Raises CheckpointError."""
         which, rows, found = self._features.rows_of(number), self._rows, []
         for begin in range(which.start, which.stop, self._size):
             at = np.minimum(np.arange(begin, begin + self._size), which.stop - 1)  # the last batch is filled up
             arrays = rows.token_ids[at], rows.loss_mask[at], rows.document_ids[at], rows.position_ids[at]
             batch = Rows(*jax.device_put(arrays, place_rows(self._mesh, arrays[0].shape)))
             found.append(jax.device_get(self._run(self._target.params, self._vocab, batch)))
+            on_rows(min(begin + self._size, which.stop) - which.start)
         self._features.write(number, jax.tree.map(lambda *parts: np.concatenate(parts)[: len(which)], *found))
 
 

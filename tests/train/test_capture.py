@@ -66,11 +66,16 @@ def _open(run: TrainRun, target: Target, rows: PackedRows, ids: np.ndarray = IDS
 
 
 def _capture(
-    run: TrainRun, target: Target, rows: PackedRows, mesh: Mesh | None = None, ids: np.ndarray = IDS
+    run: TrainRun,
+    target: Target,
+    rows: PackedRows,
+    mesh: Mesh | None = None,
+    ids: np.ndarray = IDS,
+    on_rows: capture.OnRows = lambda _done, _total: None,
 ) -> FeatureFolder:
     features = _open(run, target, rows, ids)
     sizes = {"batch_size": run.train.batch_size, "is_checked": run.check_weights, "mesh": mesh}
-    capture.capture(features, lambda: Capturer(features, target.folder, rows, ids, **sizes))
+    capture.capture(features, lambda: Capturer(features, target.folder, rows, ids, **sizes), on_rows)
     assert not features.missing()
     return features
 
@@ -245,7 +250,8 @@ def test_features_are_spread_and_split_as_rows_are(tmp_path: Path, tiny_target: 
 def test_an_interrupted_capture_goes_on(
     tmp_path: Path, tiny_target: Target, rows: PackedRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """File by file; what is there is neither computed nor written again, and the result is the undisturbed one."""
+    """File by file; what is there is neither computed nor written again, and the result is the undisturbed one. How
+    far it is counts what was missing."""
     whole = _capture(_run(tmp_path / "whole"), tiny_target, rows)
     assert whole.manifest.num_files == 1
     monkeypatch.setattr(capture, "SHARD_BYTES", 3 * 32 * 300)
@@ -267,7 +273,12 @@ def test_an_interrupted_capture_goes_on(
     assert features.manifest.rows_per_file > 1
     assert features.missing() == list(range(2, features.manifest.num_files))
     assert len(features.missing()) > 1
-    _capture(run, tiny_target, rows)
+    told: list[tuple[int, int]] = []
+    _capture(run, tiny_target, rows, on_rows=lambda *counts: told.append(counts))
+    missing = len(rows) - 2 * features.manifest.rows_per_file
+    assert [told[0], told[-1]] == [(0, missing), (missing, missing)]
+    assert told == sorted(told)
+    assert len(told) > features.manifest.num_files - 2, "a file's batches are counted one by one"
     assert (tmp_path / "cut/features/00000" / SINGLE_FILE).stat().st_mtime_ns == first
     at = np.arange(len(rows))[::-1]
     jax.tree.map(np.testing.assert_array_equal, features.read(at), whole.read(at))

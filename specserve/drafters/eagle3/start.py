@@ -70,10 +70,10 @@ def initial_params(config: Eagle3Config, target: Target, target_ids: np.ndarray,
 def fit_states(
     params: Eagle3Params, config: Eagle3Config, aux_hidden_states: jax.Array, is_token: jax.Array
 ) -> Eagle3Params:
-    """Scale the feature to 1, the size of the normed inputs of a layer, at the median position, as a few hold states that
-    are far larger than all others (Sun et al. 2024, arXiv 2402.17762). Where it is much larger, as states of the target
-    are, what a layer adds to it counts for little and is learnt late; where it is much smaller, the first updates of the
-    layer, which has added nothing so far, outweigh it."""
+    """Scale the feature to 1, the size of a layer's normed inputs, at the median position, because a few hold states
+    that are far larger than all others (Sun et al. 2024, arXiv 2402.17762). Where it is much larger, as states of the
+    target are, what a layer adds to it counts for little and is learnt late. Where it is much smaller, the first
+    updates of the layer, which has added nothing so far, outweigh it."""
     features = fuse_features(params, config, aux_hidden_states)
     sizes = jnp.sqrt(jnp.mean(jnp.square(features.astype(jnp.float32)), axis=-1))
     median = jnp.nanmedian(jnp.where(is_token, sizes, jnp.nan))

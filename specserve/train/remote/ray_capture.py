@@ -11,7 +11,7 @@ from specserve.checkpoints.source import resolve_target
 from specserve.errors import CapacityError, ConfigError
 from specserve.mesh import num_devices, parse_mesh, use_compilation_cache
 from specserve.provenance import fingerprint
-from specserve.train.capture import Capturer, FeatureFolder, log_time_left
+from specserve.train.capture import Capturer, FeatureFolder, OnRows, log_time_left
 from specserve.train.run.checks import check_settings
 from specserve.train.run.prepare import Materials, load_materials
 from specserve.train.settings import TrainRun
@@ -19,9 +19,9 @@ from specserve.train.settings import TrainRun
 logger = logging.getLogger(__name__)
 
 
-def capture_states(run: TrainRun) -> FeatureFolder:
-    """Capture what is missing of a run's features. Raises what `prepare` does, ConfigError for settings that are not
-    for this, and CapacityError where workers die again and again."""
+def capture_states(run: TrainRun, on_rows: OnRows) -> FeatureFolder:
+    """Capture what is missing of a run's features. `on_rows` hears of what this process captures. Raises what `prepare`
+    does, ConfigError for settings that are not for this, and CapacityError where workers die again and again."""
     check_settings(run)
     if not run.features.capture:
         raise ConfigError("--capture DIR says where the hidden states are kept; give it")
@@ -32,7 +32,7 @@ def capture_states(run: TrainRun) -> FeatureFolder:
         )
     if not run.ray:
         mesh = parse_mesh(run.mesh)
-        return load_materials(run, mesh).capture(run.features, mesh)
+        return load_materials(run, mesh).capture(run.features, mesh, on_rows)
     ray = cluster.connect(run.ray_address)  # before JAX has threads, which are not for a process that forks
     try:
         materials = load_materials(run, None)

@@ -26,7 +26,7 @@ from specserve.mesh import default_dtype, parse_mesh, use_compilation_cache
 from specserve.speculative.vocab import choose_draft_vocab, coverage
 from specserve.tokenizer import Tokenizer
 from specserve.train import capture
-from specserve.train.capture import Capturer, FeatureFolder
+from specserve.train.capture import Capturer, FeatureFolder, OnRows
 from specserve.train.evaluation import HeldOutEvaluator
 from specserve.train.flops import StepShape
 from specserve.train.head import earlier_head, new_drafter
@@ -71,7 +71,9 @@ class Materials:
             self.data.target_ids,
         )
 
-    def capture(self, settings: CaptureSettings, mesh: Mesh | None) -> FeatureFolder:
+    def capture(
+        self, settings: CaptureSettings, mesh: Mesh | None, on_rows: OnRows = lambda _done, _total: None
+    ) -> FeatureFolder:
         """Open the captured states of the run, and capture those that are missing. Raises ConfigError or
         CheckpointError."""
         features = self.features(settings)
@@ -85,13 +87,18 @@ class Materials:
             is_checked=self.is_checked,
             mesh=mesh,
         )
-        capture.capture(features, make)
+        capture.capture(features, make, on_rows)
         return features
 
 
-def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) -> Trainer:
-    """Load everything a run needs. The mixture is read here where it is not given, as one with the target's own answers
-    is. Raises ConfigError, CheckpointError or DataError."""
+def prepare(
+    run: TrainRun,
+    folder: RunFolder,
+    mixture: Mixture | None = None,
+    on_captured: OnRows = lambda _done, _total: None,
+) -> Trainer:
+    """Load everything a run needs, and capture the target's states where the run asks for it. The mixture is read here
+    where it is not given, as one with the target's own answers is. Raises ConfigError, CheckpointError or DataError."""
     if run.service.target_service:
         cluster.connect(run.ray_address)  # before JAX has threads, which are not for a process that forks
     mesh = parse_mesh(run.mesh)
@@ -101,7 +108,7 @@ def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) ->
     target, data = materials.target, materials.data
     evaluator = features = None
     if run.features.capture:
-        features = materials.capture(run.features, mesh)
+        features = materials.capture(run.features, mesh, on_captured)
     elif run.service.target_service:
         spec = prefill_spec(
             run.service,
