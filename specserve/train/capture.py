@@ -10,7 +10,8 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_FILE = "manifest.json"
 SHARD_BYTES = 1 << 28
-VERSION = 1
+VERSION = 2
+DIGEST = "digest"  # of each row, beside its arrays
 
 OnRows = Callable[[int, int], None]  # hears how many rows are captured, of how many that were missing
 
@@ -114,6 +116,9 @@ class FeatureFolder:
         folder = self._folder_of(number)
         arrays = {name: np.asarray(array) for name, array in _arrays(features).items()}
         arrays["codes"] = arrays["codes"].view(np.uint8)
+        num_rows = len(arrays["codes"])
+        digests = [_digest({name: array[row : row + 1] for name, array in arrays.items()}) for row in range(num_rows)]
+        arrays[DIGEST] = np.array(digests, np.uint32)
         try:
             folder.mkdir(exist_ok=True)
             write_tensors(folder / SINGLE_FILE, arrays)
@@ -122,12 +127,19 @@ class FeatureFolder:
 
     def read(self, row_ids: Sequence[int] | np.ndarray) -> Features:
         """The features of these rows, in this order, as numpy arrays. Raises CheckpointError when a file is missing or
-        damaged."""
+        a row is damaged."""
         found: list[dict[str, np.ndarray]] = []
         for row in map(int, row_ids):
             number, place = divmod(row, self.manifest.rows_per_file)
             tensors = self._open(number)
-            found.append({name: tensors.read(name, (slice(place, place + 1),)) for name in tensors.names()})
+            read = {name: tensors.read(name, (slice(place, place + 1),)) for name in tensors.names()}
+            if [_digest({name: read[name] for name in read.keys() - {DIGEST}})] != read.pop(DIGEST).tolist():
+                where = self._folder_of(number)
+                raise CheckpointError(
+                    f"{where}: row {row} is damaged, its digest is another one; delete {where} and run again, which "
+                    "captures its rows anew"
+                )
+            found.append(read)
         arrays: dict[str, Any] = {name: np.concatenate([each[name] for each in found]) for name in found[0]}
         arrays |= {name: arrays[name][:, :, self._taps] for name in ("codes", "scale")}
         dtype = {"int8": np.int8, "int4": np.uint8, "fp8": ml_dtypes.float8_e4m3fn}[self.manifest.format]
@@ -283,6 +295,11 @@ def make_capture(manifest: Manifest, config: ModelConfig, mesh: Mesh | None = No
         return make_features(params, config, vocab, *states, manifest.format, manifest.top_k)
 
     return jax.jit(on_mesh(mesh, run), out_shardings=whole(mesh))
+
+
+def _digest(row: Mapping[str, np.ndarray]) -> int:
+    """Return a checksum of a row's arrays. It finds damage, not intent, and must not slow reading down."""
+    return functools.reduce(lambda sum_so_far, name: zlib.crc32(row[name].tobytes(), sum_so_far), sorted(row), 0)
 
 
 def _arrays(features: Features) -> dict[str, Any]:

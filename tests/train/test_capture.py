@@ -285,6 +285,24 @@ def test_an_interrupted_capture_goes_on(
     assert math.prod(features.read(at).codes.shape) == len(rows) * 32 * 3 * 32
 
 
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, tiny_target: Target, rows: PackedRows) -> None:
+    """In a row that is read; the others are read as before."""
+    features = _capture(_run(tmp_path), tiny_target, rows)
+    file, num_rows = features.folder / "00000" / SINGLE_FILE, len(rows)
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for place in np.linspace(header, len(whole) - 1, 9).astype(int).tolist():
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        opened = _open(_run(tmp_path), tiny_target, rows)
+        errors = []
+        for row in range(num_rows):
+            try:
+                opened.read([row])
+            except CheckpointError as error:
+                errors.append(f"row {row} is damaged" in str(error))
+        assert errors == [True], place
+
+
 def test_features_of_something_else_are_refused(tmp_path: Path, tiny_target: Target, rows: PackedRows) -> None:
     run = _run(tmp_path)
     _open(run, tiny_target, rows)
