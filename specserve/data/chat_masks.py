@@ -6,7 +6,7 @@ rendering the chat again up to, and with other words in, each of the assistant's
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from specserve.chat_template import END_THINK, THINK, Messages, thinking_switch
@@ -36,15 +36,66 @@ def encode_chat(
     try:
         messages, variables = template.prepare(messages, tools, template_kwargs)
         if template.has_generation_tags(variables["tools"]):
-            encoded = template.apply(messages, variables, return_assistant_tokens_mask=True, return_dict=True)
-            token_ids, loss_mask = encoded["input_ids"], [bool(bit) for bit in encoded["assistant_masks"]]
+            text, spans = _tagged_spans(tokenizer, messages, variables)
         else:
-            token_ids, loss_mask = _Untagged(tokenizer, messages, variables).encode()
+            text, spans = _Untagged(tokenizer, messages, variables).spans()
     except RequestError as error:
         raise DataError(str(error)) from error
-    token_ids, loss_mask = _end_turns(tokenizer, token_ids, loss_mask)
+    token_ids, loss_mask = _end_turns(tokenizer, *_encode(tokenizer, text, spans))
     _check_calls(tokenizer, messages, token_ids, loss_mask)
     return token_ids, loss_mask
+
+
+Spans = Sequence[tuple[int, int]]  # [start, stop) of characters that the assistant wrote
+
+
+def _encode(tokenizer: Tokenizer, text: str, spans: Spans) -> tuple[list[int], list[bool]]:
+    """Return the token ids of a text and which of them lie in the spans. A prompt is encoded before its answer is
+    there, so no token holds the end of one and the beginning of the other, as a header's newline and that of an answer
+    would: the text is encoded in two there. Where the parts alone are other text, such a token bears no loss."""
+    token_ids, offsets = tokenizer.encode_with_offsets(text)
+    crossed = [start for start, _ in spans if any(low < start < high for low, high in offsets)]
+    if crossed:
+        edges = [0, *crossed, len(text)]
+        parts = [(low, *tokenizer.encode_with_offsets(text[low:high])) for low, high in pairwise(edges)]
+        in_parts = [token_id for _, ids, _ in parts for token_id in ids]
+        if tokenizer.decode(in_parts, skip_special_tokens=False) == tokenizer.decode(
+            token_ids, skip_special_tokens=False
+        ):
+            token_ids, crossed = in_parts, []
+            offsets = [(begin + low, begin + high) for begin, _, places in parts for low, high in places]
+    is_said = [any(low < stop and high > start for start, stop in spans) for low, high in offsets]
+    is_crossing = [any(low < start < high for start in crossed) for low, high in offsets]
+    return token_ids, [said and not crossing for said, crossing in zip(is_said, is_crossing, strict=True)]
+
+
+def _tagged_spans(
+    tokenizer: Tokenizer, messages: Messages, variables: Mapping[str, Any]
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a chat, and the spans that its template's tags mark in it. transformers marks whole tokens; an
+    answer begins behind the header that the prompt for it ends with."""
+    template = tokenizer.template
+    text = template.write(messages, variables)
+    encoded = template.apply(
+        messages,
+        variables,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
+    )
+    offsets, spans = encoded["offset_mapping"], list[tuple[int, int]]()
+    header = _header(tokenizer, [{"role": "user", "content": "1"}], variables)
+    for first, stop in _runs([bool(bit) for bit in encoded["assistant_masks"]]):
+        low, high = offsets[first]
+        start = next((at for at in range(low + 1, high) if header and text.endswith(header, 0, at)), low)
+        spans.append((start, offsets[stop - 1][1]))
+    return text, spans
+
+
+def _header(tokenizer: Tokenizer, asked: Messages, variables: Mapping[str, Any]) -> str:
+    r"""Return what the template writes before an answer (`<|im_start|>assistant\n` in ChatML)."""
+    write = tokenizer.template.write
+    return write(asked, variables, add_generation_prompt=True)[len(write(asked, variables)) :]
 
 
 class _Untagged:
@@ -55,9 +106,9 @@ class _Untagged:
         self.tokenizer, self.messages, self.variables = tokenizer, messages, variables
         self.text = self._write(messages)
 
-    def encode(self) -> tuple[list[int], list[bool]]:
-        """Return token ids and loss mask. A message's span is what rendering it adds to the text. Raises DataError or
-        RequestError."""
+    def spans(self) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text, in which the last answer has its reasoning, and the answers' spans in it. A message's span
+        is what rendering it adds to the text. Raises DataError or RequestError."""
         text, spans, end = self.text, list[tuple[int, int]](), 0
         for i, message in enumerate(self.messages):
             if message["role"] == "assistant":
@@ -66,8 +117,7 @@ class _Untagged:
                 spans.append((start, end))
         if self.messages[-1]["role"] == "assistant":
             text, spans[-1] = self._keep_reasoning(spans[-1])
-        token_ids, offsets = self.tokenizer.encode_with_offsets(text)
-        return token_ids, [any(low < b and high > a for a, b in spans) for low, high in offsets]
+        return text, spans
 
     def _write(self, messages: Messages, *, add_generation_prompt: bool = False, **mode: bool) -> str:
         variables = {**self.variables, **mode}
@@ -127,8 +177,7 @@ class _Untagged:
         return _common_length(headers[0], rest)
 
     def _header(self, asked: Messages, **mode: bool) -> str:
-        r"""Return what the template writes before an answer (`<|im_start|>assistant\n` in ChatML)."""
-        return self._write(asked, add_generation_prompt=True, **mode)[len(self._write(asked, **mode)) :]
+        return _header(self.tokenizer, asked, {**self.variables, **mode})
 
     def _keep_reasoning(self, span: tuple[int, int]) -> tuple[str, tuple[int, int]]:
         """Return the chat and the span of its last answer, with the reasoning that the template would leave out

@@ -7,6 +7,7 @@ changed.
 """
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -130,6 +131,24 @@ def test_an_answer_is_learned_from_where_its_prompt_ends(name):
         assert token_ids[: len(prompt)] == prompt
         assert all(loss_mask[len(prompt) : -1])
         assert not loss_mask[len(prompt) - 1]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "with generation tags"])
+@pytest.mark.parametrize("answer", ["\nab", "\n\n\nab", " ab", "  \n ab", "\tab"])
+def test_no_token_holds_the_end_of_a_prompt_and_the_beginning_of_its_answer(name, answer):
+    """Whatever an answer begins with: newline after newline is one token in most vocabularies."""
+    tokenizer = PYDOC if name == "with generation tags" else TOKENIZERS[name]
+    switch = thinking_switch(tokenizer.template.mentions)
+    kwargs = {switch: False} if switch else {}
+    prompt = tokenizer.render_chat(chat("Q"), template_kwargs=kwargs)
+    if tokenizer.decode(prompt).rstrip().endswith("<think>"):  # the prompt begins reasoning, which this answer has not
+        return
+    for turns in (1, 2):
+        token_ids, loss_mask = encode_chat(tokenizer, chat(*["Q", answer] * turns), template_kwargs=kwargs)
+        starts = [i for i, bits in enumerate(pairwise(loss_mask), start=1) if bits == (False, True)]
+        assert len(starts) == turns
+        assert token_ids[starts[-1] - 1] == prompt[-1]
+        assert turns > 1 or token_ids[: starts[-1]] == prompt
 
 
 def test_special_tokens_without_a_name_are_special():
