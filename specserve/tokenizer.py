@@ -169,6 +169,17 @@ class Tokenizer:
                 log.debug("chat template rejects roles %s: %s", [m["role"] for m in messages], error)
         return frozenset(token_ids)
 
+    def byte_token_ids(self) -> frozenset[int]:
+        """Return the ids of the tokens of single bytes, of which text is made that no other token writes: those of byte
+        fallback, or the letters of a byte-level vocabulary. Empty where a vocabulary has neither."""
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        vocab = self._backend.get_vocab()
+        for names in ([f"<0x{byte:02X}>" for byte in range(256)], ByteLevel.alphabet()):
+            if all(name in vocab for name in names):
+                return frozenset(vocab[name] for name in names)
+        return frozenset()
+
 
 def _import_class(folder: Path) -> Any:
     """The class of transformers that reads a folder's tokenizer. Usually that is AutoTokenizer, which reads the sources

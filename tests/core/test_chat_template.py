@@ -1,5 +1,6 @@
 """Laws of the chat template: what it reads, what it refuses, and what it writes for every chat."""
 
+import numpy as np
 import pytest
 from chats import CALLING_TEMPLATES, HEAD, PYDOC, TAIL, chat, with_template
 from tokenizers.processors import TemplateProcessing
@@ -7,6 +8,7 @@ from tokenizers.processors import TemplateProcessing
 from specserve.data.chat_masks import encode_chat
 from specserve.errors import ConfigError, DataError, RequestError
 from specserve.tokenizer import Tokenizer
+from specserve.train.run.prepare import draft_vocab
 
 
 def test_rendered_chat_has_one_bos_even_if_the_tokenizer_adds_one():
@@ -25,6 +27,18 @@ def test_draft_vocabulary_pins_everything_the_template_writes():
     assert set(whole) - set(content) <= pinned
     assert {0, 1, 2} <= pinned
     assert not set(content) & pinned
+
+
+def test_draft_vocabulary_can_write_every_character():
+    """Also one that the data has never seen, as long as single bytes leave room for frequent tokens."""
+    counts = np.zeros(PYDOC.vocab_size, np.int64)
+    rare = {token_id for char in "é中😀\x07" for token_id in PYDOC.encode(char)}
+    assert len(PYDOC.byte_token_ids()) == 256
+    assert rare <= PYDOC.byte_token_ids()
+    assert rare <= set(draft_vocab(counts, PYDOC, (2,), 1024).tolist())
+    small = set(draft_vocab(counts, PYDOC, (2,), 300).tolist())
+    assert PYDOC.template_token_ids() <= small
+    assert len(small) == 300
 
 
 def test_what_a_template_reads():

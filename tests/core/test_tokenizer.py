@@ -61,6 +61,7 @@ def test_streaming_of_a_tokenizer_that_falls_back_to_bytes():
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(parts)
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
+    assert tokenizer.byte_token_ids() == {*range(256)}
     token_ids = [256, *"😀😀é中".encode(), 256, 256, *"中".encode()]
     for size in (1, 2, 3, 5):
         decoder = IncrementalDecoder(tokenizer)

@@ -218,9 +218,13 @@ def draft_vocab(
     eos_ids: Collection[int],
     size: int,  # as `DraftSettings.vocab_size` has it
 ) -> np.ndarray:  # [draft_vocab] int32, sorted
-    """The target's tokens that the head can propose: the most frequent, and always the template's and every EOS."""
-    pinned = frozenset(i for i in tokenizer.template_token_ids() if i < len(counts))
-    return choose_draft_vocab(counts, pinned | frozenset(eos_ids), draft_vocab_size(size, len(counts)))
+    """The target's tokens that the head can propose: the most frequent, and always the template's and every EOS. The
+    single bytes, of which rare characters are made, are always among them where they leave half of the room."""
+    needed = tokenizer.template_token_ids() | frozenset(eos_ids)
+    size = draft_vocab_size(size, len(counts))
+    with_bytes = needed | tokenizer.byte_token_ids()
+    pinned = with_bytes if 2 * len(with_bytes) <= size else needed
+    return choose_draft_vocab(counts, frozenset(i for i in pinned if i < len(counts)), size)
 
 
 def load_mixture(target: str, data: DataSettings, vocab_size: int, *, needs_answers: bool = True) -> Mixture:
