@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import (
     AnyPreservationPolicy,
@@ -60,8 +61,8 @@ class StateStore:
             raise self._failed(error) from error
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]]:
-        """Read the newest state, shaped and placed like `like`. Raises CheckpointError when there is none or it
-        differs."""
+        """Read the newest state, shaped and placed like `like`. Raises CheckpointError when there is none, it is of
+        another run, or it is damaged."""
         step = self.latest_step
         if step is None:
             raise CheckpointError(f"{self._folder}: no saved state to resume from; run without --resume")
@@ -70,11 +71,27 @@ class StateStore:
         try:
             restored = self._manager.restore(step, args=args)
         except Exception as error:  # Orbax raises ValueError, KeyError and its own types for a state of another shape
+            if self._has_arrays(step, like):
+                raise self._damaged(step, error) from error
             raise CheckpointError(
                 f"{self._folder}: step {step} does not fit this run ({as_line(error)}); resume with the "
                 "settings it was started with"
             ) from error
         return restored["state"], restored["extra"]
+
+    def _has_arrays(self, step: int, like: Any) -> bool:
+        """Return whether a saved state is of arrays of these names, shapes and types, or does not even say of what."""
+        try:
+            return _described(self._manager.item_metadata(step).state.tree) == _described(like)
+        except Exception:  # Orbax raises what its readers of a damaged description do
+            return True
+
+    def _damaged(self, step: int, error: Exception) -> CheckpointError:
+        others = sorted(set(self._manager.all_steps()) - {step})
+        how = "begin anew, without --resume, in another --output"
+        if others:
+            how = f"delete {self._folder / str(step)}, and --resume goes on from step {others[-1]:,}"
+        return CheckpointError(f"{self._folder}: the state of step {step:,} is damaged ({as_line(error)}); {how}")
 
     def close(self) -> None:
         """End the last save. Raises CheckpointError when it failed."""
@@ -99,6 +116,16 @@ class StateStore:
             f"{self._folder}: a state could not be saved ({_reason(error)}); {kept}. Make room or mend the folder, and "
             "go on with --resume"
         )
+
+
+def _described(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return the shape and type of each array by its place, whatever its containers are: Orbax describes them all as
+    dicts and lists."""
+    places = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {
+        jax.tree_util.keystr(place, simple=True, separator="/"): (tuple(leaf.shape), str(jnp.dtype(leaf.dtype)))
+        for place, leaf in places
+    }
 
 
 class _Best(PreservationPolicy):

@@ -22,8 +22,8 @@ def choose_draft_vocab(
     pinned: frozenset[int],
     size: int,
 ) -> np.ndarray:  # [size] int32, sorted
-    """Choose the pinned ids (special and template tokens, every EOS, single bytes) and then the most frequent ones. Ties go to lower
-    ids.
+    """Choose the pinned ids (special and template tokens, every EOS, single bytes) and then the most frequent ones.
+    Ties go to lower ids.
 
     Raises DataError if the pinned ids alone do not fit.
     """

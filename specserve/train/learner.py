@@ -12,11 +12,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve import processes
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import Target, check_weights
 from specserve.data.loader import Loader
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.learning import Rows
 from specserve.mesh import whole
+from specserve.models.target import target_spec
 from specserve.speculative.vocab import DraftVocab
 from specserve.train.features import FeatureSource
 from specserve.train.first import first_params, make_begin
@@ -78,6 +79,15 @@ class Learner:
             self._fit(rows)
         self.state, metrics = self._step(self.state, self.target.params, self._vocab, rows, jnp.float32(scale))
         return metrics
+
+    def check_target(self) -> None:
+        """Raises CheckpointError where the part of the target that is in memory has a weight that is not a number."""
+        params, spec = self.target.params, target_spec(self.target.config)
+        if not params.layers:
+            spec = dataclasses.replace(spec, layers=())
+        if params.head is None:
+            spec = dataclasses.replace(spec, head=None)
+        check_weights(params, spec, str(self.target.folder))
 
     def time_steps(self, seconds: float) -> StepSeconds:
         """Return the seconds that a step takes: the mean of as many steps as fit into `seconds`, after one that

@@ -310,7 +310,10 @@ class Trainer:
             self._tokens += int(n_tokens)
             for name, value in (("loss", loss), ("gradient norm", norm)):
                 if not np.isfinite(value):
+                    self.learner.check_target()
                     what = f"the {name} is {value} at step {step}"
+                    if step == 1:
+                        raise CheckpointError(_not_learnt(what, self.learner.target.folder))
                     raise ConfigError(_diverged(what, self.settings, str(self.output), self.best))
             if step % self.settings.log_every and step != 1:
                 continue
@@ -394,6 +397,14 @@ class Trainer:
         if evaluation:
             notes["acceptance"] = {"speculation": self.run.eval.speculation[0], **evaluation.to_json()}
         save_head(self.output, head, self.learner.target, dtype=self.run.draft.export_dtype, notes=notes)
+
+
+def _not_learnt(what: str, folder: Path) -> str:
+    """Return the error message for a loss that is no number before anything was learnt."""
+    return (
+        f"{what}, before anything was learnt: what the target in {folder} gives is not a number, though its weights in "
+        "memory are. Is its config.json the config of another model, or are captured states those of a damaged target?"
+    )
 
 
 def _diverged(what: str, settings: TrainSettings, output: str, best: Best) -> str:

@@ -1,7 +1,9 @@
 """The state of a run on disk: exact, bounded in number, written while training goes on, refused where it does not
 fit."""
 
+import gc
 import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -109,6 +111,41 @@ def test_a_disk_that_is_full_loses_no_earlier_state(tmp_path: Path, monkeypatch:
     restored, _ = again.restore({"a": jnp.ones(3)})
     np.testing.assert_array_equal(restored["a"], np.zeros(3))
     again.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves coroutines behind
+def test_a_damaged_state_is_told_from_one_of_another_run(tmp_path: Path) -> None:
+    """Whichever of its files lost its second half. What to do then leads to the state before."""
+    state = {"a": jnp.arange(5000.0), "b": jnp.ones((3, 4))}
+    with StateStore(tmp_path / "whole", keep=2) as store:
+        store.save(1, state, {"step": 1})
+        store.save(2, state, {"step": 2})
+        store.wait()
+        with pytest.raises(CheckpointError, match=r"step 2 does not fit this run .* settings it was started with"):
+            store.restore({"a": jnp.arange(6000.0), "b": jnp.ones((3, 4))})
+    names = [file.relative_to(tmp_path / "whole") for file in (tmp_path / "whole/2").rglob("*") if file.is_file()]
+    told = 0
+    for number, name in enumerate(names):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", folder)
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+        store = StateStore(folder, keep=2)
+        try:
+            found, _ = store.restore(state)
+            jax.tree.map(np.testing.assert_array_equal, found, state)  # it is not needed for the arrays
+            continue
+        except CheckpointError as error:
+            message = str(error)
+        told += 1
+        assert "the state of step 2 is damaged" in message, (name, message)
+        assert f"delete {folder / '2'}, and --resume goes on from step 1" in message
+        store.close()
+        shutil.rmtree(folder / "2")
+        found, extra = StateStore(folder).restore(state)
+        assert extra == {"step": 1}
+        gc.collect()
+    assert told > 1
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.tensors import SINGLE_FILE
 from specserve.drafters.eagle3.config import default_taps
 from specserve.drafters.interface import Head
-from specserve.errors import ConfigError
+from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.head import load_head
 from specserve.interop.notes import read_notes
 from specserve.mesh import make_mesh
@@ -294,6 +294,29 @@ def test_what_is_no_number_stops_the_run_and_says_how_to_go_on(tmp_path: Path, t
     run = resolved(command.replace("LOWER", str(SETTINGS.lr)))  # a step that is compiled
     assert (run.train.lr, run.train.resume, run.init_from) == (SETTINGS.lr, False, "")
     assert tiny_trainer(Path(run.output), tiny_target, lr=run.train.lr, max_steps=1).train().ending == "finished"
+
+
+@pytest.mark.parametrize("where", ["layer", "head", "norm", "nowhere"])
+def test_a_damaged_target_is_not_blamed_on_the_rate(tmp_path: Path, tiny_target: Target, where: str) -> None:
+    """One weight that is not a number is named; where all are numbers and what comes of them is none, that is said."""
+    params = tiny_target.params
+    first = params.layers[0]
+    damaged = {
+        "layer": lambda: dataclasses.replace(
+            params, layers=(dataclasses.replace(first, mlp_norm=first.mlp_norm.at[3].set(np.nan)), *params.layers[1:])
+        ),
+        "head": lambda: dataclasses.replace(params, head=params.head.at[5, 7].set(np.nan)),  # type: ignore[union-attr]
+        "norm": lambda: dataclasses.replace(params, norm=params.norm.at[0].set(np.nan)),
+        "nowhere": lambda: dataclasses.replace(params, norm=params.norm * 3e38),
+    }[where]()
+    named = {
+        "layer": r"not a number or infinite: model\.layers\.0\.post_attention_layernorm\.weight; copy or download",
+        "head": r"not a number or infinite: lm_head\.weight; copy or download",
+        "norm": r"not a number or infinite: model\.norm\.weight; copy or download",
+        "nowhere": r"at step 1, before anything was learnt: what the target in .* gives is not a number, though",
+    }[where]
+    with pytest.raises(CheckpointError, match=named):
+        tiny_trainer(tmp_path, dataclasses.replace(tiny_target, params=damaged)).train()
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
