@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import serialize_executable
 
 import specserve
@@ -57,6 +58,7 @@ class ProgramCache:
             name, serialized, results = pickle.loads(zlib.decompress(path.read_bytes()))
             if name != path.name:
                 raise ValueError(f"it holds {name}")
+            _set_up_lapack()
             program = serialize_executable.deserialize_and_load(
                 serialized,
                 jax.tree.structure((call.arguments, {})),
@@ -139,6 +141,16 @@ def _surroundings() -> tuple[object, ...]:
         native.is_available(),
         native.describe(),
     )
+
+
+@functools.cache
+def _set_up_lapack() -> None:
+    """Let programs that are loaded call LAPACK on CPUs, as those of recurrent layers do for `triangular_solve`. JAX sets
+    LAPACK up when it lowers such an operation, and a process that loads all its programs lowers none: its first call of
+    LAPACK would be a jump to nowhere."""
+    if jax.default_backend() == "cpu":
+        matrix = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+        jax.jit(jnp.linalg.cholesky).lower(matrix)
 
 
 @functools.cache

@@ -4,8 +4,11 @@ which program it is, is in a file's name, and a file that cannot be used is surv
 import ast
 import dataclasses
 import functools
+import json
 import os
 import pickle
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,21 +20,19 @@ import numpy as np
 import pytest
 from engines import make_runner
 from jax.experimental.compilation_cache import compilation_cache
-from spread import mesh_of, spread_head, spread_target
+from kept_start import answers
+from spread import MODELS, mesh_of, spread_head, spread_target
 
 from specserve import host
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
-from specserve.drafters.speculation import parse_speculation
 from specserve.kernels import native
 from specserve.pytree import pytree, static
-from specserve.serve.engine.options import sampler_rows
 from specserve.serve.programs import program_cache
 from specserve.serve.programs.calls import Call
 from specserve.serve.programs.compile_queue import CompiledPrograms
 from specserve.serve.programs.program_cache import ProgramCache
 from specserve.serve.programs.runner import EMPTY_STATE, Runner
-from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.drafter import Weights
 from specserve.speculative.program import StepProgram
 
@@ -281,19 +282,6 @@ def test_what_a_cache_of_jax_had_is_not_kept(tmp_path: Path, caplog: pytest.LogC
             jax.config.update(name, value)
 
 
-def _answers(runner: Runner) -> list[np.ndarray]:
-    """What one sequence gets: a prompt, a plain step, two of a tree."""
-    prompt = [5, 9, 11, 5, 9, 11, 5, 9]
-    runner.admit(0, prompt, range(4), 0, sampler_rows(SamplingParams(temperature=0.0), 0), None)
-    place = jax.tree.leaves(runner.state.cache)[0]
-    places = [shard.data.unsafe_buffer_pointer() for shard in place.addressable_shards]
-    found = [runner.prefill([(0, len(prompt), True)]).read().token_ids]
-    found += [runner.step((0,), tree).read().token_ids for tree in (None, *[parse_speculation("chain:3")] * 2)]
-    new = jax.tree.leaves(runner.state.cache)[0]
-    assert [shard.data.unsafe_buffer_pointer() for shard in new.addressable_shards] == places, "the cache was copied"
-    return [*found, *map(np.asarray, jax.tree.leaves(runner.state))]
-
-
 @pytest.mark.parametrize(
     "is_spread",
     [pytest.param(False, id="one device"), pytest.param(True, id="mesh", marks=pytest.mark.slow)],
@@ -309,17 +297,34 @@ def test_a_server_s_programs_are_kept(
     def make() -> Runner:
         return make_runner(target, head, "chain:3", "off", has_constrained=False, mesh=mesh, folder=tmp_path)
 
-    first = _answers(make())
+    first = answers(make())
     with monkeypatch.context() as patch:
         patch.setattr(Call, "lower", lambda call: pytest.fail(f"{call.program} was traced"))
         runner = make()
-        again = _answers(runner)
+        again = answers(runner)
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(first, again, strict=True))
     deeper = dataclasses.replace(runner.config, max_depth=runner.config.max_depth + 1)
     other = ProgramCache(tmp_path, (repr(deeper), str(runner.place)), runner.place.devices)
     assert runner.compiled._cache is not None
     assert runner.compiled._cache.load(runner.call(EMPTY_STATE)) is not None
     assert other.load(runner.call(EMPTY_STATE)) is None, "the functions' own config counts"
+
+
+@pytest.mark.parametrize(
+    "model", ["delta nets", *(pytest.param(model, marks=pytest.mark.slow) for model in MODELS if model != "delta nets")]
+)
+def test_a_second_process_of_every_kind_of_model_serves_from_what_is_kept(tmp_path: Path, model: str) -> None:
+    """It lowers nothing, so nothing that JAX sets up while it lowers is there but by our own doing."""
+    starts = []
+    for _process in range(2):
+        command = [sys.executable, Path(__file__).parents[2] / "support/kept_start.py", tmp_path, model]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        starts.append(json.loads(ran.stdout))
+    first, second = starts
+    assert first["lowered"] > 0 == second["lowered"]
+    assert first["tokens"] == second["tokens"]
 
 
 def test_layouts_of_other_shapes_are_other_programs(tiny_target: Target, tiny_head: Head, tmp_path: Path) -> None:
