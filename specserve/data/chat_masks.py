@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Any
 
-from specserve.chat_template import END_THINK, THINK, Messages, thinking_switch
+from specserve.chat_template import END_THINK, REASONING_NAMES, THINK, Messages, thinking_switch
 from specserve.errors import DataError, RequestError
 from specserve.tokenizer import Tokenizer
 
@@ -29,12 +29,14 @@ def encode_chat(
 
     An answer begins where the generation prompt ends, and ends with the token that ends the turn, also where that is
     the next role's. Where a template leaves the reasoning out of earlier answers, the answer alone is learned; where it
-    does so even for the last one, that one is kept whole, as it was generated. Raises DataError for messages that the
+    does so even for the last one, that one is kept whole, as it was generated, in a chat that asks for reasoning
+    whatever `template_kwargs` say: no model reasons behind a prompt that asks for none. Raises DataError for messages that the
     template rejects, whose answers cannot be found in it, or whose tool calls the template does not write.
     """
     template = tokenizer.template
     try:
         messages, variables = template.prepare(messages, tools, template_kwargs)
+        variables |= _thinking_mode(tokenizer, messages)
         if template.has_generation_tags(variables["tools"]):
             text, spans = _tagged_spans(tokenizer, messages, variables)
         else:
@@ -44,6 +46,13 @@ def encode_chat(
     token_ids, loss_mask = _end_turns(tokenizer, *_encode(tokenizer, text, spans))
     _check_calls(tokenizer, messages, token_ids, loss_mask)
     return token_ids, loss_mask
+
+
+def _thinking_mode(tokenizer: Tokenizer, messages: Messages) -> dict[str, bool]:
+    """Return the variable with which a hybrid model is asked to reason, where the last answer has reasoning."""
+    switch, last = thinking_switch(tokenizer.template.mentions), messages[-1]
+    has_reasoning = END_THINK in str(last.get("content")) or any(last.get(name) for name in REASONING_NAMES)
+    return {switch: True} if switch and last["role"] == "assistant" and has_reasoning else {}
 
 
 Spans = Sequence[tuple[int, int]]  # [start, stop) of characters that the assistant wrote

@@ -151,6 +151,29 @@ def test_no_token_holds_the_end_of_a_prompt_and_the_beginning_of_its_answer(name
         assert turns > 1 or token_ids[: starts[-1]] == prompt
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("mode", [None, True, False])
+@pytest.mark.parametrize(
+    "answer", [{"content": "<think>\nX\n</think>\n\nZ"}, {"content": "Z", "reasoning_content": "X"}, {"content": "Z"}]
+)
+def test_reasoning_is_learned_behind_a_prompt_that_asks_for_it(name, mode, answer):
+    """The prompt is one that the server sends, to a model that reasons where the answer does, whatever the settings of
+    the data ask for. A template may know no reasoning: then the answer alone is learned."""
+    tokenizer = TOKENIZERS[name]
+    switch = thinking_switch(tokenizer.template.mentions)
+    kwargs = {switch: mode} if switch and mode is not None else {}
+    token_ids, loss_mask = encode_chat(tokenizer, [*chat("Q"), {"role": "assistant", **answer}], template_kwargs=kwargs)
+    said = tokenizer.decode([i for i, bit in zip(token_ids, loss_mask, strict=True) if bit], skip_special_tokens=False)
+    written = tokenizer.decode(token_ids[: loss_mask.index(True)], skip_special_tokens=False)
+    prompt = tokenizer.render_chat(chat("Q"), template_kwargs={switch: True} if switch else {})
+    has_reasoning = "X" in str(answer)
+    assert "Z" in said
+    assert not has_reasoning or not tokenizer.template.reads_reasoning or "X" in said
+    if has_reasoning and "X" in said:
+        assert written.rstrip("\n") == tokenizer.decode(prompt, skip_special_tokens=False).rstrip("\n")
+        assert (written + said).count("<think>") <= 1
+
+
 def test_special_tokens_without_a_name_are_special():
     tokenizer = TOKENIZERS["gemma-3"]
     [end] = tokenizer.encode("<end_of_turn>", add_special_tokens=False)
