@@ -30,8 +30,8 @@ def encode_chat(
     An answer begins where the generation prompt ends, and ends with the token that ends the turn, also where that is
     the next role's. Where a template leaves the reasoning out of earlier answers, the answer alone is learned; where it
     does so even for the last one, that one is kept whole, as it was generated, in a chat that asks for reasoning
-    whatever `template_kwargs` say: no model reasons behind a prompt that asks for none. Raises DataError for messages that the
-    template rejects, whose answers cannot be found in it, or whose tool calls the template does not write.
+    whatever `template_kwargs` say: no model reasons behind a prompt that asks for none. Raises DataError for messages
+    that the template rejects, whose answers cannot be found in it, or whose tool calls the template does not write.
     """
     template = tokenizer.template
     try:

@@ -145,9 +145,9 @@ def _surroundings() -> tuple[object, ...]:
 
 @functools.cache
 def _set_up_lapack() -> None:
-    """Let programs that are loaded call LAPACK on CPUs, as those of recurrent layers do for `triangular_solve`. JAX sets
-    LAPACK up when it lowers such an operation, and a process that loads all its programs lowers none: its first call of
-    LAPACK would be a jump to nowhere."""
+    """Let programs that are loaded call LAPACK on CPUs, as those of recurrent layers do for `triangular_solve`. JAX
+    sets LAPACK up when it lowers such an operation, and a process that loads all its programs lowers none: its first
+    call of LAPACK would be a jump to nowhere."""
     if jax.default_backend() == "cpu":
         matrix = jax.ShapeDtypeStruct((1, 1), jnp.float32)
         jax.jit(jnp.linalg.cholesky).lower(matrix)
