@@ -1,7 +1,7 @@
 """Laws of the tokenizer: streamed text is the decoded text, and a folder is read by the class it names."""
 
 import json
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ from specserve.serve.requests.output import IncrementalDecoder
 from specserve.tokenizer import GENERIC_CLASS, Tokenizer, _import_class, read_end_ids
 
 BYTE_IDS = [PYDOC.encode(char)[0] for char in "é中😀"]  # first bytes of longer characters
-
 
 
 def _fallback() -> Tokenizer:
@@ -90,7 +89,7 @@ def test_an_answer_is_the_text_behind_its_prompt(prompt, pieces, skip):
     decoder = IncrementalDecoder(FALLBACK, ids(prompt), skip_special_tokens=skip)
     before = FALLBACK.decode(ids(prompt), skip_special_tokens=skip)
     streamed = before + "".join(decoder.push(ids(piece)) for piece in pieces) + decoder.finish()
-    assert streamed == FALLBACK.decode(ids([*prompt, *sum(pieces, [])]), skip_special_tokens=skip)
+    assert streamed == FALLBACK.decode(ids([*prompt, *chain.from_iterable(pieces)]), skip_special_tokens=skip)
 
 
 NAMED = {"eos_token": "<|im_end|>"}
