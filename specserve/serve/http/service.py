@@ -49,7 +49,9 @@ class Service:
     def __init__(self, engine: EngineLike, metrics: Metrics, run: ServeRun, tracing: Tracing | None = None) -> None:
         self.engine = engine
         self.metrics = metrics
-        self.syntax = AnswerSyntax(engine.tokenizer, run.tool_parser, run.reasoning_parser)
+        self.syntax = AnswerSyntax(
+            engine.tokenizer, run.tool_parser, run.reasoning_parser, has_grammars=run.constrained
+        )
         self.texts = TokenTexts(engine.tokenizer)
         self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if run.allow_unknown_fields else None
         self._tracing, self._allows_priority = tracing, run.allow_priority
@@ -101,7 +103,7 @@ class Service:
         question = self.syntax.question(body, thinks)
         token_ids = render_chat(
             engine,
-            body.messages,
+            question.messages,
             add_generation_prompt=body.has_generation_prompt,
             continue_final_message=body.continue_final_message,
             tools=question.tools,
