@@ -60,14 +60,15 @@ def _gemma(calls: Calls) -> str:
     )
 
 
-def _lfm(calls: Calls, value: Callable[[Any], str] = repr) -> str:
+def _lfm(calls: Calls, value: Callable[[Any], str]) -> str:
     spelled = (f"{name}({', '.join(f'{k}={value(v)}' for k, v in given.items())})" for name, given in calls)
     return f"<|tool_call_start|>[{', '.join(spelled)}]<|tool_call_end|>"
 
 
 def _kimi(calls: Calls) -> str:
     spelled = (
-        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{json.dumps(given)}<|tool_call_end|>"
+        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{json.dumps(given, ensure_ascii=False)}"
+        "<|tool_call_end|>"
         for i, (name, given) in enumerate(calls)
     )
     return f"<|tool_calls_section_begin|>{''.join(spelled)}<|tool_calls_section_end|>"
@@ -94,7 +95,7 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
     "functionary": lambda calls: _each(calls, "<function=%s>%s</function>", ""),
     "gemma4": _gemma,
     "kimi-k2": _kimi,
-    "lfm2": _lfm,
+    "lfm2": lambda calls: _lfm(calls, lambda item: json.dumps(item, ensure_ascii=False)),
     "phi4": lambda calls: "functools[" + _each(calls, '{"name": "%s", "arguments": %s}', ", ") + "]",
     "deepseek-dsml": lambda calls: _dsml(calls, "function_calls"),
     "deepseek": lambda calls: (
@@ -119,7 +120,7 @@ VARIANTS: list[tuple[str, Callable[[Calls], str]]] = [
     ("kimi-k2", lambda calls: _kimi(calls).replace("<|tool_calls_section_begin|>", "")),
     ("deepseek-dsml", lambda calls: _dsml(calls, "tool_calls").replace("<｜DSML｜tool_calls>\n", "")),
     ("deepseek-dsml", lambda calls: _dsml(calls, "tool_calls")),
-    ("lfm2", lambda calls: _lfm(calls, json.dumps)),
+    ("lfm2", lambda calls: _lfm(calls, repr)),
     (
         "lfm2",
         lambda calls: (

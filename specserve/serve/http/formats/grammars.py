@@ -13,9 +13,6 @@ from specserve.serve.http.formats.schemas import argument_types
 from specserve.serve.http.openai.chat import FunctionDefinition
 from specserve.serve.requests.request import GrammarSpec
 
-# How JSON is spaced: as chat templates write it, and without a place where a model could write spaces for ever.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
 
 @dataclass(frozen=True)
 class _Wording:
@@ -270,11 +267,14 @@ class _Rules:
             held = self.text_until(name, mark) if mark in self._mark_ids else self.text_until(name, before + mark)
             return f"{held} {self.spell(after)}"
         definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-        return f"{self.add(name, _json((own if isinstance(own, dict) else {}) | definitions))} {self.spell(end)}"
+        schema = (own if isinstance(own, dict) else {}) | definitions
+        return f"{self.add(name, _json(schema, self._wording.between_values or ', '))} {self.spell(end)}"
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": _SPACING})
+def _json(schema: Mapping[str, Any], between: str = ", ") -> str:
+    # as chat templates space JSON, without a place where a model could write spaces for ever
+    spacing = {"item_separator": between, "key_separator": between.replace(",", ":")}
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_flexible": False, **spacing}})
 
 
 def _quoted(text: str) -> str:
