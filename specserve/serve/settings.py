@@ -26,6 +26,9 @@ ToolParser = Literal[
     "gemma4",
     "lfm2",
     "phi4",
+    "command",
+    "nemotron",
+    "seed",
     "functionary",
     "harmony",
 ]

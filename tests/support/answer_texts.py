@@ -9,6 +9,7 @@ from specserve.serve.http.formats.reader import Part, Reader, joined
 from specserve.serve.http.formats.reasoning import THINK_MARKS, answer_format
 from specserve.serve.http.formats.tools import NO_CALLS, TOOL_FORMATS
 
+NAMED = '{"name": "%s", "arguments": %s}'
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
 SCHEMA = {
     "type": "object",
@@ -65,6 +66,11 @@ def _lfm(calls: Calls, value: Callable[[Any], str]) -> str:
     return f"<|tool_call_start|>[{', '.join(spelled)}]<|tool_call_end|>"
 
 
+def _command(calls: Calls) -> str:
+    spelled = enumerate(_each([call], '"tool_name": "%s", "parameters": %s') for call in calls)
+    return ",\n    ".join(f'{{"tool_call_id": "{i}", {call}}}' for i, call in spelled)
+
+
 def _kimi(calls: Calls) -> str:
     spelled = (
         f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{json.dumps(given, ensure_ascii=False)}"
@@ -96,7 +102,15 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
     "gemma4": _gemma,
     "kimi-k2": _kimi,
     "lfm2": lambda calls: _lfm(calls, lambda item: json.dumps(item, ensure_ascii=False)),
-    "phi4": lambda calls: "functools[" + _each(calls, '{"name": "%s", "arguments": %s}', ", ") + "]",
+    "phi4": lambda calls: "<|tool_call|>[" + _each(calls, NAMED, ", ") + "]<|/tool_call|>",
+    "command": lambda calls: f"<|START_ACTION|>[\n    {_command(calls)}\n]<|END_ACTION|>",
+    "nemotron": lambda calls: "<TOOLCALL>[" + _each(calls, NAMED, ", ") + "]</TOOLCALL>",
+    "seed": lambda calls: _tagged(
+        calls,
+        "<seed:tool_call>\n<function=%s>\n",
+        "<parameter=%s>%s</parameter>\n",
+        "</function>\n</seed:tool_call>",
+    ),
     "deepseek-dsml": lambda calls: _dsml(calls, "function_calls"),
     "deepseek": lambda calls: (
         "<｜tool▁calls▁begin｜>"
@@ -121,12 +135,9 @@ VARIANTS: list[tuple[str, Callable[[Calls], str]]] = [
     ("deepseek-dsml", lambda calls: _dsml(calls, "tool_calls").replace("<｜DSML｜tool_calls>\n", "")),
     ("deepseek-dsml", lambda calls: _dsml(calls, "tool_calls")),
     ("lfm2", lambda calls: _lfm(calls, repr)),
-    (
-        "lfm2",
-        lambda calls: (
-            "<|tool_call_start|>[" + _each(calls, '{"name": "%s", "arguments": %s}', ", ") + "]<|tool_call_end|>"
-        ),
-    ),
+    ("lfm2", lambda calls: "<|tool_call_start|>[" + _each(calls, NAMED, ", ") + "]<|tool_call_end|>"),
+    ("phi4", lambda calls: "functools[" + _each(calls, NAMED, ", ") + "]"),
+    ("phi4", lambda calls: _each(calls, f"<|tool_call|>{NAMED}<|/tool_call|>", "")),
     ("llama3", lambda calls: _each(calls, '{"name": "%s", "parameters": %s}', "; ")),
     ("llama3", lambda calls: _each(calls, '{"type": "function", "name": "%s", "parameters": %s}')),
     ("mistral", lambda calls: "[TOOL_CALLS] [" + _each(calls, '{"name": "%s", "arguments": %s}', ", ") + "]"),

@@ -49,14 +49,23 @@ TEMPLATES = {  # what a call is, and which words stand elsewhere
         + ")]<|tool_call_end|>",
         "<tool_call>",
     ),
-    "generic": (  # Command R7B's way, which is not known
-        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "'
+    "command": (
+        '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "'
         + NAME
         + '", "parameters": '
         + ARGS
-        + "}]<|END_ACTION|>",
+        + "}\n]<|END_ACTION|>",
         '"parameters": <|python_tag|> <tool_call> <function=',
     ),
+    "seed": (
+        "<seed:tool_call>\n<function="
+        + NAME
+        + ">\n"
+        + ITEMS.replace("ITEM", "<parameter={{ k }}>{{ v | string }}</parameter>\n")
+        + "</function>\n</seed:tool_call>",
+        "<tool_call>",
+    ),
+    "generic": ("@" + NAME + "@" + ARGS + "@", '"parameters": <|python_tag|> <tool_call> <function= [TOOL_CALLS]'),
 }
 
 
@@ -68,8 +77,8 @@ def test_a_format_is_chosen_by_what_the_template_writes_and_not_by_its_words(nam
 
 
 def test_a_template_that_writes_no_calls_shows_its_format_by_its_words() -> None:
-    """As LFM2's and Phi 4 mini's do. Then calls of the history stand in the content, as the model writes them; and tools
-    stand where the template has a place for them, which is the system message of Phi's."""
+    """As LFM2's and Phi 4 mini's do. Then calls of the history stand in the content, as the model writes them; and
+    tools stand where the template has a place for them, which is the system message of Phi's."""
     of_phi = "{% for m in messages %}{{ m.content }}"
     of_phi += "{% if m.tools %}<|tool|>{{ m.tools }}<|/tool|>{% endif %}{% endfor %}"
     of_lfm = "<|tool_list_start|>" + HAS_TOOLS + ROLES.replace("CALLS", "") + ASKS

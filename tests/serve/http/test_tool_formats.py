@@ -166,6 +166,11 @@ def test_values_are_read_as_json_and_as_pythons_literals(value):
     assert read_value(json.dumps(value)) == read_value(repr(value)) == value
 
 
+def test_quotes_within_a_text_may_come_as_they_are():
+    """As LFM2's template shows texts to the model."""
+    assert read_value("""['it's', "a "b" c", 'x\\'y']""") == ["it's", 'a "b" c', "x'y"]
+
+
 @pytest.mark.parametrize("text", ["", "word", "{", "[1", "[1 2]", "{'a' 1}", "nan", "1 2", "f(x)", "[" * 10_000, "'x"])
 def test_what_is_no_value_is_none(text):
     with pytest.raises(ValueError, match=r"."):

@@ -97,7 +97,22 @@ _WORDINGS: dict[str, _Wording] = {
         begin_value="KEY=",
         between_values=", ",
     ),
-    "phi4": _Wording('{"name": "NAME", "arguments": ', "}", ", ", first="functools[", last="]"),
+    "phi4": _Wording('{"name": "NAME", "arguments": ', "}", ", ", first="<|tool_call|>[", last="]<|/tool_call|>"),
+    "phi4 functools": _Wording('{"name": "NAME", "arguments": ', "}", ", ", first="functools[", last="]"),
+    "command": _Wording(
+        '{"tool_call_id": "INDEX", "tool_name": "NAME", "parameters": ',
+        "}",
+        ",\n    ",
+        first="<|START_ACTION|>[\n    ",
+        last="\n]<|END_ACTION|>",
+    ),
+    "nemotron": _Wording('{"name": "NAME", "arguments": ', "}", ", ", first="<TOOLCALL>[", last="]</TOOLCALL>"),
+    "seed": _Wording(
+        "<seed:tool_call>\n<function=NAME>\n",
+        "</function>\n</seed:tool_call>",
+        begin_value="<parameter=KEY>",
+        end_value="</parameter>\n",
+    ),
 }
 _WORDINGS["generic"] = _WORDINGS["hermes"]
 _WORDINGS |= {

@@ -1,4 +1,5 @@
-"""Formats whose calls are JSON objects with a name and arguments: of Qwen and Hermes, Llama 3, Mistral and Phi 4."""
+"""Formats whose calls are JSON objects with a name and arguments: of Qwen and Hermes, Llama 3, Mistral, Phi 4, Command
+R7B and Nemotron."""
 
 import json
 from typing import Any
@@ -58,7 +59,7 @@ def _as_call(text: str, reader: Reader) -> tuple[str, dict[str, Any]] | None:
     try:
         call = json.loads(text)
         call = call.get("function", call)
-        name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+        name, arguments = call.get("name", call.get("tool_name")), call.get("arguments", call.get("parameters"))
         arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
     except (ValueError, RecursionError, AttributeError):
         return None
@@ -129,7 +130,21 @@ def read_mistral(reader: Reader) -> Reading[None]:
             yield from read_list(reader, mark)
 
 
-def read_phi4(reader: Reader) -> Reading[None]:
-    """functools[{"name": "f", "arguments": {}}]"""
-    while mark := (yield from reader.content_until("functools")):
+def read_lists(begins: tuple[str, ...], end: Shape, reader: Reader) -> Reading[None]:
+    """Read <|START_ACTION|>[{"tool_name": "f", "parameters": {}}]<|END_ACTION|>, <TOOLCALL>[]</TOOLCALL>, and what else
+    has a list of objects, or one of them, behind a mark."""
+    while mark := (yield from reader.content_until(*begins)):
         yield from read_list(reader, mark)
+        yield from reader.match(end)
+
+
+def read_phi4(reader: Reader) -> Reading[None]:
+    return read_lists(("functools", "<|tool_call|>"), Shape(r"\s*<\|/tool_call\|>"), reader)
+
+
+def read_command(reader: Reader) -> Reading[None]:
+    return read_lists(("<|START_ACTION|>",), Shape(r"\s*<\|END_ACTION\|>"), reader)
+
+
+def read_nemotron(reader: Reader) -> Reading[None]:
+    return read_lists(("<TOOLCALL>",), Shape(r"\s*</TOOLCALL>"), reader)

@@ -1,4 +1,5 @@
-"""Formats whose calls tag their arguments one by one: of GLM, Qwen3-Coder, MiniMax M2, and DeepSeek since V3.2."""
+"""Formats whose calls tag their arguments one by one: of GLM, Qwen3-Coder, Seed-OSS, MiniMax M2, and DeepSeek since
+V3.2."""
 
 import json
 import re
@@ -31,6 +32,12 @@ QWEN_CODER = Tags(
     (Shape(r"\s*<parameter=(?P<key>[^>]*)>"),),
     "</parameter>",
     (Shape(r"\s*</function>"), _END_TOOL_CALL),
+)
+SEED = Tags(
+    (("<seed:tool_call>", Shape(rf"\s*<function={NAME}>")), QWEN_CODER.heads[1]),
+    QWEN_CODER.keys,
+    "</parameter>",
+    (Shape(r"\s*</function>"), Shape(r"\s*</seed:tool_call>")),
 )
 FUNCTIONARY = Tags((("<function=", Shape(rf"{NAME}>")),), (), "", (Shape(r"\s*</function>"),), takes_objects=True)
 MINIMAX = Tags(

@@ -11,7 +11,10 @@ GEMMA_QUOTE = '<|"|>'
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[^\s,:=\[\](){}\"']+")
-_QUOTED = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'", re.DOTALL)
+# A quote within a text may come without its backslash, as templates that put texts between quotes show it. So a quote
+# ends a text only before what may follow a value.
+_AFTER = r"(?=\s*(?:[,:)\]}]|$))"
+_QUOTED = re.compile("|".join(rf"{q}(?:[^{q}\\]|\\.|{q}(?!{_AFTER}))*{q}{_AFTER}" for q in "\"'"), re.DOTALL)
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 
@@ -121,7 +124,9 @@ class _Written:
         try:
             return json.loads(quoted, strict=False)
         except ValueError:
-            return str(ast.literal_eval(quoted.replace("\n", "\\n").replace("\r", "\\r")))
+            quote, inner = quoted[0], quoted[1:-1].replace("\n", "\\n").replace("\r", "\\r")
+            inner = re.sub(r"(\\.)|" + quote, lambda found: found[1] or "\\" + quote, inner)
+            return str(ast.literal_eval(quote + inner + quote))
 
     def _scalar(self) -> Any:
         word = self._word()
