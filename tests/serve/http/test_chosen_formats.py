@@ -19,7 +19,7 @@ EACH = "{% for c in m.tool_calls or [] %}CALL{% endfor %}"
 ITEMS = "{% for k, v in c.function.arguments.items() %}ITEM{% endfor %}"
 NAME, ARGS = "{{ c.function.name }}", "{{ c.function.arguments | tojson }}"
 QUOTED = "{{ ',' if not loop.first }}{{ k }}:{{ '<|\"|>' ~ v ~ '<|\"|>' if v is string else v }}"
-TEMPLATES = {  # what a call is, and which words stand elsewhere
+TEMPLATES = {  # the way of a call, and words that stand elsewhere
     "hermes": ('<tool_call>\n{"name": "' + NAME + '", "arguments": ' + ARGS + "}\n</tool_call>", "<function="),
     "llama3": ('{"name": "' + NAME + '", "parameters": ' + ARGS + "}", "<tool_call>"),
     "functionary": ("<function=" + NAME + ">" + ARGS + "</function>", "<|python_tag|> <tool_call> <parameter="),

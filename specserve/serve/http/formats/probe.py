@@ -1,5 +1,5 @@
-"""What a chat template shows of a model's answers, found out by rendering chats and reading back what it makes of them:
-the format of calls of tools, the marks of reasoning, and what it writes at all."""
+"""The probes that show how a chat template writes a model's answers: chats are rendered, and what comes of them is read
+back. They find the format of calls of tools, the marks of reasoning, and what the template writes at all."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -38,10 +38,10 @@ _NUM_PROMPT_ENDS = 8  # tokens of a prompt's end that may open the reasoning
 
 @dataclass(frozen=True)
 class TemplateRequest:
-    """What the template is asked to write for a chat's body."""
+    """The input of the template for a chat's body."""
 
     messages: Sequence[dict[str, Any]]
-    tools: Sequence[dict[str, Any]]  # as templates take them; none where the messages tell of them
+    tools: Sequence[dict[str, Any]]  # as templates take them; none where the messages name them
     variables: dict[str, Any]
     callable_tools: Sequence[FunctionTool]  # those that the answer may call
 

@@ -1,4 +1,4 @@
-"""What a tool's JSON schema says of the types of its arguments, and tagged text as JSON by it."""
+"""The types that a tool's JSON schema gives its arguments, and tagged text as JSON by them."""
 
 import json
 from collections.abc import Iterator, Mapping
