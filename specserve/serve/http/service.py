@@ -49,9 +49,7 @@ class Service:
     def __init__(self, engine: EngineLike, metrics: Metrics, run: ServeRun, tracing: Tracing | None = None) -> None:
         self.engine = engine
         self.metrics = metrics
-        self.syntax = AnswerSyntax(
-            engine.tokenizer, run.tool_parser, run.reasoning_parser, has_grammars=run.constrained
-        )
+        self.syntax = AnswerSyntax(engine.tokenizer, run.tool_parser, run.reasoning_parser)
         self.texts = TokenTexts(engine.tokenizer)
         self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if run.allow_unknown_fields else None
         self._tracing, self._allows_priority = tracing, run.allow_priority

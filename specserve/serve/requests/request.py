@@ -60,6 +60,7 @@ class GrammarSpec:
 
     kind: Literal["json_schema", "regex", "choice", "lark"]
     text: str
+    is_needed: bool = True  # else the answer follows none where this one cannot be used
 
 
 @dataclass(frozen=True)

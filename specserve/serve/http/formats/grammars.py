@@ -161,13 +161,14 @@ def answer_grammar(
     is_parallel: bool = True,
     think_marks: tuple[str, str] | None = None,
     is_thinking: bool = False,
+    has_both: bool = False,
 ) -> GrammarSpec:
     """Return the grammar of answers that call one of the tools, or more where that is allowed, or have such content
     (any kind but Lark). Raises RequestError for a schema that is no JSON.
 
     `wording` is that of `ToolFormat.wording_for`, "none" where there is no format of calls. `mark_ids` are those marks
-    of the format that are tokens of their own. Between `think_marks` the answer may reason before; `is_thinking` says
-    that the prompt has begun to.
+    of the format that are tokens of their own. With `has_both` calls may follow content. Between `think_marks` the
+    answer may reason before; `is_thinking` says that the prompt has begun to.
     """
     own = _WORDINGS[wording]
     rules = _Rules(own, mark_ids)
@@ -180,7 +181,8 @@ def answer_grammar(
         ways.append(rules.add("calls", f"{rules.spell(own.first)} call {more} {rules.spell(own.last)}"))
     if content is not None:
         before = rules.spell(_HARMONY_CONTENT) if is_harmony else ""
-        ways.append(f"{before} {rules.add('content', _content(content))}")
+        more = "calls?" if has_both else ""
+        ways.append(f"{before} {rules.add('content', _content(content))} {more}")
     return GrammarSpec("lark", "\n".join([f"start: {thinking} ({' | '.join(ways)})", *rules.lines]))
 
 

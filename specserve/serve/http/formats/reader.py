@@ -241,11 +241,11 @@ class Reader:
         """Take text as `until` does, with the format's special tokens left out, and the end of a reasoning that has
         never begun."""
         while True:
-            unopened = self.unopened or ()
-            mark = yield from self.until((*marks, *self._hidden, *unopened), say)
-            if mark in unopened:
+            unopened = self.unopened
+            mark = yield from self.until((*marks, *self._hidden, *(unopened or ())), say)
+            if unopened and mark in unopened:
                 self.unopened = None
-                if mark == unopened[0]:
+                if mark == unopened[0] and mark not in self._hidden:
                     say(mark)
             elif not mark or mark in marks:
                 return mark

@@ -32,7 +32,7 @@ THINK_MARKS: dict[ReasoningParser, tuple[str, str]] = {
     "command": ("<|START_THINKING|>", "<|END_THINKING|>"),
 }
 _HARMONY = next(each for each in TOOL_FORMATS if each.name == "harmony")
-_NO_BROKEN_CALL = GrammarSpec("regex", "([^<](?s:.)*)?")  # content that begins as no call in the generic format does
+_NO_CALL = GrammarSpec("regex", "([^<](?s:.)*)?")  # content that begins as no call in the generic format does
 _NUM_PROMPT_ENDS = 8  # tokens of a prompt's end that may open the reasoning
 
 
@@ -54,10 +54,8 @@ class AnswerSyntax:
         tokenizer: TokenizerLike,
         tool_parser: ToolParser,
         reasoning_parser: ReasoningParser,
-        *,
-        has_grammars: bool = True,  # answers may have to follow some
     ) -> None:
-        self._tokenizer, self._has_grammars = tokenizer, has_grammars
+        self._tokenizer = tokenizer
         self._template = tokenizer.template
         self._switch = thinking_switch(self._template.mentions)
         self._ways = find_tool_ways(tool_parser, tokenizer)
@@ -111,8 +109,9 @@ class AnswerSyntax:
                 "tool_choice demands a call, and the answer is to follow another grammar: send one of them",
                 param="tool_choice",
             )
-        if tool_format is GENERIC and not must_call and params.grammar is None and self._has_grammars:
-            params = dataclasses.replace(params, grammar=_NO_BROKEN_CALL)
+        is_free = tool_format is GENERIC and not must_call and params.grammar is None and not params.ignore_eos
+        if is_free:
+            params = dataclasses.replace(params, grammar=_NO_CALL)
         is_plain = tool_format is NO_CALLS and marks is None
         if is_plain or (params.grammar is not None and params.grammar.kind == "lark"):
             return params, PlainText  # a client's own Lark grammar stands for the whole answer
@@ -129,8 +128,9 @@ class AnswerSyntax:
                 is_parallel=body.parallel_tool_calls,
                 think_marks=marks,
                 is_thinking=is_open,
+                has_both=is_free,
             )
-            params = dataclasses.replace(params, grammar=grammar)
+            params = dataclasses.replace(params, grammar=dataclasses.replace(grammar, is_needed=not is_free))
         shown = dict.fromkeys((*params.shown_special_ids, *hidden.values()))
         params = dataclasses.replace(params, shown_special_ids=tuple(shown))
 
@@ -204,7 +204,8 @@ def _choose_reasoning(name: ReasoningParser, tokenizer: TokenizerLike) -> Reason
     for each, marks in THINK_MARKS.items():
         if reads_reasoning(tokenizer, answer_format(NO_CALLS, marks)):
             return each
-    return next((each for each, (_, end) in THINK_MARKS.items() if template.mentions(end)), "none")
+    shown: list[ReasoningParser] = [each for each, (_, end) in THINK_MARKS.items() if template.mentions(end)]
+    return shown[0] if shown else "none"
 
 
 def answer_format(

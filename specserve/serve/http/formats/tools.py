@@ -43,7 +43,7 @@ def _read_content(reader: Reader) -> Reading[None]:
 
 
 NO_CALLS = ToolFormat("none", (), _read_content)  # of answers that are text alone
-GENERIC = ToolFormat("generic", (), objects.read_hermes)  # as our own prompt shows it
+GENERIC = ToolFormat("generic", ("<tool_call>", "</tool_call>"), objects.read_hermes)  # as our own prompt shows it
 
 # in the order in which they are tried, where a template shows more than one
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
