@@ -23,6 +23,7 @@ from specserve.models.cache import Cache, Prefix
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams, forward, logits
 from specserve.serve.launch import CACHE_DTYPES
+from specserve.speculative.acceptance import Acceptance
 from specserve.tokenizer import Tokenizer
 
 CHUNK, PAGE_SIZE, MAX_LEN = 32, 16, 512
@@ -90,8 +91,8 @@ def main() -> None:
             asked = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
             outputs = llm.generate([prompt[args.max_tokens - MAX_LEN :] for prompt in prompts], asked)
         stats = [output.outputs[0].stats for output in outputs]
-        accepted, steps = sum(each.num_accepted for each in stats), sum(each.num_steps for each in stats)
-        print(f"{name:5} tau {1 + accepted / steps:.3f} over {steps} steps", flush=True)
+        found = sum(stats, Acceptance())
+        print(f"{name:5} tau {found.tau:.3f} over {found.num_steps} steps", flush=True)
 
 
 if __name__ == "__main__":

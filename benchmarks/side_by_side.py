@@ -64,8 +64,13 @@ class Batch:
         return sum(answer.num_accepted for answer in self.answers) or self.reported_accepted
 
     @property
+    def num_emitted(self) -> int:
+        """The tokens of the answers but their first ones, which the prompts' forwards emit."""
+        return sum(answer.num_tokens - 1 for answer in self.answers)
+
+    @property
     def forwards(self) -> int:
-        return self.num_forwards or sum(answer.num_tokens - 1 for answer in self.answers) - self.num_accepted
+        return self.num_forwards or self.num_emitted - self.num_accepted
 
     @property
     def speed(self) -> float:
@@ -118,7 +123,7 @@ def summarize(
                 speed,
                 (statistics.median(all_ratios), min(by_round), max(by_round)) if by_round else None,
                 1e3 * median(a.first for _, a in answers),
-                1 + sum(batch.num_accepted for batch in own) / max(1, sum(batch.forwards for batch in own)),
+                sum(batch.num_emitted for batch in own) / max(1, sum(batch.forwards for batch in own)),
                 sum(a.text == texts[clients, number, a.prompt] for number, a in answers),
                 len(answers),
                 speed / bounds[arm.weights] if clients == 1 else None,

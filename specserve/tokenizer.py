@@ -43,13 +43,7 @@ class Tokenizer:
         template does not read; never looks on the network."""
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder; expected a model folder with a tokenizer.json")
-        backend_class = _import_class(folder)
-        try:
-            # The length check of transformers would only log; lengths are the caller's business.
-            backend = backend_class.from_pretrained(str(folder), local_files_only=True, model_max_length=2**62)
-        except Exception as error:  # transformers raises whatever its parsers raise
-            raise CheckpointError(f"{folder}: cannot read the tokenizer: {error}") from error
-        tokenizer = cls(backend, read_end_ids(folder), template_kwargs)
+        tokenizer = cls(_load_backend(folder), read_end_ids(folder), template_kwargs)
         tokenizer.template.check_kwargs(tokenizer.template.kwargs)
         return tokenizer
 
@@ -181,6 +175,16 @@ class Tokenizer:
         return frozenset()
 
 
+def _load_backend(folder: Path) -> Any:
+    """Load the tokenizer of transformers. Raises CheckpointError."""
+    backend_class = _import_class(folder)
+    try:
+        # The length check of transformers would only log; lengths are the caller's business.
+        return backend_class.from_pretrained(str(folder), local_files_only=True, model_max_length=2**62)
+    except Exception as error:  # transformers raises whatever its parsers raise
+        raise CheckpointError(f"{folder}: cannot read the tokenizer: {error}") from error
+
+
 def _import_class(folder: Path) -> Any:
     """The class of transformers that reads a folder's tokenizer. Usually that is AutoTokenizer, which reads the sources
     of every model for a second when it is imported; a folder may say that its tokenizer.json is all there is."""
@@ -228,21 +232,61 @@ def check_files(folder: Path) -> None:
 
 
 def read_end_ids(folder: Path) -> tuple[int, ...]:
-    """Read the ids that end a turn or a sequence, from a model folder's generation_config.json, then its config.json.
-    Raises CheckpointError."""
+    """Read every id that ends a turn or a sequence: those of a model folder's generation_config.json, of its
+    config.json (there also of the text model within a larger one), and the tokenizer's own EOS token, each once. A
+    negative id stands for none. Raises CheckpointError."""
     found: list[int] = []
-    for path in (folder / "generation_config.json", folder / "config.json"):
-        if not path.is_file():
-            continue
-        try:
-            value = json.loads(path.read_text()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path}: cannot read the ids that end a turn: {error}") from error
-        if isinstance(value, int):
-            value = [value]
-        if isinstance(value, list):
-            found += value
-    return tuple(dict.fromkeys(found))
+    for name in ("generation_config.json", "config.json"):
+        stated = _read_object(folder / name)
+        for where, part in {name: stated, f"{name}: text_config": stated.get("text_config")}.items():
+            if isinstance(part, Mapping):
+                found += _as_ids(part.get("eos_token_id"), f"{folder / where}: eos_token_id")
+    own = _own_end(folder)
+    return tuple(dict.fromkeys(found if own is None else [*found, own]))
+
+
+def _as_ids(value: Any, where: str) -> list[int]:
+    """Return the ids in a config's value: one, several or none."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(each) is int for each in ids):
+        raise CheckpointError(f"{where}: expected an id or a list of ids, got {json.dumps(value)}")
+    return [each for each in ids if each >= 0]
+
+
+def _own_end(folder: Path) -> int | None:
+    """Return the id of the EOS token that the tokenizer's files name, without loading the tokenizer where they hold
+    the id too. None where they name none."""
+    config = _read_object(folder / "tokenizer_config.json")
+    token = config.get("eos_token") or _read_object(folder / "special_tokens_map.json").get("eos_token")
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    if not isinstance(token, str):
+        return None
+    added = config.get("added_tokens_decoder")
+    ids = {v.get("content"): int(k) for k, v in added.items()} if isinstance(added, Mapping) else {}
+    if token in ids:
+        return ids[token]
+    stored = _read_object(folder / "tokenizer.json")
+    ids = {each["content"]: each["id"] for each in stored.get("added_tokens", ())}
+    vocabulary = stored.get("model", {}).get("vocab", {})
+    if token not in ids and isinstance(vocabulary, Mapping):  # those of Unigram models are lists
+        ids = vocabulary
+    if stored or not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):
+        return ids.get(token)
+    return _load_backend(folder).eos_token_id  # of vocabularies that only transformers reads
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    """Read a file's JSON object; an empty one where there is no such file. Raises CheckpointError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
 
 
 def _check_unicode(text: str) -> None:

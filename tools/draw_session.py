@@ -100,7 +100,7 @@ def main() -> None:
     show(console, "plain", plain, 0)
     show(console, "speculative, draft tokens in green", drafted, num_accepted)
     is_same = list(chain.from_iterable(plain)) == list(chain.from_iterable(drafted))
-    tau = 1 + num_accepted / (len(drafted) - 1)  # the first forward is the prompt's
+    tau = (sum(map(len, drafted)) - 1) / (len(drafted) - 1)  # the first forward is the prompt's, of one token
     console.print(
         f"\ntemperature {TEMPERATURE}, seed {SEED}: {'the same' if is_same else 'DIFFERENT'} tokens, "
         f"tau {tau:.2f} (tokens for each forward after the prompt's)",

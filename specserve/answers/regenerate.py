@@ -17,15 +17,16 @@ from specserve.answers.account import Account, listed
 from specserve.answers.own_questions import read_question, sampling
 from specserve.answers.questions import CANCEL_SECONDS, Job, digest, find_questions
 from specserve.answers.row_file import RowFile
-from specserve.chat_template import THINK
+from specserve.chat_template import END_THINK, THINK
 from specserve.data.chat_masks import encode_chat
 from specserve.data.conversations import Row
 from specserve.data.user_turns import next_user_turn
 from specserve.errors import CapacityError, ConfigError, DataError, RequestError
 from specserve.serve.engine.engine import Engine
+from specserve.serve.http.formats.named import read_harmony
 from specserve.serve.http.formats.reader import Reader
 from specserve.serve.http.formats.reasoning import THINK_MARKS, answer_format, opens_reasoning
-from specserve.serve.http.formats.tools import NO_CALLS, new_call_id, read_harmony
+from specserve.serve.http.formats.tools import NO_CALLS, new_call_id
 from specserve.serve.requests.completion import Collector, CompletionOutput
 from specserve.serve.requests.request import Delta, FinishReason, Request, SamplingParams
 from specserve.tokenizer import Tokenizer
@@ -364,10 +365,12 @@ class _Run:
 
 def split_reasoning(text: str, *, is_begun: bool = False) -> tuple[str, str]:
     """Split what a target wrote into (reasoning, answer), as the server does: by `<think>` and `</think>`, or by
-    harmony's channels.
+    harmony's channels. The answer is whole, so what stands before a `</think>` that nothing has opened is reasoning.
 
     `is_begun`: the prompt has written `<think>`. Raises when the reasoning does not end.
     """
+    before, end, _ = text.partition(END_THINK)
+    is_begun = is_begun or (bool(end) and THINK not in before)
     read = answer_format(NO_CALLS, THINK_MARKS["think"], is_thinking=is_begun)
     is_harmony = CHANNEL in text
     if is_harmony:

@@ -117,7 +117,12 @@ def load_target(
     )
     if is_checked:
         check_weights(params, spec, str(folder))
-    return Target(config, params, read_end_ids(folder), folder)
+    return Target(config, params, end_ids(config, folder), folder)
+
+
+def end_ids(config: ModelConfig, folder: Path) -> tuple[int, ...]:
+    """Return the ids that end a sequence, of those that the model can emit. Raises CheckpointError."""
+    return tuple(i for i in read_end_ids(folder) if i < config.vocab_size)
 
 
 def renamer(names: frozenset[str]) -> Callable[[str], str]:

@@ -38,7 +38,7 @@ class AnswerSoFar:
         steps that accepted 2 and 0 draft tokens."""
         for depth in depths:
             if depth == 0 and self.depths:
-                self._count()
+                self._count(self._num_open + 1)
             self._num_open = depth
             self.depths.append(depth)
         self.num_pieces += num_pieces
@@ -48,12 +48,12 @@ class AnswerSoFar:
     def end(self) -> None:
         """End the answer. Its last step may have been cut off behind a draft token."""
         if self._num_open:
-            self._count()
+            self._count(self._num_open)
             self._num_open = 0
 
-    def _count(self) -> None:
+    def _count(self, num_emitted: int) -> None:
         depth = max(self._num_open, len(self.acceptance.accepted_per_depth))
-        self.acceptance = self.acceptance.after_step(self._num_open, depth=depth)
+        self.acceptance = self.acceptance.after_step(self._num_open, depth=depth, num_emitted=num_emitted)
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -130,11 +130,11 @@ class SpeculationReport:
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON. Figures that an arm does not report are null."""
         by_category = {name: self.of_category(name).to_json() for name in self.by_category if self.has_counts}
-        counts: dict[str, Any] = dict.fromkeys(("accepted_per_depth", "num_steps", "num_accepted"))
+        counts: dict[str, Any] = dict.fromkeys(("accepted_per_depth", "num_steps", "num_accepted", "num_cut"))
         if self.detail == "all":
             counts["accepted_per_depth"] = self.acceptance.accepted_per_depth
         if self.has_counts:
-            counts |= {"num_steps": self.acceptance.num_steps, "num_accepted": self.acceptance.num_accepted}
+            counts |= {name: getattr(self.acceptance, name) for name in ("num_steps", "num_accepted", "num_cut")}
         return {
             "bench": self.bench,
             "draft": self.draft,

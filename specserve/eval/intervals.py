@@ -45,8 +45,8 @@ def bootstrap(
 
 def tau_interval(measured: Sequence[Acceptance]) -> Interval | None:
     """Return the interval of tau over questions. Each question's own counts stay together."""
-    steps, accepted = _counts(measured)
-    return bootstrap(len(measured), lambda drawn: _tau(steps, accepted, drawn))
+    steps, emitted = _counts(measured)
+    return bootstrap(len(measured), lambda drawn: _tau(steps, emitted, drawn))
 
 
 def tau_difference(measured: Sequence[Acceptance], others: Sequence[Acceptance]) -> Interval | None:
@@ -65,9 +65,10 @@ def median_interval(values: Sequence[float]) -> Interval | None:
 
 
 def _counts(measured: Sequence[Acceptance]) -> tuple[np.ndarray, np.ndarray]:
-    return np.array([found.num_steps for found in measured]), np.array([found.num_accepted for found in measured])
+    return np.array([found.num_steps for found in measured]), np.array([found.num_emitted for found in measured])
 
 
-def _tau(steps: np.ndarray, accepted: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+def _tau(steps: np.ndarray, emitted: np.ndarray, drawn: np.ndarray) -> np.ndarray:
     """Return the tau of each draw's counts together, as `Acceptance.tau` defines it."""
-    return 1.0 + accepted[drawn].sum(axis=1) / np.maximum(1, steps[drawn].sum(axis=1))
+    num_steps = steps[drawn].sum(axis=1)
+    return np.where(num_steps, emitted[drawn].sum(axis=1) / np.maximum(1, num_steps), 1.0)

@@ -23,6 +23,7 @@ from specserve.speculative.acceptance import Acceptance
 COUNT_SECONDS = 2.0  # how long counters may lag behind an answer
 SPEC = "vllm:spec_decode_num"  # series have the names that vLLM gives them, where vLLM has them
 STEPS = ("specserve:sequence_steps_total", f"{SPEC}_drafts_total")  # our own count plain steps too, so they come first
+CUT_STEPS = "specserve:sequence_cut_steps_total"  # others' servers count none, so their tau of short answers is higher
 NOTES = {  # on acceptance, by where it comes from (`ServerArm.kind`)
     "mean": ("tau is the server's own mean over all that it has answered, so there is no interval",),
     "nothing": ("the server does not report its acceptance: no counters in /metrics, no timings in its answers",),
@@ -51,7 +52,8 @@ def parse_counts(text: str) -> Counts | None:
         return None
     per_depth = tuple(by_depth[depth] for depth in range(max(by_depth, default=-1) + 1))
     per_depth = per_depth or (int(totals[f"{SPEC}_accepted_tokens_total"]),)
-    acceptance = Acceptance(int(totals[steps]), int(totals[f"{SPEC}_draft_tokens_total"]), per_depth)
+    counts = int(totals[steps]), int(totals[f"{SPEC}_draft_tokens_total"]), per_depth, int(totals[CUT_STEPS])
+    acceptance = Acceptance(*counts)
     return Counts(int(totals["vllm:generation_tokens_total"]), acceptance)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import Target, end_ids
 from specserve.checkpoints.source import NOTES_FILE
 from specserve.checkpoints.tensors import (
     CONFIG,
@@ -30,7 +30,6 @@ from specserve.interop.head import head_files, load_head
 from specserve.interop.notes import read_notes
 from specserve.models.families import model_config
 from specserve.models.target import target_spec
-from specserve.tokenizer import read_end_ids
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -49,7 +48,7 @@ def describe_target(folder: Path) -> Target:
     is enough. Raises ConfigError or CheckpointError."""
     raw = read_json(folder / CONFIG)
     config = model_config(raw, dtype="float32", where=str(folder / CONFIG))
-    return Target(config, target_spec(config), read_end_ids(folder), folder)
+    return Target(config, target_spec(config), end_ids(config, folder), folder)
 
 
 def export_head(

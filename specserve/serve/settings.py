@@ -10,8 +10,29 @@ from specserve.drafters.registry import CARRIED
 from specserve.drafters.words import SPECULATIONS
 from specserve.errors import ConfigError
 
-ToolParser = Literal["auto", "none", "hermes", "qwen3-coder", "llama3", "mistral", "glm", "deepseek", "harmony"]
-ReasoningParser = Literal["auto", "none", "think", "mistral", "harmony"]
+ToolParser = Literal[
+    "auto",
+    "none",
+    "generic",
+    "hermes",
+    "qwen3-coder",
+    "llama3",
+    "mistral",
+    "glm",
+    "deepseek",
+    "deepseek-dsml",
+    "kimi-k2",
+    "minimax-m2",
+    "gemma4",
+    "lfm2",
+    "phi4",
+    "command",
+    "nemotron",
+    "seed",
+    "functionary",
+    "harmony",
+]
+ReasoningParser = Literal["auto", "none", "think", "mistral", "gemma4", "seed", "command", "harmony"]
 
 
 # The scopes of settings, from which the lists of those that concern the same thing are made.
@@ -93,7 +114,8 @@ class ServeRun:
     port: int = setting(8000, scope=LISTENER, help="port to listen on; 0: any free one", ge=0, le=65535)
     tool_parser: ToolParser = setting(
         "auto",
-        help="how the target calls tools; auto: as its chat template does; none: requests may not have tools",
+        help="how the target calls tools; auto: as its chat template does, or where that shows no known way, as a "
+        "prompt of the server's own shows it (generic); none: requests may not have tools",
     )
     reasoning_parser: ReasoningParser = setting(
         "auto",

@@ -179,11 +179,15 @@ class AcceptanceMeter:
             state, result = self._steps[arm.speculation](weights, state, self._slots(is_open))
             counts = np.asarray(result.counts)
             for row in np.flatnonzero(is_open):
-                n_accepted = int(counts[row, 0])
-                found[row] = found[row].after_step(n_accepted, depth=tree.depth, num_draft_tokens=tree.num_nodes)
-                emitted = counts[row, 2 : 2 + n_accepted + 1]
+                n_accepted, room = int(counts[row, 0]), limits[row] - len(answers[row])
+                emitted = counts[row, 2 : 2 + n_accepted + 1][:room]
+                ends = np.flatnonzero(np.isin(emitted, eos))
+                emitted = emitted[: ends[0] + 1] if ends.size else emitted
+                found[row] = found[row].after_step(
+                    n_accepted, depth=tree.depth, num_draft_tokens=tree.num_nodes, num_emitted=len(emitted)
+                )
                 answers[row] += emitted.tolist()
-                is_open[row] = not np.isin(emitted, eos).any() and len(answers[row]) < limits[row]
+                is_open[row] = not ends.size and len(answers[row]) < limits[row]
         return list(zip(found, answers, strict=True))
 
     def _admit(self, group: list[int], arm: Arm) -> SlotState:

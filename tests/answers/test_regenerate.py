@@ -307,7 +307,8 @@ def test_an_answer_without_reasoning_holds_no_marks_of_its_channel(tmp_path):
 
 
 def test_split_reasoning():
-    assert split_reasoning("a </think> b") == ("", "a </think> b")  # it has begun none
+    assert split_reasoning("a </think> b") == ("a", "b"), "nothing has opened it"
+    assert split_reasoning("a <think> b </think>") == ("", "a <think> b </think>"), "it speaks of the marks"
     assert split_reasoning("a</think>b</think>c", is_begun=True) == ("a", "b</think>c")
     assert split_reasoning("<think></think>") == ("", "")
 

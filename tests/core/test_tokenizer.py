@@ -1,7 +1,7 @@
 """Laws of the tokenizer: streamed text is the decoded text, and a folder is read by the class it names."""
 
 import json
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -15,10 +15,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.errors import CheckpointError, RequestError
 from specserve.serve.requests.output import IncrementalDecoder
-from specserve.tokenizer import Tokenizer, _import_class
+from specserve.tokenizer import GENERIC_CLASS, Tokenizer, _import_class, read_end_ids
 
 BYTE_IDS = [PYDOC.encode(char)[0] for char in "é中😀"]  # first bytes of longer characters
 
+
+def _fallback() -> Tokenizer:
+    """Return a tokenizer that spells characters which it does not know in bytes, as Llama 2's and Mistral's do."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581a": 256, "<unk>": 257, "a": 258, "<s>": 259}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(parts)
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>"))
+
+
+FALLBACK = _fallback()
 chunks = st.lists(st.lists(st.integers(0, 8200) | st.sampled_from([*range(256), *BYTE_IDS]), max_size=12), max_size=12)
 
 
@@ -56,17 +67,58 @@ def test_streaming_survives_pieces_that_always_end_inside_a_character():
 
 def test_streaming_of_a_tokenizer_that_falls_back_to_bytes():
     """There (Llama, Gemma) an open character makes every byte token before it unreadable, too, until it closes."""
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581a": 256, "<unk>": 257}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    backend.decoder = decoders.Sequence(parts)
-    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
-    assert tokenizer.byte_token_ids() == {*range(256)}
+    assert FALLBACK.byte_token_ids() == {*range(256)}
     token_ids = [256, *"😀😀é中".encode(), 256, 256, *"中".encode()]
     for size in (1, 2, 3, 5):
-        decoder = IncrementalDecoder(tokenizer)
+        decoder = IncrementalDecoder(FALLBACK)
         streamed = [decoder.push(token_ids[low : low + size]) for low in range(0, len(token_ids), size)]
-        assert "".join(streamed) + decoder.finish() == "a😀😀é中 a a中" == tokenizer.decode(token_ids)
+        assert "".join(streamed) + decoder.finish() == "a😀😀é中 a a中" == FALLBACK.decode(token_ids)
+
+
+words = st.lists(st.sampled_from(["\u2581a", "a", "<s>", *map(chr, b"ab \n"), "é", "中", "😀"]), max_size=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(words, st.lists(words, max_size=6), st.booleans())
+def test_an_answer_is_the_text_behind_its_prompt(prompt, pieces, skip):
+    """Also where the decoder strips the space before the first token that it sees."""
+
+    def ids(words: list[str]) -> list[int]:
+        known = {"\u2581a": [256], "a": [258], "<s>": [259]}
+        return [i for word in words for i in known.get(word, list(word.encode()))]
+
+    decoder = IncrementalDecoder(FALLBACK, ids(prompt), skip_special_tokens=skip)
+    before = FALLBACK.decode(ids(prompt), skip_special_tokens=skip)
+    streamed = before + "".join(decoder.push(ids(piece)) for piece in pieces) + decoder.finish()
+    assert streamed == FALLBACK.decode(ids([*prompt, *chain.from_iterable(pieces)]), skip_special_tokens=skip)
+
+
+NAMED = {"eos_token": "<|im_end|>"}
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({"config": {"text_config": {"eos_token_id": 7}}}, (7, 2)),
+        ({"config": {"text_config": {"eos_token_id": [7, 9]}, "eos_token_id": 8}}, (8, 7, 9, 2)),
+        ({"generation_config": {"eos_token_id": [7, 2]}, "config": {"eos_token_id": -1}}, (7, 2)),
+        ({}, (2,)),
+        ({"tokenizer_config": {}, "special_tokens_map": {"eos_token": {"content": "<|im_end|>"}}}, (2,)),
+        ({"tokenizer_config": NAMED | {"added_tokens_decoder": {"2": {"content": "<|im_end|>"}}}}, (2,)),
+        ({"tokenizer_config": {"eos_token": PYDOC._backend.convert_ids_to_tokens(300)}}, (300,)),
+    ],
+)
+def test_what_ends_a_turn_in_training_ends_it_in_serving(tmp_path, files, ids):
+    """Ids of any config, there also of the text model within it, and the EOS of the tokenizer's own files."""
+    (tmp_path / "tokenizer.json").write_text((BUNDLED_FOLDER / "tokenizer.json").read_text())
+    for name, content in ({"tokenizer_config": NAMED} | files).items():
+        generic = {"tokenizer_class": GENERIC_CLASS} if name == "tokenizer_config" else {}
+        (tmp_path / f"{name}.json").write_text("\ufeff" * (name == "config") + json.dumps(generic | content))
+    assert read_end_ids(tmp_path) == ids
+    assert Tokenizer.load(tmp_path).end_ids == set(ids)
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": "7"}}')
+    with pytest.raises(CheckpointError, match=r'config.json: text_config: eos_token_id: expected an id .* got "7"'):
+        read_end_ids(tmp_path)
 
 
 @pytest.mark.parametrize("token_id", [PYDOC.encode("中")[0], PYDOC.encode("a")[0]])

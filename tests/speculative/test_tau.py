@@ -1,5 +1,8 @@
 """The counts behind tau: a step more, two counts together, and what follows from them."""
 
+import pytest
+
+from specserve.eval.intervals import Interval, tau_interval
 from specserve.serve.requests.request import SpeculationStats
 from specserve.speculative.acceptance import Acceptance
 
@@ -14,6 +17,17 @@ def test_steps_add_up() -> None:
     assert found.num_accepted == 6
     assert found.tau == 1 + 6 / 4, "each step emits a token of the target's own as well"
     assert found.accept_rate == (2 / 4, 2 / 2, 1 / 2, 1 / 1, 0.0)
+
+
+@pytest.mark.parametrize(("num_emitted", "accepted", "num_cut"), [(4, 3, 0), (3, 3, 1), (2, 2, 1), (1, 1, 1)])
+def test_what_lies_behind_the_end_of_an_answer_is_not_counted(num_emitted: int, accepted: int, num_cut: int) -> None:
+    """An answer of a first token, a whole step that accepts 1, and a last one that accepts 3 tokens."""
+    last = {"depth": 3, "num_draft_tokens": 3, "num_emitted": num_emitted}
+    found = Acceptance().after_step(1, depth=3, num_draft_tokens=3).after_step(3, **last)
+    assert (found.num_accepted, found.num_cut, found.num_emitted) == (1 + accepted, num_cut, 2 + num_emitted)
+    assert found.tau == (2 + num_emitted) / 2
+    assert found + found - found == found
+    assert tau_interval([found, found]) == Interval(found.tau, found.tau)
 
 
 def test_counts_of_sequences_add_up_whatever_their_depths() -> None:

@@ -9,6 +9,7 @@ from specserve.serve.http.formats.reader import Part, Reader, joined
 from specserve.serve.http.formats.reasoning import THINK_MARKS, answer_format
 from specserve.serve.http.formats.tools import NO_CALLS, TOOL_FORMATS
 
+NAMED = '{"name": "%s", "arguments": %s}'
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
 SCHEMA = {
     "type": "object",
@@ -25,16 +26,58 @@ SCHEMA = {
 TOOLS: dict[str, Mapping[str, Any]] = {"add": SCHEMA, "no_args": {"type": "object", "properties": {}}}
 
 
-def _tagged(calls: Calls, begin: str, value: str, end: str) -> str:
+def _tagged(calls: Calls, begin: str, value: str, end: str, between: str = "\n") -> str:
     def call(name: str, arguments: Mapping[str, Any]) -> str:
         spelled = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
         return begin % name + "".join(value % item for item in spelled.items()) + end
 
-    return "\n".join(call(*each) for each in calls)
+    return between.join(call(*each) for each in calls)
 
 
 def _each(calls: Calls, template: str, between: str = "\n") -> str:
     return between.join(template % (name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls)
+
+
+def _dsml(calls: Calls, block: str) -> str:
+    def value(key: str, item: Any) -> str:
+        text = item if isinstance(item, str) else json.dumps(item)
+        is_text = json.dumps(isinstance(item, str))
+        return f'<｜DSML｜parameter name="{key}" string="{is_text}">{text}</｜DSML｜parameter>\n'
+
+    invokes = "".join(
+        f'<｜DSML｜invoke name="{name}">\n{"".join(value(*item) for item in arguments.items())}</｜DSML｜invoke>\n'
+        for name, arguments in calls
+    )
+    return f"<｜DSML｜{block}>\n{invokes}</｜DSML｜{block}>"
+
+
+def _gemma(calls: Calls) -> str:
+    def value(item: Any) -> str:
+        return f'<|"|>{item}<|"|>' if isinstance(item, str) else json.dumps(item, separators=(",", ":"))
+
+    return "".join(
+        f"<|tool_call>call:{name}{{{','.join(f'{k}:{value(v)}' for k, v in arguments.items())}}}<tool_call|>"
+        for name, arguments in calls
+    )
+
+
+def _lfm(calls: Calls, value: Callable[[Any], str]) -> str:
+    spelled = (f"{name}({', '.join(f'{k}={value(v)}' for k, v in given.items())})" for name, given in calls)
+    return f"<|tool_call_start|>[{', '.join(spelled)}]<|tool_call_end|>"
+
+
+def _command(calls: Calls) -> str:
+    spelled = enumerate(_each([call], '"tool_name": "%s", "parameters": %s') for call in calls)
+    return ",\n    ".join(f'{{"tool_call_id": "{i}", {call}}}' for i, call in spelled)
+
+
+def _kimi(calls: Calls) -> str:
+    spelled = (
+        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{json.dumps(given, ensure_ascii=False)}"
+        "<|tool_call_end|>"
+        for i, (name, given) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{''.join(spelled)}<|tool_calls_section_end|>"
 
 
 WRITERS: dict[str, Callable[[Calls], str]] = {
@@ -50,6 +93,25 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
         "<parameter=%s>\n%s\n</parameter>\n",
         "</function>\n</tool_call>",
     ),
+    "minimax-m2": lambda calls: (
+        "<minimax:tool_call>\n"
+        + _tagged(calls, '<invoke name="%s">\n', '<parameter name="%s">%s</parameter>\n', "</invoke>", "\n")
+        + "\n</minimax:tool_call>"
+    ),
+    "functionary": lambda calls: _each(calls, "<function=%s>%s</function>", ""),
+    "gemma4": _gemma,
+    "kimi-k2": _kimi,
+    "lfm2": lambda calls: _lfm(calls, lambda item: json.dumps(item, ensure_ascii=False)),
+    "phi4": lambda calls: "<|tool_call|>[" + _each(calls, NAMED, ", ") + "]<|/tool_call|>",
+    "command": lambda calls: f"<|START_ACTION|>[\n    {_command(calls)}\n]<|END_ACTION|>",
+    "nemotron": lambda calls: "<TOOLCALL>[" + _each(calls, NAMED, ", ") + "]</TOOLCALL>",
+    "seed": lambda calls: _tagged(
+        calls,
+        "<seed:tool_call>\n<function=%s>\n",
+        "<parameter=%s>%s</parameter>\n",
+        "</function>\n</seed:tool_call>",
+    ),
+    "deepseek-dsml": lambda calls: _dsml(calls, "function_calls"),
     "deepseek": lambda calls: (
         "<｜tool▁calls▁begin｜>"
         + _each(calls, "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n%s\n```<｜tool▁call▁end｜>")
@@ -65,6 +127,17 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
 # (format, what it writes too)
 VARIANTS: list[tuple[str, Callable[[Calls], str]]] = [
     *WRITERS.items(),
+    # without the mark that opens them, which some models forget
+    ("hermes", lambda calls: _each(calls, '{"name": "%s", "arguments": %s}\n</tool_call>')),
+    ("qwen3-coder", lambda calls: WRITERS["qwen3-coder"](calls).replace("<tool_call>\n", "")),
+    ("minimax-m2", lambda calls: WRITERS["minimax-m2"](calls).replace("<minimax:tool_call>\n", "")),
+    ("kimi-k2", lambda calls: _kimi(calls).replace("<|tool_calls_section_begin|>", "")),
+    ("deepseek-dsml", lambda calls: _dsml(calls, "tool_calls").replace("<｜DSML｜tool_calls>\n", "")),
+    ("deepseek-dsml", lambda calls: _dsml(calls, "tool_calls")),
+    ("lfm2", lambda calls: _lfm(calls, repr)),
+    ("lfm2", lambda calls: "<|tool_call_start|>[" + _each(calls, NAMED, ", ") + "]<|tool_call_end|>"),
+    ("phi4", lambda calls: "functools[" + _each(calls, NAMED, ", ") + "]"),
+    ("phi4", lambda calls: _each(calls, f"<|tool_call|>{NAMED}<|/tool_call|>", "")),
     ("llama3", lambda calls: _each(calls, '{"name": "%s", "parameters": %s}', "; ")),
     ("llama3", lambda calls: _each(calls, '{"type": "function", "name": "%s", "parameters": %s}')),
     ("mistral", lambda calls: "[TOOL_CALLS] [" + _each(calls, '{"name": "%s", "arguments": %s}', ", ") + "]"),

@@ -48,6 +48,7 @@ class Letters:
     alphabet = string.ascii_letters + string.digits + " ."
     vocab_size = VOCAB
     special_token_ids = frozenset({0, EOS})
+    end_ids = frozenset({EOS})
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [self.alphabet.index(letter) for letter in text]

@@ -56,7 +56,7 @@ class FakeTokenizer:
 
     has_chat_template = True
     template = FakeTemplate()
-    special_token_ids = frozenset[int]()
+    special_token_ids = end_ids = frozenset[int]()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -81,8 +81,8 @@ class FakeTokenizer:
     ) -> list[int]:
         if "forbidden" in messages[-1]["content"]:
             raise RequestError("the template refuses", param="messages")
-        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        text += json.dumps(tools) if tools else ""
+        text = json.dumps(tools) if tools else ""
+        text += "".join(f"<{message['role']}>{message['content']}" for message in messages)
         assert not (add_generation_prompt and continue_final_message)
         end = "" if continue_final_message else str(dict(template_kwargs or {}))
         return self.encode(text + end + "<assistant>" * add_generation_prompt)

@@ -31,8 +31,10 @@ class Recording:
         """Return the acceptance of an answer that is made by steps over this tree alone."""
         found, at = Acceptance(accepted_per_depth=(0,) * tree.depth), 0
         while at < self.length - 1:
-            n_accepted = int(self.accepted[tree][at])
-            found = found.after_step(n_accepted, depth=tree.depth, num_draft_tokens=tree.num_nodes)
+            n_accepted, room = int(self.accepted[tree][at]), self.length - 1 - at
+            found = found.after_step(
+                n_accepted, depth=tree.depth, num_draft_tokens=tree.num_nodes, num_emitted=min(room, n_accepted + 1)
+            )
             at += 1 + n_accepted
         return found
 

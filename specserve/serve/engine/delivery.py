@@ -47,12 +47,16 @@ class Delivery:
             logger.exception("%s: its own code failed; ending it", sequence.request.request_id)
             self.deliver(sequence, Delta(finish_reason=FinishReason.ERROR, error=f"{type(error).__name__}: {error}"))
 
-    def emit(self, sequence: Sequence, tree: Tree | None, result: StepResult, row: int) -> None:
-        """Hand over the new tokens of a step with that tree."""
+    def emit(
+        self, sequence: Sequence, tree: Tree | None, result: StepResult, row: int, *, is_step: bool = True
+    ) -> None:
+        """Hand over the new tokens of a step with that tree, or of the end of a prompt."""
         request = sequence.request
         drawn = result.emitted(row)
         token_ids = list(itertools.takewhile(lambda token_id: token_id != NOTHING, drawn))
         delta = sequence.output.push(token_ids, min(int(result.n_accepted[row]), len(token_ids)))
+        if is_step:
+            sequence.count_step(None if self._runner.shapes.accepts_nothing else tree, delta)
         if sequence.is_scored:
             delta = dataclasses.replace(delta, prompt=tuple(sequence.prompt))
         sequence.output_ids += delta.token_ids

@@ -10,7 +10,7 @@ from specserve.errors import RequestError
 from specserve.serve.engine.options import bad_sequences, check_prompt, check_some_token, check_token_ids
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.grammars import Grammars
-from specserve.serve.requests.request import Delta, Request, RequestOptions, SamplingParams
+from specserve.serve.requests.request import Delta, GrammarSpec, Request, RequestOptions, SamplingParams, TokenMask
 from specserve.tokenizer import Tokenizer
 
 
@@ -32,9 +32,7 @@ class InputProcessor:
         or CapacityError where its grammar cannot be tried now."""
         if params.n != 1:
             raise RequestError("the engine takes one sequence at a time; submit params.choices()", param="n")
-        if params.grammar is not None:
-            self._check_constrained("grammar")
-            self.grammars.compile(params.grammar)
+        self._mask_maker(params.grammar)
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none", param="stop")
         max_new_tokens = check_prompt(prompt_ids, params.max_tokens, self.max_model_len, self.vocab_size)
@@ -65,8 +63,8 @@ class InputProcessor:
         if token_mask is not None:
             self._check_constrained("token_mask")
         max_new_tokens = self.check(prompt_ids, params)
-        if token_mask is None and params.grammar is not None:
-            token_mask = self.grammars.compile(params.grammar)()
+        if token_mask is None and (make_mask := self._mask_maker(params.grammar)):
+            token_mask = make_mask()
         if seed is None:
             seed = random.getrandbits(63)
         own: RequestOptions = {**options, "request_id": request_id, "token_mask": token_mask}
@@ -80,6 +78,19 @@ class InputProcessor:
             bad_sequences=self._bad_sequences(params.bad_words),
             **own,
         )
+
+    def _mask_maker(self, grammar: GrammarSpec | None) -> Callable[[], TokenMask] | None:
+        """Return what makes the masks of a grammar, None where there is none, or where it cannot be used and need not
+        be. Raises what `check` raises."""
+        if grammar is None:
+            return None
+        try:
+            self._check_constrained("grammar")
+            return self.grammars.compile(grammar)
+        except RequestError:
+            if grammar.is_needed:
+                raise
+            return None
 
     def _check_constrained(self, param: str) -> None:
         if not self._has_constrained:

@@ -105,6 +105,11 @@ class TokenizerLike(Protocol):
         """The ids that `decode` leaves out with `skip_special_tokens`."""
         ...
 
+    @property
+    def end_ids(self) -> Collection[int]:
+        """The ids that end a turn."""
+        ...
+
 
 class EngineLike(Protocol):
     """The interface of a running engine. Its own thread calls `on_delta`; the last delta of a sequence has a

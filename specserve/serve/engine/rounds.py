@@ -349,9 +349,8 @@ class Rounds:
                 n_accepted = result.n_accepted.tolist()
                 for row, sequence in awaited.items():
                     num_tokens[number] += 1 + n_accepted[row]
-                    self.delivery.guard(
-                        sequence, functools.partial(self.delivery.emit, sequence, each.tree, result, row)
-                    )
+                    emit = functools.partial(self.delivery.emit, is_step=each.program is not None)
+                    self.delivery.guard(sequence, functools.partial(emit, sequence, each.tree, result, row))
         while len(num_tokens) > 1 and not num_tokens[-1]:  # steps that ran on after every answer had ended
             num_tokens.pop()
         self._counters.num_round_tokens += sum(num_tokens)

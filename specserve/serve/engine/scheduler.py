@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.pages import PagePool
 from specserve.serve.requests.output import OutputStream
-from specserve.serve.requests.request import PromptToken, Request
+from specserve.serve.requests.request import Delta, PromptToken, Request
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.controller import Estimate
+from specserve.speculative.tree import Tree
 
 
 @dataclass(eq=False)
@@ -63,6 +64,19 @@ class Sequence:
         """Note that the result of such a program has been read."""
         self.num_in_flight -= least
         self.most_in_flight -= most
+
+    def count_step(self, tree: Tree | None, delta: Delta) -> None:
+        """Count a step over that tree, of which the delta has what belongs to the answer."""
+        # 0: the request wants no draft tokens
+        num_draft_tokens = tree.num_nodes if tree and self.estimate and self.estimate.max_depth else 0
+        if num_draft_tokens:
+            self.drafts.append((num_draft_tokens, delta.num_accepted))
+        self.acceptance = self.acceptance.after_step(
+            delta.num_accepted,
+            depth=tree.depth if tree else 0,
+            num_draft_tokens=num_draft_tokens,
+            num_emitted=len(delta.token_ids),
+        )
 
     @property
     def token_ids(self) -> list[int]:

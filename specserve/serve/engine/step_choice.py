@@ -153,19 +153,9 @@ class StepChoice:
         self._bursts.observe(program, seconds)
 
     def observe(self, tree: Tree | None, result: StepResult, sequences: dict[int, Sequence]) -> None:
-        """Count what a step accepted of the sequences in its rows, and learn from it."""
+        """Learn from what a step accepted of the sequences in its rows, also where an answer ends within it."""
         if tree is None or self._runner.shapes.accepts_nothing:
-            for sequence in sequences.values():
-                sequence.acceptance = sequence.acceptance.after_step()
             return
         rows, estimates = list(sequences), [self.estimate(sequence) for sequence in sequences.values()]
-        n_accepted = result.n_accepted[rows]
-        for sequence, estimate, number in zip(sequences.values(), estimates, n_accepted.tolist(), strict=True):
-            num_draft_tokens = tree.num_nodes if estimate.max_depth else 0  # 0: the request wants none
-            if num_draft_tokens:
-                sequence.drafts.append((num_draft_tokens, number))
-            sequence.acceptance = sequence.acceptance.after_step(
-                number, depth=tree.depth, num_draft_tokens=num_draft_tokens
-            )
         confidence = None if result.confidence is None else np.asarray(result.confidence)[rows]
-        self.controller.observe(estimates, tree, n_accepted, confidence)
+        self.controller.observe(estimates, tree, result.n_accepted[rows], confidence)

@@ -101,7 +101,7 @@ class Service:
         question = self.syntax.question(body, thinks)
         token_ids = render_chat(
             engine,
-            body.messages,
+            question.messages,
             add_generation_prompt=body.has_generation_prompt,
             continue_final_message=body.continue_final_message,
             tools=question.tools,

@@ -1,6 +1,7 @@
 """The way from the token ids that steps emit to deltas: it finds where a sequence ends, and which of its text is
 certain. No text is emitted twice, and no half character."""
 
+import itertools
 import operator
 from collections.abc import Collection, Sequence
 
@@ -11,7 +12,8 @@ REPLACEMENT = "\ufffd"  # decoders write it for bytes that are no UTF-8 (yet)
 
 
 class IncrementalDecoder:
-    """Text from tokens that arrive in pieces: `push`ed and `finish`ed text joins to `decode` of all the ids.
+    """Text from tokens that arrive in pieces. `push`ed and `finish`ed text joins to what `decode` of all the ids, those
+    of the prompt included, has behind `decode` of the prompt's.
 
     No half character is ever emitted: trailing U+FFFD may still become a character, so it waits. A push costs at most
     two decodes of a short window (the ids of this push and the last, and what still waits), never of the sequence.
@@ -19,21 +21,40 @@ class IncrementalDecoder:
 
     NUM_HELD = 3  # a UTF-8 character has at most 4 bytes, so at most 3 trailing ones are open
     NUM_WINDOW = 64  # ids that may wait for a character to close before they count as bytes of no character
+    NUM_BEFORE = 8  # last ids of the prompt, of which a character or two are enough
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown_ids: Collection[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: Collection[int] = (),
     ) -> None:
         """`shown_ids` are special tokens that are not skipped."""
         self._tokenizer = tokenizer
         self._skipped_ids = tokenizer.special_token_ids.difference(shown_ids) if skip_special_tokens else frozenset()
-        self._window: list[int] = []
-        self._num_context = 0  # leading ids of the window whose text is all out
-        self._num_emitted = 0  # characters of the window's text that are out
+        self._window = self._end_of(prompt_ids)
+        self._num_context = len(self._window)  # leading ids of the window whose text is all out
+        self._num_emitted = len(self._text(self._window))  # characters of the window's text that are out
+
+    def _end_of(self, prompt_ids: Sequence[int]) -> list[int]:
+        """Return the fewest last ids of a prompt that have a text of whole characters, or all where they have no text.
+        Some decoders (Llama's, Mistral's) strip the space before their first token, which an answer's is not."""
+        ends = list(itertools.islice(filter(self._is_text, reversed(prompt_ids)), self.NUM_BEFORE))[::-1]
+        for start in range(len(ends) - 1, -1, -1):
+            text = self._text(ends[start:])
+            if text and REPLACEMENT not in text:
+                return ends[start:]
+        return [] if self._text(ends) else ends
+
+    def _is_text(self, token_id: int) -> bool:
+        """Return whether an id adds to the text. Those beyond the tokenizer's are padding of the model's embedding."""
+        return token_id < self._tokenizer.vocab_size and token_id not in self._skipped_ids
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add these ids, and return the text that is now certain."""
-        vocab_size = self._tokenizer.vocab_size  # ids beyond it are padding of the model's embedding: no text
-        self._window.extend(i for i in token_ids if i < vocab_size and i not in self._skipped_ids)
+        self._window.extend(filter(self._is_text, token_ids))
         text = self._text(self._window)
         num_settled = len(text.rstrip(REPLACEMENT))
         is_open = num_settled < len(text)
@@ -86,7 +107,10 @@ class OutputStream:
         self._decoder = None  # token ids alone
         if tokenizer:
             self._decoder = IncrementalDecoder(
-                tokenizer, skip_special_tokens=params.skip_special_tokens, shown_ids=params.shown_special_ids
+                tokenizer,
+                request.prompt_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                shown_ids=params.shown_special_ids,
             )
         self._held = ""  # decoded, not yet given out
 

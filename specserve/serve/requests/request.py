@@ -60,6 +60,7 @@ class GrammarSpec:
 
     kind: Literal["json_schema", "regex", "choice", "lark"]
     text: str
+    is_needed: bool = True  # else the answer follows none where this one cannot be used
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,11 @@ class SpeculationStats(Acceptance):
     def num_drafts(self) -> int:
         """Steps that verified draft tokens. Steps of plain decoding are none of them, but count in `num_steps`."""
         return len(self.drafts)
+
+    @property
+    def of_drafts(self) -> Acceptance:
+        """The acceptance of those steps alone, which are all that accept a draft token or are cut."""
+        return Acceptance(self.num_drafts, self.num_draft_tokens, self.accepted_per_depth, self.num_cut)
 
 
 @dataclass(frozen=True)

@@ -129,3 +129,16 @@ def test_masks_need_constrained_programs(lookup_runner: Runner) -> None:
     with pytest.raises(RequestError, match="constrained=False") as error:
         submit(make_engine(lookup_runner), Ask(PROMPT, greedy(1), is_constrained=True))
     assert error.value.param == "token_mask"
+
+
+def test_a_grammar_that_need_not_be_is_left_out_where_it_cannot(lookup_runner: Runner, runner: Runner) -> None:
+    """The engine has no programs for masks, or the grammar is none."""
+    for engine, text in ((make_engine(lookup_runner), "x"), (make_engine(runner), "(")):
+        for is_needed in (False, True):
+            params = greedy(4, grammar=GrammarSpec("regex", text, is_needed=is_needed))
+            if is_needed:
+                with pytest.raises(RequestError, match="grammar"):
+                    submit(engine, Ask(PROMPT, params))
+            else:
+                request, _ = submit(engine, Ask(PROMPT, params))
+                assert request.token_mask is None

@@ -157,6 +157,26 @@ def test_a_reasoning_model_thinks_before_it_follows_a_format():
     assert (params.grammar, make_parser().push("x").content) == (lark.grammar, "x")
 
 
+def test_an_answer_that_begins_as_a_call_is_one_where_our_own_prompt_shows_them():
+    """With tool_choice auto too, since no training has taught the model to write calls."""
+    tokenizer = load("gemma-3")
+    ends = sorted(tokenizer.end_ids)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, ends)
+    body = check_body(ChatBody, {"messages": USER, "tools": [WEATHER]})
+    syntax = AnswerSyntax(tokenizer, "auto", "auto")
+    question = syntax.question(body)
+    prompt = tokenizer.render_chat(question.messages)
+    assert syntax.reading(body, question, prompt, SamplingParams(ignore_eos=True))[0].grammar is None
+    grammar = syntax.reading(body, question, prompt, SamplingParams())[0].grammar
+    assert grammar is not None
+    assert not grammar.is_needed, "a server without grammars answers too"
+    call = WRITERS["hermes"]([("weather", {"city": "Genève", "days": 2})])
+    for text in ("Hello.", "", "a <b> c\n", call, f"{call}\n{call}", f"I look.\n{call}"):
+        assert allows(grammar, text, ends[0], grammars), text
+    for text in ('<tool_call>{"name"', "<b>", call + "x", WRITERS["hermes"]([("now", {})])):
+        assert not allows(grammar, text, ends[0], grammars), text
+
+
 def test_what_cannot_become_a_grammar_is_refused():
     parameters = {"type": "object", "properties": {"forbidden": {"type": "string"}}}  # the fake engine's word
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}

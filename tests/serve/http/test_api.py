@@ -138,15 +138,16 @@ def test_cached_tokens_are_those_of_each_prompts_first_choice(http):
     assert cached(body) == 0
 
 
-def test_streamed_completion_equals_the_whole_one(client, fake_engine):
+@pytest.mark.parametrize("fields", [{}, {"max_tokens": 0}])
+def test_streamed_completion_equals_the_whole_one(client, fake_engine, fields):
+    asked = {"model": MODEL, "prompt": ["x", "y"], "n": 2, "seed": 1, "echo": True, **fields}
+    asked["extra_body"] = {"return_draft_depths": True, "return_token_ids": True}
     fake_engine.flush_cache()
-    chunks = list(
-        client.completions.create(
-            model=MODEL, prompt=["x", "y"], n=2, seed=1, echo=True, stream=True, stream_options={"include_usage": True}
-        )
-    )
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     fake_engine.flush_cache()
-    whole = client.completions.create(model=MODEL, prompt=["x", "y"], n=2, seed=1, echo=True)
+    whole = client.completions.create(**asked)
+    assert (whole.usage.completion_tokens == 0) == (fields != {}) == (not whole.choices[0].token_ids)
+    assert hasattr(whole.choices[0], "draft_depths") == (fields == {})
     texts, reasons = [""] * 4, [None] * 4
     for chunk in chunks[:-1]:
         assert chunk.usage is None

@@ -26,15 +26,15 @@ def _asks(**options: Any) -> list[Ask]:
 
 
 def _check_origins(inbox: Inbox) -> None:
-    """Tokens by depth are what the counts say. The counts also have what the last step accepted past the end."""
+    """Tokens by depth are what the counts say."""
     *_, last = inbox.deltas
     stats = inbox.wait().stats
     assert stats is not None
     reported = Counter(depth for delta in inbox.deltas for depth in delta.draft_depths)
     for depth, num_accepted in enumerate(stats.accepted_per_depth, 1):
-        assert num_accepted - reported.pop(depth, 0) in ((0,) if depth <= len(last.token_ids) else (0, 1))
-    is_cut = last.num_accepted == len(last.token_ids)
-    assert reported == {0: 1 + stats.num_steps - is_cut}  # and one of the prompt's forward
+        assert num_accepted == reported.pop(depth, 0)
+    assert stats.num_cut == (last.num_accepted == len(last.token_ids))
+    assert reported == {0: 1 + stats.num_steps - stats.num_cut}  # and one of the prompt's forward
 
 
 def _check_trees(inbox: Inbox) -> int:

@@ -92,7 +92,7 @@ def test_metrics_tell_the_engines_own_state_at_the_scrape(http, fake_engine, mon
         "specserve:confidence_trust": 0.75,
         "specserve:seconds_in_step": 0.125,
         "specserve:unknown_fields_total": 0,
-    } | {name: found[name + label] for name in ["specserve:sequence_steps_total"]}
+    } | {name: found[name + label] for name in ["specserve:sequence_steps_total", "specserve:sequence_cut_steps_total"]}
     assert found[f'specserve:steps_total{{model_name="{MODEL}",speculation="chain:3"}}'] == 30
     assert found[f'specserve:steps_total{{model_name="{MODEL}",speculation="off"}}'] == 5
     rounds = {name: value for name, value in found.items() if name.startswith("vllm:iteration_tokens_total")}

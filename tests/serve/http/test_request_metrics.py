@@ -25,7 +25,7 @@ TIMES = {
     "tokens_per_second": len(STORY) / 2.5,
 }
 SUMMARY = {
-    "mean_acceptance_length": 1 + 4 / 3,
+    "mean_acceptance_length": 7 / 3,
     "draft_acceptance_rate": 4 / 9,
     "acceptance_histogram": [0, 2, 1, 0],
     "num_spec_steps": 3,
@@ -94,7 +94,10 @@ def test_counts_of_speculation_are_true(runner: Runner, reference: Reference) ->
     assert found[0].num_drafts == found[0].num_steps > 0 == found[1].num_drafts < found[1].num_steps
     totals = _totals(metrics)
     assert totals["spec_decode_num_drafts_total"] == found[0].num_drafts
-    assert 1 + totals["spec_decode_num_accepted_tokens_total"] / totals["spec_decode_num_drafts_total"] == found[0].tau
+    num_drafts, num_cut = totals["spec_decode_num_drafts_total"], totals["sequence_cut_steps_total"]
+    gained = totals["spec_decode_num_accepted_tokens_total"] - num_cut
+    assert 1 + gained / num_drafts == found[0].tau == found[0].of_drafts.tau == (24 - 1) / num_drafts
+    assert num_cut == found[0].num_cut
     assert totals["sequence_steps_total"] == found[0].num_steps + found[1].num_steps
     assert {**_totals(plain_metrics), "sequence_steps_total": 0} == dict.fromkeys(totals, 0)
     assert [stats.max_accepted for stats in (*found, *plain)] == [3, 3, 0, 0]

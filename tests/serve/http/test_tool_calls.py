@@ -277,18 +277,39 @@ def test_what_cannot_be_meant_is_refused(engine, http, fields, param):
     assert assert_refused(http.post("/chat/completions", json=ASK | fields))["param"] == param
 
 
-def test_a_model_that_knows_no_tools_says_so():
-    with serving("plain") as (_, url), httpx.Client(base_url=url, timeout=10) as http:
-        for fields, param in [({}, "tools"), ({"tools": [], "reasoning_effort": "high"}, "reasoning_effort")]:
-            assert assert_refused(http.post("/chat/completions", json=ASK | fields))["param"] == param
-        assert http.post("/chat/completions", json=ASK | {"tools": [], "reasoning_effort": "medium"}).status_code == 200
-    for template, parser, said in [
-        ("<tool_call>", "hermes", "does not write tools"),
-        ("tools", "auto", "--tool-parser"),
-    ]:
-        with serving(template, tool_parser=parser) as (_, url):
-            error = assert_refused(httpx.post(f"{url}/chat/completions", json=ASK))
-            assert said in error["message"]
+@pytest.mark.parametrize(("template", "parser"), [("plain", "auto"), ("tools", "auto"), ("plain", "hermes")])
+def test_a_model_that_was_taught_no_tools_is_shown_how_to_call_them(template, parser, caplog):
+    """By a prompt of the server's own, which also has earlier calls and their results."""
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}
+    asked = [{"role": "system", "content": "Be brief."}, *USER, {"role": "assistant", "tool_calls": [call]}]
+    asked.append({"role": "tool", "tool_call_id": "1", "content": "rain"})
+    with serving(template, tool_parser=parser) as (engine, url), httpx.Client(base_url=url, timeout=10) as http:
+        assert "prompt of the server's own" in caplog.text or not caplog.records
+        engine.says = f"I will look.\n{CALL}"
+        choice = http.post("/chat/completions", json=ASK | {"messages": asked}).json()["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == ARGUMENTS
+        prompt = bytes(engine.requests[-1].prompt_ids).decode()
+        assert prompt.startswith("<system>Be brief.\n\nYou can call these tools.")
+        assert prompt.count('"name": "weather"') == 2
+        assert CALL in prompt
+        assert "<tool>rain" in prompt
+        grammar = engine.requests[-1].params.grammar
+        assert (grammar is not None) == (parser == "auto")
+        assert (
+            http.post("/tokenize".replace("/", "../"), json={"messages": asked, "tools": [WEATHER]}).status_code == 200
+        )
+        plain = http.post("/chat/completions", json=ASK | {"tools": [], "reasoning_effort": "medium"})
+        assert plain.status_code == 200
+        assert engine.requests[-1].params.grammar is None
+        refused = http.post("/chat/completions", json=ASK | {"tools": [], "reasoning_effort": "high"})
+        assert assert_refused(refused)["param"] == "reasoning_effort"
+
+
+def test_a_server_may_have_no_tools():
+    with serving("tools", tool_parser="none") as (_, url):
+        error = assert_refused(httpx.post(f"{url}/chat/completions", json=ASK))
+        assert (error["param"], "--tool-parser none" in error["message"]) == ("tools", True)
     with serving(HERMES, tool_parser="none", reasoning_parser="none") as (engine, url):
         engine.says = SAID
         reply = httpx.post(f"{url}/chat/completions", json={"messages": USER}).json()
@@ -300,8 +321,8 @@ def test_a_model_that_knows_no_tools_says_so():
 CHOSEN = {
     "deepseek-r1": ("deepseek", "think"),
     "deepseek-v3.1": ("deepseek", "think"),
-    "gemma-3": ("none", "none"),
-    "glm-4": ("none", "none"),
+    "gemma-3": ("generic", "none"),
+    "glm-4": ("generic", "none"),
     "glm-4.5": ("glm", "think"),
     "gpt-oss": ("harmony", "harmony"),
     "llama-3": ("llama3", "none"),
@@ -310,7 +331,7 @@ CHOSEN = {
     "qwen2.5": ("hermes", "none"),
     "qwen3": ("hermes", "think"),
     "qwen3-coder": ("qwen3-coder", "none"),
-    "tagged": ("none", "none"),
+    "tagged": ("generic", "none"),
 }
 
 
@@ -329,7 +350,7 @@ def _answered(name: str, text: str, stop: str = "never") -> tuple[Any, int]:
     syntax = AnswerSyntax(tokenizer, "auto", "auto")
     body = check_body(ChatBody, {"messages": USER, "tools": [WEATHER]})
     question = syntax.question(body)
-    prompt = tokenizer.render_chat(template_messages(body.messages), tools=question.tools)
+    prompt = tokenizer.render_chat(question.messages, tools=question.tools)
     params, make_parser = syntax.reading(body, question, prompt, SamplingParams(stop=(stop,)))
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     request = Request(
@@ -345,16 +366,13 @@ def _answered(name: str, text: str, stop: str = "never") -> tuple[Any, int]:
     return part, parser.num_reasoning_tokens
 
 
-CALLING = [name for name, (tools, _) in CHOSEN.items() if tools != "none"]
-
-
-@pytest.mark.parametrize("name", CALLING)
+@pytest.mark.parametrize("name", CHOSEN)
 def test_what_a_template_writes_is_read_back(name):
     """Special tokens come to the parser, and never to the client."""
     tokenizer = load(name)
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}
     asked = check_body(ChatBody, {"messages": [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]})
-    turns = template_messages(asked.messages)
+    turns, _ = AnswerSyntax(tokenizer, "auto", "auto").written(asked.messages, [])
     prompt = tokenizer.template.render(turns[:1])
     text = tokenizer.template.render(turns, add_generation_prompt=False)
     thought = "hm"

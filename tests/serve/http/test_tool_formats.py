@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specserve.serve.http.formats.reader import Part
+from specserve.serve.http.formats.written import read_value
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<[｜\r"), max_size=8)
 arguments = st.fixed_dictionaries(
@@ -40,7 +41,8 @@ def test_calls_are_read_as_they_were_written_however_the_text_is_cut(data, varia
     part = parse(make_reader(name), *cut(data, text))
     assert calls_of(part) == calls
     assert (part.content, part.reasoning) == (content, "")
-    assert [call.call_id for call in part.tool_calls] == [f"id-{i}" for i in range(len(calls))]
+    ids = [f"functions.{tool}:{i}" if name == "kimi-k2" else f"id-{i}" for i, (tool, _) in enumerate(calls)]
+    assert [call.call_id for call in part.tool_calls] == ids
 
 
 pieces = """add¦no_args¦x¦{"name": "add", ¦"arguments": ¦{"name": "add", "parameters": {¦{"a": 1, "text": ""}
@@ -90,15 +92,103 @@ def test_reasoning_is_split_off_and_goes_with_calls(data, think, thought, conten
     assert parse(hides, text) == Part(part.content, "", part.tool_calls)
 
 
+TAGGED = {"glm": "</arg_value>", "qwen3-coder": "</parameter>", "minimax-m2": "</parameter>"}
+TAGGED["deepseek-dsml"] = "</｜DSML｜parameter>"
+
+
+@settings(max_examples=200)
+@given(st.data(), st.sampled_from([*TAGGED]), st.lists(st.sampled_from(["<end>", "x", " \n", "</", "<b>"]), max_size=6))
+def test_an_end_tag_within_a_text_does_not_end_it(data, name, written):
+    """The one that counts is the last before the next argument, or before the end of the call."""
+    text = "".join(written).replace("<end>", TAGGED[name]).strip()
+    calls = [("add", {"text": text, "a": 1}), ("add", {"a": 2, "text": text})]
+    part = parse(make_reader(name), *cut(data, WRITERS[name](calls)))
+    assert calls_of(part) == calls
+    cut_short = WRITERS[name](calls[1:]).rpartition(TAGGED[name])[0] + TAGGED[name]
+    assert calls_of(parse(make_reader(name), *cut(data, cut_short))) == calls[1:], "its call has no end of its own"
+
+
 def test_tagged_arguments_have_the_types_of_the_schema():
     properties = {"yes": {"type": "boolean"}, "no": {"type": ["integer", "null"]}, "text": {"type": ["string", "null"]}}
     tools = {"f": {"properties": properties | {"free": {}}}}
     for written, meant in [
         (["True", "None", "True", "[1]"], {"yes": True, "no": None, "text": "True", "free": [1]}),
         (["false", "3", "null", "word"], {"yes": False, "no": 3, "text": None, "free": "word"}),
+        (["NaN", "-Infinity", "", "(1, None)"], {"yes": "NaN", "no": "-Infinity", "text": "", "free": [1, None]}),
     ]:
-        text = WRITERS["qwen3-coder"]([("f", dict(zip(meant, written, strict=True)))])
-        assert calls_of(parse(make_reader("qwen3-coder", tools=tools), text)) == [("f", meant)]
+        for name in ("qwen3-coder", "glm", "minimax-m2"):
+            text = WRITERS[name]([("f", dict(zip(meant, written, strict=True)))])
+            assert calls_of(parse(make_reader(name, tools=tools), text)) == [("f", meant)]
+
+
+TEXT, NUMBER, DEFINED = {"type": "string"}, {"type": "integer"}, {"$ref": "#/$defs/T"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_text"),
+    [
+        (TEXT, True),
+        ({"allOf": [TEXT]}, True),
+        ({"allOf": [{"description": "d"}, {"anyOf": [TEXT, {"type": "null"}]}]}, True),
+        ({"oneOf": [NUMBER, TEXT]}, True),
+        ({"type": ["string", "integer"], "allOf": [NUMBER]}, False),
+        ({"enum": ["1", "2"]}, True),
+        ({"enum": [1, 2]}, False),
+        ({"const": "1"}, True),
+        (DEFINED, True),
+        ({"$ref": "#/definitions/deep/T"}, True),
+        ({"allOf": [{"$ref": "#/definitions/deep/T"}], "default": "x"}, True),
+        ({"$ref": "#/$defs/nowhere"}, False),
+        ({"type": "number", "anyOf": [NUMBER, TEXT]}, False),
+        ({}, False),
+    ],
+)
+def test_a_number_is_text_where_the_schema_says_so(schema, is_text):
+    """Wherever it says so: in the argument's own schema, in one it refers to, or in a part of the tool's."""
+    found = {"$defs": {"T": TEXT}, "definitions": {"deep": {"T": TEXT}}}
+    places = {"properties": {"x": schema}}, {"allOf": [{"properties": {"x": schema}}]}, {"additionalProperties": schema}
+    args = {"$defs": found["$defs"] | {"Args": {"properties": {"x": schema}}}, "$ref": "#/$defs/Args"}
+    for place in (*places, args):
+        text = WRITERS["qwen3-coder"]([("f", {"x": "1"})])
+        reader = make_reader("qwen3-coder", tools={"f": found | place})
+        assert calls_of(parse(reader, text)) == [("f", {"x": "1" if is_text else 1})], place
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.floats(-9, 9) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(values)
+def test_values_are_read_as_json_and_as_pythons_literals(value):
+    assert read_value(json.dumps(value)) == read_value(repr(value)) == value
+
+
+def test_quotes_within_a_text_may_come_as_they_are():
+    """As LFM2's template shows texts to the model."""
+    assert read_value("""['it's', "a "b" c", 'x\\'y']""") == ["it's", 'a "b" c', "x'y"]
+
+
+@pytest.mark.parametrize("text", ["", "word", "{", "[1", "[1 2]", "{'a' 1}", "nan", "1 2", "f(x)", "[" * 10_000, "'x"])
+def test_what_is_no_value_is_none(text):
+    with pytest.raises(ValueError, match=r"."):
+        read_value(text)
+
+
+@pytest.mark.parametrize("name", [*WRITERS, ""])
+def test_the_end_of_a_reasoning_that_has_not_begun_is_not_shown(name):
+    """The text before may be sent already, so it stays content; text about the marks is content like any other."""
+    if name == "harmony":
+        return
+    for text, shown in [
+        ("a</think>b", "ab"),
+        ("a\n</think>\n\nb </think>", "a\n\n\nb </think>"),
+        ("a <think> and </think> b", "a <think> and </think> b"),
+    ]:
+        assert parse(make_reader(name, think="think"), *text) == parse(make_reader(name, think="think"), text)
+        assert parse(make_reader(name, think="think"), text).content == shown
 
 
 def test_arguments_arrive_while_they_are_written():

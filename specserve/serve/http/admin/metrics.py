@@ -50,6 +50,9 @@ class Metrics:
         self._num_sequence_steps = self._counter(
             "specserve:sequence_steps", "Target forwards after prefill, of all sequences; plain ones are among them."
         )
+        self._num_cut_steps = self._counter(
+            "specserve:sequence_cut_steps", "Of the sequence steps, those whose own token lay behind an answer's end."
+        )
         self._num_draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Tokens that the draft proposed.")
         self._num_accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Proposed tokens accepted.")
         self._num_accepted_per_pos = self._counters(
@@ -121,6 +124,7 @@ class Metrics:
     def _observe_speculation(self, stats: SpeculationStats) -> None:
         self.acceptance += stats
         self._num_sequence_steps.inc(stats.num_steps)
+        self._num_cut_steps.inc(stats.num_cut)
         self._num_drafts.inc(stats.num_drafts)
         self._num_draft_tokens.inc(stats.num_draft_tokens)
         self._num_accepted.inc(stats.num_accepted)

@@ -1,2 +1,3 @@
-"""The syntax of models' answers. `reader` takes an answer apart while it arrives; `reasoning` and `tools` have the
-formats that it reads by, chosen from the chat template; `grammars` make a model keep to them."""
+"""The formats of answers: calls of tools, and reasoning. Read `reader`, then `objects` (some formats; `named`, `tagged`
+and `notated` have the others, over `schemas` and `written`), `tools` (the list of all), `probe` (the choice of one),
+`grammars` (the demand for one), `prompted` (chats whose template lacks some) and `reasoning` (a model's syntax)."""

@@ -15,6 +15,7 @@ _T = TypeVar("_T")
 Reading = Generator[None, None, _T]  # of a format: it yields for more text
 Say = Callable[[str], None]
 
+NAME = r"(?P<name>[A-Za-z0-9_.-]+)"  # of a tool, in shapes
 _ATOM = re.compile(r"(?:\(\?[^)]*\)|\[(?:\\.|[^\]\\])*\]|\\.|.)[*+?]?", re.DOTALL)
 _JSON_CHARS = frozenset('{}[],:+-. \t\r\n"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ')
 
@@ -121,6 +122,7 @@ class Reader:
         self.is_thinking = False  # the reasoning has begun and not ended
         self.thoughts: list[tuple[int, int]] = []  # of the characters taken last, the stretches that are reasoning
         self.is_whole = False  # no more text will come
+        self.unopened: tuple[str, str] | None = None  # marks of reasoning that the answer has not begun with
         self.tools = tools
         self._hidden = tuple(hidden)
         self._new_id = new_id
@@ -182,21 +184,30 @@ class Reader:
         self._reasoning = _Trimmed("\n" if self._reasoning.has_said else "", is_at_start=not self._reasoning.has_said)
         self._content.is_at_start = not self._content.has_said
 
-    def open_call(self, name: str) -> Say:
+    def open_call(self, name: str, call_id: str = "") -> Say:
         """Begin a call of a tool, and return a function that takes its arguments, JSON text in pieces. The space
-        before a call is not content."""
+        before a call is not content. `call_id` is the one that the model has given it."""
         self._content.space = ""
         index = self._num_calls
         self._num_calls += 1
         if index and not self._is_parallel:
             return lambda _: None
-        self._parts.append(Part(tool_calls=(ToolCallPart(index, call_id=self._new_id(), name=name),)))
+        self._parts.append(Part(tool_calls=(ToolCallPart(index, call_id=call_id or self._new_id(), name=name),)))
 
         def say(arguments: str) -> None:
             if arguments:
                 self._parts.append(Part(tool_calls=(ToolCallPart(index, arguments),)))
 
         return say
+
+    def named_call(self, name: str, before: str, call_id: str = "") -> Reading[bool]:
+        """Take the arguments of a call, a JSON object, unless there is no such tool: then the text `before` them is
+        given back. Returns whether there is one."""
+        if name not in self.tools:
+            self.give_back(before)
+            return False
+        yield from self.json(self.open_call(name, call_id))
+        return True
 
     def give_back(self, text: str) -> None:
         """Note that a text which looked like a call is none, and is content."""
@@ -227,10 +238,16 @@ class Reader:
             yield
 
     def text_until(self, marks: Sequence[str], say: Say) -> Reading[str]:
-        """Take text as `until` does, with the format's special tokens left out."""
+        """Take text as `until` does, with the format's special tokens left out, and the end of a reasoning that has
+        never begun."""
         while True:
-            mark = yield from self.until((*marks, *self._hidden), say)
-            if not mark or mark in marks:
+            unopened = self.unopened
+            mark = yield from self.until((*marks, *self._hidden, *(unopened or ())), say)
+            if unopened and mark in unopened:
+                self.unopened = None
+                if mark == unopened[0] and mark not in self._hidden:
+                    say(mark)
+            elif not mark or mark in marks:
                 return mark
 
     def content_until(self, *marks: str) -> Reading[str]:

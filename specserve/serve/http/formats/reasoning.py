@@ -1,5 +1,5 @@
 """The syntax of the served model's answers: which text is reasoning, which calls tools, and by which grammar a tool
-must be called. It is chosen from the chat template, or by name."""
+must be called. It is chosen by what the chat template writes, or by name."""
 
 import dataclasses
 import functools
@@ -13,25 +13,35 @@ from specserve.chat_template import END_THINK, THINK, thinking_switch
 from specserve.errors import RequestError
 from specserve.serve.engine.interface import TokenizerLike
 from specserve.serve.http.formats.grammars import answer_grammar
+from specserve.serve.http.formats.probe import find_tool_ways, reads_reasoning
+from specserve.serve.http.formats.prompted import as_text
 from specserve.serve.http.formats.reader import MakeParser, PlainText, Reader, Reading, Shape
-from specserve.serve.http.formats.tools import NO_CALLS, TOOL_FORMATS, ToolFormat, choose_tool_format
+from specserve.serve.http.formats.tools import GENERIC, NO_CALLS, TOOL_FORMATS, ToolFormat
 from specserve.serve.http.openai.bodies import ChatBody
-from specserve.serve.http.openai.chat import FunctionTool, chosen_tools
-from specserve.serve.requests.request import SamplingParams
+from specserve.serve.http.openai.chat import ChatMessage, FunctionTool, chosen_tools, template_messages
+from specserve.serve.requests.request import GrammarSpec, SamplingParams
 from specserve.serve.settings import ReasoningParser, ToolParser
 
 logger = logging.getLogger(__name__)
 
-THINK_MARKS: dict[ReasoningParser, tuple[str, str]] = {"think": (THINK, END_THINK), "mistral": ("[THINK]", "[/THINK]")}
+THINK_MARKS: dict[ReasoningParser, tuple[str, str]] = {
+    "think": (THINK, END_THINK),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "gemma4": ("<|channel>thought", "<channel|>"),
+    "seed": ("<seed:think>", "</seed:think>"),
+    "command": ("<|START_THINKING|>", "<|END_THINKING|>"),
+}
 _HARMONY = next(each for each in TOOL_FORMATS if each.name == "harmony")
+_NO_CALL = GrammarSpec("regex", "([^<](?s:.)*)?")  # content that begins as no call in the generic format does
 _NUM_PROMPT_ENDS = 8  # tokens of a prompt's end that may open the reasoning
 
 
 @dataclass(frozen=True)
 class TemplateRequest:
-    """The part of a chat's body that the template is asked for, beside its messages."""
+    """The input of the template for a chat's body."""
 
-    tools: Sequence[dict[str, Any]]  # as templates take them
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]]  # as templates take them; none where the messages name them
     variables: dict[str, Any]
     callable_tools: Sequence[FunctionTool]  # those that the answer may call
 
@@ -39,28 +49,49 @@ class TemplateRequest:
 class AnswerSyntax:
     """The syntax of one model's answers. Threads may share it."""
 
-    def __init__(self, tokenizer: TokenizerLike, tool_parser: ToolParser, reasoning_parser: ReasoningParser) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        tool_parser: ToolParser,
+        reasoning_parser: ReasoningParser,
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = tokenizer.template
         self._switch = thinking_switch(self._template.mentions)
-        self.tool_format = choose_tool_format(tool_parser, self._template)
-        self.reasoning: ReasoningParser = _choose_reasoning(reasoning_parser, self._template.mentions)
-        if (self.tool_format.name, self.reasoning) != ("none", "none"):
-            logger.info("answers: calls of tools as %s, reasoning as %s", self.tool_format.name, self.reasoning)
+        self._ways = find_tool_ways(tool_parser, tokenizer)
+        self.tool_format = self._ways.format
+        self.reasoning: ReasoningParser = _choose_reasoning(reasoning_parser, tokenizer)
+        logger.info("answers: calls of tools as %s, reasoning as %s", self.tool_format.name, self.reasoning)
+        if self.tool_format is not NO_CALLS and self._ways.tools == "prompt":
+            logger.info(
+                "tools: the chat template writes none, or calls in no known format, so requests with tools get a "
+                "prompt of the server's own that shows how to call them (%s); --tool-parser names another format",
+                self.tool_format.name,
+            )
 
     def question(self, body: ChatBody, thinks: bool | None = None) -> TemplateRequest:
         """Return the input of the template. `thinks`: whether the model is to reason, by whatever variable the template
-        reads; None leaves it to the template. Raises RequestError for tools, efforts or a choice that it does not
-        know."""
+        reads; None leaves it to the template. Raises RequestError for messages, tools, efforts or a choice that it does
+        not know."""
         chosen = chosen_tools(body.tools, body.tool_choice)
-        if chosen and self.tool_format is NO_CALLS and self._template.reads_tools:  # else the prompt is refused
+        messages, tools = self.written(body.messages, body.tools if chosen else ())
+        return TemplateRequest(messages, tools, self._variables(body, thinks), chosen)
+
+    def written(
+        self, messages: Sequence[ChatMessage], tools: Sequence[FunctionTool]
+    ) -> tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]]:
+        """Return messages and tools as this template takes them. Raises RequestError for messages that lack something,
+        and for tools where there may be none."""
+        if tools and self.tool_format is NO_CALLS and self._tokenizer.has_chat_template:  # else the prompt is refused
             raise RequestError(
-                "it is not known how this model calls tools: send none, or start the server with --tool-parser, one of "
-                + ", ".join(each.name for each in TOOL_FORMATS),
-                param="tools",
+                "this server was started with --tool-parser none, so requests may not have tools", param="tools"
             )
-        tools = [tool.for_template() for tool in body.tools] if chosen else []
-        return TemplateRequest(tools, self._variables(body, thinks), chosen)
+        turns, offered = template_messages(messages), [tool.for_template() for tool in tools]
+        if self._ways.are_usual:
+            return turns, offered
+        shown = [] if self._ways.tools == "variable" else offered
+        turns = as_text(turns, shown, self._ways, self.tool_format.wording_for(self._template))
+        return turns, [] if shown else offered
 
     def reading(
         self, body: ChatBody, question: TemplateRequest, prompt_ids: Sequence[int], params: SamplingParams
@@ -78,10 +109,13 @@ class AnswerSyntax:
                 "tool_choice demands a call, and the answer is to follow another grammar: send one of them",
                 param="tool_choice",
             )
+        is_free = tool_format is GENERIC and not must_call and params.grammar is None and not params.ignore_eos
+        if is_free:
+            params = dataclasses.replace(params, grammar=_NO_CALL)
         is_plain = tool_format is NO_CALLS and marks is None
         if is_plain or (params.grammar is not None and params.grammar.kind == "lark"):
             return params, PlainText  # a client's own Lark grammar stands for the whole answer
-        names = [*(marks or ()), *tool_format.marks]
+        names = [*(marks or ()), *(f"{mark.partition('>')[0]}>" for mark in marks or ()), *tool_format.marks]
         ids = {name: i for name in names if (i := self._tokenizer.token_id(name)) is not None}
         hidden = {name: i for name, i in ids.items() if i in self._tokenizer.special_token_ids}
         is_open = marks is not None and opens_reasoning(self._tokenizer, prompt_ids, marks[0])
@@ -94,8 +128,9 @@ class AnswerSyntax:
                 is_parallel=body.parallel_tool_calls,
                 think_marks=marks,
                 is_thinking=is_open,
+                has_both=is_free,
             )
-            params = dataclasses.replace(params, grammar=grammar)
+            params = dataclasses.replace(params, grammar=dataclasses.replace(grammar, is_needed=not is_free))
         shown = dict.fromkeys((*params.shown_special_ids, *hidden.values()))
         params = dataclasses.replace(params, shown_special_ids=tuple(shown))
 
@@ -158,16 +193,19 @@ def opens_reasoning(tokenizer: TokenizerLike, prompt_ids: Sequence[int], mark: s
     return end.rstrip().endswith(mark)
 
 
-def _choose_reasoning(name: ReasoningParser, mentions: Callable[[str], bool]) -> ReasoningParser:
-    """The way of marking reasoning that has this name, or that the template shows."""
-    if name != "auto":
-        return name
-    if any(mentions(sign) for sign in _HARMONY.signs):
+def _choose_reasoning(name: ReasoningParser, tokenizer: TokenizerLike) -> ReasoningParser:
+    """The way of marking reasoning that has this name, or that returns the reasoning which the template writes. A
+    template that writes none, as those do that leave it out of earlier answers, shows it by its own words."""
+    if name != "auto" or not tokenizer.has_chat_template:
+        return "none" if name == "auto" else name
+    template = tokenizer.template
+    if template.mentions(_HARMONY.sign):
         return "harmony"
-    for each, (_, end) in THINK_MARKS.items():
-        if mentions(end):
+    for each, marks in THINK_MARKS.items():
+        if reads_reasoning(tokenizer, answer_format(NO_CALLS, marks)):
             return each
-    return "none"
+    shown: list[ReasoningParser] = [each for each, (_, end) in THINK_MARKS.items() if template.mentions(end)]
+    return shown[0] if shown else "none"
 
 
 def answer_format(
@@ -185,12 +223,13 @@ def _read_thinking(
 ) -> Reading[None]:
     begin, end = marks
     has_begun = is_thinking or (yield from reader.match(_beginning(begin)))
-    if has_begun and (yield from reader.text_until((end,), reader.think)):
+    if not has_begun:
+        reader.unopened = marks
+    elif (yield from reader.text_until((end,), reader.think)):
         reader.end_thinking()
     yield from then(reader)
 
 
 @functools.cache
 def _beginning(mark: str) -> Shape:
-    escaped = "".join(f"\\{char}" if char in "[]/" else char for char in mark)
-    return Shape(rf"\s*{escaped}")
+    return Shape(r"\s*" + "".join(f"\\{char}" if char in "[]/|" else char for char in mark.strip()))

@@ -263,17 +263,23 @@ class CompletionFormat(OpenAIFormat):
         self._begun: set[int] = set()
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Completion:
-        if self._is_prompt_only:
-            usage = replace(usage, num_completion=0)
         choices = [self._choice(answer) for answer in answers]
-        return {**self._head, "object": "text_completion", "choices": choices, **_counted(usage)}
+        return {**self._head, "object": "text_completion", "choices": choices, **_counted(self._shown(usage))}
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
-        yield self._chunk(self._choice(answer), usage)
+        yield self._chunk(self._choice(answer), lambda: self._shown(usage()))
+
+    def end(self, usage: Usage) -> Iterable[bytes]:
+        return super().end(self._shown(usage))
+
+    def _shown(self, usage: Usage) -> Usage:
+        """Return the counts of what the client gets: nothing is generated for one that asks for the prompt alone."""
+        return replace(usage, num_completion=0) if self._is_prompt_only else usage
 
     def _choice(self, answer: Answer) -> CompletionChoice:
         if self._is_prompt_only:
-            answer = replace(answer, part=Part(), logprobs=(), token_ids=())
+            answer = replace(answer, part=Part(), logprobs=(), token_ids=(), origins=(), tree=None, stop_reason=None)
+            answer = replace(answer, finish_reason=answer.finish_reason and "length")
         is_first = answer.index not in self._begun
         self._begun.add(answer.index)
         echo = self._echoes[answer.index] if self._echoes and is_first else ""

@@ -72,10 +72,10 @@ class TokenTexts:
             text = self._texts[token_id] = twice[len(once) :] if twice.startswith(once) else once
         return text
 
-    def shown(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text that these tokens add to an answer."""
+    def shown(self, token_ids: Sequence[int], *, skip_special_tokens: bool, is_within: bool) -> str:
+        """Return the text that these tokens add to a longer text, within it or at its beginning."""
         text = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return self[token_ids[0]] if text and len(token_ids) == 1 else text
+        return self[token_ids[0]] if text and len(token_ids) == 1 and is_within else text
 
     def name(self, token_id: int, *, as_token_id: bool) -> str:
         """Return the name of a token in log-probabilities: its text, or `token_id:42`."""
@@ -88,6 +88,7 @@ class TextPieces:
 
     def __init__(self, texts: TokenTexts, *, skip_special_tokens: bool = True) -> None:
         self._texts = texts
+        self.is_within = True  # text stands before the first token, as a prompt does before an answer
         self._skip_special_tokens = skip_special_tokens
         self._open_ids: list[int] = []  # of a character that is not whole yet
         self.num_chars = 0  # of the text so far
@@ -95,10 +96,13 @@ class TextPieces:
     def push(self, token_id: int) -> str:
         """Take the next token of the answer, and return the text that it adds."""
         self._open_ids.append(token_id)
-        text = self._texts.shown(self._open_ids, skip_special_tokens=self._skip_special_tokens)
+        text = self._texts.shown(
+            self._open_ids, skip_special_tokens=self._skip_special_tokens, is_within=self.is_within
+        )
         if text.endswith(REPLACEMENT) and len(self._open_ids) < MAX_TOKENS_PER_CHAR:
             return ""
         self._open_ids.clear()
+        self.is_within = self.is_within or bool(text)
         self.num_chars += len(text)
         return text
 
@@ -116,12 +120,14 @@ class CompletionLogprobs:
     ) -> TokenLists:
         """Spell the log-probabilities of the tokens of an answer, after those of its prompt, whose first has none."""
         token_ids = [item.token_id for item in (*prompt, *logprobs)]
-        as_token_id = self._as_token_ids
+        as_token_id, pieces = self._as_token_ids, self._pieces[index]
+        if prompt:
+            pieces.is_within = False
         items = [*(token.logprobs for token in prompt), *logprobs]
         offsets: list[int] = []  # the tokens of one character all begin where it does
         for token_id in token_ids:
-            offsets.append(self._pieces[index].num_chars)
-            self._pieces[index].push(token_id)
+            offsets.append(pieces.num_chars)
+            pieces.push(token_id)
         return {
             "tokens": [self._texts.name(token_id, as_token_id=as_token_id) for token_id in token_ids],
             "token_logprobs": [None if item is None else finite(item.logprob) for item in items],

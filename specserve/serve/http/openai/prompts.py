@@ -6,7 +6,6 @@ from typing import Any
 from specserve.errors import RequestError
 from specserve.serve.engine.interface import EngineLike
 from specserve.serve.http.openai.bodies import SamplingBody
-from specserve.serve.http.openai.chat import ChatMessage, template_messages
 from specserve.serve.http.transport.errors import ModelNotFoundError
 
 # No tokenizer in use has longer tokens than this, so a longer text is over the context, which is found before
@@ -35,23 +34,21 @@ def decode(engine: EngineLike, token_ids: list[int]) -> str:
 
 def render_chat(
     engine: EngineLike,
-    messages: Sequence[ChatMessage],
+    messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
     continue_final_message: bool = False,
 ) -> list[int]:
-    """Return the prompt that the chat template makes of messages and tools, with these template variables."""
+    """Return the prompt that the chat template makes of messages and tools in its own form, with these template
+    variables."""
     if not engine.tokenizer.has_chat_template:
         raise RequestError(f"{engine.model_name} has no chat template; use /v1/completions", param="messages")
-    if tools and not engine.tokenizer.template.reads_tools:
-        raise RequestError(f"the chat template of {engine.model_name} does not write tools; send none", param="tools")
-    rendered = template_messages(messages)
-    check_text_length(engine, sum(len(str(value)) for turn in rendered for value in turn.values()), "messages")
+    check_text_length(engine, sum(len(str(value)) for turn in messages for value in turn.values()), "messages")
     check_text_length(engine, sum(len(str(tool)) for tool in tools), "tools")
     return engine.tokenizer.render_chat(
-        rendered,
+        messages,
         add_generation_prompt=add_generation_prompt,
         tools=tools or None,
         continue_final_message=continue_final_message,

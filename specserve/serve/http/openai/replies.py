@@ -150,7 +150,7 @@ class RequestMetrics:
     def _speculation(self, stats: SpeculationStats) -> SpeculationMetrics:
         accepted = Counter(num_accepted for _, num_accepted in stats.drafts)
         spelled: SpeculationMetrics = {
-            "mean_acceptance_length": 1.0 + stats.num_accepted / max(1, stats.num_drafts),
+            "mean_acceptance_length": stats.of_drafts.tau,
             "draft_acceptance_rate": stats.num_accepted / max(1, stats.num_draft_tokens),
             "acceptance_histogram": [accepted[n] for n in range(stats.max_accepted + 1)],
             "num_spec_steps": stats.num_drafts,

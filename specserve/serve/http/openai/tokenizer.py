@@ -6,7 +6,6 @@ from fastapi import FastAPI
 from pydantic import ConfigDict, Field, with_config
 
 from specserve.errors import RequestError
-from specserve.serve.engine.interface import EngineLike
 from specserve.serve.http.openai.bodies import ChatTemplateKwargs, Int64
 from specserve.serve.http.openai.chat import Messages, Tools
 from specserve.serve.http.openai.fields import Body, UnsupportedFields
@@ -62,7 +61,7 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
     engine = service.engine
 
     def tokenize(body: TokenizeBody) -> Tokens:
-        token_ids = _tokenize(engine, body)
+        token_ids = _tokenize(service, body)
         return {"count": len(token_ids), "max_model_len": engine.max_model_len, "tokens": token_ids}
 
     service.answer(app, "/tokenize", TokenizeBody, tokenize, Tokens)
@@ -79,17 +78,19 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
     service.answer(app, "/detokenize", DetokenizeBody, detokenize, Detokenized)
 
 
-def _tokenize(engine: EngineLike, body: TokenizeBody) -> list[int]:
+def _tokenize(service: Service, body: TokenizeBody) -> list[int]:
+    engine = service.engine
     check_model(engine, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("send either prompt or messages", param="prompt")
     if body.messages is None:
         check_text_length(engine, len(body.prompt or ""), "prompt")
         return engine.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+    messages, tools = service.syntax.written(body.messages, body.tools)
     return render_chat(
         engine,
-        body.messages,
+        messages,
         add_generation_prompt=body.add_generation_prompt,
-        tools=[tool.for_template() for tool in body.tools],
+        tools=tools,
         variables=body.chat_template_kwargs and body.chat_template_kwargs.model_dump(exclude_none=True),
     )

@@ -70,6 +70,7 @@ export async function scrape() {
     "vllm:generation_tokens_total": "tokens",
     "vllm:spec_decode_num_drafts_total": "steps",
     "vllm:spec_decode_num_accepted_tokens_total": "accepted",
+    "specserve:sequence_cut_steps_total": "cut",
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
     "vllm:kv_cache_usage_perc": "usage",

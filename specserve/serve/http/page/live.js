@@ -36,6 +36,9 @@ function bar(share, depth) {
   return fill;
 }
 
+// Tokens beyond one for each step: the accepted ones, less those steps whose own token lay behind an answer's end.
+const gained = (sample) => sample.accepted - sample.cut;
+
 export class Live {
   constructor(element) {
     this.element = element;
@@ -61,7 +64,7 @@ export class Live {
     const found = [];
     this.samples.slice(1).forEach((s, i) => {
       const steps = s.steps - this.samples[i].steps;
-      const tau = steps ? 1 + (s.accepted - this.samples[i].accepted) / steps : found.at(-1)?.[1];
+      const tau = steps ? 1 + (gained(s) - gained(this.samples[i])) / steps : found.at(-1)?.[1];
       if (tau) found.push([s.time, tau]);
     });
     return found;
@@ -69,9 +72,9 @@ export class Live {
 
   render() {
     const last = this.samples.at(-1);
-    const steps = this.recent((s) => s.steps), accepted = this.recent((s) => s.accepted);
+    const steps = this.recent((s) => s.steps), more = this.recent(gained);
     const since = steps.isRecent ? "last minute" : "since start";
-    const tau = 1 + accepted.get() / steps.get();
+    const tau = 1 + more.get() / steps.get();
     const shares = last.perDepth.map((_, d) => this.recent((s) => s.perDepth[d] ?? 0).get() / steps.get());
     const rates = this.samples.slice(1).map((s, i) => [s.time, (s.tokens - this.samples[i].tokens) / (s.time - this.samples[i].time)]);
     const rate = rates.at(-1)?.[1] ?? 0;

@@ -1,0 +1,122 @@
+"""Formats whose calls tag their arguments one by one: of GLM, Qwen3-Coder, Seed-OSS, MiniMax M2, and DeepSeek since
+V3.2."""
+
+import json
+import re
+from dataclasses import dataclass
+
+from specserve.serve.http.formats.reader import NAME, Reader, Reading, Shape, matched
+from specserve.serve.http.formats.schemas import typed
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The tags of one format. A call begins with one of `heads`, whose mark may stand behind other text."""
+
+    heads: tuple[tuple[str, Shape], ...]  # the mark, and what stands behind it up to the arguments
+    keys: tuple[Shape, ...]
+    end_value: str
+    ends: tuple[Shape, ...]  # of a call, and of all calls; a model may forget either
+    takes_objects: bool = False  # arguments may be one JSON object instead
+
+
+_END_TOOL_CALL = Shape(r"\s*</tool_call>")
+GLM = Tags(
+    (("<tool_call>", Shape(rf"\s*{NAME}\s*(?=<)")),),
+    (Shape(r"\s*<arg_key>\s*(?P<key>[^<]*)</arg_key>\s*<arg_value>"),),
+    "</arg_value>",
+    (_END_TOOL_CALL,),
+)
+QWEN_CODER = Tags(
+    (("<tool_call>", Shape(rf"\s*<function={NAME}>")), ("<function=", Shape(rf"{NAME}>"))),
+    (Shape(r"\s*<parameter=(?P<key>[^>]*)>"),),
+    "</parameter>",
+    (Shape(r"\s*</function>"), _END_TOOL_CALL),
+)
+SEED = Tags(
+    (("<seed:tool_call>", Shape(rf"\s*<function={NAME}>")), QWEN_CODER.heads[1]),
+    QWEN_CODER.keys,
+    "</parameter>",
+    (Shape(r"\s*</function>"), Shape(r"\s*</seed:tool_call>")),
+)
+FUNCTIONARY = Tags((("<function=", Shape(rf"{NAME}>")),), (), "", (Shape(r"\s*</function>"),), takes_objects=True)
+MINIMAX = Tags(
+    (
+        ("<minimax:tool_call>", Shape(rf'\s*<invoke\s+name="{NAME}"\s*>')),
+        ("<invoke ", Shape(rf'\s*name="{NAME}"\s*>')),
+    ),
+    (Shape(r'\s*<parameter\s+name="(?P<key>[^"]*)"\s*>'),),
+    "</parameter>",
+    (Shape(r"\s*</invoke>"), Shape(r"\s*</minimax:tool_call>")),
+)
+_DSML_INVOKE = Shape(rf'\s*<｜DSML｜invoke\s+name="{NAME}"\s*>')
+DSML = Tags(
+    (
+        ("<｜DSML｜function_calls>", _DSML_INVOKE),
+        ("<｜DSML｜tool_calls>", _DSML_INVOKE),
+        ("<｜DSML｜invoke ", Shape(rf'\s*name="{NAME}"\s*>')),
+    ),
+    (
+        Shape(r'\s*<｜DSML｜parameter\s+name="(?P<key>[^"]*)"\s+string="(?P<is_text>[a-z]+)"\s*>'),
+        Shape(r'\s*<｜DSML｜parameter\s+name="(?P<key>[^"]*)"\s*>'),
+    ),
+    "</｜DSML｜parameter>",
+    (Shape(r"\s*</｜DSML｜invoke>"), Shape(r"\s*</｜DSML｜function_calls>"), Shape(r"\s*</｜DSML｜tool_calls>")),
+    takes_objects=True,
+)
+_OBJECT = Shape(r"\s*(?=\{)")
+
+
+def read_tagged(tags: Tags, reader: Reader) -> Reading[None]:
+    """<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, or
+    <tool_call><function=f><parameter=x>1</parameter></function></tool_call>, or the latter without <tool_call>."""
+    heads = dict(tags.heads)
+    while mark := (yield from reader.content_until(*heads)):
+        head = yield from reader.match(heads[mark])
+        if head and head["name"] in reader.tools:
+            yield from _read_call(tags, reader, head["name"])
+            while (yield from reader.match(*tags.ends)):
+                pass
+        else:
+            reader.give_back(mark + matched(head))
+
+
+def _read_call(tags: Tags, reader: Reader, name: str) -> Reading[None]:
+    """Take the arguments of a call, up to its end."""
+    say, schema, before, is_whole = reader.open_call(name), reader.tools[name], "{", True
+    if tags.takes_objects and (yield from reader.match(_OBJECT)):
+        yield from reader.json(say)
+        return
+    found = yield from reader.match(*tags.keys, *tags.ends)
+    while found and "key" in found.re.groupindex:
+        key, is_text = found["key"].strip(), found.groupdict().get("is_text")
+        value, found, is_whole = yield from _read_value(tags, reader)
+        if is_text is None:  # templates write such values on lines of their own
+            value = value.removeprefix("\n").removesuffix("\n")
+        spelled = typed(schema, key, value)
+        if is_text:
+            spelled = json.dumps(value, ensure_ascii=False) if is_text == "true" else typed({}, key, value)
+        say(f"{before}{json.dumps(key, ensure_ascii=False)}: {spelled}")
+        before = ", "
+    if is_whole:
+        say("{}" if before == "{" else "}")
+
+
+def _read_value(tags: Tags, reader: Reader) -> Reading[tuple[str, re.Match[str] | None, bool]]:
+    """Take a value and what stands behind its end tag: the next key, or the end of the call. An end tag that nothing
+    of that follows is text of the value, unless it is the last one of the answer. Returns too whether the value is
+    whole."""
+    pieces: list[str] = []
+    ends: list[int] = []  # where end tags stand among the pieces
+    while True:
+        end = yield from reader.until((tags.end_value,), pieces.append)
+        if not end:
+            break
+        if found := (yield from reader.match(*tags.keys, *tags.ends)):
+            return "".join(pieces), found, True
+        ends.append(len(pieces))
+        pieces.append(end)
+    if not ends:
+        return "".join(pieces), None, False
+    reader.say("".join(pieces[ends[-1] + 1 :]))
+    return "".join(pieces[: ends[-1]]), None, True
