@@ -17,7 +17,7 @@ from specserve.answers.account import Account, listed
 from specserve.answers.own_questions import read_question, sampling
 from specserve.answers.questions import CANCEL_SECONDS, Job, digest, find_questions
 from specserve.answers.row_file import RowFile
-from specserve.chat_template import END_THINK, THINK
+from specserve.chat_template import THINK
 from specserve.data.chat_masks import encode_chat
 from specserve.data.conversations import Row
 from specserve.data.user_turns import next_user_turn
@@ -25,7 +25,7 @@ from specserve.errors import CapacityError, ConfigError, DataError, RequestError
 from specserve.serve.engine.engine import Engine
 from specserve.serve.http.formats.named import read_harmony
 from specserve.serve.http.formats.reader import Reader
-from specserve.serve.http.formats.reasoning import THINK_MARKS, answer_format, opens_reasoning
+from specserve.serve.http.formats.reasoning import THINK_MARKS, answer_format, choose_reasoning, opens_reasoning
 from specserve.serve.http.formats.tools import NO_CALLS, new_call_id
 from specserve.serve.requests.completion import Collector, CompletionOutput
 from specserve.serve.requests.request import Delta, FinishReason, Request, SamplingParams
@@ -166,6 +166,7 @@ class _Run:
         on_answer: Callable[[Account], None],
     ) -> None:
         self._engine, self._tokenizer, self._settings = engine, engine.tokenizer, settings
+        self._marks = reasoning_marks(engine.tokenizer)
         self._put, self._account, self._on_answer = write, account, on_answer
         self._finished: queue.SimpleQueue[tuple[Job, CompletionOutput]] = queue.SimpleQueue()
         self._open: dict[str, Request] = {}
@@ -304,18 +305,25 @@ class _Run:
 
     def _content(self, job: Job, completion: CompletionOutput) -> str:
         """Return the content that the row holds for an answer."""
-        tokenizer, settings = self._tokenizer, self._settings
+        tokenizer, settings, marks = self._tokenizer, self._settings, self._marks
         text, is_begun = completion.text, False
         if tokenizer.template.mentions(FINAL_CHANNEL):
             text = tokenizer.decode(completion.token_ids, skip_special_tokens=False)
         else:
-            is_begun = opens_reasoning(tokenizer, job.prompt, THINK)
-        _, answer = split_reasoning(text, is_begun=is_begun)
+            is_begun = opens_reasoning(tokenizer, job.prompt, marks[0])
+        shown = {tokenizer.token_id(mark) for mark in marks} & tokenizer.special_token_ids
+        if shown.intersection(completion.token_ids):  # which `completion.text` leaves out, as all special tokens
+            hidden = tokenizer.special_token_ids - shown
+            said = [token_id for token_id in completion.token_ids if token_id not in hidden]
+            text = tokenizer.decode(said, skip_special_tokens=False)
+        _, answer = split_reasoning(text, marks, is_begun=is_begun)
         if not answer.strip():
             raise _Refused("empty answer")
         if settings.thinking == "drop" and answer.strip() != text.strip():
             return answer.strip()
-        whole = f"{THINK}\n{text}" if is_begun else text
+        whole = text
+        if is_begun:
+            whole = f"{marks[0]}\n{text}" if marks[0] == THINK else marks[0] + text
         account = self._account
         account.num_compared += 1
         for content in dict.fromkeys((whole.strip(), whole.strip("\n"), whole)):
@@ -363,15 +371,22 @@ class _Run:
         self._account.num_rows += 1
 
 
-def split_reasoning(text: str, *, is_begun: bool = False) -> tuple[str, str]:
-    """Split what a target wrote into (reasoning, answer), as the server does: by `<think>` and `</think>`, or by
-    harmony's channels. The answer is whole, so what stands before a `</think>` that nothing has opened is reasoning.
+def reasoning_marks(tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return the marks around a target's reasoning, those that most models write where its template shows none."""
+    return THINK_MARKS.get(choose_reasoning("auto", tokenizer), THINK_MARKS["think"])
 
-    `is_begun`: the prompt has written `<think>`. Raises when the reasoning does not end.
+
+def split_reasoning(
+    text: str, marks: tuple[str, str] = THINK_MARKS["think"], *, is_begun: bool = False
+) -> tuple[str, str]:
+    """Split what a target wrote into (reasoning, answer), as the server does: by its marks, or by harmony's channels.
+    The answer is whole, so what stands before an end mark that nothing has opened is reasoning.
+
+    `is_begun`: the prompt has written the first mark. Raises when the reasoning does not end.
     """
-    before, end, _ = text.partition(END_THINK)
-    is_begun = is_begun or (bool(end) and THINK not in before)
-    read = answer_format(NO_CALLS, THINK_MARKS["think"], is_thinking=is_begun)
+    before, end, _ = text.partition(marks[1])
+    is_begun = is_begun or (bool(end) and marks[0] not in before)
+    read = answer_format(NO_CALLS, marks, is_thinking=is_begun)
     is_harmony = CHANNEL in text
     if is_harmony:
         read = read_harmony

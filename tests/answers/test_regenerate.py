@@ -20,7 +20,9 @@ from specserve.data.conversations import Conversation, Message, TokenRow, parse_
 from specserve.data.documents import tokenize
 from specserve.data.sources import load_mixture
 from specserve.errors import CapacityError, ConfigError, DataError
+from specserve.serve.http.formats.reasoning import THINK_MARKS
 from specserve.serve.requests.request import Delta
+from specserve.tokenizer import Tokenizer
 
 EXACT = AnswerSettings(max_tokens=40)
 regenerate: Any = module.regenerate  # a scripted engine is not of the engine's type
@@ -304,6 +306,27 @@ def test_an_answer_without_reasoning_holds_no_marks_of_its_channel(tmp_path):
     regenerate(engine, [ask("hi", "old")], tmp_path / "o.jsonl", dropped)
     [[_, answer]] = read(tmp_path / "o.jsonl").values()
     assert answer["content"] == "yo"
+
+
+MARKS = {"special": True, "plain": False}
+
+
+@pytest.mark.parametrize("is_special", MARKS.values(), ids=MARKS)
+@pytest.mark.parametrize("begin", ["[THINK]", "<seed:think>", "<|START_THINKING|>", "<think>"])
+def test_reasoning_between_any_marks_is_told_from_the_answer(tmp_path, begin, is_special):
+    """Whichever marks the template shows, and whether or not they are special tokens, which texts leave out."""
+    end = dict(THINK_MARKS.values())[begin]
+    engine = Scripted("mistral-nemo", lambda prompt, seed: f"{begin}hm{end}yo")
+    for vocabulary in (engine.vocabulary, engine.tokenizer._backend.backend_tokenizer) if is_special else ():
+        vocabulary.add_special_tokens([begin, end])
+    engine.tokenizer._backend.chat_template += f"{{#- {end} -#}}"
+    engine.tokenizer = Tokenizer(engine.tokenizer._backend, sorted(engine.eos_ids))
+    for thinking, content in (("keep", f"{begin}hm{end}yo"), ("drop", "yo")):
+        output = tmp_path / f"{thinking}.jsonl"
+        account = regenerate(engine, [ask("one")], output, AnswerSettings(max_tokens=60, thinking=thinking))
+        [row] = [json.loads(line) for line in output.read_text().splitlines()]
+        assert row["messages"][-1] == {"role": "assistant", "content": content}
+        assert account.num_exact == account.num_compared == (thinking == "keep")
 
 
 def test_split_reasoning():

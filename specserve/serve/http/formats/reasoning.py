@@ -60,7 +60,7 @@ class AnswerSyntax:
         self._switch = thinking_switch(self._template.mentions)
         self._ways = find_tool_ways(tool_parser, tokenizer)
         self.tool_format = self._ways.format
-        self.reasoning: ReasoningParser = _choose_reasoning(reasoning_parser, tokenizer)
+        self.reasoning: ReasoningParser = choose_reasoning(reasoning_parser, tokenizer)
         logger.info("answers: calls of tools as %s, reasoning as %s", self.tool_format.name, self.reasoning)
         if self.tool_format is not NO_CALLS and self._ways.tools == "prompt":
             logger.info(
@@ -193,7 +193,7 @@ def opens_reasoning(tokenizer: TokenizerLike, prompt_ids: Sequence[int], mark: s
     return end.rstrip().endswith(mark)
 
 
-def _choose_reasoning(name: ReasoningParser, tokenizer: TokenizerLike) -> ReasoningParser:
+def choose_reasoning(name: ReasoningParser, tokenizer: TokenizerLike) -> ReasoningParser:
     """The way of marking reasoning that has this name, or that returns the reasoning which the template writes. A
     template that writes none, as those do that leave it out of earlier answers, shows it by its own words."""
     if name != "auto" or not tokenizer.has_chat_template:
