@@ -11,11 +11,11 @@ import numpy as np
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, TensorFolder, read_json
 from specserve.interop.findings import FLOATS, LAYERS, Check, Finding, put, read_checks
+from specserve.interop.keys import Stated, is_count, read_rope
 from specserve.interop.published import D2T, T2D
-from specserve.interop.repairs import write_length
+from specserve.interop.repairs import write_length, write_rope
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec
-from specserve.models.rope import Rope
 
 CHECKS = read_checks("""
 [numbers]
@@ -115,14 +115,17 @@ def check_of_target(check: Check, key: str, got: int, required: int, target: Tar
         yield check.found(f"{CONFIG}: {key}", f"{required:,}, as in {target.folder}", f"{got:,}")
 
 
-def check_length(check: Check, stated: object, target: Target, rope: Rope | None) -> Iterator[Finding]:
+def check_length(check: Check, stated: Stated, target: Target) -> Iterator[Finding]:
     """Check that the head can follow sequences as long as the target's."""
-    required = target.config.max_len
-    if isinstance(stated, int) and stated >= required:
+    key, required = "max_position_embeddings", target.config.max_len
+    length = stated.get(key)
+    if is_count(length) and length >= required:
         return
-    got = f"{stated:,}" if isinstance(stated, int) else repr(stated)
-    where, expected = f"{CONFIG}: max_position_embeddings", f"at least {required:,}, the target's"
-    yield check.found(where, expected, "nothing" if stated is None else got, write_length(required, rope))
+    got = f"{length:,}" if is_count(length) else "nothing" if length is None else repr(length)
+    rope, later = read_rope(stated), read_rope(stated.with_values(**{key: required}))
+    rest = write_rope(rope, stated.head_dim) if rope and rope != later else None
+    expected = f"at least {required:,}, the target's"
+    yield check.found(f"{CONFIG}: {key}", expected, got, write_length(required, rest))
 
 
 def check_specs(

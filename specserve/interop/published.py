@@ -2,6 +2,7 @@
 vocabulary, rotary settings in both spellings, and copies of the target's tensors. It is the only file that knows how
 `d2t` and `t2d` are meant."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,31 +12,28 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
-from specserve.errors import CheckpointError, ConfigError
+from specserve.errors import CheckpointError
 from specserve.interop.keys import ACTIVATION, LAYER, SIZES
 from specserve.models.config import ModelConfig
-from specserve.models.rope import Rope, rope_from_hf, rope_to_hf
+from specserve.models.rope import Rope, rope_to_hf
 
 D2T, T2D = "d2t", "t2d"
-ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 
 
-def read_rope(raw: Mapping[str, Any]) -> Rope | None:
-    """Read the rotary settings of a config.json; None where they make no sense."""
-    try:
-        return rope_from_hf(raw, CONFIG)
-    except (ConfigError, AttributeError, TypeError, ValueError):
-        return None
-
-
-def rope_keys(rope: Rope) -> dict[str, Any]:
+def rope_keys(rope: Rope, head_dim: int) -> dict[str, Any]:
     """Write both spellings of the rotary settings: what older readers look for, and newer ones."""
-    scaling = rope_to_hf(rope)
+    scaling, partial = rope_to_hf(rope), {}
+    if rope.rotary_dim:
+        share = rope.rotary_dim / head_dim
+        if int(head_dim * share) < rope.rotary_dim:  # readers round down
+            share = math.nextafter(share, 1)
+        partial = {"partial_rotary_factor": share}
     return {
         "rope_theta": rope.theta,
         "rope_scaling": scaling or None,
-        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": rope.theta},
+        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": rope.theta, **partial},
+        **partial,
     }
 
 
@@ -76,7 +74,7 @@ def layer_to_hf(
         "rms_norm_eps": config.norm_eps,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_len,
-        **rope_keys(config.rope),
+        **rope_keys(config.rope, config.head_dim),
         **masks,
         "attention_bias": has_bias,
         "tie_word_embeddings": False,

@@ -46,8 +46,8 @@ class Rope:
 
 
 def plain_rope(rope: Rope) -> Rope:
-    """The rotary embedding of a draft head. Every loader of heads rotates the whole head, its first half against its
-    second, whatever the target does."""
+    """The rotary embedding that a fresh draft head begins with: all channels of its heads turn, the first half against
+    the second, whatever the target does."""
     if rope.kind == "longrope":  # its factors are those of the target's channels
         return Rope(rope.theta)
     return dataclasses.replace(rope, rotary_dim=0, is_interleaved=False)
@@ -116,6 +116,8 @@ def rope_from_hf(raw: Mapping[str, Any], where: str, *, head_dim: int = 0) -> Ro
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     share = float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)))
     rotary_dim = int(raw.get("rotary_dim") or head_dim * share)
+    if head_dim and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
+        raise ConfigError(f"{where}: {rotary_dim} of {head_dim} channels turn; expected an even number of them")
     if rotary_dim == head_dim:
         rotary_dim = 0
     base = Rope(theta, rotary_dim=rotary_dim)

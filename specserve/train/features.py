@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from specserve.data.loader import Loader
-from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.learning import Rows
 from specserve.kernels.rows import Documents
 from specserve.models.config import ModelConfig

@@ -24,8 +24,10 @@ from specserve.interop.examined import (
     given,
 )
 from specserve.interop.findings import LAYERS, Finding, both, describe, put, put_tensors
-from specserve.interop.keys import Stated
-from specserve.interop.published import D2T, ROPE_KEYS, T2D, count_layers, read_rope, read_vocab, vocab_to_tensors
+from specserve.interop.key_checks import CHECKS as KEY_CHECKS
+from specserve.interop.key_checks import check_rotary
+from specserve.interop.keys import ROTARY, SCALING, SLIDING, Stated
+from specserve.interop.published import D2T, T2D, count_layers, read_vocab, vocab_to_tensors
 from specserve.interop.repairs import write_rope
 from specserve.models.params import specs
 from specserve.models.rope import plain_rope
@@ -102,18 +104,15 @@ class BlockFiles(ExaminedFiles):
 def check_keys(files: BlockFiles) -> Iterator[Finding]:
     """Check that every key is known, stated once, and computed here."""
     stated = files.stated
-    yield from dialects.check_sizes(stated)
-    yield from dialects.check_known(stated)
-    yield from dialects.check_twice(stated)
+    for check in dialects.OF_KEYS:
+        yield from check(stated)
     if dialects.disagrees_about_anchor(stated):
         got = f"{stated.get('sample_from_anchor')!r} and {stated.get('dspark_bonus_anchor')!r}"
         keys = "sample_from_anchor, dspark_bonus_anchor"
-        yield CHECKS["stated-twice"].found(f"{CONFIG}: {keys}", "one true and one false", got, key=keys)
-    yield from dialects.check_computed(stated)
+        yield KEY_CHECKS["stated-twice"].found(f"{CONFIG}: {keys}", "one true and one false", got, key=keys)
     if files.sizes:
         count = stated.get("num_hidden_layers")
         yield from check_num_layers(CHECKS["block-layers"], count, count_layers(files.names))
-    yield from dialects.check_mask_token(stated)
 
 
 @given("sizes")
@@ -127,12 +126,12 @@ def check_masks(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
         return
     if short := short_windows(windows, causal, stated.get("block_size")):
         yield CHECKS["windows"].found(CONFIG, f"{stated.get('block_size')} or more", str(short[0]))
-    slides = dialects.SLIDING in stated.get("layer_types", ())
+    slides = SLIDING in dialects.layer_kinds(stated)
     if slides and not stated.get("use_sliding_window", False):
         got, fix = repr(stated.get("use_sliding_window")), put(LAYERS, use_sliding_window=True)
         yield CHECKS["forgotten-window"].found(f"{CONFIG}: use_sliding_window", "true", got, fix)
     if any(windows) and not slides:
-        kinds = {"layer_types": [dialects.SLIDING] * len(windows), "sliding_window": windows[0]}
+        kinds = {"layer_types": [SLIDING] * len(windows), "sliding_window": windows[0]}
         fix = both(put(LAYERS, **kinds, use_sliding_window=True, max_window_layers=0), put(is_causal=causal[0]))
         yield CHECKS["use-swa"].found(f"{CONFIG}: layer_types", "layers that slide", "nothing", fix)
     key = "sliding_window_non_causal"
@@ -151,17 +150,18 @@ def check_target(_files: BlockFiles, stated: Stated, target: Target) -> Iterator
     required = (target.config.vocab_size, target.config.d_model, target.config.num_layers)
     for key, got, size in zip(("vocab_size", "hidden_size", "num_target_layers"), sizes, required, strict=True):
         yield from check_of_target(check, key, got, size, target)
-    length = stated.get("max_position_embeddings")
-    yield from check_length(CHECKS["block-positions"], length, target, read_rope(stated.top))
+    yield from check_length(CHECKS["block-positions"], stated, target)
 
 
-def check_rope(files: BlockFiles) -> Iterator[Finding]:
-    """Check that rotary settings are stated."""
-    if any(files.stated.get(key) is not None for key in ROPE_KEYS):
+@given("sizes")
+def check_rope(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
+    """Check that rotary settings are stated, once, and can be read."""
+    rope = plain_rope(files.target.config.rope) if files.target else None
+    yield from check_rotary(stated, rope)
+    if any(stated.get(key) is not None for key in (*ROTARY, *SCALING)):
         return
     expected, fix = "rope_theta or rope_parameters", None
-    if files.target:
-        rope = plain_rope(files.target.config.rope)
+    if rope:
         expected, fix = f"{rope.kind}, theta {rope.theta:g}", write_rope(rope)
     yield CHECKS["block-rope"].found(f"{CONFIG}: rope_parameters", expected, "nothing", fix)
 

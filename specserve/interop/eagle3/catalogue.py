@@ -3,31 +3,49 @@ the draft doctor reports. `dialects` and `checks` look for them, and `tools/list
 docs/checkpoints.md of the faults."""
 
 from specserve.interop.findings import read_checks
-from specserve.interop.keys import ACTIVATION, TRANSFORMERS_KEYS, Key, KeyTable, counts, known
+from specserve.interop.keys import ACTIVATION, COMMON, FULL, Key, KeyTable, counts, flag, only
 
 EAGLE, TAP_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
-NETWORK_KEYS = [  # of the layers, which speculators nests
-    *counts("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", is_required=True),
-    *counts("num_hidden_layers", "num_key_value_heads", "head_dim", "max_position_embeddings"),
-    Key("hidden_act", computed=(None, ACTIVATION)),
-    Key("attention_bias", computed=(None, False)),
-    Key("mlp_bias", computed=(None, False)),
-    Key("use_sliding_window", computed=(None, False)),
-    *known("sliding_window", "layer_types", "max_window_layers"),  # `dialects.unsupported` reads these
-    *known("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"),
-    *TRANSFORMERS_KEYS,
-]
-HEAD_KEYS = [  # beside them
-    # the draft vocabulary was called truncated in SpecForge's early days
-    Key("draft_vocab_size", ("truncated_vocab_size",), is_count=True, is_required=True),
-    *counts("target_hidden_size"),
-    *(Key(flag, sets=flag, default=False) for flag in FLAGS),
-    *known("truncated_vocab_size", "num_aux_hidden_states", EAGLE, TAP_IDS, "embed_requires_grad", "auto_map"),
-    *known("transformer_layer_config", "speculators_config", "speculators_model_type", "speculators_version"),
-]
-# NVIDIA keeps flags in `eagle_config`. Keys that are not in the table are passed over.
-KEYS = KeyTable([*NETWORK_KEYS, *HEAD_KEYS], over={EAGLE: frozenset(FLAGS)})
+
+
+def _see_all(kinds: object) -> bool:
+    return isinstance(kinds, list) and all(kind == FULL for kind in kinds)
+
+
+KEYS = KeyTable(
+    [
+        *counts("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", is_required=True),
+        *counts("num_hidden_layers", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+        # the draft vocabulary was called truncated in SpecForge's early days
+        Key("draft_vocab_size", ("truncated_vocab_size",), is_count=True),
+        *counts("target_hidden_size", "num_aux_hidden_states"),
+        *(flag(name, sets=name) for name in FLAGS),
+        Key(TAP_IDS),
+        only("hidden_act", ACTIVATION),
+        only("attention_bias", False),
+        only("mlp_bias", False),
+        # windows; `dialects.check_windows` reads the last
+        only("use_sliding_window", False),
+        only("use_swa", False),
+        Key("layer_types", fits=_see_all, expected=f"{FULL} alone"),
+        Key("sliding_window", ("swa_window_size",)),
+        # Model-Optimizer's and AngelSlim's
+        only("use_aux_hidden_state", True),
+        only("use_input_layernorm_in_first_layer", True),
+        only("use_last_layernorm", True),
+        only("use_mtp_layernorm", False),
+        only("next_layer_regular", True),
+        only("parallel_draft_step", 1, 0),
+        Key("parallel_draft_heads_num_layers"),  # of the further steps
+        only("use_qk_norm", False),
+        only("use_cla", False),
+        only("norm_type", "rms"),
+        only("logit_scale", 1),
+        *COMMON,
+    ],
+    frozenset({EAGLE}),
+)
 
 CHECKS = read_checks("""
 [keys]
@@ -54,9 +72,6 @@ model-type error: model_type is missing
 tied error: tie_word_embeddings is true
   loaders ignore lm_head.weight and the draft vocabulary, and propose from the embedding
   fix: write false
-ignored-switch warning: a switch of the layer that no EAGLE-3 head is computed with here
-  windows and biases are left out, here and in SGLang; vLLM has some of them, so that it accepts another share
-  by hand: take it out, if the head was trained without
 [keys of speculators]
 implicit-flag warning: norm_before_residual is not stated
   vLLM then assumes true, the speculators package and we assume false: one of them computes another head
@@ -103,14 +118,6 @@ dtype warning: the dtype that is stated is not that of the weights
   engines then load the head in float32 or in the target's dtype
   fix: state that of the weights
 [the layer]
-hidden-act error: an activation that is not computed
-  we refuse the head, and engines that run it with silu compute another head
-  by hand: write silu if the head was trained with it, as all published ones were
-  refused: hidden_act is {got}; heads are computed with {expected!r} alone
-eps error: rms_norm_eps makes no sense
-  norms divide by it instead of by what they norm: nearly nothing is accepted
-  by hand: write what the head was trained with, mostly the target's
-  refused: rms_norm_eps is {got}; expected a number above 0 and at most 0.01, such as 1e-06
 eps-differs warning: another rms_norm_eps than the target's
   right only if the head was trained so; if not, small states are scaled otherwise
   by hand: compare with what it was trained with
@@ -161,10 +168,6 @@ rope-missing warning: nothing is said about rotary embeddings
   every engine turns by its own default, mostly theta 10,000
   fix: write the target's
   by hand: give --target
-rope-spellings error: the spellings of the rotary settings disagree, or cannot be read
-  older and newer engines turn by different angles: acceptance falls with the position
-  fix: write the one that is the target's in both spellings
-  by hand: write what it was trained with
 rope-one-spelling warning: the rotary settings are spelled in one way only
   engines that know only the other one turn by theta 10,000
   fix: write both

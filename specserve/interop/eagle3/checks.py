@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -26,16 +26,27 @@ from specserve.interop.examined import (
     given,
 )
 from specserve.interop.findings import FLOATS, LAYERS, Copy, Dialect, Finding, both, describe, put, put_tensors
-from specserve.interop.keys import LAYER, Stated, architectures, inner, is_eps, within
+from specserve.interop.key_checks import ROPE_KEYS, check_rotary
+from specserve.interop.keys import (
+    EPS,
+    LAYER,
+    ROTARY,
+    SCALING,
+    KeyTable,
+    Stated,
+    architectures,
+    inner,
+    is_count,
+    read_rope,
+    within,
+)
 from specserve.interop.published import (
     D2T,
     EMBEDDING,
     OUTPUT,
-    ROPE_KEYS,
     T2D,
     Vocabulary,
     count_layers,
-    read_rope,
     read_vocab,
     vocab_to_tensors,
 )
@@ -55,11 +66,12 @@ class EagleFiles(ExaminedFiles):
 
     architectures: ClassVar[Mapping[Dialect, str]] = dialects.ARCHITECTURES  # the name of its kind in each layout
     known: ClassVar[frozenset[str]] = dialects.KNOWN  # names that engines know its kind by
+    keys: ClassVar[KeyTable] = KEYS
     renamer = staticmethod(dialects.renamer)
 
     def __init__(self, folder: Path, target: Target | None) -> None:
         super().__init__(folder, target)
-        self.stated = KEYS.read(self.raw, CONFIG)
+        self.stated = self.keys.read(self.raw, CONFIG)
 
     @property
     def dialect(self) -> Dialect:
@@ -80,39 +92,23 @@ class EagleFiles(ExaminedFiles):
     @cached_property
     def taps(self) -> tuple[int, ...]:
         """Layers whose outputs the written ids mean; empty where they are the default."""
-        return dialects.read_taps(self.raw, self.names)
+        return dialects.read_taps(self.stated, self.names)
 
     @cached_property
     def config(self) -> Eagle3Config | None:
         """The head's shape, with what is wrong set aside so that the rest can be checked; None: keys are lacking."""
         if self.counted.bad_counts():
             return None
-        sound: dict[str, Any] = {"hidden_act": None}
-        if not is_eps(self.stated.top.get("rms_norm_eps", 1e-6)):
-            sound["rms_norm_eps"] = 1e-6
-        if self.rope is None:
-            sound |= {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_theta": 10_000.0}}
+        # what is unknown, not computed or stated twice is set aside, and rotary settings that make no sense
+        aside = {key.name for _, key in self.stated.uncomputed().values()} | {"sliding_window", "num_aux_hidden_states"}
+        sound = replace(self.counted.with_values(**dict.fromkeys(aside)), unknown={})
+        sound = sound.with_values(**{key: sound.get(key) for key in sound.contradictions()})
+        if read_rope(sound) is None:
+            sound = sound.with_values(**dict.fromkeys((*ROTARY, *SCALING)))
         target = self.target_config
         if target and (any(not 0 <= i < target.num_layers for i in self.taps) or target.num_layers < 5):
             target = None
-        return dialects.draft_config_from_hf(self.counted.with_values(**sound), target, self.names, dtype="float32")
-
-    @cached_property
-    def ropes(self) -> dict[str, Rope | None]:
-        """The rotary settings by each spelling that is there; None for one that cannot be read."""
-        top = self.stated.top
-        spellings = {"rope_parameters": ("rope_parameters",), "rope_theta": ("rope_theta", "rope_scaling")}
-        other = {"rope_parameters": "rope_scaling", "rope_theta": "rope_parameters"}
-        return {
-            name: read_rope({key: value for key, value in top.items() if key != other[name]})
-            for name, keys in spellings.items()
-            if any(top.get(key) is not None for key in keys)
-        }
-
-    @cached_property
-    def rope(self) -> Rope | None:
-        """The rotary settings as our own loader reads them."""
-        return read_rope(self.stated.top)
+        return dialects.draft_config_from_hf(sound, target, self.names, dtype="float32")
 
     @cached_property
     def vocab(self) -> Vocabulary | None:
@@ -129,7 +125,7 @@ class EagleFiles(ExaminedFiles):
         if self.config is None:
             return facts
         config, vocab = self.config, self.vocab
-        ids = dialects.tap_ids(self.raw)
+        ids = dialects.tap_ids(self.stated)
         named = f"{_COUNTED[dialects.COUNTED_FROM[self.dialect]]} of layers"
         taps = f"{named} {tuple(ids)}"
         if not ids:
@@ -152,8 +148,9 @@ class EagleFiles(ExaminedFiles):
             + (f"; {reading[vocab.reading]}" if vocab else ""),
             "taps": taps,
             "flags": ", ".join(flags) or "none: plain EAGLE-3",
-            "rope": f"{config.rope.kind}, theta {config.rope.theta:g}, up to {config.max_len:,} positions",
+            "rope": f"{_describe_rope(config.rope)}, up to {config.max_len:,} positions",
             "embedding": "its own" if config.has_embedding else "the target's",
+            "output head": "its own" if config.has_own_head else "the target's",
         }
 
 
@@ -172,31 +169,34 @@ def check_names(files: EagleFiles) -> Iterator[Finding]:
 
 
 def check_keys(files: EagleFiles) -> Iterator[Finding]:
-    """Check that config.json states the shape, and as many layers as there are tensors of."""
-    stated, counted = files.stated.get("draft_vocab_size"), files.counted
-    wrong = list(dialects.check_sizes(counted))
-    yield from wrong
-    if not wrong and (stated is None or "draft_vocab_size" not in files.raw):
-        got, right = "truncated_vocab_size", counted.get("draft_vocab_size")
-        if stated is None:
-            got = "nothing"
-        yield CHECKS["draft-vocab-size"].found(CONFIG, f"{right}", got, put(draft_vocab_size=right))
-    num_layers = files.stated.top.get("num_hidden_layers", 1)
+    """Check the keys as loaders do, and that config.json states as many rows and layers as there are tensors of."""
+    stated, counted = files.stated, files.counted
+    for check in dialects.OF_KEYS:
+        yield from check(counted if check is dialects.check_sizes else stated)
+    rows, paths = counted.get("draft_vocab_size"), stated.found.get("draft_vocab_size", {})
+    is_named = any(path.endswith("draft_vocab_size") for path in paths)
+    if is_count(rows) and not is_named and (paths or rows != stated.get("vocab_size")):
+        got = next(iter(paths), "nothing")
+        yield CHECKS["draft-vocab-size"].found(CONFIG, f"{rows}", got, put(draft_vocab_size=rows))
+    num_layers = stated.get("num_hidden_layers", 1)
     yield from check_num_layers(CHECKS["layers"], num_layers, counted.get("num_hidden_layers"))
 
 
 def check_identity(files: EagleFiles) -> Iterator[Finding]:
     """Check the keys by which engines choose the code that reads the head."""
-    stated, own = files.stated, files.architectures[files.dialect]
+    own, layer = files.architectures[files.dialect], inner(files.raw, LAYER)
+    stated = {**layer, **files.raw}
     named = stated.get("architectures")
-    if not files.known & architectures(stated.top):
+    if not files.known & architectures(stated):
         check = CHECKS["architecture warning"] if named else CHECKS["architecture"]
         yield check.found(f"{CONFIG}: architectures", own, repr(named), put(architectures=[own]))
     if not stated.get("model_type"):
         place = LAYER if files.dialect == "speculators" else CONFIG
         yield CHECKS["model-type"].found(place, "llama", "nothing", put(LAYERS, model_type="llama"))
     key = "tie_word_embeddings"
-    if any(place.get(key) is True for place in (stated.top, inner(files.raw, LAYER))):
+    if untold := list(dialects.check_output(files.stated, files.names)):
+        yield from untold
+    elif any(place.get(key) is True for place in (stated, layer)):
         fix = both(put(**{key: False}), put(LAYERS, **{key: False}))
         yield CHECKS["tied"].found(CONFIG, "false", "true", fix)
 
@@ -233,7 +233,8 @@ def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
     found = sorted(set(dtypes.values()))
     if len(found) > 1:
         yield CHECKS["mixed-dtypes"].found(SINGLE_FILE, "one", ", ".join(found))
-    stated = str(files.stated.get("torch_dtype") or files.stated.get("dtype") or "").removeprefix("torch.")
+    given = {**inner(files.raw, LAYER), **files.raw}
+    stated = str(given.get("torch_dtype") or given.get("dtype") or "").removeprefix("torch.")
     key, other = ("dtype", "torch_dtype") if files.dialect == "speculators" else ("torch_dtype", "dtype")
 
     def set_dtype(repaired: Copy) -> None:
@@ -245,11 +246,10 @@ def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
         yield CHECKS["dtype"].found(f"{CONFIG}: {key}", found[0], stated or "nothing", set_dtype)
 
 
-def check_layer(files: EagleFiles) -> Iterator[Finding]:
-    """Check what loaders check of the layer, and that its norms have the target's epsilon."""
-    yield from dialects.check_layer(files.stated)
-    eps = files.stated.top.get("rms_norm_eps", 1e-6)
-    if files.target and is_eps(eps) and eps != files.target.config.norm_eps:
+def check_norms(files: EagleFiles) -> Iterator[Finding]:
+    """Check that the layer's norms have the target's epsilon."""
+    eps = files.stated.get("rms_norm_eps", 1e-6)
+    if files.target and EPS.fits(eps) and eps != files.target.config.norm_eps:
         where, expected = f"{CONFIG}: rms_norm_eps", f"{files.target.config.norm_eps:g}, the target's"
         yield CHECKS["eps-differs"].found(where, expected, f"{eps:g}")
 
@@ -258,7 +258,7 @@ def check_speculators(files: EagleFiles) -> Iterator[Finding]:
     """Check that a head in the layout of speculators states what vLLM reads of that layout."""
     if files.dialect != "speculators":
         return
-    if all("norm_before_residual" not in place for place in files.stated.places.values()):
+    if files.stated.get("norm_before_residual") is None:
         yield CHECKS["implicit-flag"].found(CONFIG, "true or false", "nothing")
     stated = files.raw.get("speculators_config")
     paths = ("proposal_methods", 0, "speculative_tokens"), ("verifier", "name_or_path")
@@ -334,7 +334,7 @@ def _check_t2d(files: EagleFiles, config: Eagle3Config, vocab: Vocabulary, right
 
 def _check_special_tokens(files: EagleFiles, target_ids: np.ndarray) -> Iterator[Finding]:
     drafted = {int(i) for i in target_ids}
-    ends = files.stated.get("eos_token_id")
+    ends = files.raw.get("eos_token_id", inner(files.raw, LAYER).get("eos_token_id"))
     if files.target:
         ends = list(files.target.eos_ids)
     if not isinstance(ends, list):
@@ -363,7 +363,7 @@ def _tokenizer(target: Target | None) -> Tokenizer | None:
 @given("target")
 def check_taps(files: EagleFiles, target: Target) -> Iterator[Finding]:
     """Check that the tapped layers are layers of the target, in order, and counted as this layout counts them."""
-    ids, num_layers = dialects.tap_ids(files.raw), target.config.num_layers
+    ids, num_layers = dialects.tap_ids(files.stated), target.config.num_layers
     if not ids:
         return
     first = dialects.COUNTED_FROM[files.dialect]
@@ -383,33 +383,22 @@ def check_taps(files: EagleFiles, target: Target) -> Iterator[Finding]:
         yield CHECKS["taps-off-by-one"].found(where, f"{usual} for the usual taps", got, other=other)
 
 
-def check_switches(files: EagleFiles) -> Iterator[Finding]:
-    """Check that no switch asks for what is left out."""
-    if ignored := dialects.unsupported(files.stated):
-        yield CHECKS["ignored-switch"].found(CONFIG, "a layer that sees everything, without biases", ", ".join(ignored))
-
-
 @given("config")
 def check_rope(files: EagleFiles, _config: Eagle3Config) -> Iterator[Finding]:
     """Check that the rotary settings are stated in both spellings, alike, and are the target's."""
-    ropes, where = files.ropes, f"{CONFIG}: {', '.join(ROPE_KEYS)}"
-    readable = [rope for rope in ropes.values() if rope is not None]
-    stated = "; ".join(f"{name}: {_describe_rope(rope)}" for name, rope in ropes.items())
-    expected, required, fix = "both spellings, alike", None, None
-    if files.target:
-        required = plain_rope(files.target.config.rope)
-        expected, fix = f"{expected}: {_describe_rope(required)}", write_rope(required)
-    if not ropes:
+    stated, where = files.stated, f"{CONFIG}: {', '.join(ROPE_KEYS)}"
+    required = plain_rope(files.target.config.rope) if files.target else None
+    if faults := list(check_rotary(stated, required)):
+        yield from faults
+        return
+    rope, expected = stated.rope(), "both spellings, alike"
+    if not any(map(stated.get, (*ROTARY, *SCALING))):
+        fix = write_rope(required) if required else None
         yield CHECKS["rope-missing"].found(where, expected, "nothing", fix)
         return
-    if len(set(readable)) != 1 or len(readable) < len(ropes):
-        if required not in readable:
-            fix = None
-        yield CHECKS["rope-spellings"].found(where, expected, stated, fix)
-        return
-    rope = readable[0]
-    if len(ropes) == 1 and rope != Rope():
-        yield CHECKS["rope-one-spelling"].found(where, "both spellings, alike", stated, write_rope(rope))
+    if spelled := [_describe_rope(each) for each in stated.ropes() if each != rope]:
+        fix = write_rope(rope, stated.head_dim)
+        yield CHECKS["rope-one-spelling"].found(where, f"{expected}: {_describe_rope(rope)}", "; ".join(spelled), fix)
     if required and rope != required:
         yield CHECKS["rope-differs"].found(where, _describe_rope(required), _describe_rope(rope))
 
@@ -417,14 +406,15 @@ def check_rope(files: EagleFiles, _config: Eagle3Config) -> Iterator[Finding]:
 def _describe_rope(rope: Rope | None) -> str:
     if rope is None:
         return "cannot be read"
-    return f"{rope.kind}, theta {rope.theta:g}" + (f", factor {rope.factor:g}" if rope.kind != "default" else "")
+    parts = [f"{rope.kind}, theta {rope.theta:g}"]
+    parts += [f"factor {rope.factor:g}"] * (rope.kind != "default")
+    return ", ".join(parts + [f"{rope.rotary_dim} channels of a head"] * (rope.rotary_dim > 0))
 
 
 @given("config", "target")
 def check_positions(files: EagleFiles, _config: Eagle3Config, target: Target) -> Iterator[Finding]:
     """Check that the head can follow sequences as long as the target's."""
-    length = files.stated.top.get("max_position_embeddings")
-    yield from check_length(CHECKS["max-positions"], length, target, files.rope)
+    yield from check_length(CHECKS["max-positions"], files.stated, target)
 
 
 OF_NETWORK = (
@@ -436,7 +426,7 @@ OF_NETWORK = (
     check_tensors,
     check_dtypes,
     check_values,
-    check_layer,
+    check_norms,
     check_vocabulary,
     check_taps,
     check_rope,
