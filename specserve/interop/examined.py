@@ -10,15 +10,19 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, TensorFolder, read_json
+from specserve.errors import CheckpointError
 from specserve.interop.findings import FLOATS, LAYERS, Check, Finding, put, read_checks
 from specserve.interop.keys import Stated, is_count, read_rope
-from specserve.interop.published import D2T, T2D
+from specserve.interop.published import D2T, T2D, stored_scales
 from specserve.interop.repairs import write_length, write_rope
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec
 
 CHECKS = read_checks("""
 [numbers]
+quantization error: config.json states a quantisation that no tensor shows, or one that is not read
+  who believes config.json reads other numbers than who believes the tensors
+  by hand: take it out if the weights are whole, or export the head again
 not-finite error: values that are no numbers
   every proposal that they touch is noise
   by hand: go back to an earlier checkpoint, or download the weights again
@@ -149,6 +153,14 @@ def check_specs(
         if not is_harmless(name):
             got = f"{list(files.tensors.shape(name))}"
             yield unknown.found(files.tensors.file(name).name, "nothing", got, name=name)
+
+
+def check_scales(files: ExaminedFiles) -> Iterator[Finding]:
+    """Check that a quantisation that is stated is that of the tensors."""
+    try:
+        stored_scales(files.raw, files.tensors, CONFIG)
+    except CheckpointError as error:
+        yield CHECKS["quantization"].found(CONFIG, "the quantisation of the tensors", str(error))
 
 
 def check_values(files: ExaminedFiles) -> Iterator[Finding]:

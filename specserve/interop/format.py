@@ -16,7 +16,7 @@ from specserve.checkpoints.load import AS_VOCABULARY, Target, load_params, to_nu
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import load_kind
-from specserve.interop.examined import ExaminedFiles, check_values
+from specserve.interop.examined import ExaminedFiles, check_scales, check_values
 from specserve.interop.findings import Dialect, DoctorReport, Finding, Repair
 from specserve.interop.notes import other_target
 from specserve.interop.published import (
@@ -24,6 +24,7 @@ from specserve.interop.published import (
     EMBEDDING,
     OUTPUT,
     T2D,
+    stored_scales,
     target_embedding,
     target_output,
     vocab_from_tensors,
@@ -88,7 +89,10 @@ class HeadFormat:
         )
         skipped = {re.escape(stored): AS_VOCABULARY for stored in tables.values()} | dict(self.skipped)
         places = drafter.place(mesh) if mesh is not None else None
-        params = load_params(drafter.spec(), tensors, dtype, shardings=places, skipped=skipped, rename=rename)
+        block = stored_scales(read_json(folder / CONFIG), tensors, str(folder / CONFIG))
+        params = load_params(
+            drafter.spec(), tensors, dtype, shardings=places, skipped=skipped, rename=rename, block=block
+        )
         return Head(drafter, params, target_ids)
 
     def files(
@@ -138,5 +142,5 @@ class HeadFormat:
         """Make all checks of a head's files. Without a target, those that need one are left out. Raises CheckpointError
         where there is nothing to look at: no config.json, no whole safetensors file."""
         files = self.examined(folder, target)
-        findings = [finding for check in self.checks for finding in check(files)]
+        findings = [finding for check in (*self.checks, check_scales) for finding in check(files)]
         return DoctorReport(folder, files.dialect, files.facts(), files.rows(), findings)

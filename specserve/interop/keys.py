@@ -6,7 +6,7 @@ unknown. `Stated` has all that was found, each value by its path, and lists what
 several paths state differently, and values that are not computed here (`key_checks`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,15 +87,19 @@ def _is_eps(value: Any) -> bool:
 
 
 EPS = Key("rms_norm_eps", fits=_is_eps, expected="a number above 0 and at most 0.01, such as 1e-06")
-# What weights a quantised head has is read from its tensors (`HeadFormat.block_of`).
-QUANTIZATION = Key("quantization_config", ("compression_config",))
+QUANTIZATIONS = ("quantization_config", "compression_config")  # `published.stored_scales` holds them against tensors
 # Rotary settings that stand in the objects of that name or beside them, and those that stand in them alone.
 ROTARY = ("rope_theta", "partial_rotary_factor", "rotary_dim", "original_max_position_embeddings")
 SCALING = (
     *("rope_type", "factor", "attention_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor"),
 )
-COMMON = [EPS, QUANTIZATION, *map(Key, ROTARY), only("is_neox_style", True)]  # of the heads of all kinds
+COMMON = [
+    EPS,
+    Key(QUANTIZATIONS[0], QUANTIZATIONS[1:]),
+    *map(Key, ROTARY),
+    only("is_neox_style", True),
+]  # of the heads of all kinds
 
 _WRITTEN_BY_OTHERS = """
 architectures model_type dtype torch_dtype transformers_version _name_or_path _commit_hash use_cache auto_map
@@ -253,6 +257,21 @@ def walk(part: Mapping[str, Any], inside: Iterable[str], where: str, place: str 
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}: {place}{name} must be an object, got {value!r}")
         yield from walk(value, inside, where, f"{place}{name}.")
+
+
+def find(raw: Mapping[str, Any], names: Collection[str], place: str = "") -> Iterator[tuple[str, Any]]:
+    """List the values of these keys in a config.json, at any depth, by their paths."""
+    for name, value in raw.items():
+        if name in names and value is not None:
+            yield place + name, value
+        elif isinstance(value, Mapping):
+            yield from find(value, names, f"{place}{name}.")
+
+
+def without(raw: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return a config.json without these keys, at any depth."""
+    inside = {name: without(value, names) for name, value in raw.items() if isinstance(value, Mapping)}
+    return {name: inside.get(name, value) for name, value in raw.items() if name not in names}
 
 
 def inner(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:

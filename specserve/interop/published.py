@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
+from specserve.checkpoints.quantized import DEFAULT_BLOCK, EIGHT_BITS, stored_block
+from specserve.checkpoints.tensors import CONFIG, TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
-from specserve.interop.keys import ACTIVATION, LAYER, SIZES
+from specserve.interop.keys import ACTIVATION, LAYER, QUANTIZATIONS, SIZES, find
 from specserve.models.config import ModelConfig
 from specserve.models.rope import Rope, rope_to_hf
 
@@ -148,8 +150,8 @@ def read_vocab(d2t: np.ndarray | None, t2d: np.ndarray | None, draft_vocab_size:
         if masked is not None and len(masked) == draft_vocab_size:
             return found("mask", masked)
         return found("unsound", None)
-    stored = d2t.astype(np.int64)
-    if stored.shape != (draft_vocab_size,):
+    stored = whole_numbers(d2t, is_checked=masked is not None)
+    if stored is None or stored.shape != (draft_vocab_size,):
         return found("unsound", None)
     readings = [found("offset", stored + np.arange(draft_vocab_size)), found("absolute", stored)]
     for in_order in (True, False):
@@ -163,6 +165,19 @@ def read_vocab(d2t: np.ndarray | None, t2d: np.ndarray | None, draft_vocab_size:
         if chosen and (in_order or len(chosen) == 1):
             return chosen[0]
     return found("unsound", None)
+
+
+def whole_numbers(table: np.ndarray, *, is_checked: bool) -> np.ndarray | None:  # int64
+    """Return the values of d2t; None where some are no whole numbers, or so large that the table's dtype rounds whole
+    numbers of their size, unless the result `is_checked` against t2d."""
+    if table.dtype.kind in "iu":
+        return table.astype(np.int64)
+    if table.dtype.kind == "b":
+        return None
+    values = table.astype(np.float64)
+    digits = 53 if is_checked else ml_dtypes.finfo(table.dtype).nmant + 1  # binary ones that no number is rounded to
+    is_whole = np.isfinite(values) & (values == np.rint(values)) & (np.abs(values) < 2.0**digits)
+    return values.astype(np.int64) if is_whole.all() else None
 
 
 def is_sound(target_ids: np.ndarray, draft_vocab_size: int, vocab_size: int) -> bool:
@@ -185,7 +200,13 @@ def vocab_from_tensors(
         if draft_vocab_size != vocab_size:
             raise CheckpointError(f"{where}: d2t is missing and the draft vocabulary is not the target's")
         return np.arange(vocab_size, dtype=np.int32)
-    target_ids = d2t.astype(np.int64) + np.arange(len(d2t))
+    offsets = whole_numbers(d2t, is_checked=t2d is not None)
+    if offsets is None:
+        raise CheckpointError(
+            f"{where}: d2t is {d2t.dtype} with values that are no whole numbers, or so large that {d2t.dtype} may have "
+            "rounded them; take int64 from the checkpoint that the head was trained with"
+        )
+    target_ids = offsets + np.arange(len(offsets))
     if not is_sound(target_ids, draft_vocab_size, vocab_size):
         raise CheckpointError(
             f"{where}: d2t does not hold {draft_vocab_size} offsets to sorted, unique target ids below "
@@ -195,6 +216,26 @@ def vocab_from_tensors(
     if t2d is not None and not np.array_equal(np.flatnonzero(t2d), target_ids):
         raise CheckpointError(f"{where}: t2d and d2t name different tokens; nonzero(t2d) must be i + d2t[i]")
     return target_ids.astype(np.int32)
+
+
+def stored_scales(raw: Mapping[str, Any], tensors: TensorFolder, where: str) -> tuple[int, int]:
+    """Return how many outputs and inputs of a head's weights share a scale, where they are in 8 bits. Raises
+    CheckpointError for a quantisation that is not read, or of which no tensor shows anything: whoever believes
+    config.json reads other numbers than whoever believes the tensors."""
+    stated = {path: value for path, value in find(raw, QUANTIZATIONS) if value}
+    if odd := [path for path, value in stated.items() if not isinstance(value, Mapping)]:
+        raise CheckpointError(f"{where}: {odd[0]} must be an object, got {stated[odd[0]]!r}")
+    blocks = {stored_block({"quantization_config": value}, f"{where}: {path}") for path, value in stated.items()}
+    if len(blocks) > 1:
+        raise CheckpointError(f"{where}: {' and '.join(stated)} disagree; keep the one that the weights are in")
+    dtypes = {tensors.dtype(name) for name in tensors.names() if not name.endswith((D2T, T2D))}
+    if stated and not dtypes & EIGHT_BITS:
+        found = listed(sorted(dtype.name for dtype in dtypes), 3)
+        raise CheckpointError(
+            f"{where}: {', '.join(stated)} is stated, and no tensor is in 8 bits, but {found}; take it out if the "
+            "weights are whole, or download them again"
+        )
+    return blocks.pop() if blocks else DEFAULT_BLOCK
 
 
 def target_embedding(target: Target, dtype: str) -> np.ndarray | None:  # [vocab, d_model]

@@ -26,7 +26,7 @@ from specserve.interop.examined import (
 from specserve.interop.findings import LAYERS, Finding, both, describe, put, put_tensors
 from specserve.interop.key_checks import CHECKS as KEY_CHECKS
 from specserve.interop.key_checks import check_rotary
-from specserve.interop.keys import ROTARY, SCALING, SLIDING, Stated
+from specserve.interop.keys import FULL, ROTARY, SCALING, SLIDING, Stated
 from specserve.interop.published import D2T, T2D, count_layers, read_vocab, vocab_to_tensors
 from specserve.interop.repairs import write_rope
 from specserve.models.params import specs
@@ -130,8 +130,8 @@ def check_masks(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
     if slides and not stated.get("use_sliding_window", False):
         got, fix = repr(stated.get("use_sliding_window")), put(LAYERS, use_sliding_window=True)
         yield CHECKS["forgotten-window"].found(f"{CONFIG}: use_sliding_window", "true", got, fix)
-    if any(windows) and not slides:
-        kinds = {"layer_types": [SLIDING] * len(windows), "sliding_window": windows[0]}
+    if stated.get("use_swa", False) and SLIDING not in stated.get("layer_types", ()):
+        kinds = {"layer_types": [SLIDING if window else FULL for window in windows], "sliding_window": max(windows)}
         fix = both(put(LAYERS, **kinds, use_sliding_window=True, max_window_layers=0), put(is_causal=causal[0]))
         yield CHECKS["use-swa"].found(f"{CONFIG}: layer_types", "layers that slide", "nothing", fix)
     key = "sliding_window_non_causal"

@@ -19,7 +19,7 @@ from specserve.errors import ConfigError
 from specserve.interop.eagle3.catalogue import CHECKS, EAGLE, FLAGS, TAP_IDS
 from specserve.interop.findings import Dialect, Finding, refuse
 from specserve.interop.key_checks import check_computed, check_known, check_rotary, check_stated_once, uncomputed
-from specserve.interop.keys import LAYER, Stated, walk
+from specserve.interop.keys import LAYER, Stated, find
 from specserve.interop.published import D2T, EMBEDDING, OUTPUT, layer_to_hf, nested_config, sizes_from_hf
 from specserve.models.config import ModelConfig
 
@@ -41,8 +41,7 @@ MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # the names of the 
 
 def mask_ids(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The token in masked slots by every path at which it stands; none of a head that has no such slots."""
-    paths = walk(raw, {LAYER, EAGLE, "dflash_config"}, CONFIG)
-    return {path: value for path, value in paths if path.rpartition(".")[2] in MASK_KEYS and value is not None}
+    return dict(find(raw, MASK_KEYS))
 
 
 def is_input_named(names: frozenset[str]) -> bool:
@@ -108,8 +107,8 @@ def check_sizes(stated: Stated) -> Iterator[Finding]:
 def check_output(stated: Stated, names: frozenset[str]) -> Iterator[Finding]:
     """Check that a head without output rows says which it shares: the target's, unless it ties them to an embedding."""
     if renamer(names)(OUTPUT) not in names:
-        for path, value in walk(stated.raw, {LAYER, EAGLE}, stated.where):
-            if path.endswith("tie_word_embeddings") and value is True:
+        for path, value in find(stated.raw, ("tie_word_embeddings",)):
+            if value is True:
                 yield uncomputed(path, value, f"false in a head without {OUTPUT}")
 
 

@@ -57,7 +57,10 @@ class MtpFiles(ExaminedFiles):
         try:
             target = self.target.config if self.target else self.of_target
             name = str(self.target.folder) if self.target else "its target"
-            return layouts.read_config(self.folder, target, name, dtype="float32")
+            config = layouts.read_config(self.folder, target, name, dtype="float32")
+            if self.target:
+                layouts.check_keys(self.folder, self.target)
+            return config
         except (ConfigError, CheckpointError) as error:
             return error
 
