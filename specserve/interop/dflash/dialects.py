@@ -55,8 +55,7 @@ def layout_of(stated: Stated) -> Layout:
 def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[str], *, dtype: str) -> DFlashConfig:
     """Read a head's config.json; `names` are those of its tensors. Without a target the number of its layers is not
     known, and where no taps are stated, only their number is right. Raises ConfigError."""
-    for check in (*OF_KEYS, check_rotary):
-        refuse(check(stated), stated.where)
+    refuse_keys(stated)
     _check_rest(stated)
     windows = read_windows(stated)
     switches = stated.fields("qkv_bias", "logit_softcap", "has_sinks")
@@ -114,6 +113,12 @@ def check_mask_token(stated: Stated) -> Iterator[Finding]:
 
 
 OF_KEYS = (check_known, check_stated_once, check_computed, check_projector, check_sizes, check_mask_token)
+
+
+def refuse_keys(stated: Stated) -> None:
+    """Raise ConfigError for the first fault of the keys."""
+    for check in (*OF_KEYS, check_rotary):
+        refuse(check(stated), stated.where)
 
 
 def _check_rest(stated: Stated) -> None:

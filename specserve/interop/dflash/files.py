@@ -36,8 +36,9 @@ class DFlashFormat(HeadFormat):
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         names, stated = TensorFolder(folder).names(), KEYS.read(read_json(folder / CONFIG), str(folder / CONFIG))
+        dialects.refuse_keys(stated)
         got = dialects.sizes_of_target(stated, target)
-        if got != (target.vocab_size, target.d_model, target.num_layers) and not dialects.bad_sizes(stated):
+        if got != (target.vocab_size, target.d_model, target.num_layers):
             theirs = "vocabulary {}, width {} and {} layers".format(*got)
             given = f"{target.vocab_size}, {target.d_model} and {target.num_layers}"
             raise other_target(folder, theirs, target_name, given)

@@ -14,6 +14,7 @@ from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, listed
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.eagle3.model import draft_spec
+from specserve.errors import ConfigError
 from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.catalogue import CHECKS, FLAGS, KEYS, TAP_IDS
 from specserve.interop.examined import (
@@ -96,7 +97,7 @@ class EagleFiles(ExaminedFiles):
 
     @cached_property
     def config(self) -> Eagle3Config | None:
-        """The head's shape, with what is wrong set aside so that the rest can be checked; None: keys are lacking."""
+        """The head's shape, with what is wrong set aside so that the rest can be checked; None: it does not follow."""
         if self.counted.bad_counts():
             return None
         # what is unknown, not computed or stated twice is set aside, and rotary settings that make no sense
@@ -108,7 +109,10 @@ class EagleFiles(ExaminedFiles):
         target = self.target_config
         if target and (any(not 0 <= i < target.num_layers for i in self.taps) or target.num_layers < 5):
             target = None
-        return dialects.draft_config_from_hf(sound, target, self.names, dtype="float32")
+        try:
+            return dialects.draft_config_from_hf(sound, target, self.names, dtype="float32")
+        except ConfigError:  # which the checks of the keys report
+            return None
 
     @cached_property
     def vocab(self) -> Vocabulary | None:

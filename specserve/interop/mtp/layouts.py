@@ -91,7 +91,7 @@ def _is_read(raw: Mapping[str, Any], key: str) -> bool:
     of which it is said that there are none, and rotary settings that `rope_parameters` repeats, need not be read."""
     if key in ("use_sliding_window", "sliding_window") and raw.get("use_sliding_window") is False:
         return True
-    if (key == "layer_types" and SLIDING not in (raw[key] or ())) or within(raw, ROPE, key) == raw[key]:
+    if (key == "layer_types" and SLIDING not in str(raw[key])) or within(raw, ROPE, key) == raw[key]:
         return True
     try:
         return model_config({**raw, key: object()}, dtype="float32") != model_config(raw, dtype="float32")
