@@ -236,11 +236,7 @@ def test_rotary_settings_are_read_wherever_they_stand(files: Files) -> None:
             assert files.read(raw) == drafter, "it is written as it is computed"
 
 
-WRONG_def _without_rope(raw: Raw) -> Raw:
-    return without(raw, (ROPE, OLD_ROPE, *ROTARY))
-
-
-ROPES: list[tuple[Raw, str]] = [
+WRONG_ROPES: list[tuple[Raw, str]] = [
     ({"rope_theta": 5e5, ROPE: {"rope_theta": 1e4}}, r"rope_theta: 500000.0; rope_parameters.rope_theta: 10000.0"),
     ({ROPE: {"rope_type": "default"}, OLD_ROPE: {"type": "linear"}}, "rope_parameters.rope_type: 'default'"),
     ({ROPE: {"rope_type": "linear", "type": "yarn", "factor": 2}}, "rope_parameters.type: 'yarn'"),
