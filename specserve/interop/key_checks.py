@@ -1,13 +1,14 @@
 """The checks of a head's config.json that are alike for all kinds whose keys are in a table: every key is known, stated
 once, and asks for what is computed here. Loaders refuse what they find, and the draft doctor reports it."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specserve.checkpoints.tensors import CONFIG
 from specserve.errors import ConfigError
 from specserve.interop.findings import Finding, read_checks
-from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY, SCALING, Stated
+from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY, SCALING, Stated, architectures
 from specserve.interop.repairs import write_rope
 from specserve.models.rope import Rope
 
@@ -34,8 +35,21 @@ rope-spellings error: the spellings of the rotary settings disagree, or cannot b
 """)
 
 
+_OF_HEADS = re.compile("(?i)eagle|draft|spark|flash|speculator|mtp|nextn|medusa|domino")
 _ROTARY = frozenset((*ROTARY, *SCALING))
 ROPE_KEYS = ("rope_theta", OLD_ROPE, ROPE)
+
+
+def check_named(stated: Stated) -> Iterator[Finding]:
+    """Check that a head that is named after a kind of heads is named after this one. Trainers also leave the name of
+    the target's class, which says nothing."""
+    table = stated.table
+    for name in sorted(architectures(stated.raw) - table.classes):
+        if _OF_HEADS.search(name):
+            yield uncomputed("architectures", name, " or ".join(sorted(table.classes)))
+    model_type = stated.raw.get("speculators_model_type")
+    if model_type is not None and model_type not in table.model_types:
+        yield uncomputed("speculators_model_type", model_type, " or ".join(sorted(table.model_types)))
 
 
 def check_known(stated: Stated) -> Iterator[Finding]:

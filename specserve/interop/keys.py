@@ -114,7 +114,8 @@ image_start_token_id image_end_token_id image_newline_token_id video_token_id vi
 vision_end_token_id audio_token_id pad_id im_start_id im_end_id im_newline_id text_start_id text_end_id mask_init_id
 mrope_section mrope_interleaved
 
-target_model_type modal_type org_vocab_size decoder_sparse_step output_router_logits router_aux_loss_coef
+target_model_type modal_type org_vocab_size decoder_sparse_step output_router_logits router_aux_loss_coef use_mrope
+add_classification_head class_num pool_type dense_list cla_share_factor
 speculators_model_type speculators_version speculators_config embed_requires_grad num_anchors max_anchors
 loss_decay_gamma auf ce_loss_alpha l1_loss_alpha confidence_head_alpha lambda_base_start lambda_base_decay_ratio
 down_sample_ratio down_sample_ratio_min
@@ -127,7 +128,9 @@ class KeyTable:
     """The keys that a kind of head knows, and the objects inside config.json that state them too."""
 
     keys: Sequence[Key]
-    places: frozenset[str] = frozenset()  # beside the layers' settings and the rotary ones
+    classes: frozenset[str]  # the model classes that are computed as heads of this kind, by their names
+    model_types: frozenset[str]  # the names of the kind in the layout of speculators
+    places: frozenset[str]  # beside the layers' settings and the rotary ones
     harmless: frozenset[str] = HARMLESS
 
     def read(self, raw: Mapping[str, Any], where: str) -> "Stated":

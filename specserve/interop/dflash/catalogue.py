@@ -14,6 +14,11 @@ SELECTOR: Mapping[str, str] = {  # keys of heads that choose among candidates, a
     "selector_rank": "selector_rank",
     "selector_top_k": "selector_top_k",
 }
+ARCHITECTURES: Mapping[str, tuple[str, ...]] = {  # the first is written; for speculators the second, if there is one
+    "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
+    "dspark": ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel"),
+    "dflash2": ("DFlash2DraftModel",),
+}
 # Any key may stand in `dflash_config`, beside it, or where speculators keeps the layers' settings.
 KEYS = KeyTable(
     [
@@ -42,9 +47,11 @@ KEYS = KeyTable(
         *map(Key, ("markov_rank", *SELECTOR)),
         *COMMON,
     ],
-    frozenset({OWN}),
+    classes=frozenset(name for names in ARCHITECTURES.values() for name in names),
+    model_types=frozenset(ARCHITECTURES),
+    places=frozenset({OWN}),
     # nothing follows from what is of a projector that is none of ours
-    HARMLESS | {"has_own_lm_head", "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"},
+    harmless=HARMLESS | {"has_own_lm_head", "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"},
 )
 
 CHECKS = read_checks("""

@@ -14,19 +14,21 @@ from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.start import NAMES, default_taps
 from specserve.errors import ConfigError
-from specserve.interop.dflash.catalogue import CHECKS, INPUT_TAPS, KEYS, OWN, SELECTOR, TAPS
+from specserve.interop.dflash.catalogue import ARCHITECTURES, CHECKS, INPUT_TAPS, KEYS, OWN, SELECTOR, TAPS
 from specserve.interop.findings import Finding, refuse
-from specserve.interop.key_checks import check_computed, check_known, check_rotary, check_stated_once, uncomputed
+from specserve.interop.key_checks import (
+    check_computed,
+    check_known,
+    check_named,
+    check_rotary,
+    check_stated_once,
+    uncomputed,
+)
 from specserve.interop.keys import FULL, SLIDING, Stated, architectures, is_count
 from specserve.interop.published import D2T, EMBEDDING, OUTPUT, layer_to_hf, nested_config, present, sizes_from_hf
 from specserve.models.config import LayerKind, ModelConfig
 
 Layout = Literal["z-lab", "speculators"]
-ARCHITECTURES: Mapping[str, tuple[str, ...]] = {  # the first is written; for speculators the second, if there is one
-    "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
-    "dspark": ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel"),
-    "dflash2": ("DFlash2DraftModel",),
-}
 _FIRST_TO_SLIDE = 28  # `max_window_layers` of a Qwen3 that does not state it
 OF_TARGET = "the target's own, which it was trained beside"
 SKIPPED = {r"verifier_(norm|lm_head)\.weight": OF_TARGET}  # tensors that are not read
@@ -98,11 +100,14 @@ def check_sizes(stated: Stated) -> Iterator[Finding]:
         yield CHECKS["block-sizes"].found(CONFIG, expected, got, named=named)
 
 
-def check_projector(stated: Stated) -> Iterator[Finding]:
-    """Check that the projector, where it is named, is that of the kind."""
+def check_kind(stated: Stated) -> Iterator[Finding]:
+    """Check that the projector and the model class, where they are named, are those of the kind."""
+    kind = kind_of(stated)
     for path, value in stated.found.get("projector_type", {}).items():
-        if value != kind_of(stated):
-            yield uncomputed(path, value, repr(kind_of(stated)))
+        if value != kind:
+            yield uncomputed(path, value, repr(kind))
+    for other in sorted(KEYS.classes & architectures(stated.raw) - {*ARCHITECTURES[kind]}):
+        yield uncomputed("architectures", other, " or ".join(ARCHITECTURES[kind]))
 
 
 def check_mask_token(stated: Stated) -> Iterator[Finding]:
@@ -112,7 +117,7 @@ def check_mask_token(stated: Stated) -> Iterator[Finding]:
         yield CHECKS["mask-token"].found(f"{CONFIG}: mask_token_id", f"0..{vocab_size - 1}", repr(mask))
 
 
-OF_KEYS = (check_known, check_stated_once, check_computed, check_projector, check_sizes, check_mask_token)
+OF_KEYS = (check_named, check_known, check_stated_once, check_computed, check_kind, check_sizes, check_mask_token)
 
 
 def refuse_keys(stated: Stated) -> None:

@@ -16,7 +16,8 @@ def _see_all(kinds: object) -> bool:
 KEYS = KeyTable(
     [
         *counts("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", is_required=True),
-        *counts("num_hidden_layers", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+        *counts("num_hidden_layers", "num_key_value_heads", "max_position_embeddings"),
+        Key("head_dim", ("attention_head_dim",), is_count=True),
         # the draft vocabulary was called truncated in SpecForge's early days
         Key("draft_vocab_size", ("truncated_vocab_size",), is_count=True),
         *counts("target_hidden_size", "num_aux_hidden_states"),
@@ -41,10 +42,19 @@ KEYS = KeyTable(
         only("use_qk_norm", False),
         only("use_cla", False),
         only("norm_type", "rms"),
+        only("use_rotary_pos_emb", True),
         only("logit_scale", 1),
         *COMMON,
     ],
-    frozenset({EAGLE}),
+    classes=frozenset(
+        (
+            *("Eagle3DraftModel", "Eagle3Speculator"),  # speculators', now and in its early days
+            *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+            *("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"),  # vLLM's, of the same head
+        )
+    ),
+    model_types=frozenset({"eagle3"}),
+    places=frozenset({EAGLE}),
 )
 
 CHECKS = read_checks("""

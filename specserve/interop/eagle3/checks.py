@@ -27,7 +27,7 @@ from specserve.interop.examined import (
     given,
 )
 from specserve.interop.findings import FLOATS, LAYERS, Copy, Dialect, Finding, both, describe, put, put_tensors
-from specserve.interop.key_checks import ROPE_KEYS, check_rotary
+from specserve.interop.key_checks import ROPE_KEYS, check_named, check_rotary
 from specserve.interop.keys import (
     EPS,
     LAYER,
@@ -66,7 +66,6 @@ class EagleFiles(ExaminedFiles):
     """The files of a head on this network."""
 
     architectures: ClassVar[Mapping[Dialect, str]] = dialects.ARCHITECTURES  # the name of its kind in each layout
-    known: ClassVar[frozenset[str]] = dialects.KNOWN  # names that engines know its kind by
     keys: ClassVar[KeyTable] = KEYS
     renamer = staticmethod(dialects.renamer)
 
@@ -191,7 +190,7 @@ def check_identity(files: EagleFiles) -> Iterator[Finding]:
     own, layer = files.architectures[files.dialect], inner(files.raw, LAYER)
     stated = {**layer, **files.raw}
     named = stated.get("architectures")
-    if not files.known & architectures(stated):
+    if not files.keys.classes & architectures(stated) and not list(check_named(files.stated)):
         check = CHECKS["architecture warning"] if named else CHECKS["architecture"]
         yield check.found(f"{CONFIG}: architectures", own, repr(named), put(architectures=[own]))
     if not stated.get("model_type"):

@@ -18,7 +18,14 @@ from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.errors import ConfigError
 from specserve.interop.eagle3.catalogue import CHECKS, EAGLE, FLAGS, TAP_IDS
 from specserve.interop.findings import Dialect, Finding, refuse
-from specserve.interop.key_checks import check_computed, check_known, check_rotary, check_stated_once, uncomputed
+from specserve.interop.key_checks import (
+    check_computed,
+    check_known,
+    check_named,
+    check_rotary,
+    check_stated_once,
+    uncomputed,
+)
 from specserve.interop.keys import LAYER, Stated, find
 from specserve.interop.published import D2T, EMBEDDING, OUTPUT, layer_to_hf, nested_config, sizes_from_hf
 from specserve.models.config import ModelConfig
@@ -29,7 +36,6 @@ ARCHITECTURES: dict[Dialect, str] = {
     "speculators": "Eagle3DraftModel",
     "sglang-jax": "LlamaForCausalLMEagle3",
 }
-KNOWN = frozenset((*ARCHITECTURES.values(), "Eagle3LlamaForCausalLM", "Eagle3Speculator"))  # the last: old speculators'
 SPECULATIVE_TOKENS = 3  # a speculators config suggests so many to vLLM; a flag of the server overrides it
 COUNTED_FROM: Mapping[Dialect, int] = {"sglang": 0, "sglang-jax": 0, "vllm": 1, "speculators": 1}  # of layer 0's output
 _D2T_NAMES = (D2T, "draft_id_to_target_id")
@@ -112,7 +118,14 @@ def check_output(stated: Stated, names: frozenset[str]) -> Iterator[Finding]:
                 yield uncomputed(path, value, f"false in a head without {OUTPUT}")
 
 
-OF_KEYS = (check_known, check_stated_once, check_computed, check_windows, check_sizes)  # loaders make them too
+OF_KEYS = (
+    check_named,
+    check_known,
+    check_stated_once,
+    check_computed,
+    check_windows,
+    check_sizes,
+)  # loaders make them too
 
 
 def draft_config_from_hf(

@@ -12,7 +12,7 @@ from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.errors import CheckpointError
 from specserve.interop.eagle3 import dialects
-from specserve.interop.eagle3.catalogue import FLAGS
+from specserve.interop.eagle3.catalogue import FLAGS, KEYS
 from specserve.interop.eagle3.checks import OF_NETWORK, EagleFiles
 from specserve.interop.eagle3.repairs import list_repairs
 from specserve.interop.findings import Dialect, refuse
@@ -32,7 +32,7 @@ class Eagle3Format(HeadFormat):
     readings = (list_repairs,)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
-        return bool(dialects.KNOWN & architectures(raw)) and not dialects.mask_ids(raw)
+        return bool(KEYS.classes & architectures(raw)) and not dialects.mask_ids(raw)
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         names, where = TensorFolder(folder).names(), folder / CONFIG

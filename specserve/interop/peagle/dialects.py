@@ -13,15 +13,20 @@ from specserve.drafters.eagle3.config import Eagle3Config
 from specserve.drafters.peagle.config import NUM_SLOTS, PEagleConfig
 from specserve.errors import ConfigError
 from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
-from specserve.interop.eagle3.dialects import KNOWN, MASK_KEYS, mask_ids
+from specserve.interop.eagle3.dialects import MASK_KEYS, mask_ids
 from specserve.interop.findings import Dialect, read_checks
 from specserve.interop.keys import Key, KeyTable, Stated, architectures, counts, is_count, only, within
 
 SLOTS = "num_depths"  # in the flat layout
 PROPOSED = ("speculators_config", "proposal_methods", 0, "speculative_tokens")  # in that of speculators
 MASK = Key(MASK_KEYS[0], MASK_KEYS[1:])
+ARCHITECTURE, MODEL_TYPE = "PEagleDraftModel", "peagle"
+OWN = frozenset((ARCHITECTURE, "PEagleSpeculator", "LlamaForCausalLMPeagle"))
 KEYS = KeyTable(
-    [*EAGLE3_KEYS.keys, *counts(SLOTS), MASK, only("parallel_drafting", True)], EAGLE3_KEYS.places | {"dflash_config"}
+    [*EAGLE3_KEYS.keys, *counts(SLOTS), MASK, only("parallel_drafting", True)],
+    classes=EAGLE3_KEYS.classes | OWN,
+    model_types=EAGLE3_KEYS.model_types | {MODEL_TYPE},
+    places=EAGLE3_KEYS.places | {"dflash_config"},
 )
 
 
@@ -38,15 +43,13 @@ slots warning: how many tokens one pass foresees is not stated
   by hand: write the number of depths that the head was trained with
 """)
 
-ARCHITECTURE, MODEL_TYPE = "PEagleDraftModel", "peagle"
-OWN = frozenset((ARCHITECTURE, "PEagleSpeculator", "LlamaForCausalLMPeagle"))
 WRITTEN_MASK_KEYS = ("mask_token_id", "ptd_token_id")  # in the flat layout: SpecForge's name, and one that vLLM reads
 
 
 def is_named(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json is of a P-EAGLE head. Engines also know them as EAGLE-3 heads that have a mask."""
     names = architectures(raw)
-    is_masked = bool(names & KNOWN) and bool(mask_ids(raw))
+    is_masked = bool(names & EAGLE3_KEYS.classes) and bool(mask_ids(raw))
     return raw.get("speculators_model_type") == MODEL_TYPE or bool(names & OWN) or is_masked
 
 

@@ -32,7 +32,6 @@ class PEagleFiles(EagleFiles):
     """The files of a head with masked slots."""
 
     architectures: ClassVar[Mapping[Dialect, str]] = dict.fromkeys(EagleFiles.architectures, dialects.ARCHITECTURE)
-    known: ClassVar[frozenset[str]] = EagleFiles.known | dialects.OWN
     keys: ClassVar[KeyTable] = KEYS
 
     def specs(self, config: Eagle3Config) -> list[ParamSpec]:
