@@ -48,7 +48,7 @@ def check_named(stated: Stated) -> Iterator[Finding]:
         if _OF_HEADS.search(name):
             yield uncomputed("architectures", name, " or ".join(sorted(table.classes)))
     model_type = stated.raw.get("speculators_model_type")
-    if model_type is not None and model_type not in table.model_types:
+    if model_type is not None and str(model_type) not in table.model_types:
         yield uncomputed("speculators_model_type", model_type, " or ".join(sorted(table.model_types)))
 
 

@@ -76,8 +76,8 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def is_count(value: object) -> bool:
-    """Return whether the value is a whole number above 0."""
-    return type(value) is int and value > 0
+    """Return whether the value is a whole number above 0, and not far above every size that there is."""
+    return type(value) is int and 0 < value < 2**31
 
 
 def _is_eps(value: Any) -> bool:
@@ -94,6 +94,7 @@ SCALING = (
     *("rope_type", "factor", "attention_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor"),
 )
+_NO_NUMBERS = ("rope_type", "truncate", "short_factor", "long_factor")
 COMMON = [
     EPS,
     Key(QUANTIZATIONS[0], QUANTIZATIONS[1:]),
@@ -214,12 +215,11 @@ class Stated:
         """Return the rotary settings, from both spellings together. Raises ConfigError where they cannot be read."""
         names = [name for name in (*ROTARY, *SCALING) if self.get(name) is not None]
         stated = {name: _plain(name, self.get(name)) for name in names}
+        if odd := [name for name in stated if name not in _NO_NUMBERS and not _is_number(stated[name])]:
+            raise ConfigError(f"{self.where}: {odd[0]} is {stated[odd[0]]!r}; expected a number")
         raw = {**stated, ROPE: stated, "max_position_embeddings": self.get("max_position_embeddings")}
-        try:
-            rope = rope_from_hf(raw, self.where, head_dim=self.head_dim)
-            by_share = rope_from_hf(raw | {"rotary_dim": None}, self.where, head_dim=self.head_dim)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ConfigError(f"{self.where}: rotary settings that make no sense: {stated} ({error})") from None
+        rope = rope_from_hf(raw, self.where, head_dim=self.head_dim)
+        by_share = rope_from_hf(raw | {"rotary_dim": None}, self.where, head_dim=self.head_dim)
         if "partial_rotary_factor" in stated and rope != by_share:
             raise ConfigError(f"{self.where}: rotary_dim and partial_rotary_factor disagree: {stated}")
         return rope

@@ -13,6 +13,7 @@ from specserve.errors import ConfigError
 from specserve.kernels.rowwise import cos_sin
 
 Kind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+_LARGEST = 1e30  # far above every base and every stretch
 KINDS: tuple[Kind, ...] = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
@@ -111,6 +112,16 @@ def rope_from_hf(raw: Mapping[str, Any], where: str, *, head_dim: int = 0) -> Ro
     """Read the rotary settings of a config.json in both spellings, `rope_parameters` (new) and `rope_theta` with
     `rope_scaling` (old). `head_dim` is needed where only a part of a head is rotated (`partial_rotary_factor`,
     `rotary_dim`). Raises ConfigError."""
+    try:
+        rope = _read(raw, where, head_dim)
+        if not 0 < rope.theta < _LARGEST or not 0 < rope.factor < _LARGEST:
+            raise ValueError(f"theta {rope.theta:g}, factor {rope.factor:g}")
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: rotary settings that make no sense ({error})") from None
+    return rope
+
+
+def _read(raw: Mapping[str, Any], where: str, head_dim: int) -> Rope:
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10_000.0)))
     kind = scaling.get("rope_type", scaling.get("type", "default"))

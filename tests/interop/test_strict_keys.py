@@ -1,6 +1,7 @@
 """The laws of the one reader of heads' config.json, over every kind and layout: a key is known and read wherever it
 stands, known to be harmless, or refused by its path; what two places state differently is refused with both."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -244,7 +245,9 @@ WRONG_ROPES: list[tuple[Raw, str]] = [
     ({"rotary_dim": 4, "partial_rotary_factor": 0.25}, "rotary_dim and partial_rotary_factor disagree"),
     ({"partial_rotary_factor": 0.4}, "3 of 8 channels turn"),
     ({"partial_rotary_factor": 2}, "16 of 8 channels turn"),
-    ({"rope_theta": "big"}, "rotary settings that make no sense"),
+    ({"rope_theta": "10000"}, "rope_theta is '10000'; expected a number"),
+    ({"rope_theta": -1}, "rotary settings that make no sense (theta -1"),
+    ({ROPE: {"rope_type": "longrope", "factor": 2, "short_factor": 1}}, "rope of type 'longrope' lacks or misstates"),
     ({ROPE: {"rope_type": "yarn"}}, "lacks or misstates 'factor'"),
     ({ROPE: {"rope_type": "xdrope"}}, "'xdrope' is not one of"),
     ({OLD_ROPE: {"type": "dynamic", "factor": 2, "alpha": 1000}}, "rope_scaling.alpha: not known"),
@@ -347,3 +350,21 @@ def test_a_key_that_one_object_states_twice_is_refused(tmp_path: Path, tiny_targ
         text.replace('"hidden_size": 32', '"hidden_size": 32, "hidden_size": 32', 1)
     )
     assert load_head(files.folder, tiny_target, dtype="float32").drafter == files.drafter
+
+
+JUNK: tuple[Any, ...] = ("x", [1, "a"], {"rope_type": "yarn"}, -1, 2.5, True, 10**400)
+
+
+@every
+def test_whatever_a_key_holds_there_is_an_error_that_says_so_or_none(files: Files) -> None:
+    """Never a crash, of the loader or of the doctor."""
+    parts = [files.raw, *(value for value in files.raw.values() if isinstance(value, dict))]
+    for part in parts:
+        for key, kept in list(part.items()):
+            for junk in JUNK:
+                part[key] = junk
+                with contextlib.suppress(SpecServeError):
+                    files.read(files.raw)
+            with contextlib.suppress(SpecServeError):
+                doctor.examine(files.folder, files.target).to_json()
+            part[key] = kept
