@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import tiny
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from same_head import assert_same_head
@@ -207,6 +207,9 @@ DTYPES = ("int64", "int32", "int16", "uint32", "float64", "float32", "float16", 
 
 
 @given(st.sets(st.integers(0, 70_000), min_size=2, max_size=40).map(sorted), st.sampled_from(DTYPES), st.booleans())
+@example([0, 2050], "float16", False)
+@example([0, 258], "bfloat16", False)
+@example([5, 2053], "float16", True)
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_a_vocabulary_in_any_dtype_is_read_exactly_or_refused(ids: list[int], dtype: str, has_mask: bool) -> None:
     """A float dtype rounds whole numbers to others: what it may have rounded counts only where the mask agrees."""

@@ -276,7 +276,7 @@ def test_a_head_for_all_tokens_without_output_rows_shares_the_targets(
         load_head(tmp_path, tiny_target, dtype="float32")
     assert {each.code for each in doctor.examine(tmp_path, tiny_target).errors} == {"uncomputed"}
     _edit_config(tmp_path, tie_word_embeddings=False, draft_vocab_size=48)
-    with pytest.raises(CheckpointError, match="(lm_head.weight|d2t) is missing"):
+    with pytest.raises(CheckpointError, match=r"(lm_head\.weight|d2t) is missing"):
         load_head(tmp_path, tiny_target, dtype="float32")
 
 
