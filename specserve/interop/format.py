@@ -18,7 +18,7 @@ from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import load_kind
 from specserve.errors import ConfigError
-from specserve.interop.examined import ExaminedFiles, check_scales, check_values
+from specserve.interop.examined import ExaminedFiles, check_read, check_scales, check_values
 from specserve.interop.findings import Dialect, DoctorReport, Finding, Repair
 from specserve.interop.keys import HARMLESS, QUANTIZATIONS
 from specserve.interop.notes import other_target
@@ -153,6 +153,8 @@ class HeadFormat:
         where there is nothing to look at: no config.json, no whole safetensors file."""
         files = self.examined(folder, target)
         findings = [finding for check in (*self.checks, check_scales) for finding in check(files)]
+        if not any(finding.level == "error" for finding in findings):
+            findings += check_read(files)
         return DoctorReport(folder, files.dialect, files.facts(), files.rows(), findings)
 
 

@@ -288,7 +288,7 @@ def test_published_spellings_are_read(folder: Path, tiny_target: Target, changes
         (NO_MASK, "mask-token", "token of masked slots is not stated"),
         ({"pard_token": 5}, "stated-twice", "pard_token: 5"),
         ({"mask_token_id": 64, "ptd_token_id": 64}, "mask-token", r"expected a token of the target's, 0\.\.63"),
-        ({"vocab_size": 80}, "vocabulary-size", "a head for a target with vocabulary 80"),
+        ({"vocab_size": 80}, "other-target", "a head for a target with vocabulary 80"),
         ({"num_depths": 0}, "config-keys", "num_depths is 0"),
     ],
 )

@@ -60,10 +60,6 @@ block-sizes error: the shape is not stated
   no loader can build the head
   by hand: copy the keys from the config that the head was trained with; block_size counts the anchor's slot too
   refused: {named}; expected positive whole numbers. Is it the config.json of a DFlash head?
-block-layers error: another number of layers is stated than there are tensors of
-  engines leave layers out, or run some whose weights are whatever is in memory there
-  fix: write the number that the tensors are of
-  by hand: find out which is wrong: tensors may be lost
 mask-token error: the mask token is none of the target's tokens
   every slot but the anchor's is filled with the embedding of something else, or of nothing
   by hand: write the id that it was trained with; for Qwen3 that is a padding row behind the tokenizer's tokens
@@ -87,9 +83,6 @@ sinks error: attention sinks are there, attention_sink_bias is not
   attention is computed without them
   fix: write dflash_config.attention_sink_bias: true
 [block drafters: target]
-other-target error: a head for another target
-  it cannot be served with this one
-  by hand: give the target that it was trained for (--target)
 block-taps error: taps that make no sense
   the head cannot be fed
   by hand: count the target's layers again: target_layer_ids names outputs, aux_hidden_state_layer_ids inputs
@@ -102,25 +95,4 @@ taps-slipped warning: tap ids look as if they were counted in the other layout
 last-tap warning: the last layer is tapped
   transformers gives its state after the target's final norm, other engines before it
   by hand: find out with which it was trained; we take the state before the norm
-block-positions error: the head ends before the target does
-  vLLM crashes on prompts that are longer
-  fix: write the target's
-block-rope warning: nothing is said about rotary embeddings
-  vLLM turns by theta 1,000,000, transformers by 10,000
-  fix: write the target's
-  by hand: give --target
-[block drafters: tensors]
-block-missing error: {name} is missing
-  it cannot be loaded
-  by hand: download or export it again
-block-shape error: {name} has another shape than config.json says
-  it cannot be loaded
-  by hand: find out which is wrong: config.json may be that of another head
-block-unknown error: {name} is no part of such a head
-  vLLM refuses the head; what it was trained for is lost
-  by hand: remove it, if the head was trained without
-block-vocabulary error: d2t and t2d do not say which tokens the rows of lm_head.weight are for
-  it would propose other tokens than it means
-  fix: write offsets (target id = i + d2t[i])
-  by hand: take both from the checkpoint that the head was trained with
 """)

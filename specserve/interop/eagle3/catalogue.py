@@ -66,10 +66,6 @@ config-keys error: the shape is not stated
 draft-vocab-size error: draft_vocab_size is not stated
   loaders take the head's rows for the target's whole vocabulary
   fix: write the number of rows of lm_head.weight
-layers error: another number of layers is stated than there are tensors of
-  engines leave layers out, or run some whose weights are whatever is in memory there
-  fix: write the number that the tensors are of
-  by hand: find out which is wrong: tensors may be lost
 architecture error: not named as an EAGLE-3 head
   engines pick the model class by this name: they refuse it, or build a whole language model
   fix: name it
@@ -90,18 +86,9 @@ speculators-config error: speculators_config is not whole
   vLLM refuses the head
   by hand: import it and export it again: `specserve export --to speculators` writes all of it
 [target]
-vocabulary-size error: a head for another target
-  it cannot be served with this one
-  by hand: give the target that it was trained for (--target)
-target-width error: a head for another target
-  it cannot be served with this one
-  by hand: give the target that it was trained for (--target)
 embedding error: a head of its own width without an embedding of its own
   the target's embedding has width {width}, so there is none to share
   by hand: export the head again, with embed_tokens.weight
-max-positions error: the head ends before the target does
-  vLLM crashes on prompts that are longer
-  fix: write the target's
 [tensors]
 names error: {count} tensors have another engine's names
   SGLang leaves out what it does not know, vLLM refuses it
@@ -109,15 +96,6 @@ names error: {count} tensors have another engine's names
 norm-flag error: the tensors of {flag} are there, the flag is not
   the head is computed without norms that it was trained with: nearly nothing is accepted
   fix: write {flag}: true
-missing-tensor error: {name} is missing
-  SGLang goes on with whatever is in memory there, vLLM with ones or an error
-  by hand: download or export it again; write false for the flag that asks for it, if the head was trained without
-shape error: {name} has another shape than config.json says
-  it cannot be loaded
-  by hand: find out which is wrong: config.json may be that of another head
-unknown-tensor error: {name} is no part of such a head
-  SGLang leaves it out, vLLM refuses the head; what it was trained for is lost
-  by hand: remove it, if the head was trained without
 weight-dtype error: weights that are no 16 or 32 bit floats
   EAGLE-3 loaders would read the numbers as they stand, without scales
   by hand: export the head again in bfloat16
@@ -132,31 +110,6 @@ eps-differs warning: another rms_norm_eps than the target's
   right only if the head was trained so; if not, small states are scaled otherwise
   by hand: compare with what it was trained with
 [vocabulary]
-vocabulary error: d2t does not say what the draft's rows stand for
-  proposals are other tokens than the head means: nothing is accepted
-  by hand: take d2t from the checkpoint that the head was trained with
-d2t-missing error: d2t is missing
-  engines take the draft's rows for the first tokens of the vocabulary: nothing is accepted
-  fix: derive it from t2d
-absolute-d2t error: d2t holds absolute token ids
-  engines add i to each: proposals are other tokens than the head means, and nothing is accepted
-  fix: subtract i from each
-unsorted-d2t error: the draft's rows are not in the order of their tokens
-  code that pairs the rows with nonzero(t2d), trainers above all, takes them for other tokens
-  fix: sort d2t, and the rows of lm_head.weight with it
-  by hand: give lm_head.weight as many rows as d2t has; both are sorted together then
-d2t-dtype warning: d2t is not in int64
-  torch refuses to index with most other dtypes
-  fix: cast it
-t2d-missing warning: t2d is missing
-  engines that serve do without, trainers cannot continue from it
-  fix: derive it from d2t
-t2d-disagrees error: t2d and d2t name different tokens
-  one of them is of another head: engines go by d2t, trainers by t2d
-  by hand: take both from the checkpoint that the head was trained with; if d2t is right, delete t2d and mend that
-t2d-dtype warning: t2d is not a mask of bools
-  code that indexes with it picks rows 0 and 1 again and again
-  fix: cast it
 eos warning: EOS ids are not in the draft vocabulary
   the end of an answer can never be proposed: its last step drafts in vain
   by hand: train with them in the draft vocabulary, as `specserve train` does
@@ -174,10 +127,6 @@ taps-off-by-one warning: tap ids look as if they were counted in another layout
   if they name {other}, every tap is one layer off: acceptance falls to a quarter, and nothing else shows
   by hand: compare the acceptance with both, and keep the better; leave the key out for the usual taps
 [rotary settings]
-rope-missing warning: nothing is said about rotary embeddings
-  every engine turns by its own default, mostly theta 10,000
-  fix: write the target's
-  by hand: give --target
 rope-one-spelling warning: the rotary settings are spelled in one way only
   engines that know only the other one turn by theta 10,000
   fix: write both

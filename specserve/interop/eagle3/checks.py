@@ -14,7 +14,6 @@ from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, listed
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.eagle3.model import draft_spec
-from specserve.errors import ConfigError
 from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.catalogue import CHECKS, FLAGS, KEYS, TAP_IDS
 from specserve.interop.examined import (
@@ -22,11 +21,13 @@ from specserve.interop.examined import (
     check_length,
     check_num_layers,
     check_of_target,
+    check_rope_stated,
     check_specs,
+    check_tables,
     check_values,
     given,
 )
-from specserve.interop.findings import FLOATS, LAYERS, Copy, Dialect, Finding, both, describe, put, put_tensors
+from specserve.interop.findings import FLOATS, LAYERS, Copy, Dialect, Finding, both, put
 from specserve.interop.key_checks import ROPE_KEYS, check_named, check_rotary
 from specserve.interop.keys import (
     EPS,
@@ -38,7 +39,6 @@ from specserve.interop.keys import (
     architectures,
     inner,
     is_count,
-    read_rope,
     within,
 )
 from specserve.interop.published import (
@@ -46,10 +46,8 @@ from specserve.interop.published import (
     EMBEDDING,
     OUTPUT,
     T2D,
-    Vocabulary,
     count_layers,
     read_vocab,
-    vocab_to_tensors,
 )
 from specserve.interop.repairs import write_rope
 from specserve.models.params import ParamSpec, specs
@@ -89,35 +87,16 @@ class EagleFiles(ExaminedFiles):
         rows, num_layers = self.stated.get("draft_vocab_size") or self.head_rows, max(1, count_layers(self.names))
         return self.stated.with_values(draft_vocab_size=rows, num_hidden_layers=num_layers)
 
-    @cached_property
-    def taps(self) -> tuple[int, ...]:
-        """Layers whose outputs the written ids mean; empty where they are the default."""
-        return dialects.read_taps(self.stated, self.names)
-
-    @cached_property
-    def config(self) -> Eagle3Config | None:
-        """The head's shape, with what is wrong set aside so that the rest can be checked; None: it does not follow."""
-        if self.counted.bad_counts():
-            return None
-        # what is unknown, not computed or stated twice is set aside, and rotary settings that make no sense
-        aside = {key.name for _, key in self.stated.uncomputed().values()} | {"sliding_window", "num_aux_hidden_states"}
-        sound = replace(self.counted.with_values(**dict.fromkeys(aside)), unknown={})
-        sound = sound.with_values(**{key: sound.get(key) for key in sound.contradictions()})
-        if read_rope(sound) is None:
-            sound = sound.with_values(**dict.fromkeys((*ROTARY, *SCALING)))
-        target = self.target_config
-        if target and (any(not 0 <= i < target.num_layers for i in self.taps) or target.num_layers < 5):
+    def make(self) -> Eagle3Config:
+        """Return the head's shape as loaders read it, beside rotary settings that make no sense, taps that the target
+        does not have, and counts that the tensors show, all of which have checks of their own."""
+        stated, target = self.counted, self.target_config
+        if not stated.bad_counts() and any(check_rotary(stated)):
+            stated = stated.with_values(**dict.fromkeys((*ROTARY, *SCALING)))
+        taps = dialects.read_taps(stated, self.names)
+        if target and (any(not 0 <= i < target.num_layers for i in taps) or target.num_layers < 5):
             target = None
-        try:
-            return dialects.draft_config_from_hf(sound, target, self.names, dtype="float32")
-        except ConfigError:  # which the checks of the keys report
-            return None
-
-    @cached_property
-    def vocab(self) -> Vocabulary | None:
-        if self.config is None:
-            return None
-        return read_vocab(self.table(D2T), self.table(T2D), self.config.draft_vocab_size, self.config.vocab_size)
+        return dialects.draft_config_from_hf(stated, target, self.names, dtype="float32")
 
     def specs(self, config: Eagle3Config) -> list[ParamSpec]:
         """Return the parameters that a head of this shape has."""
@@ -127,7 +106,8 @@ class EagleFiles(ExaminedFiles):
         facts = {"layout": _LAYOUTS.get(self.dialect, self.dialect)}
         if self.config is None:
             return facts
-        config, vocab = self.config, self.vocab
+        config = self.config
+        vocab = read_vocab(self.table(D2T), self.table(T2D), config.draft_vocab_size, config.vocab_size)
         ids = dialects.tap_ids(self.stated)
         named = f"{_COUNTED[dialects.COUNTED_FROM[self.dialect]]} of layers"
         taps = f"{named} {tuple(ids)}"
@@ -147,8 +127,7 @@ class EagleFiles(ExaminedFiles):
             "layers": str(config.num_layers),
             "width": f"{config.d_model}, MLP {config.d_ff}, {config.num_heads} heads of {config.head_dim} "
             f"({config.num_kv_heads} KV), target {config.target_d_model}",
-            "vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,}"
-            + (f"; {reading[vocab.reading]}" if vocab else ""),
+            "vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,}; {reading[vocab.reading]}",
             "taps": taps,
             "flags": ", ".join(flags) or "none: plain EAGLE-3",
             "rope": f"{_describe_rope(config.rope)}, up to {config.max_len:,} positions",
@@ -182,7 +161,7 @@ def check_keys(files: EagleFiles) -> Iterator[Finding]:
         got = next(iter(paths), "nothing")
         yield CHECKS["draft-vocab-size"].found(CONFIG, f"{rows}", got, put(draft_vocab_size=rows))
     num_layers = stated.get("num_hidden_layers", 1)
-    yield from check_num_layers(CHECKS["layers"], num_layers, counted.get("num_hidden_layers"))
+    yield from check_num_layers(num_layers, counted.get("num_hidden_layers"))
 
 
 def check_identity(files: EagleFiles) -> Iterator[Finding]:
@@ -222,8 +201,7 @@ def check_tensors(files: EagleFiles, config: Eagle3Config) -> Iterator[Finding]:
         asking = (flag for flag, pattern in _FLAG_TENSORS.items() if re.fullmatch(pattern, spec.name))
         return next((f"nothing, though {flag} is true" for flag in asking), "nothing")
 
-    checks = CHECKS["missing-tensor"], CHECKS["shape"], CHECKS["unknown-tensor"]
-    yield from check_specs(files, files.specs(config), checks, _BUFFERS.fullmatch, instead)
+    yield from check_specs(files, files.specs(config), _BUFFERS.fullmatch, instead)
 
 
 def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
@@ -273,66 +251,24 @@ def check_speculators(files: EagleFiles) -> Iterator[Finding]:
 
 @given("config", "target")
 def check_fit(files: EagleFiles, config: Eagle3Config, target: Target) -> Iterator[Finding]:
-    """Check that the head's sizes are those of its target."""
+    """Check that the head's sizes are those of its target, and that it can follow sequences as long."""
     vocab_size, width = target.config.vocab_size, target.config.d_model
-    yield from check_of_target(CHECKS["vocabulary-size"], "vocab_size", config.vocab_size, vocab_size, target)
-    yield from check_of_target(CHECKS["target-width"], "target_hidden_size", config.target_d_model, width, target)
+    yield from check_of_target("vocab_size", config.vocab_size, vocab_size, target)
+    yield from check_of_target("target_hidden_size", config.target_d_model, width, target)
+    yield from check_length(files.stated, target)
     if not config.has_embedding and config.d_model != width:
         where, expected = files.where(EMBEDDING), f"[{config.vocab_size}, {config.d_model}]"
         yield CHECKS["embedding"].found(where, expected, "nothing", width=width)
 
 
-@given("config", "vocab")
-def check_vocabulary(files: EagleFiles, config: Eagle3Config, vocab: Vocabulary) -> Iterator[Finding]:
-    """Check that d2t and t2d say which tokens the draft's rows stand for, and that the tokens that end turns are among
-    them."""
-    if vocab.target_ids is None:
-        rows, d2t = config.draft_vocab_size, files.table(D2T)
-        expected = f"{rows:,} offsets (target id = i + d2t[i]) to unique ids below {config.vocab_size:,}"
-        yield CHECKS["vocabulary"].found(files.where(D2T), expected, describe(d2t))
-        return
-    tables = vocab_to_tensors(np.sort(vocab.target_ids), config.vocab_size)
-    yield from _check_d2t(files, vocab, vocab.target_ids, tables[D2T])
-    yield from _check_t2d(files, config, vocab, tables[T2D])
-    yield from _check_special_tokens(files, vocab.target_ids)
-
-
-def _check_d2t(files: EagleFiles, vocab: Vocabulary, target_ids: np.ndarray, right: np.ndarray) -> Iterator[Finding]:
-    """Compare d2t with the table that it should be."""
-    d2t, where = files.table(D2T), files.where(D2T)
-    set_d2t = put_tensors({D2T: right})
-
-    def sort_rows(repaired: Copy) -> None:
-        set_d2t(repaired)
-        repaired.tensors[OUTPUT] = repaired.tensors[OUTPUT][np.argsort(target_ids)]
-
-    offsets = f"offsets (target id = i + d2t[i]), {describe(right)}"
-    if vocab.reading == "mask":
-        got = "nothing, but t2d names as many tokens as the head has rows"
-        yield CHECKS["d2t-missing"].found(where, offsets, got, set_d2t)
-    elif vocab.reading == "absolute":
-        yield CHECKS["absolute-d2t"].found(where, offsets, describe(d2t), set_d2t)
-    if not vocab.is_sorted:
-        got = f"{int((np.diff(target_ids) < 0).sum()):,} steps down"
-        fix = sort_rows if files.head_rows == len(target_ids) else None
-        yield CHECKS["unsorted-d2t"].found(where, "ascending target ids", got, fix)
-    elif d2t is not None and d2t.dtype != np.int64:
-        yield CHECKS["d2t-dtype"].found(where, "int64", d2t.dtype.name, set_d2t)
-
-
-def _check_t2d(files: EagleFiles, config: Eagle3Config, vocab: Vocabulary, right: np.ndarray) -> Iterator[Finding]:
-    """Compare t2d with the mask that it should be."""
-    t2d, d2t, where = files.table(T2D), files.table(D2T), files.where(T2D)
-    set_t2d = put_tensors({T2D: right})
-    if t2d is None and config.draft_vocab_size != config.vocab_size:
-        expected = f"a mask of {config.vocab_size:,} with {config.draft_vocab_size:,} set"
-        yield CHECKS["t2d-missing"].found(where, expected, "nothing", set_t2d)
-    elif t2d is not None and not vocab.agrees:
-        is_blank = d2t is not None and not d2t.any()
-        got = describe(t2d) + (", and a d2t of zeros, as if it was never filled" if is_blank else "")
-        yield CHECKS["t2d-disagrees"].found(where, f"a mask of {config.vocab_size:,}, set where d2t points", got)
-    elif t2d is not None and t2d.dtype != np.bool_:
-        yield CHECKS["t2d-dtype"].found(where, "bool", t2d.dtype.name, set_t2d)
+@given("config")
+def check_vocabulary(files: EagleFiles, config: Eagle3Config) -> Iterator[Finding]:
+    """Check the tables of the draft vocabulary, and that the tokens that end turns are in it."""
+    rows, vocab_size = config.draft_vocab_size, config.vocab_size
+    yield from check_tables(files, rows, vocab_size)
+    ids = read_vocab(files.table(D2T), files.table(T2D), rows, vocab_size).target_ids
+    if ids is not None:
+        yield from _check_special_tokens(files, ids)
 
 
 def _check_special_tokens(files: EagleFiles, target_ids: np.ndarray) -> Iterator[Finding]:
@@ -367,15 +303,16 @@ def _tokenizer(target: Target | None) -> Tokenizer | None:
 def check_taps(files: EagleFiles, target: Target) -> Iterator[Finding]:
     """Check that the tapped layers are layers of the target, in order, and counted as this layout counts them."""
     ids, num_layers = dialects.tap_ids(files.stated), target.config.num_layers
+    taps = dialects.read_taps(files.stated, files.names)
     if not ids:
         return
     first = dialects.COUNTED_FROM[files.dialect]
     named, other = _COUNTED[first], _COUNTED[1 - first]
     where, got = f"{CONFIG}: {TAP_IDS}", f"{ids}, {named} of layers in this layout"
-    if any(not 0 <= i < num_layers for i in files.taps):
+    if any(not 0 <= i < num_layers for i in taps):
         yield CHECKS["taps-range"].found(where, f"{named} of layers within 0..{num_layers - 1}", got)
         return
-    if list(files.taps) != sorted(set(files.taps)):
+    if list(taps) != sorted(set(taps)):
         yield CHECKS["taps-order"].found(where, "ascending layers", got)
     if num_layers < 5:
         return
@@ -396,8 +333,7 @@ def check_rope(files: EagleFiles, _config: Eagle3Config) -> Iterator[Finding]:
         return
     rope, expected = stated.rope(), "both spellings, alike"
     if not any(map(stated.get, (*ROTARY, *SCALING))):
-        fix = write_rope(required) if required else None
-        yield CHECKS["rope-missing"].found(where, expected, "nothing", fix)
+        yield from check_rope_stated(stated, required)
         return
     if spelled := [_describe_rope(each) for each in stated.ropes() if each != rope]:
         fix = write_rope(rope, stated.head_dim)
@@ -414,12 +350,6 @@ def _describe_rope(rope: Rope | None) -> str:
     return ", ".join(parts + [f"{rope.rotary_dim} channels of a head"] * (rope.rotary_dim > 0))
 
 
-@given("config", "target")
-def check_positions(files: EagleFiles, _config: Eagle3Config, target: Target) -> Iterator[Finding]:
-    """Check that the head can follow sequences as long as the target's."""
-    yield from check_length(CHECKS["max-positions"], files.stated, target)
-
-
 OF_NETWORK = (
     check_names,  # first: what follows writes the right names
     check_keys,
@@ -433,5 +363,4 @@ OF_NETWORK = (
     check_vocabulary,
     check_taps,
     check_rope,
-    check_positions,
 )

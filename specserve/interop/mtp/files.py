@@ -17,6 +17,7 @@ from specserve.drafters.mtp.carried import num_carried, read_layer, shared_table
 from specserve.drafters.mtp.config import config_of
 from specserve.drafters.mtp.drafter import Mtp
 from specserve.errors import CheckpointError
+from specserve.interop.examined import check_values
 from specserve.interop.findings import Dialect
 from specserve.interop.format import HeadFormat, SharedTable
 from specserve.interop.keys import LAYER, QUANTIZATIONS, architectures, without
@@ -44,7 +45,7 @@ class MtpFormat(HeadFormat):
     """The layouts of a layer of multi-token prediction."""
 
     examined = MtpFiles
-    checks = (check_layer,)
+    checks = (check_layer, check_values)
     readings = (list_repairs,)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
