@@ -63,7 +63,12 @@ def check_stated_once(stated: Stated) -> Iterator[Finding]:
     """Check that no key but the rotary ones is stated in places that disagree."""
     for key, values in stated.contradictions().items():
         if key not in _ROTARY:
-            yield CHECKS["stated-twice"].found(f"{CONFIG}: {key}", "the same", _listed(values), key=key)
+            yield stated_twice(key, values)
+
+
+def stated_twice(key: str, values: Mapping[str, Any]) -> Finding:
+    """Return the fault of values, by path, that disagree."""
+    return CHECKS["stated-twice"].found(f"{CONFIG}: {key}", "the same", _listed(values), key=key)
 
 
 def check_computed(stated: Stated) -> Iterator[Finding]:

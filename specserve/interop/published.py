@@ -196,26 +196,24 @@ def vocab_from_tensors(
 ) -> np.ndarray:  # [draft_vocab] int32
     """Read the target ids of the draft rows. Raises CheckpointError unless they are sorted, unique, in range, and
     agree."""
+    vocab = read_vocab(d2t, t2d, draft_vocab_size, vocab_size)
+    is_right = vocab.reading in ("offset", "identity") and vocab.is_sorted
+    if is_right and (d2t is None or t2d is None or vocab.agrees):
+        return np.asarray(vocab.target_ids, np.int32)
+    if is_right:
+        raise CheckpointError(f"{where}: t2d and d2t name different tokens; nonzero(t2d) must be i + d2t[i]")
     if d2t is None:
-        if draft_vocab_size != vocab_size:
-            raise CheckpointError(f"{where}: d2t is missing and the draft vocabulary is not the target's")
-        return np.arange(vocab_size, dtype=np.int32)
-    offsets = whole_numbers(d2t, is_checked=t2d is not None)
-    if offsets is None:
+        raise CheckpointError(f"{where}: d2t is missing and the draft vocabulary is not the target's")
+    if whole_numbers(d2t, is_checked=t2d is not None) is None:
         raise CheckpointError(
             f"{where}: d2t is {d2t.dtype} with values that are no whole numbers, or so large that {d2t.dtype} may have "
             "rounded them; take int64 from the checkpoint that the head was trained with"
         )
-    target_ids = offsets + np.arange(len(offsets))
-    if not is_sound(target_ids, draft_vocab_size, vocab_size):
-        raise CheckpointError(
-            f"{where}: d2t does not hold {draft_vocab_size} offsets to sorted, unique target ids below "
-            f"{vocab_size}; it may hold absolute ids instead of offsets (target_id = i + d2t[i]). "
-            f"`specserve inspect {where}` says which, and mends it"
-        )
-    if t2d is not None and not np.array_equal(np.flatnonzero(t2d), target_ids):
-        raise CheckpointError(f"{where}: t2d and d2t name different tokens; nonzero(t2d) must be i + d2t[i]")
-    return target_ids.astype(np.int32)
+    raise CheckpointError(
+        f"{where}: d2t does not hold {draft_vocab_size} offsets to sorted, unique target ids below {vocab_size}; it "
+        f"may hold absolute ids instead of offsets (target_id = i + d2t[i]). `specserve inspect {where}` says which, "
+        "and mends it"
+    )
 
 
 def stored_scales(raw: Mapping[str, Any], tensors: TensorFolder, where: str) -> tuple[int, int]:

@@ -69,6 +69,7 @@ windows error: windows that make no sense
   they cannot be computed
   by hand: write layer_types with an entry for each layer, and sliding_window, no shorter than a block whose
     positions see what follows them
+  refused: {got}
 forgotten-window error: use_sliding_window is not true, beside layers that slide
   transformers forgets the window then, so that the package `dflash` runs without
   fix: write true

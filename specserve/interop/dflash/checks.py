@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG
-from specserve.drafters.dflash.config import DFlashConfig, short_windows
+from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.model import head_spec
 from specserve.drafters.dflash.start import default_taps
 from specserve.errors import ConfigError
@@ -25,7 +25,6 @@ from specserve.interop.examined import (
     given,
 )
 from specserve.interop.findings import LAYERS, Finding, both, put
-from specserve.interop.key_checks import CHECKS as KEY_CHECKS
 from specserve.interop.key_checks import check_rotary
 from specserve.interop.keys import FULL, SLIDING, Stated
 from specserve.interop.published import count_layers
@@ -96,10 +95,6 @@ def check_keys(files: BlockFiles) -> Iterator[Finding]:
     stated = files.stated
     for check in dialects.OF_KEYS:
         yield from check(stated)
-    if dialects.disagrees_about_anchor(stated):
-        got = f"{stated.get('sample_from_anchor')!r} and {stated.get('dspark_bonus_anchor')!r}"
-        keys = "sample_from_anchor, dspark_bonus_anchor"
-        yield KEY_CHECKS["stated-twice"].found(f"{CONFIG}: {keys}", "one true and one false", got, key=keys)
     if files.sizes:
         count = stated.get("num_hidden_layers")
         yield from check_num_layers(count, count_layers(files.names))
@@ -108,14 +103,10 @@ def check_keys(files: BlockFiles) -> Iterator[Finding]:
 @given("sizes")
 def check_masks(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
     """Check that every engine reads the same windows and causality from the config."""
-    try:
-        windows = dialects.read_windows(stated)
-        causal = dialects.read_causal(stated, windows)
-    except ConfigError as error:
-        yield CHECKS["windows"].found(CONFIG, "a window for every layer that slides", str(error))
+    if any(dialects.check_windows(stated)):
         return
-    if short := short_windows(windows, causal, stated.get("block_size")):
-        yield CHECKS["windows"].found(CONFIG, f"{stated.get('block_size')} or more", str(short[0]))
+    windows = dialects.read_windows(stated)
+    causal = dialects.read_causal(stated, windows)
     slides = SLIDING in dialects.layer_kinds(stated)
     if slides and not stated.get("use_sliding_window", False):
         got, fix = repr(stated.get("use_sliding_window")), put(LAYERS, use_sliding_window=True)

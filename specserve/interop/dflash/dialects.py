@@ -22,6 +22,7 @@ from specserve.interop.key_checks import (
     check_named,
     check_rotary,
     check_stated_once,
+    stated_twice,
     uncomputed,
 )
 from specserve.interop.keys import FULL, SLIDING, Stated, architectures, is_count
@@ -58,7 +59,6 @@ def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[
     """Read a head's config.json; `names` are those of its tensors. Without a target the number of its layers is not
     known, and where no taps are stated, only their number is right. Raises ConfigError."""
     refuse_keys(stated)
-    _check_rest(stated)
     windows = read_windows(stated)
     switches = stated.fields("qkv_bias", "logit_softcap", "has_sinks")
     backbone = ModelConfig(
@@ -74,6 +74,10 @@ def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[
     )
     rename = renamer(names)
     draft_vocab_size = stated.get("draft_vocab_size", backbone.vocab_size)
+    if draft_vocab_size > backbone.vocab_size:
+        raise ConfigError(
+            f"{stated.where}: draft_vocab_size is {draft_vocab_size} of a vocabulary {backbone.vocab_size}"
+        )
     scales = stated.fields("embedding_scale", "output_scale", "logit_scale")
     return DFlashConfig(
         backbone=backbone,
@@ -117,7 +121,30 @@ def check_mask_token(stated: Stated) -> Iterator[Finding]:
         yield CHECKS["mask-token"].found(f"{CONFIG}: mask_token_id", f"0..{vocab_size - 1}", repr(mask))
 
 
+def check_windows(stated: Stated) -> Iterator[Finding]:
+    """Check that every layer that slides has a window, and one that is computed."""
+    if bad_sizes(stated):
+        return
+    block, got = stated.get("block_size"), ""
+    try:
+        windows = read_windows(stated)
+        if short := short_windows(windows, read_causal(stated, windows), block):
+            got = f"a window of {short[0]}, shorter than the block of {block}, where positions see what follows them"
+    except ConfigError as error:
+        got = str(error).removeprefix(f"{stated.where}: ")
+    if got:
+        yield CHECKS["windows"].found(CONFIG, "a window for every layer that slides", got)
+
+
+def check_anchor(stated: Stated) -> Iterator[Finding]:
+    """Check that the two keys about the anchor's own slot, each of which is what the other is not, agree."""
+    values = {key: stated.get(key) for key in ("sample_from_anchor", "dspark_bonus_anchor")}
+    if None not in values.values() and len(set(values.values())) == 1:
+        yield stated_twice(" and ".join(values), values)
+
+
 OF_KEYS = (check_named, check_known, check_stated_once, check_computed, check_kind, check_sizes, check_mask_token)
+OF_KEYS += (check_windows, check_anchor)
 
 
 def refuse_keys(stated: Stated) -> None:
@@ -126,35 +153,11 @@ def refuse_keys(stated: Stated) -> None:
         refuse(check(stated), stated.where)
 
 
-def _check_rest(stated: Stated) -> None:
-    """Raises ConfigError for what the draft doctor reports in the words of its own checks, or in these."""
-    where = stated.where
-    block, vocab_size, windows = stated.get("block_size"), stated.get("vocab_size"), read_windows(stated)
-    if short := short_windows(windows, read_causal(stated, windows), block):
-        raise ConfigError(
-            f"{where}: a window of {short[0]}, shorter than the block of {block}, is not computed here where positions "
-            "see what follows them"
-        )
-    if disagrees_about_anchor(stated):
-        raise ConfigError(
-            f"{where}: sample_from_anchor and dspark_bonus_anchor are both {stated.get('sample_from_anchor')!r}, but "
-            "each is what the other is not; keep the one that the head was trained with"
-        )
-    if (rows := stated.get("draft_vocab_size", vocab_size)) > vocab_size:
-        raise ConfigError(f"{where}: draft_vocab_size is {rows} of a vocabulary {vocab_size}")
-
-
 def read_foresees_anchor(stated: Stated) -> bool:
     """Return whether the anchor's own slot predicts a token: as stated, or else as the kind has it."""
     bonus = stated.get("dspark_bonus_anchor")
     default = kind_of(stated) == "dspark" if bonus is None else not bonus
     return bool(stated.get("sample_from_anchor", default))
-
-
-def disagrees_about_anchor(stated: Stated) -> bool:
-    """Return whether the two keys about the anchor's own slot disagree on whether it predicts a token."""
-    foresees, bonus = stated.get("sample_from_anchor"), stated.get("dspark_bonus_anchor")
-    return None not in (foresees, bonus) and bool(foresees) == bool(bonus)
 
 
 def _joint(stated: Stated, has_confidence_bias: bool) -> dict[str, Any]:
