@@ -75,7 +75,7 @@ t2d-dtype warning: t2d is not a mask of bools
   fix: cast it
 [numbers]
 quantization error: config.json states a quantisation that no tensor shows, or one that is not read
-  who believes config.json reads other numbers than who believes the tensors
+  engines that go by config.json read other numbers than those that go by the tensors
   by hand: take it out if the weights are whole, or export the head again
 not-finite error: values that are no numbers
   every proposal that they touch is noise

@@ -154,7 +154,7 @@ class KeyTable:
 
 @dataclass(frozen=True)
 class Stated:
-    """What a config.json states. A null, an empty list and an empty object state nothing."""
+    """The values that a config.json states, by their keys. A null, an empty list and an empty object state nothing."""
 
     table: KeyTable
     raw: Mapping[str, Any]

@@ -218,8 +218,8 @@ def vocab_from_tensors(
 
 def stored_scales(raw: Mapping[str, Any], tensors: TensorFolder, where: str) -> tuple[int, int]:
     """Return how many outputs and inputs of a head's weights share a scale, where they are in 8 bits. Raises
-    CheckpointError for a quantisation that is not read, or of which no tensor shows anything: whoever believes
-    config.json reads other numbers than whoever believes the tensors."""
+    CheckpointError for a quantisation that is not read, and for one of which no tensor shows anything, because engines
+    that go by config.json read other numbers then than those that go by the tensors."""
     stated = {path: value for path, value in find(raw, QUANTIZATIONS) if value}
     if odd := [path for path, value in stated.items() if not isinstance(value, Mapping)]:
         raise CheckpointError(f"{where}: {odd[0]} must be an object, got {stated[odd[0]]!r}")

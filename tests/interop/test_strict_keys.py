@@ -214,7 +214,7 @@ def _without_rope(raw: Raw) -> Raw:
     return without(raw, (ROPE, OLD_ROPE, *ROTARY))
 
 
-ROPES: list[tuple[Raw, Raw]] = [  # what is stated, and the fields of the rotary embedding
+ROPES: list[tuple[Raw, Raw]] = [  # keys of config.json, and the fields of the rotary embedding
     ({"rope_theta": 5e5}, {"theta": 5e5}),
     ({ROPE: {"rope_theta": 5e5}}, {"theta": 5e5}),
     ({OLD_ROPE: {"rope_theta": 5e5, "type": "default"}}, {"theta": 5e5}),

@@ -33,7 +33,7 @@ KEYS = KeyTable(
         number("final_logit_softcapping", 0.0, sets="logit_softcap"),
         flag("attention_bias", sets="qkv_bias"),
         only("attention_value_scale", 1),
-        only("attention_mode", "gqa", "mha"),  # which of them it is follows from the numbers of heads
+        only("attention_mode", "gqa", "mha"),  # the numbers of heads say it too
         only("use_aux_hidden_state", True),
         only("mlp_bias", False),
         only("hidden_act", ACTIVATION),
