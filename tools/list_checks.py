@@ -6,11 +6,10 @@ import re
 from itertools import groupby
 from pathlib import Path
 
-from specserve.interop import doctor, examined
+from specserve.interop import doctor, examined, key_checks
 from specserve.interop.dflash import catalogue as of_blocks
 from specserve.interop.eagle3 import catalogue as of_eagle3
 from specserve.interop.findings import Check
-from specserve.interop.mtp import checks as of_carried_layers
 from specserve.interop.peagle import dialects as of_masks
 
 PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
@@ -30,7 +29,7 @@ def _shown(text: str) -> str:
 
 def table() -> str:
     lines = ["| finding | | what is wrong | why it matters | how it is mended |\n", "|---|---|---|---|---|\n"]
-    parts = (of_eagle3, examined, of_masks, of_blocks, of_carried_layers)
+    parts = (key_checks, examined, of_eagle3, of_masks, of_blocks)
     tables = [*(part.CHECKS for part in parts), doctor.RUNNING]
     every = [check for table in tables for check in table.values()]
     for area, checks in groupby(every, lambda check: check.area):

@@ -241,9 +241,9 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """Read a JSON object from disk. Raises CheckpointError when it is missing or malformed."""
+    """Read a JSON object from disk. Raises CheckpointError when it is missing or malformed, or contradicts itself."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(), object_pairs_hook=_stated_once)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not there; is {path.parent} a model folder?") from None
     except (OSError, ValueError) as error:
@@ -251,6 +251,15 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def _stated_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of JSON. Raises ValueError where it states a key twice, and differently: readers take the first or
+    the last."""
+    found = dict(pairs)
+    if twice := [f"{key}: {value!r} and {found[key]!r}" for key, value in pairs if found[key] != value]:
+        raise ValueError(f"stated twice, and differently: {', '.join(twice)}")
+    return found
 
 
 def write_json(path: Path, value: object) -> None:

@@ -1,5 +1,5 @@
 """The files of a head under examination, and the checks that are alike for all kinds: which tensors there are, of which
-shape, and whether their numbers can be weights."""
+shape, whether their numbers can be weights, what the tables of the vocabulary say, and the fit to the target."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,15 +10,73 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, TensorFolder, read_json
-from specserve.interop.findings import FLOATS, LAYERS, Check, Finding, put, read_checks
-from specserve.interop.published import D2T, T2D
-from specserve.interop.repairs import write_length
+from specserve.errors import CheckpointError, SpecServeError
+from specserve.interop.findings import FLOATS, LAYERS, Copy, Finding, describe, put, put_tensors, read_checks
+from specserve.interop.keys import ROTARY, SCALING, Stated, is_count, read_rope
+from specserve.interop.published import D2T, OUTPUT, T2D, read_vocab, stored_scales, vocab_to_tensors
+from specserve.interop.repairs import write_length, write_rope
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec
 from specserve.models.rope import Rope
 
 CHECKS = read_checks("""
+[all kinds]
+unreadable error: it cannot be read as a head of its kind
+  no engine can run it beside the target
+  by hand: give its own target (--target), or take the files from where it was trained again
+other-target error: a head for another target
+  it cannot be served with this one
+  by hand: give the target that it was trained for (--target)
+layers error: another number of layers is stated than there are tensors of
+  engines leave layers out, or run some whose weights are whatever is in memory there
+  fix: write the number that the tensors are of
+  by hand: find out which is wrong: tensors may be lost
+max-positions error: the head ends before the target does
+  vLLM crashes on prompts that are longer
+  fix: write the target's
+rope-missing warning: nothing is said about rotary embeddings
+  every engine turns by its own default, mostly theta 10,000
+  fix: write the target's
+  by hand: give --target
+missing-tensor error: {name} is missing
+  SGLang goes on with whatever is in memory there, vLLM with ones or an error
+  by hand: download or export it again; write false for the flag that asks for it, if the head was trained without
+shape error: {name} has another shape than config.json says
+  it cannot be loaded
+  by hand: find out which is wrong: config.json may be that of another head
+unknown-tensor error: {name} is no part of such a head
+  SGLang leaves it out, vLLM refuses the head; what it was trained for is lost
+  by hand: remove it, if the head was trained without
+[vocabulary]
+vocabulary error: d2t does not say what the draft's rows stand for
+  proposals are other tokens than the head means: nothing is accepted
+  by hand: take d2t from the checkpoint that the head was trained with
+d2t-missing error: d2t is missing
+  engines take the draft's rows for the first tokens of the vocabulary: nothing is accepted
+  fix: derive it from t2d
+absolute-d2t error: d2t holds absolute token ids
+  engines add i to each: proposals are other tokens than the head means, and nothing is accepted
+  fix: subtract i from each
+unsorted-d2t error: the draft's rows are not in the order of their tokens
+  code that pairs the rows with nonzero(t2d), trainers above all, takes them for other tokens
+  fix: sort d2t, and the rows of lm_head.weight with it
+  by hand: give lm_head.weight as many rows as d2t has; both are sorted together then
+d2t-dtype warning: d2t is not in int64
+  torch refuses to index with most other dtypes
+  fix: cast it
+t2d-missing warning: t2d is missing
+  engines that serve do without, trainers cannot continue from it
+  fix: derive it from d2t
+t2d-disagrees error: t2d and d2t name different tokens
+  one of them is of another head: engines go by d2t, trainers by t2d
+  by hand: take both from the checkpoint that the head was trained with; if d2t is right, delete t2d and mend that
+t2d-dtype warning: t2d is not a mask of bools
+  code that indexes with it picks rows 0 and 1 again and again
+  fix: cast it
 [numbers]
+quantization error: config.json states a quantisation that no tensor shows, or one that is not read
+  engines that go by config.json read other numbers than those that go by the tensors
+  by hand: take it out if the weights are whole, or export the head again
 not-finite error: values that are no numbers
   every proposal that they touch is noise
   by hand: go back to an earlier checkpoint, or download the weights again
@@ -61,9 +119,14 @@ class ExaminedFiles:
         return "specserve"
 
     @property
+    def own_names(self) -> frozenset[str]:
+        """The names of the head's tensors."""
+        return self.names
+
+    @property
     def weights(self) -> frozenset[str]:
-        """The names of all tensors but the tables of the vocabulary."""
-        return self.names - {self.rename(D2T), self.rename(T2D)}
+        """The names of the head's tensors but the tables of the vocabulary."""
+        return self.own_names - {self.rename(D2T), self.rename(T2D)}
 
     def table(self, name: str) -> np.ndarray | None:
         """Read a table of the vocabulary, if it is there."""
@@ -75,9 +138,25 @@ class ExaminedFiles:
         stored = self.rename(name)
         return f"{self.tensors.file(stored).name if stored in self.names else SINGLE_FILE}: {stored}"
 
+    def make(self) -> Any:
+        """Return the head's shape. Raises SpecServeError where it cannot be read."""
+
+    @functools.cached_property
+    def read(self) -> Any:
+        """The head's shape, or the error of reading it."""
+        try:
+            return self.make()
+        except SpecServeError as error:
+            return error
+
+    @property
+    def config(self) -> Any:
+        """The head's shape; None where it cannot be read."""
+        return None if isinstance(self.read, SpecServeError) else self.read
+
     def rows(self) -> list[tuple[str, tuple[int, ...], str]]:
         """List the head's tensors: name, shape, dtype."""
-        return [(name, self.tensors.shape(name), self.tensors.dtype(name).name) for name in sorted(self.names)]
+        return [(name, self.tensors.shape(name), self.tensors.dtype(name).name) for name in sorted(self.own_names)]
 
     def facts(self) -> dict[str, str]:
         """Describe the head in a few lines."""
@@ -99,53 +178,118 @@ def given(*parts: str) -> Callable[[Callable[..., Iterable[Finding]]], Callable[
     return decorate
 
 
-def check_num_layers(check: Check, stated: object, counted: int) -> Iterator[Finding]:
+def check_num_layers(stated: object, counted: int) -> Iterator[Finding]:
     """Check that as many layers are stated as there are tensors of."""
     if stated == counted:
         return
     fix = put(LAYERS, num_hidden_layers=counted)
     if type(stated) is int and stated > counted:  # tensors are lost, or the config is of another head
         fix = None
-    yield check.found(f"{CONFIG}: num_hidden_layers", str(counted), repr(stated), fix)
+    yield CHECKS["layers"].found(f"{CONFIG}: num_hidden_layers", str(counted), repr(stated), fix)
 
 
-def check_of_target(check: Check, key: str, got: int, required: int, target: Target) -> Iterator[Finding]:
+def check_of_target(key: str, got: int, required: int, target: Target) -> Iterator[Finding]:
     """Check that a size is that of the target."""
     if got != required:
-        yield check.found(f"{CONFIG}: {key}", f"{required:,}, as in {target.folder}", f"{got:,}")
+        yield CHECKS["other-target"].found(f"{CONFIG}: {key}", f"{required:,}, as in {target.folder}", f"{got:,}")
 
 
-def check_length(check: Check, stated: object, target: Target, rope: Rope | None) -> Iterator[Finding]:
+def check_length(stated: Stated, target: Target) -> Iterator[Finding]:
     """Check that the head can follow sequences as long as the target's."""
-    required = target.config.max_len
-    if isinstance(stated, int) and stated >= required:
+    key, required = "max_position_embeddings", target.config.max_len
+    length = stated.get(key)
+    if is_count(length) and length >= required:
         return
-    got = f"{stated:,}" if isinstance(stated, int) else repr(stated)
-    where, expected = f"{CONFIG}: max_position_embeddings", f"at least {required:,}, the target's"
-    yield check.found(where, expected, "nothing" if stated is None else got, write_length(required, rope))
+    got = f"{length:,}" if is_count(length) else "nothing" if length is None else repr(length)
+    rope, later = read_rope(stated), read_rope(stated.with_values(**{key: required}))
+    rest = write_rope(rope, stated.head_dim) if rope and rope != later else None
+    expected = f"at least {required:,}, the target's"
+    yield CHECKS["max-positions"].found(f"{CONFIG}: {key}", expected, got, write_length(required, rest))
+
+
+def check_rope_stated(stated: Stated, required: Rope | None) -> Iterator[Finding]:
+    """Check that rotary settings are stated. `required` are the target's, if it is known."""
+    if any(stated.get(name) is not None for name in (*ROTARY, *SCALING)):
+        return
+    fix = write_rope(required) if required else None
+    expected = f"the target's, {required.kind} with theta {required.theta:g}" if required else "rope_theta"
+    yield CHECKS["rope-missing"].found(f"{CONFIG}: rope_parameters", expected, "nothing", fix)
 
 
 def check_specs(
     files: ExaminedFiles,
     specs: Iterable[ParamSpec],
-    checks: tuple[Check, Check, Check],  # for a tensor that is missing, of another shape, or none of the head's
     is_harmless: Callable[[str], object],  # of a tensor that is none of the head's
     instead: Callable[[ParamSpec], str] = lambda _: "nothing",  # describes the place of a missing tensor
 ) -> Iterator[Finding]:
     """Check that the tensors are those that config.json asks for."""
-    missing, shape, unknown = checks
     used = {files.rename(name) for name in (D2T, T2D)}
-    for spec in specs:
-        stored, expected = files.rename(spec.name), f"{list(spec.stored_shape)}"
+    for spec, name in ((each, name) for each in specs for name in each.names):
+        stored, expected = files.rename(name), f"{list(spec.stored_shape)}"
         used.add(stored)
         if stored not in files.names:
-            yield missing.found(SINGLE_FILE, expected, instead(spec), name=stored)
+            yield CHECKS["missing-tensor"].found(SINGLE_FILE, expected, instead(spec), name=stored)
         elif (found := files.tensors.shape(stored)) != spec.stored_shape:
-            yield shape.found(files.where(spec.name), expected, f"{list(found)}", name=stored)
-    for name in sorted(files.names - used):
+            yield CHECKS["shape"].found(files.where(name), expected, f"{list(found)}", name=stored)
+    for name in sorted(files.own_names - used):
         if not is_harmless(name):
             got = f"{list(files.tensors.shape(name))}"
-            yield unknown.found(files.tensors.file(name).name, "nothing", got, name=name)
+            yield CHECKS["unknown-tensor"].found(files.tensors.file(name).name, "nothing", got, name=name)
+
+
+def check_read(files: ExaminedFiles) -> Iterator[Finding]:
+    """Check that the head can be read at all."""
+    if isinstance(files.read, SpecServeError):
+        yield CHECKS["unreadable"].found(str(files.folder), "a head that can be made", str(files.read))
+
+
+def check_tables(files: ExaminedFiles, rows: int, vocab_size: int) -> Iterator[Finding]:
+    """Check that d2t and t2d say which tokens the draft's rows stand for, as they should be written."""
+    d2t, t2d = files.table(D2T), files.table(T2D)
+    vocab = read_vocab(d2t, t2d, rows, vocab_size)
+    where, ids = files.where(D2T), vocab.target_ids
+    if ids is None:
+        expected = f"{rows:,} offsets (target id = i + d2t[i]) to unique ids below {vocab_size:,}"
+        yield CHECKS["vocabulary"].found(where, expected, describe(d2t))
+        return
+    right = vocab_to_tensors(np.sort(ids), vocab_size)
+    set_d2t, set_t2d = (put_tensors({name: right[name]}, instead_of=[files.rename(name)]) for name in (D2T, T2D))
+
+    def sort_rows(repaired: Copy) -> None:
+        set_d2t(repaired)
+        output = files.rename(OUTPUT)
+        repaired.tensors[output] = repaired.tensors[output][np.argsort(ids)]
+
+    offsets = f"offsets (target id = i + d2t[i]), {describe(right[D2T])}"
+    if vocab.reading == "mask":
+        got = "nothing, but t2d names as many tokens as the head has rows"
+        yield CHECKS["d2t-missing"].found(where, offsets, got, set_d2t)
+    elif vocab.reading == "absolute":
+        yield CHECKS["absolute-d2t"].found(where, offsets, describe(d2t), set_d2t)
+    if not vocab.is_sorted:
+        output = files.rename(OUTPUT)
+        is_whole = output in files.names and files.tensors.shape(output)[0] == len(ids)
+        got = f"{int((np.diff(ids) < 0).sum()):,} steps down"
+        yield CHECKS["unsorted-d2t"].found(where, "ascending target ids", got, sort_rows if is_whole else None)
+    elif d2t is not None and d2t.dtype != np.int64:
+        yield CHECKS["d2t-dtype"].found(where, "int64", d2t.dtype.name, set_d2t)
+    where, mask = files.where(T2D), f"a mask of {vocab_size:,}"
+    if t2d is None and rows != vocab_size:
+        yield CHECKS["t2d-missing"].found(where, f"{mask} with {rows:,} set", "nothing", set_t2d)
+    elif t2d is not None and not vocab.agrees:
+        is_blank = d2t is not None and not d2t.any()
+        got = describe(t2d) + (", and a d2t of zeros, as if it was never filled" if is_blank else "")
+        yield CHECKS["t2d-disagrees"].found(where, f"{mask}, set where d2t points", got)
+    elif t2d is not None and t2d.dtype != np.bool_:
+        yield CHECKS["t2d-dtype"].found(where, "bool", t2d.dtype.name, set_t2d)
+
+
+def check_scales(files: ExaminedFiles) -> Iterator[Finding]:
+    """Check that a quantisation that is stated is that of the tensors."""
+    try:
+        stored_scales(files.raw, files.tensors, CONFIG)
+    except CheckpointError as error:
+        yield CHECKS["quantization"].found(CONFIG, "the quantisation of the tensors", str(error))
 
 
 def check_values(files: ExaminedFiles) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 in the others."""
 
 import dataclasses
+import json
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,20 +11,23 @@ from typing import Any, ClassVar
 
 import numpy as np
 from jax.sharding import Mesh
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from specserve.checkpoints.load import AS_VOCABULARY, Target, load_params, to_numpy
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import load_kind
-from specserve.interop.examined import ExaminedFiles, check_values
+from specserve.errors import ConfigError
+from specserve.interop.examined import ExaminedFiles, check_read, check_scales, check_values
 from specserve.interop.findings import Dialect, DoctorReport, Finding, Repair
+from specserve.interop.keys import HARMLESS, QUANTIZATIONS
 from specserve.interop.notes import other_target
 from specserve.interop.published import (
     D2T,
     EMBEDDING,
     OUTPUT,
     T2D,
+    stored_scales,
     target_embedding,
     target_output,
     vocab_from_tensors,
@@ -69,8 +73,15 @@ class HeadFormat:
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         """Read the shape of a head from its files, without its weights. Raises ConfigError or CheckpointError, also
         where it belongs to another target."""
-        make = load_kind(self.kind).drafter
-        config = TypeAdapter(typing.get_type_hints(make)["config"]).validate_python(read_json(folder / CONFIG)[SHAPE])
+        make, where, raw = load_kind(self.kind).drafter, folder / CONFIG, read_json(folder / CONFIG)
+        try:
+            config = TypeAdapter(typing.get_type_hints(make)["config"]).validate_python(raw.get(SHAPE))
+        except ValidationError as error:
+            wrong = ", ".join(f"{'.'.join([SHAPE, *map(str, each['loc'])])}: {each['msg']}" for each in error.errors())
+            raise ConfigError(f"{where}: {wrong}; is this the config.json of a {self.kind} drafter?") from None
+        read = {key: raw[key] for key in raw.keys() & {*HARMLESS, *QUANTIZATIONS, KIND}}
+        if other := _unlike(raw, read | {SHAPE: json.loads(json.dumps(dataclasses.asdict(config)))}):
+            raise ConfigError(f"{where}: {', '.join(other)}: not known to a {self.kind} drafter, or of another type")
         drafter: TrainedDrafter = make(config)
         if drafter.vocab_size != target.vocab_size:
             raise other_target(folder, f"vocabulary {drafter.vocab_size}", target_name, str(target.vocab_size))
@@ -88,7 +99,10 @@ class HeadFormat:
         )
         skipped = {re.escape(stored): AS_VOCABULARY for stored in tables.values()} | dict(self.skipped)
         places = drafter.place(mesh) if mesh is not None else None
-        params = load_params(drafter.spec(), tensors, dtype, shardings=places, skipped=skipped, rename=rename)
+        block = stored_scales(read_json(folder / CONFIG), tensors, str(folder / CONFIG))
+        params = load_params(
+            drafter.spec(), tensors, dtype, shardings=places, skipped=skipped, rename=rename, block=block
+        )
         return Head(drafter, params, target_ids)
 
     def files(
@@ -138,5 +152,18 @@ class HeadFormat:
         """Make all checks of a head's files. Without a target, those that need one are left out. Raises CheckpointError
         where there is nothing to look at: no config.json, no whole safetensors file."""
         files = self.examined(folder, target)
-        findings = [finding for check in self.checks for finding in check(files)]
+        findings = [finding for check in (*self.checks, check_scales) for finding in check(files)]
+        if not any(finding.level == "error" for finding in findings):
+            findings += check_read(files)
         return DoctorReport(folder, files.dialect, files.facts(), files.rows(), findings)
+
+
+def _unlike(stated: Mapping[str, Any], read: Mapping[str, Any], place: str = "") -> list[str]:
+    """List the keys of a config.json that were not read as they are stated, by their paths."""
+    found = []
+    for key, value in stated.items():
+        if isinstance(value, Mapping) and isinstance(read.get(key), Mapping):
+            found += _unlike(value, read[key], f"{place}{key}.")
+        elif key not in read or read[key] != value:
+            found.append(place + key)
+    return found

@@ -1,18 +1,22 @@
-"""The keys of config.json that a kind of head knows, as a table, and a config.json read by that table.
+"""The keys of config.json that kinds of heads know, as tables, and the one reader of every head's config.json.
 
-Loaders and the draft doctor read by the same table. A key that is not in it, one that two places state differently, a
-size that is no count, a value that is not computed here: `Stated` lists them, and the rows of the kind's checks decide
-which of them a loader refuses (`findings.Check.refusal`).
+A setting stands at the top of a config.json or in an object inside it (`KeyTable.places`), and means the same in each
+place. A key is known with its meaning, or known to say nothing of how a head is computed (`HARMLESS`); any other one is
+unknown. `Stated` has all that was found, each value by its path, and lists what loaders refuse: unknown keys, keys that
+several paths state differently, and values that are not computed here (`key_checks`).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specserve.errors import ConfigError
+from specserve.models.rope import Rope, rope_from_hf
 
 LAYER = "transformer_layer_config"  # the object in which speculators keeps the settings of a head's layers
+ROPE, OLD_ROPE = "rope_parameters", "rope_scaling"  # the objects of rotary settings, in the new and the old spelling
 ACTIVATION = "silu"  # of the MLP; every engine that runs draft heads computes this one
+FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers
 SIZES: Mapping[str, str] = {  # keys of a layer's settings, and our names
     "hidden_size": "d_model",
     "intermediate_size": "d_ff",
@@ -25,21 +29,16 @@ SIZES: Mapping[str, str] = {  # keys of a layer's settings, and our names
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json that is known. Where it has no more than a name, nothing here follows from it, or code of
-    its own reads it."""
+    """A key of config.json whose meaning is known. Code of its own reads those that set no field."""
 
     name: str
-    aliases: tuple[str, ...] = ()  # other names of it, which count in this order where it is not stated itself
+    aliases: tuple[str, ...] = ()  # other spellings of it
     sets: str = ""  # the field of the head's config that takes its value
-    default: Any = None  # the value where nothing is stated; a value that is stated is made one of its type
+    default: Any = None  # the value where nothing is stated
     is_count: bool = False  # a whole number above 0
     is_required: bool = False
-    computed: tuple[object, ...] = ()  # the values that are computed here, the usual one last; empty: all
-
-
-def known(*names: str) -> list[Key]:
-    """Return the rows of keys that have no more than a name."""
-    return [Key(name) for name in names]
+    fits: Callable[[Any], bool] = lambda _value: True  # whether a value is computed here
+    expected: str = ""  # the values that fit
 
 
 def counts(*names: str, is_required: bool = False) -> list[Key]:
@@ -47,14 +46,82 @@ def counts(*names: str, is_required: bool = False) -> list[Key]:
     return [Key(name, is_count=True, is_required=is_required) for name in names]
 
 
-# A config class of transformers writes these of its own accord. They change nothing here.
-TRANSFORMERS_KEYS = known(
-    *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "initializer_range", "problem_type"),
-    *("attention_dropout", "pretraining_tp", "_attn_implementation", "attn_implementation", "return_dict"),
-    *("output_hidden_states", "output_attentions", "is_encoder_decoder", "is_decoder", "chunk_size_feed_forward"),
-    *("id2label", "label2id"),
+def flags(*names: str) -> list[Key]:
+    """Return the rows of keys that are true or false."""
+    return [flag(name) for name in names]
+
+
+def flag(name: str, *aliases: str, sets: str = "") -> Key:
+    """Return the row of a key that is true or false, and false where nothing is stated."""
+    return Key(name, aliases, sets, default=False, fits=lambda value: isinstance(value, bool), expected="true or false")
+
+
+def number(name: str, default: float, *, sets: str) -> Key:
+    """Return the row of a key that is a number."""
+    return Key(name, sets=sets, default=default, fits=_is_number, expected="a number")
+
+
+def only(name: str, *values: object) -> Key:
+    """Return the row of a key of which only these values are computed here."""
+    expected = " or ".join(map(repr, values))
+    return Key(name, fits=lambda value: any(_is_same(value, each) for each in values), expected=expected)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def is_count(value: object) -> bool:
+    """Return whether the value is a whole number above 0, and not far above every size that there is."""
+    return type(value) is int and 0 < value < 2**31
+
+
+def _is_eps(value: Any) -> bool:
+    """Return whether the value can be the epsilon of a norm. Above 1e-2 it would not only protect from division by
+    zero, but change what is computed."""
+    return _is_number(value) and 0 < value <= 1e-2
+
+
+EPS = Key("rms_norm_eps", fits=_is_eps, expected="a number above 0 and at most 0.01, such as 1e-06")
+QUANTIZATIONS = ("quantization_config", "compression_config")  # `published.stored_scales` holds them against tensors
+# Rotary settings that stand in the objects of that name or beside them, and those that stand in them alone.
+ROTARY = ("rope_theta", "partial_rotary_factor", "rotary_dim", "original_max_position_embeddings")
+SCALING = (
+    *("rope_type", "factor", "attention_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor"),
 )
+_NO_NUMBERS = ("rope_type", "truncate", "short_factor", "long_factor")
+COMMON = [
+    EPS,
+    Key(QUANTIZATIONS[0], QUANTIZATIONS[1:]),
+    *map(Key, ROTARY),
+    only("is_neox_style", True),
+]  # of the heads of all kinds
+
+_WRITTEN_BY_OTHERS = """
+architectures model_type dtype torch_dtype transformers_version _name_or_path _commit_hash use_cache auto_map
+tie_word_embeddings initializer_range problem_type attention_dropout pretraining_tp _attn_implementation
+_attn_implementation_autoset attn_implementation attention_backend return_dict output_hidden_states output_attentions
+is_encoder_decoder is_decoder chunk_size_feed_forward id2label label2id tokenizer_class base_model_tp_plan
+base_model_pp_plan base_model_ep_plan has_no_defaults_at_init initial_context_length unsloth_version unsloth_fixed
+max_window_layers
+
+bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id eod_token_id image_token_id
+image_start_token_id image_end_token_id image_newline_token_id video_token_id vision_token_id vision_start_token_id
+vision_end_token_id audio_token_id pad_id im_start_id im_end_id im_newline_id text_start_id text_end_id mask_init_id
+mrope_section mrope_interleaved
+
+target_model_type modal_type org_vocab_size decoder_sparse_step output_router_logits router_aux_loss_coef use_mrope
+add_classification_head class_num pool_type dense_list cla_share_factor
+speculators_model_type speculators_version speculators_config embed_requires_grad num_anchors max_anchors
+loss_decay_gamma auf ce_loss_alpha l1_loss_alpha confidence_head_alpha lambda_base_start lambda_base_decay_ratio
+down_sample_ratio down_sample_ratio_min
+"""  # config classes, trainers and hubs; about tokens; about a target whose config was copied, and about training
+HARMLESS = frozenset(_WRITTEN_BY_OTHERS.split())  # of which nothing follows in any kind of head
 
 
 @dataclass(frozen=True)
@@ -62,49 +129,47 @@ class KeyTable:
     """The keys that a kind of head knows, and the objects inside config.json that state them too."""
 
     keys: Sequence[Key]
-    over: Mapping[str, frozenset[str]]  # objects that come before the top, each with the keys that are read in it
-    # places in which other keys than these are unknown, "" being the top; in other places they are passed over
-    strict: Mapping[str, frozenset[str]] = field(default_factory=dict)
-
-    @property
-    def aliases(self) -> Mapping[str, tuple[str, ...]]:
-        """The other names of each key that has some."""
-        return {key.name: key.aliases for key in self.keys if key.aliases}
+    classes: frozenset[str]  # the model classes that are computed as heads of this kind, by their names
+    model_types: frozenset[str]  # the names of the kind in the layout of speculators
+    places: frozenset[str]  # beside the layers' settings and the rotary ones
+    harmless: frozenset[str] = HARMLESS
 
     def read(self, raw: Mapping[str, Any], where: str) -> "Stated":
         """Read a config.json; `where` names it in errors. Raises ConfigError where a part of it is no object."""
-        places: dict[str, Mapping[str, Any]] = {}
-        for place, keys in self.over.items():
-            places[place] = {key: value for key, value in inner(raw, place).items() if key in keys}
-        return Stated(self, raw, where, {**places, "": {**inner(raw, LAYER), **raw}})
+        found: dict[str, dict[str, Any]] = {}
+        unknown: dict[str, Any] = {}
+        beside = {spelled: key.name for key in self.keys for spelled in (key.name, *key.aliases)}
+        within_ropes = {name: name for name in (*ROTARY, *SCALING)} | {"type": "rope_type"}
+        for path, value in walk(raw, {LAYER, ROPE, OLD_ROPE, *self.places}, where):
+            *places, name = path.split(".")
+            known = within_ropes if places and places[-1] in (ROPE, OLD_ROPE) else beside
+            if value is None or value == [] or value == {}:
+                continue
+            if name in known:
+                found.setdefault(known[name], {})[path] = value
+            elif name not in self.harmless:
+                unknown[path] = value
+        return Stated(self, raw, where, found, unknown)
 
 
 @dataclass(frozen=True)
 class Stated:
-    """A config.json without its nesting."""
+    """The values that a config.json states, by their keys. A null, an empty list and an empty object state nothing."""
 
     table: KeyTable
     raw: Mapping[str, Any]
     where: str
-    places: Mapping[str, Mapping[str, Any]]  # in the order in which they count; the last is the top, beside the layers'
+    found: Mapping[str, Mapping[str, Any]]  # the values of each key, by the paths at which they stand; the top first
+    unknown: Mapping[str, Any]  # the values of unknown keys, by path
 
     @property
     def is_nested(self) -> bool:
         """Return whether it is in the layout of speculators."""
         return LAYER in self.raw or "speculators_model_type" in self.raw
 
-    @property
-    def top(self) -> Mapping[str, Any]:
-        """The keys at the top, and after them those that the layers' own settings state."""
-        return self.places[""]
-
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a key from wherever it stands, by its own name or an alias; null is no value."""
-        for spelled in (name, *self.table.aliases.get(name, ())):
-            for place in self.places.values():
-                if (value := place.get(spelled)) is not None:
-                    return value
-        return default
+        """Return the value of a key, wherever it stands."""
+        return next(iter(self.found.get(name, {}).values()), default)
 
     def fields(self, *names: str) -> dict[str, Any]:
         """Return these fields of the head's config, as the keys that set them state."""
@@ -112,8 +177,8 @@ class Stated:
         return {key.sets: type(key.default)(self.get(key.name, key.default)) for key in keys}
 
     def with_values(self, **values: Any) -> "Stated":
-        """Return a config.json that states these values, at the top, in the place of others."""
-        return replace(self, places={**self.places, "": {**self.top, **values}})
+        """Return a config.json that states these values in the place of others; None states nothing."""
+        return replace(self, found={**self.found, **{key: {} if v is None else {key: v} for key, v in values.items()}})
 
     def bad_counts(self) -> dict[str, Any]:
         """Return the keys that must be counts and are not, or that are missing where nothing else states them."""
@@ -124,38 +189,98 @@ class Stated:
             if not is_count(value) and (key.is_required or value is not None)
         }
 
-    def uncomputed(self) -> dict[str, tuple[Any, Any]]:
-        """Return the keys that ask for what is not computed here, each with its value and the usual one."""
-        asked = {key: self.get(key.name) for key in self.table.keys if key.computed}
-        return {key.name: (value, key.computed[-1]) for key, value in asked.items() if value not in key.computed}
+    def uncomputed(self) -> dict[str, tuple[Any, Key]]:
+        """Return the values that are not computed here, by path, each with its key."""
+        return {
+            path: (value, key)
+            for key in self.table.keys
+            for path, value in self.found.get(key.name, {}).items()
+            if not key.fits(value)
+        }
 
-    def unknown(self) -> dict[str, Any]:
-        """Return the keys that the table does not have, each after its place, as `place.key`. The layers' settings are
-        taken as part of the top, unless the table has keys for them alone."""
-        parts = dict(self.raw) | {"": self.raw if LAYER in self.table.strict else self.top}
-        found = {}
-        for place, keys in self.table.strict.items():
-            part = parts.get(place)
-            if isinstance(part, Mapping):
-                found |= {f"{place}.{name}".removeprefix("."): part[name] for name in sorted(part.keys() - keys)}
-        return found
+    def contradictions(self) -> dict[str, Mapping[str, Any]]:
+        """Return the keys that several paths state differently, each with its values by path."""
+        return {
+            name: values
+            for name, values in sorted(self.found.items())
+            if any(not _is_same(_plain(name, value), _plain(name, self.get(name))) for value in values.values())
+        }
 
-    def contradictions(self) -> dict[str, dict[str, Any]]:
-        """Return the keys that places state differently, each with its values by place."""
-        found = {}
-        for name in sorted({name for part in self.places.values() for name in part}):
-            values = {place: part[name] for place, part in self.places.items() if part.get(name) is not None}
-            if any(value != self.get(name) for value in values.values()):
-                found[name] = values
-        return found
+    @property
+    def head_dim(self) -> int:
+        """The width of an attention head: as stated, or else the heads' share of the layer's."""
+        return self.get("head_dim") or self.get("hidden_size") // self.get("num_attention_heads")
+
+    def rope(self) -> Rope:
+        """Return the rotary settings, from both spellings together. Raises ConfigError where they cannot be read."""
+        names = [name for name in (*ROTARY, *SCALING) if self.get(name) is not None]
+        stated = {name: _plain(name, self.get(name)) for name in names}
+        if odd := [name for name in stated if name not in _NO_NUMBERS and not _is_number(stated[name])]:
+            raise ConfigError(f"{self.where}: {odd[0]} is {stated[odd[0]]!r}; expected a number")
+        raw = {**stated, ROPE: stated, "max_position_embeddings": self.get("max_position_embeddings")}
+        rope = rope_from_hf(raw, self.where, head_dim=self.head_dim)
+        by_share = rope_from_hf(raw | {"rotary_dim": None}, self.where, head_dim=self.head_dim)
+        if "partial_rotary_factor" in stated and rope != by_share:
+            raise ConfigError(f"{self.where}: rotary_dim and partial_rotary_factor disagree: {stated}")
+        return rope
+
+    def ropes(self) -> list[Rope | None]:
+        """Return the rotary settings as readers of one spelling alone find them, the new one first; None for one that
+        cannot be read."""
+        parts = []
+        for is_new in (True, False):
+            rotary = {name: self.found.get(name, {}) for name in (*ROTARY, *SCALING)}
+            part = {
+                k: {p: v for p, v in paths.items() if (ROPE in p.split(".")) == is_new} for k, paths in rotary.items()
+            }
+            parts.append(read_rope(replace(self, found={**self.found, **part})))
+        return parts
 
 
-def inner(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Read an object inside a config.json; empty where there is none. Raises ConfigError."""
-    value = raw.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"config.json: {key} must be an object, got {value!r}")
-    return value
+def read_rope(stated: Stated) -> Rope | None:
+    """Return the rotary settings; None where they cannot be read."""
+    try:
+        return stated.rope()
+    except ConfigError:
+        return None
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return what a value means: over text alone, the rotary embedding of three axes is the plain one."""
+    return "default" if (name, value) == ("rope_type", "mrope") else value
+
+
+def walk(part: Mapping[str, Any], inside: Iterable[str], where: str, place: str = "") -> Iterator[tuple[str, Any]]:
+    """List the values in a config.json by their paths; those inside objects of these names come after those beside
+    them. Raises ConfigError where such a name has no object."""
+    inside = frozenset(inside)
+    yield from ((place + name, value) for name, value in part.items() if name not in inside)
+    for name in [name for name in part if name in inside]:
+        value = part[name] or {}
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}: {place}{name} must be an object, got {value!r}")
+        yield from walk(value, inside, where, f"{place}{name}.")
+
+
+def find(raw: Mapping[str, Any], names: Collection[str], place: str = "") -> Iterator[tuple[str, Any]]:
+    """List the values of these keys in a config.json, at any depth, by their paths."""
+    for name, value in raw.items():
+        if name in names and value is not None:
+            yield place + name, value
+        elif isinstance(value, Mapping):
+            yield from find(value, names, f"{place}{name}.")
+
+
+def without(raw: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return a config.json without these keys, at any depth."""
+    inside = {name: without(value, names) for name, value in raw.items() if isinstance(value, Mapping)}
+    return {name: inside.get(name, value) for name, value in raw.items() if name not in names}
+
+
+def inner(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the object of that name inside a config.json; empty where there is none."""
+    value = raw.get(name)
+    return value if isinstance(value, Mapping) else {}
 
 
 def within(value: Any, *path: str | int) -> Any:
@@ -174,14 +299,3 @@ def architectures(raw: Mapping[str, Any]) -> frozenset[str]:
     if not isinstance(stated, list):
         return frozenset()
     return frozenset(map(str, stated))
-
-
-def is_count(value: object) -> bool:
-    """Return whether the value is a whole number above 0."""
-    return type(value) is int and value > 0
-
-
-def is_eps(value: object) -> bool:
-    """Return whether the value can be the epsilon of a norm. Above 1e-2 it would not only protect from division by
-    zero, but change what is computed."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e-2

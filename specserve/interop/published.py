@@ -2,40 +2,40 @@
 vocabulary, rotary settings in both spellings, and copies of the target's tensors. It is the only file that knows how
 `d2t` and `t2d` are meant."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
-from specserve.errors import CheckpointError, ConfigError
-from specserve.interop.keys import ACTIVATION, LAYER, SIZES
+from specserve.checkpoints.quantized import DEFAULT_BLOCK, EIGHT_BITS, stored_block
+from specserve.checkpoints.tensors import CONFIG, TensorFolder, listed, read_json
+from specserve.errors import CheckpointError
+from specserve.interop.keys import ACTIVATION, LAYER, QUANTIZATIONS, SIZES, find
 from specserve.models.config import ModelConfig
-from specserve.models.rope import Rope, rope_from_hf, rope_to_hf
+from specserve.models.rope import Rope, rope_to_hf
 
 D2T, T2D = "d2t", "t2d"
-ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 
 
-def read_rope(raw: Mapping[str, Any]) -> Rope | None:
-    """Read the rotary settings of a config.json; None where they make no sense."""
-    try:
-        return rope_from_hf(raw, CONFIG)
-    except (ConfigError, AttributeError, TypeError, ValueError):
-        return None
-
-
-def rope_keys(rope: Rope) -> dict[str, Any]:
+def rope_keys(rope: Rope, head_dim: int) -> dict[str, Any]:
     """Write both spellings of the rotary settings: what older readers look for, and newer ones."""
-    scaling = rope_to_hf(rope)
+    scaling, partial = rope_to_hf(rope), {}
+    if rope.rotary_dim:
+        share = rope.rotary_dim / head_dim
+        if int(head_dim * share) < rope.rotary_dim:  # readers round down
+            share = math.nextafter(share, 1)
+        partial = {"partial_rotary_factor": share}
     return {
         "rope_theta": rope.theta,
         "rope_scaling": scaling or None,
-        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": rope.theta},
+        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": rope.theta, **partial},
+        **partial,
     }
 
 
@@ -76,7 +76,7 @@ def layer_to_hf(
         "rms_norm_eps": config.norm_eps,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_len,
-        **rope_keys(config.rope),
+        **rope_keys(config.rope, config.head_dim),
         **masks,
         "attention_bias": has_bias,
         "tie_word_embeddings": False,
@@ -150,8 +150,8 @@ def read_vocab(d2t: np.ndarray | None, t2d: np.ndarray | None, draft_vocab_size:
         if masked is not None and len(masked) == draft_vocab_size:
             return found("mask", masked)
         return found("unsound", None)
-    stored = d2t.astype(np.int64)
-    if stored.shape != (draft_vocab_size,):
+    stored = whole_numbers(d2t, is_checked=masked is not None)
+    if stored is None or stored.shape != (draft_vocab_size,):
         return found("unsound", None)
     readings = [found("offset", stored + np.arange(draft_vocab_size)), found("absolute", stored)]
     for in_order in (True, False):
@@ -165,6 +165,19 @@ def read_vocab(d2t: np.ndarray | None, t2d: np.ndarray | None, draft_vocab_size:
         if chosen and (in_order or len(chosen) == 1):
             return chosen[0]
     return found("unsound", None)
+
+
+def whole_numbers(table: np.ndarray, *, is_checked: bool) -> np.ndarray | None:  # int64
+    """Return the values of d2t; None where some are no whole numbers, or so large that the table's dtype rounds whole
+    numbers of their size, unless the result `is_checked` against t2d."""
+    if table.dtype.kind in "iu":
+        return table.astype(np.int64)
+    if table.dtype.kind == "b":
+        return None
+    values = table.astype(np.float64)
+    digits = 53 if is_checked else ml_dtypes.finfo(table.dtype).nmant + 1  # binary ones that no number is rounded to
+    is_whole = np.isfinite(values) & (values == np.rint(values)) & (np.abs(values) < 2.0**digits)
+    return values.astype(np.int64) if is_whole.all() else None
 
 
 def is_sound(target_ids: np.ndarray, draft_vocab_size: int, vocab_size: int) -> bool:
@@ -183,20 +196,44 @@ def vocab_from_tensors(
 ) -> np.ndarray:  # [draft_vocab] int32
     """Read the target ids of the draft rows. Raises CheckpointError unless they are sorted, unique, in range, and
     agree."""
-    if d2t is None:
-        if draft_vocab_size != vocab_size:
-            raise CheckpointError(f"{where}: d2t is missing and the draft vocabulary is not the target's")
-        return np.arange(vocab_size, dtype=np.int32)
-    target_ids = d2t.astype(np.int64) + np.arange(len(d2t))
-    if not is_sound(target_ids, draft_vocab_size, vocab_size):
-        raise CheckpointError(
-            f"{where}: d2t does not hold {draft_vocab_size} offsets to sorted, unique target ids below "
-            f"{vocab_size}; it may hold absolute ids instead of offsets (target_id = i + d2t[i]). "
-            f"`specserve inspect {where}` says which, and mends it"
-        )
-    if t2d is not None and not np.array_equal(np.flatnonzero(t2d), target_ids):
+    vocab = read_vocab(d2t, t2d, draft_vocab_size, vocab_size)
+    is_right = vocab.reading in ("offset", "identity") and vocab.is_sorted
+    if is_right and (d2t is None or t2d is None or vocab.agrees):
+        return np.asarray(vocab.target_ids, np.int32)
+    if is_right:
         raise CheckpointError(f"{where}: t2d and d2t name different tokens; nonzero(t2d) must be i + d2t[i]")
-    return target_ids.astype(np.int32)
+    if d2t is None:
+        raise CheckpointError(f"{where}: d2t is missing and the draft vocabulary is not the target's")
+    if whole_numbers(d2t, is_checked=t2d is not None) is None:
+        raise CheckpointError(
+            f"{where}: d2t is {d2t.dtype} with values that are no whole numbers, or so large that {d2t.dtype} may have "
+            "rounded them; take int64 from the checkpoint that the head was trained with"
+        )
+    raise CheckpointError(
+        f"{where}: d2t does not hold {draft_vocab_size} offsets to sorted, unique target ids below {vocab_size}; it "
+        f"may hold absolute ids instead of offsets (target_id = i + d2t[i]). `specserve inspect {where}` says which, "
+        "and mends it"
+    )
+
+
+def stored_scales(raw: Mapping[str, Any], tensors: TensorFolder, where: str) -> tuple[int, int]:
+    """Return how many outputs and inputs of a head's weights share a scale, where they are in 8 bits. Raises
+    CheckpointError for a quantisation that is not read, and for one of which no tensor shows anything, because engines
+    that go by config.json read other numbers then than those that go by the tensors."""
+    stated = {path: value for path, value in find(raw, QUANTIZATIONS) if value}
+    if odd := [path for path, value in stated.items() if not isinstance(value, Mapping)]:
+        raise CheckpointError(f"{where}: {odd[0]} must be an object, got {stated[odd[0]]!r}")
+    blocks = {stored_block({"quantization_config": value}, f"{where}: {path}") for path, value in stated.items()}
+    if len(blocks) > 1:
+        raise CheckpointError(f"{where}: {' and '.join(stated)} disagree; keep the one that the weights are in")
+    dtypes = {tensors.dtype(name) for name in tensors.names() if not name.endswith((D2T, T2D))}
+    if stated and not dtypes & EIGHT_BITS:
+        found = listed(sorted(dtype.name for dtype in dtypes), 3)
+        raise CheckpointError(
+            f"{where}: {', '.join(stated)} is stated, and no tensor is in 8 bits, but {found}; take it out if the "
+            "weights are whole, or download them again"
+        )
+    return blocks.pop() if blocks else DEFAULT_BLOCK
 
 
 def target_embedding(target: Target, dtype: str) -> np.ndarray | None:  # [vocab, d_model]

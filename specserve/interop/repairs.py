@@ -3,12 +3,14 @@
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.interop.findings import Copy, Fix, Renamer, Repair
-from specserve.interop.published import ROPE_KEYS, read_rope, rope_keys
+from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY
+from specserve.interop.published import rope_keys
 from specserve.models.config import ModelConfig
 from specserve.models.rope import Rope, plain_rope
 
@@ -65,27 +67,33 @@ def short_name(name: str) -> str:
     return name.split(".")[-2]
 
 
-def write_rope(rope: Rope) -> Fix:
-    """Write rotary settings in both spellings where the layers' settings stand, and nowhere else."""
+def write_rope(rope: Rope, head_dim: int = 0) -> Fix:
+    """Write rotary settings in both spellings where the layers' settings stand, and nowhere else. The width of a head
+    is needed where only a part of it turns."""
+
+    def forget(part: dict[str, Any]) -> None:
+        for key in (ROPE, OLD_ROPE, *ROTARY):
+            part.pop(key, None)
+        for value in part.values():
+            if isinstance(value, dict):
+                forget(value)
 
     def fix(repaired: Copy) -> None:
-        repaired.layer.update(rope_keys(rope))
-        for key in ROPE_KEYS:
-            if repaired.layer is not repaired.raw:
-                repaired.raw.pop(key, None)
+        forget(repaired.raw)
+        repaired.layer.update(rope_keys(rope, head_dim))
 
     return fix
 
 
-def write_length(length: int, rope: Rope | None) -> Fix:
-    """Write the number of positions. Some rotary settings follow from it: they stay as they are."""
+def write_length(length: int, rest: Fix | None) -> Fix:
+    """Write the number of positions. What follows from it, and is to stay as it is, is what `rest` writes."""
 
     def fix(repaired: Copy) -> None:
         repaired.layer["max_position_embeddings"] = length
         if repaired.layer is not repaired.raw:
             repaired.raw.pop("max_position_embeddings", None)
-        if rope is not None and read_rope(repaired.layer) != rope:
-            write_rope(rope)(repaired)
+        if rest is not None:
+            rest(repaired)
 
     return fix
 
@@ -113,7 +121,7 @@ def of_target(norm_eps: float, rope: Rope, target: ModelConfig, write: Callable[
     if norm_eps != target.norm_eps:
         yield Repair("rms_norm_eps is the target's", write(rms_norm_eps=target.norm_eps))
     if rope != (own := plain_rope(target.rope)):
-        yield Repair("the rotary settings are the target's", write(**rope_keys(own)))
+        yield Repair("the rotary settings are the target's", write(**rope_keys(own, target.head_dim)))
 
 
 def masks(target: Target, stated: int) -> list[int]:

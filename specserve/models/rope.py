@@ -13,6 +13,7 @@ from specserve.errors import ConfigError
 from specserve.kernels.rowwise import cos_sin
 
 Kind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+_LARGEST = 1e30  # far above every base and every stretch
 KINDS: tuple[Kind, ...] = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
@@ -46,8 +47,8 @@ class Rope:
 
 
 def plain_rope(rope: Rope) -> Rope:
-    """The rotary embedding of a draft head. Every loader of heads rotates the whole head, its first half against its
-    second, whatever the target does."""
+    """The rotary embedding that a fresh draft head begins with: all channels of its heads turn, the first half against
+    the second, whatever the target does."""
     if rope.kind == "longrope":  # its factors are those of the target's channels
         return Rope(rope.theta)
     return dataclasses.replace(rope, rotary_dim=0, is_interleaved=False)
@@ -111,11 +112,23 @@ def rope_from_hf(raw: Mapping[str, Any], where: str, *, head_dim: int = 0) -> Ro
     """Read the rotary settings of a config.json in both spellings, `rope_parameters` (new) and `rope_theta` with
     `rope_scaling` (old). `head_dim` is needed where only a part of a head is rotated (`partial_rotary_factor`,
     `rotary_dim`). Raises ConfigError."""
+    try:
+        rope = _read(raw, where, head_dim)
+        if not 0 < rope.theta < _LARGEST or not 0 < rope.factor < _LARGEST:
+            raise ValueError(f"theta {rope.theta:g}, factor {rope.factor:g}")
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: rotary settings that make no sense ({error})") from None
+    return rope
+
+
+def _read(raw: Mapping[str, Any], where: str, head_dim: int) -> Rope:
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10_000.0)))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     share = float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)))
     rotary_dim = int(raw.get("rotary_dim") or head_dim * share)
+    if head_dim and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
+        raise ConfigError(f"{where}: {rotary_dim} of {head_dim} channels turn; expected an even number of them")
     if rotary_dim == head_dim:
         rotary_dim = 0
     base = Rope(theta, rotary_dim=rotary_dim)

@@ -191,11 +191,15 @@ def _mix(
 
 def logits(params: TargetParams, config: ModelConfig, hidden_states: jax.Array) -> jax.Array:
     """Compute the next-token logits of normed hidden states: [..., d_model] -> [..., vocab] float32."""
-    if params.head is None:
-        out = jnp.einsum("...d,vd->...v", hidden_states, params.embedding, preferred_element_type=jnp.float32)
-    else:
-        out = matmul_float32(hidden_states, params.head)
+    out = head_logits(params, hidden_states)
     return config.logit_softcap * jnp.tanh(out / config.logit_softcap) if config.logit_softcap else out
+
+
+def head_logits(params: TargetParams, hidden_states: jax.Array) -> jax.Array:  # [..., vocab] float32
+    """Multiply normed hidden states [..., d_model] by the output head, which may be the embedding."""
+    if params.head is None:
+        return jnp.einsum("...d,vd->...v", hidden_states, params.embedding, preferred_element_type=jnp.float32)
+    return matmul_float32(hidden_states, params.head)
 
 
 def head_columns(params: TargetParams, token_ids: jax.Array) -> jax.Array:  # [d_model, len(token_ids)]

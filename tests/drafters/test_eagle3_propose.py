@@ -13,11 +13,12 @@ from scipy.special import log_softmax
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.eagle3.config import Eagle3Config
-from specserve.drafters.eagle3.drafter import _Expander, _Level, consume, propose
+from specserve.drafters.eagle3.drafter import Eagle3, _Expander, _Level, consume, propose
 from specserve.drafters.eagle3.model import ReadyHead, draft_logits, empty_cache
 from specserve.drafters.follow import FIRST_ENTRY, Pending
 from specserve.drafters.interface import Head
 from specserve.models.cache import Cache, Prefix
+from specserve.models.params import is_spec
 from specserve.speculative.drafter import Weights
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.tree import DynamicTree, Proposal, Tree, chain, static_tree
@@ -81,6 +82,31 @@ def _propose(world: World, tree: Tree, rows: SamplerRows | None = None) -> Propo
         hidden=world.hidden,
         rows=rows or SamplerRows.greedy(3),
     )
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_head_without_output_rows_proposes_what_one_with_a_copy_of_the_targets_proposes(
+    tiny_target: Target, is_tied: bool
+) -> None:
+    target, tree = tiny_target.params, DynamicTree(3, 3, 8)
+    if is_tied:
+        target = dataclasses.replace(target, head=None)
+    own = tiny.random_head(tiny_target.config, seed=1, draft_vocab_size=64)
+    columns = target.embedding.T if target.head is None else target.head
+    own = dataclasses.replace(own, params=dataclasses.replace(own.params, head=columns))
+    config = dataclasses.replace(own.drafter.config, has_own_head=False)
+    shared = Head(Eagle3(config), dataclasses.replace(own.params, head=None), own.target_ids)
+    assert len(jax.tree.leaves(shared.drafter.spec(), is_leaf=is_spec)) == len(jax.tree.leaves(shared.params))
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.standard_normal((3, 1, config.d_model)), jnp.float32)
+    lens = jnp.array([5, 3, 1], jnp.int32)
+    table = jnp.arange(3 * MAX_PAGES, dtype=jnp.int32).reshape(3, MAX_PAGES)
+    pages, found = empty_cache(config, num_pages=3 * MAX_PAGES, page_size=PAGE_SIZE), []
+    for head in (own, shared):
+        draft = head.drafter.ready(Weights(target, head.weights()))
+        world = World(draft, head, pages, table, lens, jnp.array([1, 2, 3], jnp.int32), hidden)
+        found.append(_propose(world, tree))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def _log_probs(world: World, row: int, paths: dict[tuple[int, ...], np.ndarray], path: tuple[int, ...]) -> np.ndarray:

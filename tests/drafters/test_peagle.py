@@ -281,15 +281,15 @@ def test_published_spellings_are_read(folder: Path, tiny_target: Target, changes
 @pytest.mark.parametrize(
     ("changes", "code", "listed"),
     [
-        ({"selector_rank": 16}, "unknown-keys", "selector_rank: keys that nothing is known of"),
-        ({"dflash_config": {"causal": True}}, "unknown-keys", "dflash_config.causal"),
-        ({"sliding_window": 2048}, "unsupported-switch", "sliding_window 2048"),
-        ({"attention_bias": True}, "unsupported-switch", "attention_bias True"),
+        ({"selector_rank": 16}, "unknown-key", "selector_rank: not known"),
+        ({"dflash_config": {"causal": True}}, "unknown-key", "dflash_config.causal"),
+        ({"sliding_window": 2048}, "uncomputed", "sliding_window is 2048"),
+        ({"attention_bias": True}, "uncomputed", "attention_bias is True"),
         (NO_MASK, "mask-token", "token of masked slots is not stated"),
-        ({"pard_token": 5}, "mask-token", "are to be one token"),
+        ({"pard_token": 5}, "stated-twice", "pard_token: 5"),
         ({"mask_token_id": 64, "ptd_token_id": 64}, "mask-token", r"expected a token of the target's, 0\.\.63"),
-        ({"vocab_size": 80}, "vocabulary-size", "a head for a target with vocabulary 80"),
-        ({"num_depths": 0}, "", "num_depths 0"),
+        ({"vocab_size": 80}, "other-target", "a head for a target with vocabulary 80"),
+        ({"num_depths": 0}, "config-keys", "num_depths is 0"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_found(

@@ -88,15 +88,15 @@ FOUND: list[tuple[str, str, Plant, bool]] = [  # head, code, fault, and whether 
     ("taps", "taps-unstated", forget_taps, True),
     ("taps", "taps-slipped", own(target_layer_ids=[2, 4]), False),
     ("taps", "last-tap", own(target_layer_ids=[2, 5]), False),
-    ("plain", "block-positions", put(max_position_embeddings=None), True),
-    ("plain", "block-rope", put(rope_parameters=None, rope_theta=None), True),
-    ("plain", "block-missing", lambda _raw, tensors: tensors.pop("norm.weight"), False),
-    ("plain", "block-shape", tensor("fc.weight", lambda x: x[:-1].copy()), False),
-    ("plain", "block-unknown", lambda _raw, tensors: tensors.update(more=np.ones(3, np.float32)), False),
-    ("plain", "block-vocabulary", absolute, True),
+    ("plain", "max-positions", put(max_position_embeddings=None), True),
+    ("plain", "rope-missing", put(rope_parameters=None, rope_theta=None), True),
+    ("plain", "missing-tensor", lambda _raw, tensors: tensors.pop("norm.weight"), False),
+    ("plain", "shape", tensor("fc.weight", lambda x: x[:-1].copy()), False),
+    ("plain", "unknown-tensor", lambda _raw, tensors: tensors.update(more=np.ones(3, np.float32)), False),
+    ("plain", "absolute-d2t", absolute, True),
     ("plain", "not-finite", tensor("fc.weight", lambda x: np.where(x == x.max(), np.nan, x)), False),
     ("plain", "all-zero", tensor("fc.weight", np.zeros_like), False),
-    ("plain", "block-layers", put(num_hidden_layers=1, layer_types=None), True),
+    ("plain", "layers", put(num_hidden_layers=1, layer_types=None), True),
     ("sinks", "sinks", lambda raw, _tensors: raw["dflash_config"].pop("attention_sink_bias"), True),
 ]
 
@@ -140,7 +140,7 @@ def test_each_fault_is_found_under_its_own_name(
     save_file(tensors, folder / "model.safetensors")
     doctor.examine(folder, None)  # reports less, and does not stumble
     report = doctor.examine(folder, tiny_target)
-    assert {finding.code for finding in report.findings} - {"block-unknown"} | {code} == {code}, report.findings
+    assert {finding.code for finding in report.findings} - {"unknown-tensor"} | {code} == {code}, report.findings
     assert code in {finding.code for finding in report.findings}
     assert is_repaired == all(finding.fix for finding in report.findings if finding.code == code)
     assert "findings" in report.to_json()

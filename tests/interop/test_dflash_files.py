@@ -170,7 +170,10 @@ def test_windows_and_causality_are_read_as_published(
         ({"layer_types": ["sliding_attention"] * 2}, "windows without a size"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"projector_type": "domino"}, "projector_type is 'domino'"),
-        ({"sample_from_anchor": False, "dspark_bonus_anchor": False}, "sample_from_anchor and dspark_bonus_anchor"),
+        (
+            {"sample_from_anchor": False, "dspark_bonus_anchor": False},
+            "sample_from_anchor: False; dspark_bonus_anchor: False",
+        ),
         ({"shift_label": True}, "shift_label is True"),
         ({"num_hidden_layers": 3}, r"layers\.2\.\S* is missing|3 layers"),
         ({"draft_vocab_size": 48}, "d2t is missing"),

@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import tiny
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from same_head import assert_same_head
@@ -201,6 +201,29 @@ def test_a_target_without_weights_does_for_all_but_the_embedding(tmp_path: Path,
     export_head(tmp_path / "ours", tmp_path / "vllm", bare, target_name="tiny", dialect="vllm")
     with pytest.raises(CheckpointError, match="no token embedding"):
         export_head(tmp_path / "ours", tmp_path / "speculators", bare, target_name="tiny", dialect="speculators")
+
+
+DTYPES = ("int64", "int32", "int16", "uint32", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "bool")
+
+
+@given(st.sets(st.integers(0, 70_000), min_size=2, max_size=40).map(sorted), st.sampled_from(DTYPES), st.booleans())
+@example([0, 2050], "float16", False)
+@example([0, 258], "bfloat16", False)
+@example([5, 2053], "float16", True)
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_a_vocabulary_in_any_dtype_is_read_exactly_or_refused(ids: list[int], dtype: str, has_mask: bool) -> None:
+    """A float dtype rounds whole numbers to others: what it may have rounded counts only where the mask agrees."""
+    tables = published.vocab_to_tensors(np.array(ids), 70_001)
+    stored, mask = tables["d2t"].astype(np.dtype(dtype)), tables["t2d"] if has_mask else None
+    is_kept = np.array_equal(stored.astype(np.float64), tables["d2t"])
+    try:
+        found = published.vocab_from_tensors(stored, mask, len(ids), 70_001, "head")
+    except CheckpointError:
+        sure = {"float16": 2**11, "bfloat16": 2**8, "float8_e4m3fn": 2**4}.get(dtype, 2**53)
+        assert dtype == "bool" or not is_kept or (not has_mask and tables["d2t"].max() >= sure)
+        return
+    np.testing.assert_array_equal(found, ids)
+    assert published.read_vocab(stored, mask, len(ids), 70_001).target_ids is not None
 
 
 @given(st.sets(st.integers(0, 99), min_size=2, max_size=60).map(sorted), st.booleans(), st.booleans(), st.randoms())

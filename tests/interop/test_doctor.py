@@ -24,8 +24,10 @@ from specserve.errors import SpecServeError
 from specserve.interop import doctor
 from specserve.interop.convert import describe_target, export_head, write_head
 from specserve.interop.eagle3.catalogue import CHECKS
+from specserve.interop.examined import CHECKS as COMMON_CHECKS
 from specserve.interop.format import Dialect
 from specserve.interop.head import load_head, save_head
+from specserve.interop.key_checks import CHECKS as KEY_CHECKS
 from specserve.tokenizer import Tokenizer
 
 Raw = dict[str, Any]
@@ -155,9 +157,19 @@ HOPELESS: list[tuple[str, Plant]] = [
     ("all-zero", change("norm.weight", np.zeros_like)),
     ("weight-range", change("lm_head.weight", lambda head: head * np.float32(1e20))),
     ("weight-range", change("lm_head.weight", lambda head: head * np.float32(1e-20))),
-    ("hidden-act", put(hidden_act="gelu")),
-    ("eps", put(rms_norm_eps=1.0)),
-    ("eps", put(rms_norm_eps="1e-6")),
+    ("uncomputed", put(hidden_act="gelu")),
+    ("uncomputed", put(rms_norm_eps=1.0)),
+    ("uncomputed", put(rms_norm_eps="1e-6")),
+    ("uncomputed", put(attention_bias=True)),
+    ("uncomputed", put(sliding_window=2048)),
+    ("uncomputed", lambda raw, tensors: raw.update(architectures=["Gemma4Eagle3Model"])),
+    ("unknown-key", put(window_size=2048)),
+    ("quantization", put(quantization_config={"quant_method": "fp8"})),
+    ("unreadable", put(num_aux_hidden_states=5)),
+    (
+        "stated-twice",
+        lambda raw, tensors: raw["eagle_config"].update(norm_output=True) or raw.update(norm_output=False),
+    ),
     ("not-finite", change("midlayer.mlp.up_proj.weight", poke)),
     ("missing-tensor", drop_tensor("midlayer.hidden_norm.weight")),
     ("missing-tensor", drop_tensor("fc_norm.1.weight")),
@@ -172,13 +184,11 @@ HOPELESS: list[tuple[str, Plant]] = [
     ("layers", put(num_hidden_layers=2)),
     ("rope-spellings", put(rope_theta=2e5, rope_parameters={"rope_type": "default", "rope_theta": 5e5})),
     ("taps-range", lambda raw, tensors: raw["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[0, 2, 6])),
-    ("vocabulary-size", both(put(vocab_size=65), change("t2d", lambda t2d: np.append(t2d, False)))),
+    ("other-target", both(put(vocab_size=65), change("t2d", lambda t2d: np.append(t2d, False)))),
 ]
 SUSPECT: list[tuple[str, Plant]] = [
     ("eps-differs", put(rms_norm_eps=1e-4)),
     ("rope-differs", put(rope_theta=5e5, rope_parameters={"rope_type": "default", "rope_theta": 5e5})),
-    ("ignored-switch", put(sliding_window=2048, use_sliding_window=True)),
-    ("ignored-switch", put(attention_bias=True)),
     ("mixed-dtypes", change("norm.weight", lambda norm: norm.astype(np.float16))),
     ("taps-order", lambda raw, tensors: raw["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[4, 2, 0])),
     ("taps-off-by-one", lambda raw, tensors: raw["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 3, 3])),
@@ -224,7 +234,7 @@ def test_a_head_of_another_width_needs_an_embedding(tmp_path: Path, described: T
 def test_a_head_for_a_target_of_another_width_is_reported(tmp_path: Path, described: Target) -> None:
     other = replace(described, config=replace(described.config, d_model=2 * described.config.d_model))
     write(tmp_path / "head", tiny.random_head(other.config, seed=1, has_embedding=True), other, "sglang")
-    assert [finding.code for finding in doctor.examine(tmp_path / "head", described).findings] == ["target-width"]
+    assert [finding.code for finding in doctor.examine(tmp_path / "head", described).findings] == ["other-target"]
 
 
 def test_rotary_settings_in_one_spelling_are_written_in_both(tmp_path: Path, described: Target, head: Head) -> None:
@@ -327,5 +337,5 @@ def test_the_documents_list_the_catalogue() -> None:
 
 def test_every_check_is_planted_here() -> None:
     """Each entry's code stands in this file beside the fault that it is found by."""
-    source = Path(__file__).read_text()
-    assert [check.code for check in CHECKS.values() if f'"{check.code}"' not in source] == []
+    source, every = Path(__file__).read_text(), [*CHECKS.values(), *KEY_CHECKS.values(), *COMMON_CHECKS.values()]
+    assert [check.code for check in every if f'"{check.code}"' not in source] == []

@@ -23,6 +23,8 @@ from specserve.drafters.eagle3.rollout import rollout_states
 from specserve.drafters.interface import Head
 from specserve.drafters.learning import Rollout, Rows
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
+from specserve.interop import doctor
+from specserve.interop.convert import export_head
 from specserve.interop.head import load_head, save_head
 from specserve.interop.notes import read_notes
 from specserve.models.target import forward
@@ -124,11 +126,15 @@ def test_the_config_is_what_other_loaders_expect(folder: Path, tiny_target: Targ
     assert "eagle_config" not in raw, "default taps are left out: readers disagree on how to count them"
 
 
+@pytest.mark.parametrize("share", [1.0, 0.25])
 def test_exported_head_says_what_a_plain_numpy_forward_says(
-    folder: Path, tiny_target: Target, rng: np.random.Generator
+    folder: Path, tiny_target: Target, rng: np.random.Generator, share: float
 ) -> None:
-    """The forward of the checkpoint's own document, by SGLang's tensor names; two rollout steps of it."""
+    """The forward of the checkpoint's own document, by SGLang's tensor names; two rollout steps of it. The share of a
+    head's channels turns that `partial_rotary_factor` states."""
     n = 11
+    rope = {"rope_type": "default", "partial_rotary_factor": share, "mrope_section": [1, 1, 2]}
+    _edit_config(folder, rope_parameters=rope)
     text = rng.integers(0, 64, n)
     token_ids, positions = jnp.asarray(text[None], jnp.int32), jnp.arange(n, dtype=jnp.int32)[None]
     target = forward(
@@ -153,14 +159,16 @@ def test_exported_head_says_what_a_plain_numpy_forward_says(
 
     tensors = load_file(folder / "model.safetensors")
     embed = load_file(tiny_target.folder / "model.safetensors")["model.embed_tokens.weight"]
-    expected = _numpy_eagle3(tensors, embed, np.asarray(target.aux_hidden_states)[0], text)
+    expected = _numpy_eagle3(tensors, embed, np.asarray(target.aux_hidden_states)[0], text, share)
     assert_same(run(*args), [logits[: n - 2] for logits in expected], tolerance(run, *args))
     draft_ids = np.arange(48)
     np.testing.assert_array_equal(head.target_ids, draft_ids + tensors["d2t"])
     np.testing.assert_array_equal(np.flatnonzero(tensors["t2d"]), draft_ids + tensors["d2t"])
 
 
-def _numpy_eagle3(tensors: Tensors, embed: np.ndarray, taps: np.ndarray, text: np.ndarray) -> list[np.ndarray]:
+def _numpy_eagle3(
+    tensors: Tensors, embed: np.ndarray, taps: np.ndarray, text: np.ndarray, share: float
+) -> list[np.ndarray]:
     """Logits of rollout steps 0 and 1 at every slot. Slot t takes feature t and token t + 1; at step 1 its own state
     and token t + 2, and sees the step-0 entries up to t and itself."""
     heads, kv_heads, head_dim, theta = 4, 2, 8, 10_000.0
@@ -173,10 +181,11 @@ def _numpy_eagle3(tensors: Tensors, embed: np.ndarray, taps: np.ndarray, text: n
         return x @ tensors[f"{name}.weight"].T
 
     def rotate(x: np.ndarray, positions: np.ndarray) -> np.ndarray:  # [n, head, head_dim]
-        angles = positions[:, None] * theta ** (-np.arange(0, head_dim, 2) / head_dim)
+        turned = int(head_dim * share)
+        angles = positions[:, None] * theta ** (-np.arange(0, turned, 2) / turned)
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-        a, b = x[..., : head_dim // 2], x[..., head_dim // 2 :]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        a, b, rest = np.split(x, [turned // 2, turned], axis=-1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
     def project(step: int, hidden: np.ndarray) -> tuple[np.ndarray, ...]:
         tokens = np.append(text, [0, 0])[1 + step : 1 + step + n]
@@ -240,6 +249,35 @@ def test_the_speculators_config_nests_its_layer(folder: Path, tiny_head: Head, t
     }
     (folder / "config.json").write_text(json.dumps(nested | outer))
     _assert_same(tiny_head, load_head(folder, tiny_target, dtype="float32"))
+
+
+@pytest.mark.parametrize("make", [tiny.random_head, tiny.random_masked_head])
+def test_a_head_for_all_tokens_without_output_rows_shares_the_targets(
+    tmp_path: Path, tiny_target: Target, make: Callable[..., Head]
+) -> None:
+    """SGLang does the same where no draft vocabulary is stated: so it is written, and comes back. In the layout of
+    speculators, which has no such heads, it brings a copy of the target's rows along."""
+    save_head(tmp_path, make(tiny_target.config, seed=3, draft_vocab_size=64), tiny_target, dtype="float32", notes={})
+    _edit(tmp_path, lambda tensors: [tensors.pop(name) for name in ("lm_head.weight", "d2t", "t2d")])
+    for change in ({}, {"draft_vocab_size": None}):
+        _edit_config(tmp_path, **change)
+        head = load_head(tmp_path, tiny_target, dtype="float32")
+        assert not head.drafter.shape.has_own_head
+        np.testing.assert_array_equal(head.target_ids, np.arange(64))
+        assert [each.code for each in doctor.examine(tmp_path, tiny_target).errors] == []
+    save_head(tmp_path / "again", head, tiny_target, dtype="float32", notes={})
+    assert "draft_vocab_size" not in json.loads((tmp_path / "again" / "config.json").read_text())
+    _assert_same(head, load_head(tmp_path / "again", tiny_target, dtype="float32"))
+    export_head(tmp_path / "again", tmp_path / "theirs", tiny_target, target_name="tiny", dialect="speculators")
+    rows = load_file(tmp_path / "theirs" / "model.safetensors")["lm_head.weight"]
+    np.testing.assert_array_equal(rows, load_file(tiny_target.folder / "model.safetensors")["lm_head.weight"])
+    _edit_config(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match="tie_word_embeddings is True"):
+        load_head(tmp_path, tiny_target, dtype="float32")
+    assert {each.code for each in doctor.examine(tmp_path, tiny_target).errors} == {"uncomputed"}
+    _edit_config(tmp_path, tie_word_embeddings=False, draft_vocab_size=48)
+    with pytest.raises(CheckpointError, match=r"(lm_head\.weight|d2t) is missing"):
+        load_head(tmp_path, tiny_target, dtype="float32")
 
 
 def _absolute(tensors: Tensors) -> None:

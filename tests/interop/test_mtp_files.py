@@ -227,7 +227,7 @@ def test_a_layer_for_a_part_of_the_tokens_says_which(
     imported = import_head(tmp_path / "own", tmp_path / "back", target, target_name="it")
     _assert_same(head, imported.head)
     _edit(tmp_path / "own", lambda tensors: tensors.update(d2t=target_ids.astype(np.int64)))
-    assert [finding.code for finding in examine(tmp_path / "own", target).findings] == ["mtp-vocabulary"]
+    assert [finding.code for finding in examine(tmp_path / "own", target).findings] == ["absolute-d2t"]
     with pytest.raises(CheckpointError, match="absolute ids instead of offsets"):
         load_head(tmp_path / "own", target, dtype="float32")
     write_json(tmp_path / "own" / "config.json", read_json(tmp_path / "own" / "config.json") | {"draft_vocab_size": 65})
@@ -258,11 +258,11 @@ def _poison(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        (lambda tensors: tensors.pop("model.layers.3.hnorm.weight"), "mtp-tensors"),
-        (lambda tensors: tensors.update({"model.layers.3.hnorm.weight": np.ones(31, np.float32)}), "mtp-tensors"),
-        (lambda tensors: tensors.update({"model.layers.3.extra": np.ones(1, np.float32)}), "mtp-strange-tensors"),
-        (_poison, "mtp-not-finite"),
-        (lambda tensors: tensors.pop("model.layers.3.eh_proj.weight"), "mtp-unreadable"),
+        (lambda tensors: tensors.pop("model.layers.3.hnorm.weight"), "missing-tensor"),
+        (lambda tensors: tensors.update({"model.layers.3.hnorm.weight": np.ones(31, np.float32)}), "shape"),
+        (lambda tensors: tensors.update({"model.layers.3.extra": np.ones(1, np.float32)}), "unknown-tensor"),
+        (_poison, "not-finite"),
+        (lambda tensors: tensors.pop("model.layers.3.eh_proj.weight"), "unreadable"),
     ],
 )
 def test_the_doctor_finds_what_is_wrong(tmp_path: Path, change: Callable[[Tensors], object], code: str) -> None:

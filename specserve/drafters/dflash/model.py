@@ -26,7 +26,7 @@ from specserve.models.layers import linear, mlp
 from specserve.models.moe import Moe
 from specserve.models.params import ParamSpec, embedding_table, matrix, optional, vector
 from specserve.models.rope import rope_tables
-from specserve.models.target import Layer, TargetParams, layer_spec
+from specserve.models.target import Layer, TargetParams, head_logits, layer_spec
 from specserve.pytree import pytree
 
 
@@ -201,12 +201,7 @@ def block_logits(
 ) -> jax.Array:  # [..., draft_vocab] float32
     norm, head = output
     states = rms_norm(states, norm, config.backbone.norm_eps)
-    if head is None:
-        head = target.head
-    if head is None:  # it is the embedding
-        out = jnp.einsum("...d,vd->...v", states, target.embedding, preferred_element_type=jnp.float32)
-    else:
-        out = matmul_float32(states, head)
+    out = head_logits(target, states) if head is None else matmul_float32(states, head)
     out *= config.output_scale
     softcap = config.backbone.logit_softcap
     if not softcap:

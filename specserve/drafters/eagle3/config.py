@@ -26,6 +26,7 @@ class Eagle3Config:
     norm_eps: float = 1e-6
     rope: Rope = field(default=Rope())
     has_embedding: bool = False  # its own token embedding; otherwise the target's is shared
+    has_own_head: bool = True  # its own output rows; otherwise the target's are shared, which are those of all tokens
     norm_before_residual: bool = False  # the residual is the normed hidden state
     fc_norm: bool = False  # 3.1: an RMS norm on each tapped state
     norm_before_fc: bool = False  # 3.1: one RMS norm over the concatenated taps

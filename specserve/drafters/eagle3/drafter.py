@@ -15,6 +15,7 @@ from specserve.drafters.eagle3 import start
 from specserve.drafters.eagle3.config import Eagle3Config
 from specserve.drafters.eagle3.model import (
     Eagle3Params,
+    Output,
     ReadyHead,
     draft_forward,
     draft_inputs,
@@ -32,7 +33,6 @@ from specserve.drafters.interface import Kind
 from specserve.drafters.learning import Costs, Rollout, Rows, by_position
 from specserve.kernels.attention import attend
 from specserve.kernels.gather import take_each
-from specserve.kernels.matmul import Weight
 from specserve.models.attention import KV
 from specserve.models.cache import Cache, Prefix
 from specserve.models.target import TargetParams
@@ -57,8 +57,7 @@ class OnEagle(FollowingDrafter):
         """Return the network beside what it shares of the target's."""
         own = weights.draft
         assert own is not None, "a head proposes, and there is none"
-        params = self.network_params(own.params)
-        return ReadyHead(params, own.vocab, token_embedding(params, weights.target.embedding))
+        return ReadyHead(self.network_params(own.params), own.vocab, weights.target)
 
     def empty_cache(self, sizes: Sizes) -> Cache:
         return empty_cache(self.shape, num_pages=sizes.num_pages, page_size=sizes.page_size)
@@ -71,8 +70,8 @@ class OnEagle(FollowingDrafter):
         network = dataclasses.replace(network, norm=network.norm * scale.astype(network.norm.dtype))
         return dataclasses.replace(params, **{self.part: network}) if self.part else network
 
-    def logits(self, output: tuple[jax.Array, Weight], target: TargetParams, hidden_states: jax.Array) -> jax.Array:
-        return draft_logits(output, self.shape, hidden_states)
+    def logits(self, output: Output, target: TargetParams, hidden_states: jax.Array) -> jax.Array:
+        return draft_logits(output, self.shape, hidden_states, target)
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ class _Expander:
         self.draft, self.config, self.pages, self.prefix, self.rows = draft, config, pages, prefix, rows
 
     def candidates(self, level: _Level, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
-        logits = draft_logits(self.draft.params.output, self.config, level.hidden)
+        logits = draft_logits(self.draft.params.output, self.config, level.hidden, self.draft.target)
         return best_tokens(self.rows, self.draft.vocab.target_ids, logits, self.prefix.lens + depth - 1, top_k)
 
     def descend(self, level: _Level, parents: jax.Array, token_ids: jax.Array, depth: int) -> _Level:

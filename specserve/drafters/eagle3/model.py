@@ -21,8 +21,9 @@ from specserve.kernels.rowwise import rms_norm
 from specserve.models.attention import KV, Attention, attention_spec, project_kv, project_q
 from specserve.models.cache import Cache, Pages, Prefix
 from specserve.models.layers import Mlp, linear, mlp, mlp_spec
-from specserve.models.params import embedding_table, matrix, vector
+from specserve.models.params import embedding_table, matrix, optional, vector
 from specserve.models.rope import rope_tables
+from specserve.models.target import TargetParams, head_logits
 from specserve.pytree import pytree
 from specserve.speculative.vocab import DraftVocab
 
@@ -38,6 +39,9 @@ class DraftLayer:
     mlp: Mlp
 
 
+Output = tuple[jax.Array, Weight | None]  # the final norm, and the head; None: the target's
+
+
 @pytree
 class Eagle3Params:
     embedding: jax.Array | None  # [vocab, d_model]; None: the target's is shared
@@ -47,10 +51,10 @@ class Eagle3Params:
     hidden_norm: jax.Array  # [d_model], on the feature or the recurrent state
     layers: tuple[DraftLayer, ...]
     norm: jax.Array  # [d_model]
-    head: Weight  # [d_model, draft_vocab]
+    head: Weight | None  # [d_model, draft_vocab]; None: the target's is shared
 
     @property
-    def output(self) -> tuple[jax.Array, Weight]:
+    def output(self) -> Output:
         """The parameters that make logits of states, see `draft_logits`."""
         return self.norm, self.head
 
@@ -61,15 +65,16 @@ def draft_spec(config: Eagle3Config) -> Eagle3Params:
     fused = num_taps * config.target_d_model
     norms = tuple(vector(f"fc_norm.{i}.weight", config.target_d_model) for i in range(num_taps))
     embedding = embedding_table("embed_tokens.weight", config.vocab_size, config.d_model)
+    head = matrix("lm_head.weight", config.d_model, config.draft_vocab_size, ("embed", "vocab"))
     return Eagle3Params(
-        embedding=embedding if config.has_embedding else None,
+        embedding=optional(config.has_embedding, embedding),
         fc=matrix("fc.weight", fused, config.d_model, (None, "embed")),
         fc_norms=norms if config.fc_norm else (),
         fc_input_norm=vector("input_norm.weight", fused) if config.norm_before_fc else None,
         hidden_norm=vector("midlayer.hidden_norm.weight", config.d_model),
         layers=tuple(_layer_spec(config, i) for i in range(config.num_layers)),
         norm=vector("norm.weight", config.d_model),
-        head=matrix("lm_head.weight", config.d_model, config.draft_vocab_size, ("embed", "vocab")),
+        head=optional(config.has_own_head, head),
     )
 
 
@@ -185,14 +190,18 @@ def _leave(
 
 
 def draft_logits(
-    output: tuple[jax.Array, Weight],  # final norm and head
+    output: Output,
     config: Eagle3Config,
     hidden_states: jax.Array,  # [..., d_model], what `draft_states` returned
+    target: TargetParams | None = None,  # of a head that shares its output rows
 ) -> jax.Array:  # [..., draft_vocab] float32
     norm, head = output
     if not config.norm_output:
         hidden_states = rms_norm(hidden_states, norm, config.norm_eps)
-    return matmul_float32(hidden_states, head)
+    if head is not None:
+        return matmul_float32(hidden_states, head)
+    assert target is not None, "a head without output rows shares the target's"
+    return head_logits(target, hidden_states)
 
 
 # the entries of tokens whose hidden states are known: what the network keeps of a sequence
@@ -204,7 +213,11 @@ class ReadyHead:
 
     params: Eagle3Params
     vocab: DraftVocab
-    embedding: jax.Array  # [vocab, d_model], see `token_embedding`
+    target: TargetParams
+
+    @property
+    def embedding(self) -> jax.Array:  # [vocab, d_model]
+        return token_embedding(self.params, self.target.embedding)
 
 
 def empty_cache(config: Eagle3Config, *, num_pages: int, page_size: int) -> Cache:

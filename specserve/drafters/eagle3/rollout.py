@@ -69,6 +69,7 @@ def rollout_costs(config: Eagle3Config, spec: Eagle3Params, rollout: Rollout, se
         workspace=workspace_of_layer(config.d_model, heads, config.d_ff),
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
+        shares_output=not config.has_own_head,
         kv=config.num_layers * kv,
         # of a layer both outputs, and both inputs' gradients, the first one of twice the width; and the embedding
         summed=rollout.length * config.d_model * ((4 + again) * config.num_layers + 2 + again),

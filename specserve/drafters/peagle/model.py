@@ -9,9 +9,15 @@ serving share these functions.
 import jax
 import jax.numpy as jnp
 
-from specserve.drafters.eagle3.model import DraftInputs, Eagle3Params, draft_inputs, draft_spec, fuse_features
+from specserve.drafters.eagle3.model import (
+    DraftInputs,
+    Eagle3Params,
+    Output,
+    draft_inputs,
+    draft_spec,
+    fuse_features,
+)
 from specserve.drafters.peagle.config import PEagleConfig
-from specserve.kernels.matmul import Weight
 from specserve.models.params import ParamSpec
 from specserve.pytree import pytree
 
@@ -22,7 +28,7 @@ class PEagleParams:
     mask_hidden: jax.Array  # [1, 1, taps * target_d_model], the tapped states of a masked slot
 
     @property
-    def output(self) -> tuple[jax.Array, Weight]:
+    def output(self) -> Output:
         """The parameters that make logits of states, see `eagle.model.draft_logits`."""
         return self.network.output
 

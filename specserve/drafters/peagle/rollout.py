@@ -173,6 +173,7 @@ def slot_costs(config: PEagleConfig, spec: Eagle3Params, rollout: Rollout, seq_l
         num_heads=network.num_heads,
         num_kv_heads=network.num_kv_heads,
         states=slots / config.num_slots,
+        shares_output=not network.has_own_head,
         kv=network.num_layers * kv,
         # of a layer both outputs, and both inputs' gradients, the first one of twice the width; and the embedding
         summed=slots * network.d_model * ((4 + again) * network.num_layers + 2 + again),

@@ -4,7 +4,7 @@ the draft doctor reports. `dialects` and `checks` look for them."""
 from collections.abc import Mapping
 
 from specserve.interop.findings import read_checks
-from specserve.interop.keys import ACTIVATION, LAYER, TRANSFORMERS_KEYS, Key, KeyTable, counts, known
+from specserve.interop.keys import ACTIVATION, COMMON, HARMLESS, Key, KeyTable, counts, flag, flags, number, only
 
 OWN = "dflash_config"
 TAPS, INPUT_TAPS = "target_layer_ids", ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
@@ -14,42 +14,45 @@ SELECTOR: Mapping[str, str] = {  # keys of heads that choose among candidates, a
     "selector_rank": "selector_rank",
     "selector_top_k": "selector_top_k",
 }
-_KEYS = [
-    *counts("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", is_required=True),
-    *counts("vocab_size", "block_size", is_required=True),
-    *counts("num_key_value_heads", "head_dim", "max_position_embeddings", "draft_vocab_size", "target_hidden_size"),
-    *counts("num_target_layers"),
-    Key("attention_sink_bias", ("add_swa_attention_sink_bias",), sets="has_sinks", default=False),
-    Key("input_embedding_scale", sets="embedding_scale", default=1.0),
-    Key("output_multiplier", sets="output_scale", default=1.0),
-    Key("final_logit_softcapping", sets="logit_softcap", default=0.0),
-    Key("attention_bias", sets="qkv_bias", default=False),
-    Key("attention_value_scale", computed=(None, 1, 1.0)),
-    Key("use_aux_hidden_state", computed=(None, True)),
-    Key("mlp_bias", computed=(None, False)),
-    Key("hidden_act", computed=(None, ACTIVATION)),
-    Key("markov_head_type", computed=(None, "vanilla")),
-    Key("projector_type", computed=(None, "dflash")),
-    Key("shift_label", computed=(None, False)),
-    # `dialects` reads these
-    Key("is_causal", ("causal",)),
-    Key("swa_window_size", ("sliding_window",)),
-    *known("mask_token_id", TAPS, *INPUT_TAPS, "add_swa_attention_sink_bias", "logit_scale", "rms_norm_eps"),
-    *known("causal", "sliding_window_non_causal", "layer_types", "use_swa"),
-    *known("sliding_window", "use_sliding_window", "max_window_layers", "is_neox_style", "has_own_lm_head"),
-    *known("rope_theta", "rope_scaling", "rope_parameters", "sample_from_anchor", "dspark_bonus_anchor"),
-    *known("markov_rank", "enable_confidence_head", "confidence_head_with_markov", *SELECTOR),
-    # nothing here follows from these: names, dtypes, token ids, training, and a projector that is none of ours
-    *TRANSFORMERS_KEYS,
-    *known("auto_map", "sep_token_id", "decoder_start_token_id", "tokenizer_class", "speculators_model_type"),
-    *known("speculators_version", "speculators_config", "embed_requires_grad", "_attn_implementation_autoset"),
-    *known("base_model_ep_plan", "has_no_defaults_at_init", "initial_context_length", "num_anchors", "max_anchors"),
-    *known("loss_decay_gamma", "auf", "ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha"),
-    *known("lambda_base_start", "lambda_base_decay_ratio", "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"),
-]
-_NAMES = frozenset(key.name for key in _KEYS)
+ARCHITECTURES: Mapping[str, tuple[str, ...]] = {  # the first is written; for speculators the second, if there is one
+    "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
+    "dspark": ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel"),
+    "dflash2": ("DFlash2DraftModel",),
+}
 # Any key may stand in `dflash_config`, beside it, or where speculators keeps the layers' settings.
-KEYS = KeyTable(_KEYS, over={OWN: _NAMES}, strict={"": _NAMES | {OWN, LAYER}, OWN: _NAMES})
+KEYS = KeyTable(
+    [
+        *counts("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", is_required=True),
+        *counts("vocab_size", "block_size", is_required=True),
+        *counts("num_key_value_heads", "head_dim", "max_position_embeddings", "draft_vocab_size"),
+        *counts("target_hidden_size", "num_target_layers"),
+        flag("attention_sink_bias", "add_swa_attention_sink_bias", sets="has_sinks"),
+        number("input_embedding_scale", 1.0, sets="embedding_scale"),
+        number("output_multiplier", 1.0, sets="output_scale"),
+        number("logit_scale", 1.0, sets="logit_scale"),
+        number("final_logit_softcapping", 0.0, sets="logit_softcap"),
+        flag("attention_bias", sets="qkv_bias"),
+        only("attention_value_scale", 1),
+        only("attention_mode", "gqa", "mha"),  # the numbers of heads say it too
+        only("use_aux_hidden_state", True),
+        only("mlp_bias", False),
+        only("hidden_act", ACTIVATION),
+        only("markov_head_type", "vanilla"),
+        only("shift_label", False),
+        # `dialects` reads these
+        *flags("is_causal", "causal", "sliding_window_non_causal", "use_swa", "use_sliding_window"),
+        *flags("sample_from_anchor", "dspark_bonus_anchor", "enable_confidence_head", "confidence_head_with_markov"),
+        Key("sliding_window", ("swa_window_size",)),
+        *map(Key, ("mask_token_id", TAPS, *INPUT_TAPS, "layer_types", "max_window_layers", "projector_type")),
+        *map(Key, ("markov_rank", *SELECTOR)),
+        *COMMON,
+    ],
+    classes=frozenset(name for names in ARCHITECTURES.values() for name in names),
+    model_types=frozenset(ARCHITECTURES),
+    places=frozenset({OWN}),
+    # nothing follows from what is of a projector that is none of ours
+    harmless=HARMLESS | {"has_own_lm_head", "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"},
+)
 
 CHECKS = read_checks("""
 [block drafters: keys]
@@ -57,22 +60,6 @@ block-sizes error: the shape is not stated
   no loader can build the head
   by hand: copy the keys from the config that the head was trained with; block_size counts the anchor's slot too
   refused: {named}; expected positive whole numbers. Is it the config.json of a DFlash head?
-unknown-key error: a key that nobody here knows
-  it may say how the head is computed: who passes over a window accepts a quarter
-  by hand: take it out if it says nothing of how the head is computed
-  refused: {every}: not known to us, so the head might be computed as another one than was trained. Take them out if
-    they say nothing of how it is computed
-stated-twice error: {key} is stated in two places that disagree
-  some engines read the one, and some the other
-  by hand: write in both what it was trained with
-uncomputed error: {key} asks for what is not computed here
-  we refuse the head rather than run another one
-  by hand: serve it with an engine that computes it
-  refused: {key} is {got}, which is not computed here; expected {expected}
-block-layers error: another number of layers is stated than there are tensors of
-  engines leave layers out, or run some whose weights are whatever is in memory there
-  fix: write the number that the tensors are of
-  by hand: find out which is wrong: tensors may be lost
 mask-token error: the mask token is none of the target's tokens
   every slot but the anchor's is filled with the embedding of something else, or of nothing
   by hand: write the id that it was trained with; for Qwen3 that is a padding row behind the tokenizer's tokens
@@ -82,6 +69,7 @@ windows error: windows that make no sense
   they cannot be computed
   by hand: write layer_types with an entry for each layer, and sliding_window, no shorter than a block whose
     positions see what follows them
+  refused: {got}
 forgotten-window error: use_sliding_window is not true, beside layers that slide
   transformers forgets the window then, so that the package `dflash` runs without
   fix: write true
@@ -96,9 +84,6 @@ sinks error: attention sinks are there, attention_sink_bias is not
   attention is computed without them
   fix: write dflash_config.attention_sink_bias: true
 [block drafters: target]
-other-target error: a head for another target
-  it cannot be served with this one
-  by hand: give the target that it was trained for (--target)
 block-taps error: taps that make no sense
   the head cannot be fed
   by hand: count the target's layers again: target_layer_ids names outputs, aux_hidden_state_layer_ids inputs
@@ -111,25 +96,4 @@ taps-slipped warning: tap ids look as if they were counted in the other layout
 last-tap warning: the last layer is tapped
   transformers gives its state after the target's final norm, other engines before it
   by hand: find out with which it was trained; we take the state before the norm
-block-positions error: the head ends before the target does
-  vLLM crashes on prompts that are longer
-  fix: write the target's
-block-rope warning: nothing is said about rotary embeddings
-  vLLM turns by theta 1,000,000, transformers by 10,000
-  fix: write the target's
-  by hand: give --target
-[block drafters: tensors]
-block-missing error: {name} is missing
-  it cannot be loaded
-  by hand: download or export it again
-block-shape error: {name} has another shape than config.json says
-  it cannot be loaded
-  by hand: find out which is wrong: config.json may be that of another head
-block-unknown error: {name} is no part of such a head
-  vLLM refuses the head; what it was trained for is lost
-  by hand: remove it, if the head was trained without
-block-vocabulary error: d2t and t2d do not say which tokens the rows of lm_head.weight are for
-  it would propose other tokens than it means
-  fix: write offsets (target id = i + d2t[i])
-  by hand: take both from the checkpoint that the head was trained with
 """)

@@ -3,12 +3,11 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE
-from specserve.drafters.dflash.config import DFlashConfig, short_windows
+from specserve.checkpoints.tensors import CONFIG
+from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.model import head_spec
 from specserve.drafters.dflash.start import default_taps
 from specserve.errors import ConfigError
@@ -19,14 +18,16 @@ from specserve.interop.examined import (
     check_length,
     check_num_layers,
     check_of_target,
+    check_rope_stated,
     check_specs,
+    check_tables,
     check_values,
     given,
 )
-from specserve.interop.findings import LAYERS, Finding, both, describe, put, put_tensors
-from specserve.interop.keys import Stated
-from specserve.interop.published import D2T, ROPE_KEYS, T2D, count_layers, read_rope, read_vocab, vocab_to_tensors
-from specserve.interop.repairs import write_rope
+from specserve.interop.findings import LAYERS, Finding, both, put
+from specserve.interop.key_checks import check_rotary
+from specserve.interop.keys import FULL, SLIDING, Stated
+from specserve.interop.published import count_layers
 from specserve.models.params import specs
 from specserve.models.rope import plain_rope
 
@@ -49,19 +50,9 @@ class BlockFiles(ExaminedFiles):
     def dialect(self) -> str:
         return dialects.layout_of(self.stated)
 
-    @cached_property
-    def read(self) -> DFlashConfig | ConfigError:
-        """The head's shape, or why config.json does not state it in a way that we compute."""
-        try:
-            config = dialects.config_from_hf(self.stated, self.target_config, self.names, dtype="float32")
-        except ConfigError as error:
-            return error
+    def make(self) -> DFlashConfig:
+        config = dialects.config_from_hf(self.stated, self.target_config, self.names, dtype="float32")
         return replace(config, backbone=replace(config.backbone, has_sinks=self.has_sinks))
-
-    @property
-    def config(self) -> DFlashConfig | None:
-        """The head's shape; None where it cannot be read."""
-        return None if isinstance(self.read, ConfigError) else self.read
 
     @property
     def num_target_layers(self) -> int | None:
@@ -102,37 +93,26 @@ class BlockFiles(ExaminedFiles):
 def check_keys(files: BlockFiles) -> Iterator[Finding]:
     """Check that every key is known, stated once, and computed here."""
     stated = files.stated
-    yield from dialects.check_sizes(stated)
-    yield from dialects.check_known(stated)
-    yield from dialects.check_twice(stated)
-    if dialects.disagrees_about_anchor(stated):
-        got = f"{stated.get('sample_from_anchor')!r} and {stated.get('dspark_bonus_anchor')!r}"
-        keys = "sample_from_anchor, dspark_bonus_anchor"
-        yield CHECKS["stated-twice"].found(f"{CONFIG}: {keys}", "one true and one false", got, key=keys)
-    yield from dialects.check_computed(stated)
+    for check in dialects.OF_KEYS:
+        yield from check(stated)
     if files.sizes:
         count = stated.get("num_hidden_layers")
-        yield from check_num_layers(CHECKS["block-layers"], count, count_layers(files.names))
-    yield from dialects.check_mask_token(stated)
+        yield from check_num_layers(count, count_layers(files.names))
 
 
 @given("sizes")
 def check_masks(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
     """Check that every engine reads the same windows and causality from the config."""
-    try:
-        windows = dialects.read_windows(stated)
-        causal = dialects.read_causal(stated, windows)
-    except ConfigError as error:
-        yield CHECKS["windows"].found(CONFIG, "a window for every layer that slides", str(error))
+    if any(dialects.check_windows(stated)):
         return
-    if short := short_windows(windows, causal, stated.get("block_size")):
-        yield CHECKS["windows"].found(CONFIG, f"{stated.get('block_size')} or more", str(short[0]))
-    slides = dialects.SLIDING in stated.get("layer_types", ())
+    windows = dialects.read_windows(stated)
+    causal = dialects.read_causal(stated, windows)
+    slides = SLIDING in dialects.layer_kinds(stated)
     if slides and not stated.get("use_sliding_window", False):
         got, fix = repr(stated.get("use_sliding_window")), put(LAYERS, use_sliding_window=True)
         yield CHECKS["forgotten-window"].found(f"{CONFIG}: use_sliding_window", "true", got, fix)
-    if any(windows) and not slides:
-        kinds = {"layer_types": [dialects.SLIDING] * len(windows), "sliding_window": windows[0]}
+    if stated.get("use_swa", False) and SLIDING not in stated.get("layer_types", ()):
+        kinds = {"layer_types": [SLIDING if window else FULL for window in windows], "sliding_window": max(windows)}
         fix = both(put(LAYERS, **kinds, use_sliding_window=True, max_window_layers=0), put(is_causal=causal[0]))
         yield CHECKS["use-swa"].found(f"{CONFIG}: layer_types", "layers that slide", "nothing", fix)
     key = "sliding_window_non_causal"
@@ -147,23 +127,19 @@ def check_masks(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
 @given("sizes", "target")
 def check_target(_files: BlockFiles, stated: Stated, target: Target) -> Iterator[Finding]:
     """Check that the head's sizes are those of its target, and that it can follow sequences as long."""
-    check, sizes = CHECKS["other-target"], dialects.sizes_of_target(stated, target.config)
+    sizes = dialects.sizes_of_target(stated, target.config)
     required = (target.config.vocab_size, target.config.d_model, target.config.num_layers)
     for key, got, size in zip(("vocab_size", "hidden_size", "num_target_layers"), sizes, required, strict=True):
-        yield from check_of_target(check, key, got, size, target)
-    length = stated.get("max_position_embeddings")
-    yield from check_length(CHECKS["block-positions"], length, target, read_rope(stated.top))
+        yield from check_of_target(key, got, size, target)
+    yield from check_length(stated, target)
 
 
-def check_rope(files: BlockFiles) -> Iterator[Finding]:
-    """Check that rotary settings are stated."""
-    if any(files.stated.get(key) is not None for key in ROPE_KEYS):
-        return
-    expected, fix = "rope_theta or rope_parameters", None
-    if files.target:
-        rope = plain_rope(files.target.config.rope)
-        expected, fix = f"{rope.kind}, theta {rope.theta:g}", write_rope(rope)
-    yield CHECKS["block-rope"].found(f"{CONFIG}: rope_parameters", expected, "nothing", fix)
+@given("sizes")
+def check_rope(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
+    """Check that rotary settings are stated, once, and can be read."""
+    rope = plain_rope(files.target.config.rope) if files.target else None
+    yield from check_rotary(stated, rope)
+    yield from check_rope_stated(stated, rope)
 
 
 @given("sizes")
@@ -201,26 +177,14 @@ def check_taps(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
 @given("config")
 def check_tensors(files: BlockFiles, config: DFlashConfig) -> Iterator[Finding]:
     """Check that the tensors are those that config.json asks for."""
-    checks = CHECKS["block-missing"], CHECKS["block-shape"], CHECKS["block-unknown"]
-    yield from check_specs(files, specs(head_spec(config)), checks, _HARMLESS.fullmatch)
+    yield from check_specs(files, specs(head_spec(config)), _HARMLESS.fullmatch)
 
 
 @given("config")
 def check_vocabulary(files: BlockFiles, config: DFlashConfig) -> Iterator[Finding]:
     """Check that d2t and t2d say which tokens the rows are for."""
-    d2t, t2d = map(files.table, (D2T, T2D))
-    rows, size = config.draft_vocab_size, config.backbone.vocab_size
-    vocab = read_vocab(d2t, t2d, rows, size)
-    is_right = vocab.reading == "offset" and vocab.is_sorted and (t2d is None or vocab.agrees)
-    if is_right or not dialects.is_partial(config):
-        return
-    fix = None
-    if vocab.target_ids is not None and vocab.is_sorted and vocab.reading in ("absolute", "mask"):
-        stored = [files.rename(name) for name in (D2T, T2D)]
-        fix = put_tensors(vocab_to_tensors(vocab.target_ids, size), instead_of=stored)
-    expected = f"{rows:,} ascending offsets to ids below {size:,}, and a mask that agrees"
-    got = f"d2t {describe(d2t)}; t2d {describe(t2d)}"
-    yield CHECKS["block-vocabulary"].found(SINGLE_FILE, expected, got, fix)
+    if dialects.is_partial(config):
+        yield from check_tables(files, config.draft_vocab_size, config.backbone.vocab_size)
 
 
 OF_BLOCKS = (

@@ -14,20 +14,23 @@ from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.start import NAMES, default_taps
 from specserve.errors import ConfigError
-from specserve.interop.dflash.catalogue import CHECKS, INPUT_TAPS, KEYS, OWN, SELECTOR, TAPS
+from specserve.interop.dflash.catalogue import ARCHITECTURES, CHECKS, INPUT_TAPS, KEYS, OWN, SELECTOR, TAPS
 from specserve.interop.findings import Finding, refuse
-from specserve.interop.keys import Stated, architectures, is_count, is_eps
+from specserve.interop.key_checks import (
+    check_computed,
+    check_known,
+    check_named,
+    check_rotary,
+    check_stated_once,
+    stated_twice,
+    uncomputed,
+)
+from specserve.interop.keys import FULL, SLIDING, Stated, architectures, is_count
 from specserve.interop.published import D2T, EMBEDDING, OUTPUT, layer_to_hf, nested_config, present, sizes_from_hf
 from specserve.models.config import LayerKind, ModelConfig
-from specserve.models.rope import rope_from_hf
 
 Layout = Literal["z-lab", "speculators"]
-ARCHITECTURES: Mapping[str, tuple[str, ...]] = {  # the first is written; for speculators the second, if there is one
-    "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
-    "dspark": ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel"),
-    "dflash2": ("DFlash2DraftModel",),
-}
-SLIDING, FULL = "sliding_attention", "full_attention"
+_FIRST_TO_SLIDE = 28  # `max_window_layers` of a Qwen3 that does not state it
 OF_TARGET = "the target's own, which it was trained beside"
 SKIPPED = {r"verifier_(norm|lm_head)\.weight": OF_TARGET}  # tensors that are not read
 _DIALECTS = (("layers.0.", "midlayer."), ("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))
@@ -55,14 +58,13 @@ def layout_of(stated: Stated) -> Layout:
 def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[str], *, dtype: str) -> DFlashConfig:
     """Read a head's config.json; `names` are those of its tensors. Without a target the number of its layers is not
     known, and where no taps are stated, only their number is right. Raises ConfigError."""
-    refuse((finding for check in OF_KEYS for finding in check(stated)), stated.where)
-    _check_rest(stated)
+    refuse_keys(stated)
     windows = read_windows(stated)
     switches = stated.fields("qkv_bias", "logit_softcap", "has_sinks")
     backbone = ModelConfig(
         family="qwen3",
         **sizes_from_hf(stated.get, target),
-        rope=rope_from_hf(stated.top, stated.where),
+        rope=stated.rope(),
         layers=tuple(LayerKind(window=window) for window in windows),
         **switches,
         o_bias=switches["qkv_bias"],
@@ -72,7 +74,11 @@ def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[
     )
     rename = renamer(names)
     draft_vocab_size = stated.get("draft_vocab_size", backbone.vocab_size)
-    scales = stated.fields("embedding_scale", "output_scale")
+    if draft_vocab_size > backbone.vocab_size:
+        raise ConfigError(
+            f"{stated.where}: draft_vocab_size is {draft_vocab_size} of a vocabulary {backbone.vocab_size}"
+        )
+    scales = stated.fields("embedding_scale", "output_scale", "logit_scale")
     return DFlashConfig(
         backbone=backbone,
         aux_layers=read_taps(stated, target),
@@ -83,7 +89,7 @@ def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[
         has_embedding=rename(EMBEDDING) in names,
         has_own_head=rename(OUTPUT) in names and draft_vocab_size == backbone.vocab_size,
         embedding_scale=scales["embedding_scale"],
-        output_scale=scales["output_scale"] * float(stated.get("logit_scale", 1.0)),
+        output_scale=scales["output_scale"] * scales["logit_scale"],
         foresees_anchor=read_foresees_anchor(stated),
         **_joint(stated, rename("confidence_head.proj.bias") in names),
     )
@@ -98,26 +104,14 @@ def check_sizes(stated: Stated) -> Iterator[Finding]:
         yield CHECKS["block-sizes"].found(CONFIG, expected, got, named=named)
 
 
-def check_known(stated: Stated) -> Iterator[Finding]:
-    """Check that every key is known."""
-    unknown = stated.unknown()
-    for key, value in unknown.items():
-        every = ", ".join(unknown)
-        yield CHECKS["unknown-key"].found(f"{CONFIG}: {key}", "a key of the layout", repr(value), every=every)
-
-
-def check_twice(stated: Stated) -> Iterator[Finding]:
-    """Check that no key is stated in two places that disagree."""
-    named = {OWN: f"in {OWN}", "": "beside it"}
-    for key, values in stated.contradictions().items():
-        got = ", ".join(f"{value!r} {named[place]}" for place, value in values.items())
-        yield CHECKS["stated-twice"].found(f"{CONFIG}: {key}", "the same", got, key=key)
-
-
-def check_computed(stated: Stated) -> Iterator[Finding]:
-    """Check that no key asks for what is not computed."""
-    for key, (value, usual) in stated.uncomputed().items():
-        yield CHECKS["uncomputed"].found(f"{CONFIG}: {key}", repr(usual), repr(value), key=key)
+def check_kind(stated: Stated) -> Iterator[Finding]:
+    """Check that the projector and the model class, where they are named, are those of the kind."""
+    kind = kind_of(stated)
+    for path, value in stated.found.get("projector_type", {}).items():
+        if value != kind:
+            yield uncomputed(path, value, repr(kind))
+    for other in sorted(KEYS.classes & architectures(stated.raw) - {*ARCHITECTURES[kind]}):
+        yield uncomputed("architectures", other, " or ".join(ARCHITECTURES[kind]))
 
 
 def check_mask_token(stated: Stated) -> Iterator[Finding]:
@@ -127,29 +121,36 @@ def check_mask_token(stated: Stated) -> Iterator[Finding]:
         yield CHECKS["mask-token"].found(f"{CONFIG}: mask_token_id", f"0..{vocab_size - 1}", repr(mask))
 
 
-OF_KEYS = (check_sizes, check_known, check_twice, check_computed, check_mask_token)
+def check_windows(stated: Stated) -> Iterator[Finding]:
+    """Check that every layer that slides has a window, and one that is computed."""
+    if bad_sizes(stated):
+        return
+    block, got = stated.get("block_size"), ""
+    try:
+        windows = read_windows(stated)
+        if short := short_windows(windows, read_causal(stated, windows), block):
+            got = f"a window of {short[0]}, shorter than the block of {block}, where positions see what follows them"
+    except ConfigError as error:
+        got = str(error).removeprefix(f"{stated.where}: ")
+    if got:
+        yield CHECKS["windows"].found(CONFIG, "a window for every layer that slides", got)
 
 
-def _check_rest(stated: Stated) -> None:
-    """Raises ConfigError for what the draft doctor reports in the words of its own checks, or in these."""
-    where = stated.where
-    if not stated.get("is_neox_style", True):
-        raise ConfigError(f"{where}: is_neox_style is False: a head that turns neighbours is not computed here")
-    if not is_eps(eps := stated.get("rms_norm_eps", 1e-6)):
-        raise ConfigError(f"{where}: rms_norm_eps is {eps!r}; expected a number above 0 and at most 0.01")
-    block, vocab_size, windows = stated.get("block_size"), stated.get("vocab_size"), read_windows(stated)
-    if short := short_windows(windows, read_causal(stated, windows), block):
-        raise ConfigError(
-            f"{where}: a window of {short[0]}, shorter than the block of {block}, is not computed here where positions "
-            "see what follows them"
-        )
-    if disagrees_about_anchor(stated):
-        raise ConfigError(
-            f"{where}: sample_from_anchor and dspark_bonus_anchor are both {stated.get('sample_from_anchor')!r}, but "
-            "each is what the other is not; keep the one that the head was trained with"
-        )
-    if (rows := stated.get("draft_vocab_size", vocab_size)) > vocab_size:
-        raise ConfigError(f"{where}: draft_vocab_size is {rows} of a vocabulary {vocab_size}")
+def check_anchor(stated: Stated) -> Iterator[Finding]:
+    """Check that the two keys about the anchor's own slot, each of which is what the other is not, agree."""
+    values = {key: stated.get(key) for key in ("sample_from_anchor", "dspark_bonus_anchor")}
+    if None not in values.values() and len(set(values.values())) == 1:
+        yield stated_twice(" and ".join(values), values)
+
+
+OF_KEYS = (check_named, check_known, check_stated_once, check_computed, check_kind, check_sizes, check_mask_token)
+OF_KEYS += (check_windows, check_anchor)
+
+
+def refuse_keys(stated: Stated) -> None:
+    """Raise ConfigError for the first fault of the keys."""
+    for check in (*OF_KEYS, check_rotary):
+        refuse(check(stated), stated.where)
 
 
 def read_foresees_anchor(stated: Stated) -> bool:
@@ -157,12 +158,6 @@ def read_foresees_anchor(stated: Stated) -> bool:
     bonus = stated.get("dspark_bonus_anchor")
     default = kind_of(stated) == "dspark" if bonus is None else not bonus
     return bool(stated.get("sample_from_anchor", default))
-
-
-def disagrees_about_anchor(stated: Stated) -> bool:
-    """Return whether the two keys about the anchor's own slot disagree on whether it predicts a token."""
-    foresees, bonus = stated.get("sample_from_anchor"), stated.get("dspark_bonus_anchor")
-    return None not in (foresees, bonus) and bool(foresees) == bool(bonus)
 
 
 def _joint(stated: Stated, has_confidence_bias: bool) -> dict[str, Any]:
@@ -203,33 +198,42 @@ def bad_sizes(stated: Stated) -> dict[str, Any]:
     return wrong or ({"block_size": block} if block < fewest else {})
 
 
+def layer_kinds(stated: Stated) -> list[str]:
+    """Return the kind of each layer, whether it slides: as `layer_types` states, or else by `use_sliding_window` from
+    layer `max_window_layers` on, as Qwen3's config has it. Raises ConfigError."""
+    num_layers, kinds = stated.get("num_hidden_layers"), stated.get("layer_types")
+    if kinds is None:
+        slides = stated.get("use_sliding_window", False) and stated.get("sliding_window") is not None
+        first = stated.get("max_window_layers", _FIRST_TO_SLIDE) if slides else num_layers
+        if type(first) is not int:
+            raise ConfigError(f"{stated.where}: max_window_layers is {first!r}; expected the number of a layer")
+        return [SLIDING if i >= first else FULL for i in range(num_layers)]
+    if not isinstance(kinds, list) or any(kind not in (SLIDING, FULL) for kind in kinds):
+        raise ConfigError(f"{stated.where}: layer_types is {kinds!r}; expected a list of {SLIDING} and {FULL}")
+    if len(kinds) != num_layers:
+        raise ConfigError(f"{stated.where}: layer_types has {len(kinds)} entries for {num_layers} layers")
+    return kinds
+
+
 def read_windows(stated: Stated) -> tuple[int, ...]:
     """Read the window of each layer, in tokens, the slot's own among them; 0 means none. With `use_swa` every layer
-    has a window where `layer_types` gives none to any. Raises ConfigError."""
-    num_layers, kinds = stated.get("num_hidden_layers"), stated.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or not {*kinds} <= {SLIDING, FULL}):
-        raise ConfigError(f"{stated.where}: layer_types is {kinds!r}; expected a list of {SLIDING} and {FULL}")
-    if kinds is not None and len(kinds) != num_layers:
-        raise ConfigError(f"{stated.where}: layer_types has {len(kinds)} entries for {num_layers} layers")
-    kinds = kinds or [FULL] * num_layers
+    has a window where the layers' kinds give none to any. Raises ConfigError."""
+    kinds, window = layer_kinds(stated), stated.get("sliding_window")
     if stated.get("use_swa", False) and SLIDING not in kinds:
-        kinds = [SLIDING] * num_layers
-    window = stated.get("swa_window_size")
+        kinds = [SLIDING] * len(kinds)
     if SLIDING in kinds and not is_count(window):
         raise ConfigError(f"{stated.where}: windows without a size: sliding_window is {window!r}")
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
 def read_causal(stated: Stated, windows: Sequence[int]) -> tuple[bool, ...]:
-    """Return whether a slot of each layer sees only those before it: as stated for all layers, or else where
-    `layer_types` says that the layer slides. The words `is_causal`, `causal` and `sliding_window_non_causal` go in
-    that order."""
-    if (value := stated.get("is_causal")) is not None:
-        return (bool(value),) * len(windows)
+    """Return whether a slot of each layer sees only those before it: as stated for all layers, or else where the layer
+    slides by its kind. The words `is_causal`, `causal` and `sliding_window_non_causal` go in that order."""
+    if (value := stated.get("is_causal", stated.get("causal"))) is not None:
+        return (value,) * len(windows)
     if stated.get("sliding_window_non_causal", stated.is_nested and kind_of(stated) == "dflash2"):
         return (False,) * len(windows)
-    kinds = stated.get("layer_types") or [FULL] * len(windows)
-    return tuple(kind == SLIDING for kind in kinds)
+    return tuple(kind == SLIDING for kind in layer_kinds(stated))
 
 
 def stated_taps(stated: Stated) -> dict[str, list[int]]:

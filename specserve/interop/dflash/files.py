@@ -10,12 +10,12 @@ from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.interface import Head, TrainedDrafter
-from specserve.errors import CheckpointError, ConfigError
+from specserve.errors import CheckpointError
 from specserve.interop.dflash import dialects
-from specserve.interop.dflash.catalogue import CHECKS, KEYS
+from specserve.interop.dflash.catalogue import KEYS
 from specserve.interop.dflash.checks import OF_BLOCKS, BlockFiles
 from specserve.interop.dflash.repairs import list_repairs
-from specserve.interop.findings import Dialect, DoctorReport
+from specserve.interop.findings import Dialect
 from specserve.interop.format import EMBEDDING_TABLE, OUTPUT_TABLE, HeadFormat
 from specserve.interop.notes import other_target
 from specserve.interop.published import present, vocab_to_tensors
@@ -36,8 +36,9 @@ class DFlashFormat(HeadFormat):
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         names, stated = TensorFolder(folder).names(), KEYS.read(read_json(folder / CONFIG), str(folder / CONFIG))
+        dialects.refuse_keys(stated)
         got = dialects.sizes_of_target(stated, target)
-        if got != (target.vocab_size, target.d_model, target.num_layers) and not dialects.bad_sizes(stated):
+        if got != (target.vocab_size, target.d_model, target.num_layers):
             theirs = "vocabulary {}, width {} and {} layers".format(*got)
             given = f"{target.vocab_size}, {target.d_model} and {target.num_layers}"
             raise other_target(folder, theirs, target_name, given)
@@ -81,11 +82,3 @@ class DFlashFormat(HeadFormat):
         elif dialect == "sglang-jax" and config.name == "dflash2":
             found = {"convolutions and the choice among candidates": True}
         return present(found)
-
-    def examine(self, folder: Path, target: Target | None) -> DoctorReport:
-        """Make all checks. Where none finds an error, and the head cannot be made, that is the error."""
-        report, files = super().examine(folder, target), BlockFiles(folder, target)
-        if isinstance(files.read, ConfigError) and not report.errors:
-            error = str(files.read)
-            report.findings.append(CHECKS["block-sizes"].found(CONFIG, "a head that can be made", error, named=error))
-        return report

@@ -14,7 +14,7 @@ from specserve.interop.dflash import dialects
 from specserve.interop.dflash.catalogue import KEYS, OWN, TAPS
 from specserve.interop.dflash.checks import BlockFiles
 from specserve.interop.findings import Copy, Fix, Repair
-from specserve.interop.keys import LAYER, Stated, inner
+from specserve.interop.keys import FULL, LAYER, SLIDING, Stated, inner
 from specserve.interop.repairs import (
     change,
     exchange,
@@ -103,7 +103,7 @@ def _blocks(config: DFlashConfig, stated: Stated) -> Iterator[Repair]:
 
 
 def _set_window(window: int, num_layers: int) -> Fix:
-    kinds = [dialects.SLIDING if window else dialects.FULL] * num_layers
+    kinds = [SLIDING if window else FULL] * num_layers
     keys = {"use_sliding_window": window > 0, "sliding_window": window or None, "layer_types": kinds}
 
     def fix(repaired: Copy) -> None:

@@ -3,31 +3,59 @@ the draft doctor reports. `dialects` and `checks` look for them, and `tools/list
 docs/checkpoints.md of the faults."""
 
 from specserve.interop.findings import read_checks
-from specserve.interop.keys import ACTIVATION, TRANSFORMERS_KEYS, Key, KeyTable, counts, known
+from specserve.interop.keys import ACTIVATION, COMMON, FULL, Key, KeyTable, counts, flag, only
 
 EAGLE, TAP_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
-NETWORK_KEYS = [  # of the layers, which speculators nests
-    *counts("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", is_required=True),
-    *counts("num_hidden_layers", "num_key_value_heads", "head_dim", "max_position_embeddings"),
-    Key("hidden_act", computed=(None, ACTIVATION)),
-    Key("attention_bias", computed=(None, False)),
-    Key("mlp_bias", computed=(None, False)),
-    Key("use_sliding_window", computed=(None, False)),
-    *known("sliding_window", "layer_types", "max_window_layers"),  # `dialects.unsupported` reads these
-    *known("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"),
-    *TRANSFORMERS_KEYS,
-]
-HEAD_KEYS = [  # beside them
-    # the draft vocabulary was called truncated in SpecForge's early days
-    Key("draft_vocab_size", ("truncated_vocab_size",), is_count=True, is_required=True),
-    *counts("target_hidden_size"),
-    *(Key(flag, sets=flag, default=False) for flag in FLAGS),
-    *known("truncated_vocab_size", "num_aux_hidden_states", EAGLE, TAP_IDS, "embed_requires_grad", "auto_map"),
-    *known("transformer_layer_config", "speculators_config", "speculators_model_type", "speculators_version"),
-]
-# NVIDIA keeps flags in `eagle_config`. Keys that are not in the table are passed over.
-KEYS = KeyTable([*NETWORK_KEYS, *HEAD_KEYS], over={EAGLE: frozenset(FLAGS)})
+
+
+def _see_all(kinds: object) -> bool:
+    return isinstance(kinds, list) and all(kind == FULL for kind in kinds)
+
+
+KEYS = KeyTable(
+    [
+        *counts("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", is_required=True),
+        *counts("num_hidden_layers", "num_key_value_heads", "max_position_embeddings"),
+        Key("head_dim", ("attention_head_dim",), is_count=True),
+        # the draft vocabulary was called truncated in SpecForge's early days
+        Key("draft_vocab_size", ("truncated_vocab_size",), is_count=True),
+        *counts("target_hidden_size", "num_aux_hidden_states"),
+        *(flag(name, sets=name) for name in FLAGS),
+        Key(TAP_IDS),
+        only("hidden_act", ACTIVATION),
+        only("attention_bias", False),
+        only("mlp_bias", False),
+        # windows; `dialects.check_windows` reads the last
+        only("use_sliding_window", False),
+        only("use_swa", False),
+        Key("layer_types", fits=_see_all, expected=f"{FULL} alone"),
+        Key("sliding_window", ("swa_window_size",)),
+        # Model-Optimizer's and AngelSlim's
+        only("use_aux_hidden_state", True),
+        only("use_input_layernorm_in_first_layer", True),
+        only("use_last_layernorm", True),
+        only("use_mtp_layernorm", False),
+        only("next_layer_regular", True),
+        only("parallel_draft_step", 1, 0),
+        Key("parallel_draft_heads_num_layers"),  # of the further steps
+        only("use_qk_norm", False),
+        only("use_cla", False),
+        only("norm_type", "rms"),
+        only("use_rotary_pos_emb", True),
+        only("logit_scale", 1),
+        *COMMON,
+    ],
+    classes=frozenset(
+        (
+            *("Eagle3DraftModel", "Eagle3Speculator"),  # speculators', now and in its early days
+            *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+            *("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"),  # vLLM's, of the same head
+        )
+    ),
+    model_types=frozenset({"eagle3"}),
+    places=frozenset({EAGLE}),
+)
 
 CHECKS = read_checks("""
 [keys]
@@ -38,10 +66,6 @@ config-keys error: the shape is not stated
 draft-vocab-size error: draft_vocab_size is not stated
   loaders take the head's rows for the target's whole vocabulary
   fix: write the number of rows of lm_head.weight
-layers error: another number of layers is stated than there are tensors of
-  engines leave layers out, or run some whose weights are whatever is in memory there
-  fix: write the number that the tensors are of
-  by hand: find out which is wrong: tensors may be lost
 architecture error: not named as an EAGLE-3 head
   engines pick the model class by this name: they refuse it, or build a whole language model
   fix: name it
@@ -54,9 +78,6 @@ model-type error: model_type is missing
 tied error: tie_word_embeddings is true
   loaders ignore lm_head.weight and the draft vocabulary, and propose from the embedding
   fix: write false
-ignored-switch warning: a switch of the layer that no EAGLE-3 head is computed with here
-  windows and biases are left out, here and in SGLang; vLLM has some of them, so that it accepts another share
-  by hand: take it out, if the head was trained without
 [keys of speculators]
 implicit-flag warning: norm_before_residual is not stated
   vLLM then assumes true, the speculators package and we assume false: one of them computes another head
@@ -65,18 +86,9 @@ speculators-config error: speculators_config is not whole
   vLLM refuses the head
   by hand: import it and export it again: `specserve export --to speculators` writes all of it
 [target]
-vocabulary-size error: a head for another target
-  it cannot be served with this one
-  by hand: give the target that it was trained for (--target)
-target-width error: a head for another target
-  it cannot be served with this one
-  by hand: give the target that it was trained for (--target)
 embedding error: a head of its own width without an embedding of its own
   the target's embedding has width {width}, so there is none to share
   by hand: export the head again, with embed_tokens.weight
-max-positions error: the head ends before the target does
-  vLLM crashes on prompts that are longer
-  fix: write the target's
 [tensors]
 names error: {count} tensors have another engine's names
   SGLang leaves out what it does not know, vLLM refuses it
@@ -84,15 +96,6 @@ names error: {count} tensors have another engine's names
 norm-flag error: the tensors of {flag} are there, the flag is not
   the head is computed without norms that it was trained with: nearly nothing is accepted
   fix: write {flag}: true
-missing-tensor error: {name} is missing
-  SGLang goes on with whatever is in memory there, vLLM with ones or an error
-  by hand: download or export it again; write false for the flag that asks for it, if the head was trained without
-shape error: {name} has another shape than config.json says
-  it cannot be loaded
-  by hand: find out which is wrong: config.json may be that of another head
-unknown-tensor error: {name} is no part of such a head
-  SGLang leaves it out, vLLM refuses the head; what it was trained for is lost
-  by hand: remove it, if the head was trained without
 weight-dtype error: weights that are no 16 or 32 bit floats
   EAGLE-3 loaders would read the numbers as they stand, without scales
   by hand: export the head again in bfloat16
@@ -103,43 +106,10 @@ dtype warning: the dtype that is stated is not that of the weights
   engines then load the head in float32 or in the target's dtype
   fix: state that of the weights
 [the layer]
-hidden-act error: an activation that is not computed
-  we refuse the head, and engines that run it with silu compute another head
-  by hand: write silu if the head was trained with it, as all published ones were
-  refused: hidden_act is {got}; heads are computed with {expected!r} alone
-eps error: rms_norm_eps makes no sense
-  norms divide by it instead of by what they norm: nearly nothing is accepted
-  by hand: write what the head was trained with, mostly the target's
-  refused: rms_norm_eps is {got}; expected a number above 0 and at most 0.01, such as 1e-06
 eps-differs warning: another rms_norm_eps than the target's
   right only if the head was trained so; if not, small states are scaled otherwise
   by hand: compare with what it was trained with
 [vocabulary]
-vocabulary error: d2t does not say what the draft's rows stand for
-  proposals are other tokens than the head means: nothing is accepted
-  by hand: take d2t from the checkpoint that the head was trained with
-d2t-missing error: d2t is missing
-  engines take the draft's rows for the first tokens of the vocabulary: nothing is accepted
-  fix: derive it from t2d
-absolute-d2t error: d2t holds absolute token ids
-  engines add i to each: proposals are other tokens than the head means, and nothing is accepted
-  fix: subtract i from each
-unsorted-d2t error: the draft's rows are not in the order of their tokens
-  code that pairs the rows with nonzero(t2d), trainers above all, takes them for other tokens
-  fix: sort d2t, and the rows of lm_head.weight with it
-  by hand: give lm_head.weight as many rows as d2t has; both are sorted together then
-d2t-dtype warning: d2t is not in int64
-  torch refuses to index with most other dtypes
-  fix: cast it
-t2d-missing warning: t2d is missing
-  engines that serve do without, trainers cannot continue from it
-  fix: derive it from d2t
-t2d-disagrees error: t2d and d2t name different tokens
-  one of them is of another head: engines go by d2t, trainers by t2d
-  by hand: take both from the checkpoint that the head was trained with; if d2t is right, delete t2d and mend that
-t2d-dtype warning: t2d is not a mask of bools
-  code that indexes with it picks rows 0 and 1 again and again
-  fix: cast it
 eos warning: EOS ids are not in the draft vocabulary
   the end of an answer can never be proposed: its last step drafts in vain
   by hand: train with them in the draft vocabulary, as `specserve train` does
@@ -157,14 +127,6 @@ taps-off-by-one warning: tap ids look as if they were counted in another layout
   if they name {other}, every tap is one layer off: acceptance falls to a quarter, and nothing else shows
   by hand: compare the acceptance with both, and keep the better; leave the key out for the usual taps
 [rotary settings]
-rope-missing warning: nothing is said about rotary embeddings
-  every engine turns by its own default, mostly theta 10,000
-  fix: write the target's
-  by hand: give --target
-rope-spellings error: the spellings of the rotary settings disagree, or cannot be read
-  older and newer engines turn by different angles: acceptance falls with the position
-  fix: write the one that is the target's in both spellings
-  by hand: write what it was trained with
 rope-one-spelling warning: the rotary settings are spelled in one way only
   engines that know only the other one turn by theta 10,000
   fix: write both

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,23 +21,33 @@ from specserve.interop.examined import (
     check_length,
     check_num_layers,
     check_of_target,
+    check_rope_stated,
     check_specs,
+    check_tables,
     check_values,
     given,
 )
-from specserve.interop.findings import FLOATS, LAYERS, Copy, Dialect, Finding, both, describe, put, put_tensors
-from specserve.interop.keys import LAYER, Stated, architectures, inner, is_eps, within
+from specserve.interop.findings import FLOATS, LAYERS, Copy, Dialect, Finding, both, put
+from specserve.interop.key_checks import ROPE_KEYS, check_named, check_rotary
+from specserve.interop.keys import (
+    EPS,
+    LAYER,
+    ROTARY,
+    SCALING,
+    KeyTable,
+    Stated,
+    architectures,
+    inner,
+    is_count,
+    within,
+)
 from specserve.interop.published import (
     D2T,
     EMBEDDING,
     OUTPUT,
-    ROPE_KEYS,
     T2D,
-    Vocabulary,
     count_layers,
-    read_rope,
     read_vocab,
-    vocab_to_tensors,
 )
 from specserve.interop.repairs import write_rope
 from specserve.models.params import ParamSpec, specs
@@ -54,12 +64,12 @@ class EagleFiles(ExaminedFiles):
     """The files of a head on this network."""
 
     architectures: ClassVar[Mapping[Dialect, str]] = dialects.ARCHITECTURES  # the name of its kind in each layout
-    known: ClassVar[frozenset[str]] = dialects.KNOWN  # names that engines know its kind by
+    keys: ClassVar[KeyTable] = KEYS
     renamer = staticmethod(dialects.renamer)
 
     def __init__(self, folder: Path, target: Target | None) -> None:
         super().__init__(folder, target)
-        self.stated = KEYS.read(self.raw, CONFIG)
+        self.stated = self.keys.read(self.raw, CONFIG)
 
     @property
     def dialect(self) -> Dialect:
@@ -77,48 +87,16 @@ class EagleFiles(ExaminedFiles):
         rows, num_layers = self.stated.get("draft_vocab_size") or self.head_rows, max(1, count_layers(self.names))
         return self.stated.with_values(draft_vocab_size=rows, num_hidden_layers=num_layers)
 
-    @cached_property
-    def taps(self) -> tuple[int, ...]:
-        """Layers whose outputs the written ids mean; empty where they are the default."""
-        return dialects.read_taps(self.raw, self.names)
-
-    @cached_property
-    def config(self) -> Eagle3Config | None:
-        """The head's shape, with what is wrong set aside so that the rest can be checked; None: keys are lacking."""
-        if self.counted.bad_counts():
-            return None
-        sound: dict[str, Any] = {"hidden_act": None}
-        if not is_eps(self.stated.top.get("rms_norm_eps", 1e-6)):
-            sound["rms_norm_eps"] = 1e-6
-        if self.rope is None:
-            sound |= {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_theta": 10_000.0}}
-        target = self.target_config
-        if target and (any(not 0 <= i < target.num_layers for i in self.taps) or target.num_layers < 5):
+    def make(self) -> Eagle3Config:
+        """Return the head's shape as loaders read it, beside rotary settings that make no sense, taps that the target
+        does not have, and counts that the tensors show, all of which have checks of their own."""
+        stated, target = self.counted, self.target_config
+        if not stated.bad_counts() and any(check_rotary(stated)):
+            stated = stated.with_values(**dict.fromkeys((*ROTARY, *SCALING)))
+        taps = dialects.read_taps(stated, self.names)
+        if target and (any(not 0 <= i < target.num_layers for i in taps) or target.num_layers < 5):
             target = None
-        return dialects.draft_config_from_hf(self.counted.with_values(**sound), target, self.names, dtype="float32")
-
-    @cached_property
-    def ropes(self) -> dict[str, Rope | None]:
-        """The rotary settings by each spelling that is there; None for one that cannot be read."""
-        top = self.stated.top
-        spellings = {"rope_parameters": ("rope_parameters",), "rope_theta": ("rope_theta", "rope_scaling")}
-        other = {"rope_parameters": "rope_scaling", "rope_theta": "rope_parameters"}
-        return {
-            name: read_rope({key: value for key, value in top.items() if key != other[name]})
-            for name, keys in spellings.items()
-            if any(top.get(key) is not None for key in keys)
-        }
-
-    @cached_property
-    def rope(self) -> Rope | None:
-        """The rotary settings as our own loader reads them."""
-        return read_rope(self.stated.top)
-
-    @cached_property
-    def vocab(self) -> Vocabulary | None:
-        if self.config is None:
-            return None
-        return read_vocab(self.table(D2T), self.table(T2D), self.config.draft_vocab_size, self.config.vocab_size)
+        return dialects.draft_config_from_hf(stated, target, self.names, dtype="float32")
 
     def specs(self, config: Eagle3Config) -> list[ParamSpec]:
         """Return the parameters that a head of this shape has."""
@@ -128,8 +106,9 @@ class EagleFiles(ExaminedFiles):
         facts = {"layout": _LAYOUTS.get(self.dialect, self.dialect)}
         if self.config is None:
             return facts
-        config, vocab = self.config, self.vocab
-        ids = dialects.tap_ids(self.raw)
+        config = self.config
+        vocab = read_vocab(self.table(D2T), self.table(T2D), config.draft_vocab_size, config.vocab_size)
+        ids = dialects.tap_ids(self.stated)
         named = f"{_COUNTED[dialects.COUNTED_FROM[self.dialect]]} of layers"
         taps = f"{named} {tuple(ids)}"
         if not ids:
@@ -148,12 +127,12 @@ class EagleFiles(ExaminedFiles):
             "layers": str(config.num_layers),
             "width": f"{config.d_model}, MLP {config.d_ff}, {config.num_heads} heads of {config.head_dim} "
             f"({config.num_kv_heads} KV), target {config.target_d_model}",
-            "vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,}"
-            + (f"; {reading[vocab.reading]}" if vocab else ""),
+            "vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,}; {reading[vocab.reading]}",
             "taps": taps,
             "flags": ", ".join(flags) or "none: plain EAGLE-3",
-            "rope": f"{config.rope.kind}, theta {config.rope.theta:g}, up to {config.max_len:,} positions",
+            "rope": f"{_describe_rope(config.rope)}, up to {config.max_len:,} positions",
             "embedding": "its own" if config.has_embedding else "the target's",
+            "output head": "its own" if config.has_own_head else "the target's",
         }
 
 
@@ -172,31 +151,34 @@ def check_names(files: EagleFiles) -> Iterator[Finding]:
 
 
 def check_keys(files: EagleFiles) -> Iterator[Finding]:
-    """Check that config.json states the shape, and as many layers as there are tensors of."""
-    stated, counted = files.stated.get("draft_vocab_size"), files.counted
-    wrong = list(dialects.check_sizes(counted))
-    yield from wrong
-    if not wrong and (stated is None or "draft_vocab_size" not in files.raw):
-        got, right = "truncated_vocab_size", counted.get("draft_vocab_size")
-        if stated is None:
-            got = "nothing"
-        yield CHECKS["draft-vocab-size"].found(CONFIG, f"{right}", got, put(draft_vocab_size=right))
-    num_layers = files.stated.top.get("num_hidden_layers", 1)
-    yield from check_num_layers(CHECKS["layers"], num_layers, counted.get("num_hidden_layers"))
+    """Check the keys as loaders do, and that config.json states as many rows and layers as there are tensors of."""
+    stated, counted = files.stated, files.counted
+    for check in dialects.OF_KEYS:
+        yield from check(counted if check is dialects.check_sizes else stated)
+    rows, paths = counted.get("draft_vocab_size"), stated.found.get("draft_vocab_size", {})
+    is_named = any(path.endswith("draft_vocab_size") for path in paths)
+    if is_count(rows) and not is_named and (paths or rows != stated.get("vocab_size")):
+        got = next(iter(paths), "nothing")
+        yield CHECKS["draft-vocab-size"].found(CONFIG, f"{rows}", got, put(draft_vocab_size=rows))
+    num_layers = stated.get("num_hidden_layers", 1)
+    yield from check_num_layers(num_layers, counted.get("num_hidden_layers"))
 
 
 def check_identity(files: EagleFiles) -> Iterator[Finding]:
     """Check the keys by which engines choose the code that reads the head."""
-    stated, own = files.stated, files.architectures[files.dialect]
+    own, layer = files.architectures[files.dialect], inner(files.raw, LAYER)
+    stated = {**layer, **files.raw}
     named = stated.get("architectures")
-    if not files.known & architectures(stated.top):
+    if not files.keys.classes & architectures(stated) and not list(check_named(files.stated)):
         check = CHECKS["architecture warning"] if named else CHECKS["architecture"]
         yield check.found(f"{CONFIG}: architectures", own, repr(named), put(architectures=[own]))
     if not stated.get("model_type"):
         place = LAYER if files.dialect == "speculators" else CONFIG
         yield CHECKS["model-type"].found(place, "llama", "nothing", put(LAYERS, model_type="llama"))
     key = "tie_word_embeddings"
-    if any(place.get(key) is True for place in (stated.top, inner(files.raw, LAYER))):
+    if untold := list(dialects.check_output(files.stated, files.names)):
+        yield from untold
+    elif any(place.get(key) is True for place in (stated, layer)):
         fix = both(put(**{key: False}), put(LAYERS, **{key: False}))
         yield CHECKS["tied"].found(CONFIG, "false", "true", fix)
 
@@ -219,8 +201,7 @@ def check_tensors(files: EagleFiles, config: Eagle3Config) -> Iterator[Finding]:
         asking = (flag for flag, pattern in _FLAG_TENSORS.items() if re.fullmatch(pattern, spec.name))
         return next((f"nothing, though {flag} is true" for flag in asking), "nothing")
 
-    checks = CHECKS["missing-tensor"], CHECKS["shape"], CHECKS["unknown-tensor"]
-    yield from check_specs(files, files.specs(config), checks, _BUFFERS.fullmatch, instead)
+    yield from check_specs(files, files.specs(config), _BUFFERS.fullmatch, instead)
 
 
 def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
@@ -233,7 +214,8 @@ def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
     found = sorted(set(dtypes.values()))
     if len(found) > 1:
         yield CHECKS["mixed-dtypes"].found(SINGLE_FILE, "one", ", ".join(found))
-    stated = str(files.stated.get("torch_dtype") or files.stated.get("dtype") or "").removeprefix("torch.")
+    given = {**inner(files.raw, LAYER), **files.raw}
+    stated = str(given.get("torch_dtype") or given.get("dtype") or "").removeprefix("torch.")
     key, other = ("dtype", "torch_dtype") if files.dialect == "speculators" else ("torch_dtype", "dtype")
 
     def set_dtype(repaired: Copy) -> None:
@@ -245,11 +227,10 @@ def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
         yield CHECKS["dtype"].found(f"{CONFIG}: {key}", found[0], stated or "nothing", set_dtype)
 
 
-def check_layer(files: EagleFiles) -> Iterator[Finding]:
-    """Check what loaders check of the layer, and that its norms have the target's epsilon."""
-    yield from dialects.check_layer(files.stated)
-    eps = files.stated.top.get("rms_norm_eps", 1e-6)
-    if files.target and is_eps(eps) and eps != files.target.config.norm_eps:
+def check_norms(files: EagleFiles) -> Iterator[Finding]:
+    """Check that the layer's norms have the target's epsilon."""
+    eps = files.stated.get("rms_norm_eps", 1e-6)
+    if files.target and EPS.fits(eps) and eps != files.target.config.norm_eps:
         where, expected = f"{CONFIG}: rms_norm_eps", f"{files.target.config.norm_eps:g}, the target's"
         yield CHECKS["eps-differs"].found(where, expected, f"{eps:g}")
 
@@ -258,7 +239,7 @@ def check_speculators(files: EagleFiles) -> Iterator[Finding]:
     """Check that a head in the layout of speculators states what vLLM reads of that layout."""
     if files.dialect != "speculators":
         return
-    if all("norm_before_residual" not in place for place in files.stated.places.values()):
+    if files.stated.get("norm_before_residual") is None:
         yield CHECKS["implicit-flag"].found(CONFIG, "true or false", "nothing")
     stated = files.raw.get("speculators_config")
     paths = ("proposal_methods", 0, "speculative_tokens"), ("verifier", "name_or_path")
@@ -270,71 +251,29 @@ def check_speculators(files: EagleFiles) -> Iterator[Finding]:
 
 @given("config", "target")
 def check_fit(files: EagleFiles, config: Eagle3Config, target: Target) -> Iterator[Finding]:
-    """Check that the head's sizes are those of its target."""
+    """Check that the head's sizes are those of its target, and that it can follow sequences as long."""
     vocab_size, width = target.config.vocab_size, target.config.d_model
-    yield from check_of_target(CHECKS["vocabulary-size"], "vocab_size", config.vocab_size, vocab_size, target)
-    yield from check_of_target(CHECKS["target-width"], "target_hidden_size", config.target_d_model, width, target)
+    yield from check_of_target("vocab_size", config.vocab_size, vocab_size, target)
+    yield from check_of_target("target_hidden_size", config.target_d_model, width, target)
+    yield from check_length(files.stated, target)
     if not config.has_embedding and config.d_model != width:
         where, expected = files.where(EMBEDDING), f"[{config.vocab_size}, {config.d_model}]"
         yield CHECKS["embedding"].found(where, expected, "nothing", width=width)
 
 
-@given("config", "vocab")
-def check_vocabulary(files: EagleFiles, config: Eagle3Config, vocab: Vocabulary) -> Iterator[Finding]:
-    """Check that d2t and t2d say which tokens the draft's rows stand for, and that the tokens that end turns are among
-    them."""
-    if vocab.target_ids is None:
-        rows, d2t = config.draft_vocab_size, files.table(D2T)
-        expected = f"{rows:,} offsets (target id = i + d2t[i]) to unique ids below {config.vocab_size:,}"
-        yield CHECKS["vocabulary"].found(files.where(D2T), expected, describe(d2t))
-        return
-    tables = vocab_to_tensors(np.sort(vocab.target_ids), config.vocab_size)
-    yield from _check_d2t(files, vocab, vocab.target_ids, tables[D2T])
-    yield from _check_t2d(files, config, vocab, tables[T2D])
-    yield from _check_special_tokens(files, vocab.target_ids)
-
-
-def _check_d2t(files: EagleFiles, vocab: Vocabulary, target_ids: np.ndarray, right: np.ndarray) -> Iterator[Finding]:
-    """Compare d2t with the table that it should be."""
-    d2t, where = files.table(D2T), files.where(D2T)
-    set_d2t = put_tensors({D2T: right})
-
-    def sort_rows(repaired: Copy) -> None:
-        set_d2t(repaired)
-        repaired.tensors[OUTPUT] = repaired.tensors[OUTPUT][np.argsort(target_ids)]
-
-    offsets = f"offsets (target id = i + d2t[i]), {describe(right)}"
-    if vocab.reading == "mask":
-        got = "nothing, but t2d names as many tokens as the head has rows"
-        yield CHECKS["d2t-missing"].found(where, offsets, got, set_d2t)
-    elif vocab.reading == "absolute":
-        yield CHECKS["absolute-d2t"].found(where, offsets, describe(d2t), set_d2t)
-    if not vocab.is_sorted:
-        got = f"{int((np.diff(target_ids) < 0).sum()):,} steps down"
-        fix = sort_rows if files.head_rows == len(target_ids) else None
-        yield CHECKS["unsorted-d2t"].found(where, "ascending target ids", got, fix)
-    elif d2t is not None and d2t.dtype != np.int64:
-        yield CHECKS["d2t-dtype"].found(where, "int64", d2t.dtype.name, set_d2t)
-
-
-def _check_t2d(files: EagleFiles, config: Eagle3Config, vocab: Vocabulary, right: np.ndarray) -> Iterator[Finding]:
-    """Compare t2d with the mask that it should be."""
-    t2d, d2t, where = files.table(T2D), files.table(D2T), files.where(T2D)
-    set_t2d = put_tensors({T2D: right})
-    if t2d is None and config.draft_vocab_size != config.vocab_size:
-        expected = f"a mask of {config.vocab_size:,} with {config.draft_vocab_size:,} set"
-        yield CHECKS["t2d-missing"].found(where, expected, "nothing", set_t2d)
-    elif t2d is not None and not vocab.agrees:
-        is_blank = d2t is not None and not d2t.any()
-        got = describe(t2d) + (", and a d2t of zeros, as if it was never filled" if is_blank else "")
-        yield CHECKS["t2d-disagrees"].found(where, f"a mask of {config.vocab_size:,}, set where d2t points", got)
-    elif t2d is not None and t2d.dtype != np.bool_:
-        yield CHECKS["t2d-dtype"].found(where, "bool", t2d.dtype.name, set_t2d)
+@given("config")
+def check_vocabulary(files: EagleFiles, config: Eagle3Config) -> Iterator[Finding]:
+    """Check the tables of the draft vocabulary, and that the tokens that end turns are in it."""
+    rows, vocab_size = config.draft_vocab_size, config.vocab_size
+    yield from check_tables(files, rows, vocab_size)
+    ids = read_vocab(files.table(D2T), files.table(T2D), rows, vocab_size).target_ids
+    if ids is not None:
+        yield from _check_special_tokens(files, ids)
 
 
 def _check_special_tokens(files: EagleFiles, target_ids: np.ndarray) -> Iterator[Finding]:
     drafted = {int(i) for i in target_ids}
-    ends = files.stated.get("eos_token_id")
+    ends = files.raw.get("eos_token_id", inner(files.raw, LAYER).get("eos_token_id"))
     if files.target:
         ends = list(files.target.eos_ids)
     if not isinstance(ends, list):
@@ -363,16 +302,17 @@ def _tokenizer(target: Target | None) -> Tokenizer | None:
 @given("target")
 def check_taps(files: EagleFiles, target: Target) -> Iterator[Finding]:
     """Check that the tapped layers are layers of the target, in order, and counted as this layout counts them."""
-    ids, num_layers = dialects.tap_ids(files.raw), target.config.num_layers
+    ids, num_layers = dialects.tap_ids(files.stated), target.config.num_layers
+    taps = dialects.read_taps(files.stated, files.names)
     if not ids:
         return
     first = dialects.COUNTED_FROM[files.dialect]
     named, other = _COUNTED[first], _COUNTED[1 - first]
     where, got = f"{CONFIG}: {TAP_IDS}", f"{ids}, {named} of layers in this layout"
-    if any(not 0 <= i < num_layers for i in files.taps):
+    if any(not 0 <= i < num_layers for i in taps):
         yield CHECKS["taps-range"].found(where, f"{named} of layers within 0..{num_layers - 1}", got)
         return
-    if list(files.taps) != sorted(set(files.taps)):
+    if list(taps) != sorted(set(taps)):
         yield CHECKS["taps-order"].found(where, "ascending layers", got)
     if num_layers < 5:
         return
@@ -383,33 +323,21 @@ def check_taps(files: EagleFiles, target: Target) -> Iterator[Finding]:
         yield CHECKS["taps-off-by-one"].found(where, f"{usual} for the usual taps", got, other=other)
 
 
-def check_switches(files: EagleFiles) -> Iterator[Finding]:
-    """Check that no switch asks for what is left out."""
-    if ignored := dialects.unsupported(files.stated):
-        yield CHECKS["ignored-switch"].found(CONFIG, "a layer that sees everything, without biases", ", ".join(ignored))
-
-
 @given("config")
 def check_rope(files: EagleFiles, _config: Eagle3Config) -> Iterator[Finding]:
     """Check that the rotary settings are stated in both spellings, alike, and are the target's."""
-    ropes, where = files.ropes, f"{CONFIG}: {', '.join(ROPE_KEYS)}"
-    readable = [rope for rope in ropes.values() if rope is not None]
-    stated = "; ".join(f"{name}: {_describe_rope(rope)}" for name, rope in ropes.items())
-    expected, required, fix = "both spellings, alike", None, None
-    if files.target:
-        required = plain_rope(files.target.config.rope)
-        expected, fix = f"{expected}: {_describe_rope(required)}", write_rope(required)
-    if not ropes:
-        yield CHECKS["rope-missing"].found(where, expected, "nothing", fix)
+    stated, where = files.stated, f"{CONFIG}: {', '.join(ROPE_KEYS)}"
+    required = plain_rope(files.target.config.rope) if files.target else None
+    if faults := list(check_rotary(stated, required)):
+        yield from faults
         return
-    if len(set(readable)) != 1 or len(readable) < len(ropes):
-        if required not in readable:
-            fix = None
-        yield CHECKS["rope-spellings"].found(where, expected, stated, fix)
+    rope, expected = stated.rope(), "both spellings, alike"
+    if not any(map(stated.get, (*ROTARY, *SCALING))):
+        yield from check_rope_stated(stated, required)
         return
-    rope = readable[0]
-    if len(ropes) == 1 and rope != Rope():
-        yield CHECKS["rope-one-spelling"].found(where, "both spellings, alike", stated, write_rope(rope))
+    if spelled := [_describe_rope(each) for each in stated.ropes() if each != rope]:
+        fix = write_rope(rope, stated.head_dim)
+        yield CHECKS["rope-one-spelling"].found(where, f"{expected}: {_describe_rope(rope)}", "; ".join(spelled), fix)
     if required and rope != required:
         yield CHECKS["rope-differs"].found(where, _describe_rope(required), _describe_rope(rope))
 
@@ -417,14 +345,9 @@ def check_rope(files: EagleFiles, _config: Eagle3Config) -> Iterator[Finding]:
 def _describe_rope(rope: Rope | None) -> str:
     if rope is None:
         return "cannot be read"
-    return f"{rope.kind}, theta {rope.theta:g}" + (f", factor {rope.factor:g}" if rope.kind != "default" else "")
-
-
-@given("config", "target")
-def check_positions(files: EagleFiles, _config: Eagle3Config, target: Target) -> Iterator[Finding]:
-    """Check that the head can follow sequences as long as the target's."""
-    length = files.stated.top.get("max_position_embeddings")
-    yield from check_length(CHECKS["max-positions"], length, target, files.rope)
+    parts = [f"{rope.kind}, theta {rope.theta:g}"]
+    parts += [f"factor {rope.factor:g}"] * (rope.kind != "default")
+    return ", ".join(parts + [f"{rope.rotary_dim} channels of a head"] * (rope.rotary_dim > 0))
 
 
 OF_NETWORK = (
@@ -436,9 +359,8 @@ OF_NETWORK = (
     check_tensors,
     check_dtypes,
     check_values,
-    check_layer,
+    check_norms,
     check_vocabulary,
     check_taps,
     check_rope,
-    check_positions,
 )

@@ -6,7 +6,6 @@ a head are `layers.1.*` and so on everywhere, but what norms the stream before t
 SGLang and `input_layernorm` in vLLM and speculators, none of which miss the one that they want.
 """
 
-import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,10 +18,17 @@ from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.errors import ConfigError
 from specserve.interop.eagle3.catalogue import CHECKS, EAGLE, FLAGS, TAP_IDS
 from specserve.interop.findings import Dialect, Finding, refuse
-from specserve.interop.keys import LAYER, Stated, inner, is_eps
-from specserve.interop.published import D2T, EMBEDDING, layer_to_hf, nested_config, sizes_from_hf
+from specserve.interop.key_checks import (
+    check_computed,
+    check_known,
+    check_named,
+    check_rotary,
+    check_stated_once,
+    uncomputed,
+)
+from specserve.interop.keys import LAYER, Stated, find
+from specserve.interop.published import D2T, EMBEDDING, OUTPUT, layer_to_hf, nested_config, sizes_from_hf
 from specserve.models.config import ModelConfig
-from specserve.models.rope import rope_from_hf
 
 ARCHITECTURES: dict[Dialect, str] = {
     "sglang": "LlamaForCausalLMEagle3",
@@ -30,7 +36,6 @@ ARCHITECTURES: dict[Dialect, str] = {
     "speculators": "Eagle3DraftModel",
     "sglang-jax": "LlamaForCausalLMEagle3",
 }
-KNOWN = frozenset((*ARCHITECTURES.values(), "Eagle3LlamaForCausalLM", "Eagle3Speculator"))  # the last: old speculators'
 SPECULATIVE_TOKENS = 3  # a speculators config suggests so many to vLLM; a flag of the server overrides it
 COUNTED_FROM: Mapping[Dialect, int] = {"sglang": 0, "sglang-jax": 0, "vllm": 1, "speculators": 1}  # of layer 0's output
 _D2T_NAMES = (D2T, "draft_id_to_target_id")
@@ -41,12 +46,8 @@ MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # the names of the 
 
 
 def mask_ids(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The token in masked slots by every spelling that is there; none of a head that has no such slots."""
-    nested = raw.get("dflash_config")
-    found = {key: raw[key] for key in MASK_KEYS if raw.get(key) is not None}
-    if isinstance(nested, Mapping) and nested.get("mask_token_id") is not None:
-        found["dflash_config.mask_token_id"] = nested["mask_token_id"]
-    return found
+    """The token in masked slots by every path at which it stands; none of a head that has no such slots."""
+    return dict(find(raw, MASK_KEYS))
 
 
 def is_input_named(names: frozenset[str]) -> bool:
@@ -78,28 +79,25 @@ def _as_vllm(name: str) -> str:
     return _FURTHER_NORM.sub(r"\1input_layernorm.", name.replace("midlayer.", "layers.0.", 1))
 
 
-def unsupported(stated: Stated) -> list[str]:
-    """List switches of the network that are not computed, with their values."""
-    found = {key: value for key, (value, _) in stated.uncomputed().items() if key != "hidden_act"}
-    window, kinds = stated.get("sliding_window"), stated.get("layer_types", ())
-    if window is not None and stated.get("use_sliding_window") is not False:
-        found["sliding_window"] = window
-    if set(kinds) - {"full_attention"}:
-        found["layer_types"] = kinds
-    return [f"{key} {value!r}" for key, value in found.items()]
+def check_windows(stated: Stated) -> Iterator[Finding]:
+    """Check that a window, where one has a size, is said to be that of no layer. No head on this network is computed
+    with windows here."""
+    if stated.get("use_sliding_window") is None and stated.get("layer_types") is None:
+        for path, window in stated.found.get("sliding_window", {}).items():
+            yield uncomputed(path, window, "null, or use_sliding_window false beside it")
 
 
-def tap_ids(raw: Mapping[str, Any]) -> list[int]:
+def tap_ids(stated: Stated) -> list[int]:
     """Read the layer ids as they are written; none where the taps are the default. Raises ConfigError."""
-    ids = inner(raw, EAGLE).get(TAP_IDS) or raw.get(TAP_IDS) or []
+    ids = stated.get(TAP_IDS, [])
     if not isinstance(ids, list) or any(type(i) is not int for i in ids):
         raise ConfigError(f"config.json: {TAP_IDS} must list layers, got {ids!r}")
     return ids
 
 
-def read_taps(raw: Mapping[str, Any], names: frozenset[str]) -> tuple[int, ...]:
+def read_taps(stated: Stated, names: frozenset[str]) -> tuple[int, ...]:
     """Return the layers whose outputs are tapped; none where they are the default. Raises ConfigError."""
-    return tuple(i - COUNTED_FROM[dialect_of(raw, names)] for i in tap_ids(raw))
+    return tuple(i - COUNTED_FROM[dialect_of(stated.raw, names)] for i in tap_ids(stated))
 
 
 def check_sizes(stated: Stated) -> Iterator[Finding]:
@@ -112,14 +110,22 @@ def check_sizes(stated: Stated) -> Iterator[Finding]:
         yield CHECKS["config-keys"].found(CONFIG, "positive whole numbers", got, named=named)
 
 
-def check_layer(stated: Stated) -> Iterator[Finding]:
-    """Check that the layer's activation is the one that engines compute, and that its norms have an epsilon."""
-    if "hidden_act" in (asked := stated.uncomputed()):
-        value, usual = asked["hidden_act"]
-        yield CHECKS["hidden-act"].found(f"{CONFIG}: hidden_act", usual, repr(value))
-    if not is_eps(eps := stated.top.get("rms_norm_eps", 1e-6)):
-        expected = "a number above 0 and far below 1, such as 1e-06"
-        yield CHECKS["eps"].found(f"{CONFIG}: rms_norm_eps", expected, repr(eps))
+def check_output(stated: Stated, names: frozenset[str]) -> Iterator[Finding]:
+    """Check that a head without output rows says which it shares: the target's, unless it ties them to an embedding."""
+    if renamer(names)(OUTPUT) not in names:
+        for path, value in find(stated.raw, ("tie_word_embeddings",)):
+            if value is True:
+                yield uncomputed(path, value, f"false in a head without {OUTPUT}")
+
+
+OF_KEYS = (
+    check_named,
+    check_known,
+    check_stated_once,
+    check_computed,
+    check_windows,
+    check_sizes,
+)  # loaders make them too
 
 
 def draft_config_from_hf(
@@ -127,18 +133,24 @@ def draft_config_from_hf(
 ) -> Eagle3Config:
     """Read a head's config.json against its target. Without one the taps are only as many as they should be. Raises
     ConfigError."""
-    refuse(itertools.chain(check_sizes(stated), check_layer(stated)), stated.where)
-    aux_layers = read_taps(stated.top, names) or (default_taps(target) if target else _NO_TAPS)
+    for check in (*OF_KEYS, check_rotary):
+        refuse(check(stated), stated.where)
+    aux_layers = read_taps(stated, names) or (default_taps(target) if target else _NO_TAPS)
     if target and any(not 0 <= i < target.num_layers for i in aux_layers):
         raise ConfigError(f"{stated.where}: taps layers {aux_layers}, the target has layers 0..{target.num_layers - 1}")
+    if (count := stated.get("num_aux_hidden_states", len(aux_layers))) != len(aux_layers):
+        raise ConfigError(f"{stated.where}: num_aux_hidden_states is {count}, the taps are layers {aux_layers}")
     target_width = target.d_model if target else stated.get("hidden_size")
+    sizes, rename = sizes_from_hf(stated.get, target), renamer(names)
+    draft_vocab_size = stated.get("draft_vocab_size", sizes["vocab_size"])
     return Eagle3Config(
-        **sizes_from_hf(stated.get, target),
+        **sizes,
         target_d_model=stated.get("target_hidden_size", target_width),
-        draft_vocab_size=stated.get("draft_vocab_size"),
+        draft_vocab_size=draft_vocab_size,
         aux_layers=aux_layers,
-        rope=rope_from_hf(stated.top, stated.where),
-        has_embedding=renamer(names)(EMBEDDING) in names,
+        rope=stated.rope(),
+        has_embedding=rename(EMBEDDING) in names,
+        has_own_head=rename(OUTPUT) in names or draft_vocab_size != sizes["vocab_size"],
         dtype=dtype,
         **stated.fields(*FLAGS),
     )
@@ -150,11 +162,9 @@ def draft_config_to_hf(
     """Write the config.json of a head, with both spellings of the rotary settings. Only speculators names the
     target."""
     layer = layer_to_hf(config, target, model_type="llama", dtype=dtype)
-    head = {
-        "architectures": [ARCHITECTURES[dialect]],
-        "target_hidden_size": config.target_d_model,
-        "draft_vocab_size": config.draft_vocab_size,
-    }
+    head: dict[str, Any] = {"architectures": [ARCHITECTURES[dialect]], "target_hidden_size": config.target_d_model}
+    if config.has_own_head or dialect == "speculators":  # SGLang shares the target's head where there is no such key
+        head["draft_vocab_size"] = config.draft_vocab_size
     flags = {flag: getattr(config, flag) for flag in FLAGS}
     output_ids = list(config.aux_layers)
     input_ids = [i + 1 for i in output_ids]

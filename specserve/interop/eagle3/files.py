@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,13 +13,13 @@ from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.errors import CheckpointError
 from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.catalogue import FLAGS, KEYS
-from specserve.interop.eagle3.checks import OF_NETWORK, EagleFiles, check_switches
+from specserve.interop.eagle3.checks import OF_NETWORK, EagleFiles
 from specserve.interop.eagle3.repairs import list_repairs
-from specserve.interop.findings import Dialect
-from specserve.interop.format import EMBEDDING_TABLE, HeadFormat
+from specserve.interop.findings import Dialect, refuse
+from specserve.interop.format import EMBEDDING_TABLE, OUTPUT_TABLE, HeadFormat
 from specserve.interop.keys import architectures
 from specserve.interop.notes import other_target
-from specserve.interop.published import EMBEDDING, present, target_embedding, vocab_to_tensors
+from specserve.interop.published import EMBEDDING, OUTPUT, present, vocab_to_tensors
 from specserve.models.config import ModelConfig
 
 
@@ -27,23 +27,26 @@ class Eagle3Format(HeadFormat):
     """The layouts of EAGLE-3 heads (`dialects`)."""
 
     tables = (EMBEDDING_TABLE,)
-    examined = EagleFiles
-    checks = (*OF_NETWORK, check_switches)
+    examined: ClassVar[type[EagleFiles]] = EagleFiles
+    checks = OF_NETWORK
     readings = (list_repairs,)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
-        return bool(dialects.KNOWN & architectures(raw)) and not dialects.mask_ids(raw)
+        return bool(KEYS.classes & architectures(raw)) and not dialects.mask_ids(raw)
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
-        names, stated = TensorFolder(folder).names(), KEYS.read(read_json(folder / CONFIG), str(folder / CONFIG))
+        names, where = TensorFolder(folder).names(), folder / CONFIG
+        stated = self.examined.keys.read(read_json(where), str(where))
         config = dialects.draft_config_from_hf(stated, target, names, dtype=dtype)
+        refuse(dialects.check_output(stated, names), stated.where)
         if (config.vocab_size, config.target_d_model) != (target.vocab_size, target.d_model):
             theirs = f"vocabulary {config.vocab_size} and width {config.target_d_model}"
             raise other_target(folder, theirs, target_name, f"{target.vocab_size} and {target.d_model}")
-        if config.d_model != config.target_d_model and not config.has_embedding:
+        shared = {EMBEDDING: not config.has_embedding, OUTPUT: not config.has_own_head}
+        if config.d_model != config.target_d_model and any(shared.values()):
             raise CheckpointError(
-                f"{folder}: a head of width {config.d_model} without {EMBEDDING}, beside a target of width "
-                f"{config.target_d_model}, whose embedding it cannot share; export it again with its own"
+                f"{folder}: a head of width {config.d_model} without {' and '.join(present(shared))}, beside a target "
+                f"of width {config.target_d_model}, whose own it cannot share; export it again with its own"
             )
         return Eagle3(config)
 
@@ -55,14 +58,16 @@ class Eagle3Format(HeadFormat):
         config = head.drafter.config
         tensors = to_numpy(head.params, head.drafter.spec(), dtype)
         tensors |= vocab_to_tensors(head.target_ids, config.vocab_size)
-        if dialect == "speculators" and head.params.embedding is None:
-            embedding = target_embedding(target, dtype)
-            if embedding is None:
+        for table in (EMBEDDING_TABLE, OUTPUT_TABLE) if dialect == "speculators" else ():
+            if getattr(config, table.flag):
+                continue
+            own = table.read(target, dtype)
+            if own is None:
                 raise CheckpointError(
-                    f"{target.folder}: no token embedding, which a head for speculators brings along; "
+                    f"{target.folder}: no token {table.what}, which a head for speculators brings along; "
                     "give a target folder with its weights (--target)"
                 )
-            tensors[EMBEDDING] = embedding
+            tensors[table.name] = own
         raw = dialects.draft_config_to_hf(config, target, dtype=dtype, dialect=dialect, target_name=target_name)
         return dialects.name_tensors(tensors, dialect), raw
 
@@ -77,5 +82,7 @@ class Eagle3Format(HeadFormat):
             found |= {flag: getattr(config, flag) for flag in FLAGS}
             found[f"{config.num_layers} layers"] = config.num_layers > 1
             found["an embedding of its own"] = config.has_embedding
+            found["the target's output head"] = not config.has_own_head
+            found["heads of which only a part turns"] = config.rope.rotary_dim > 0
             found[f"{len(config.aux_layers)} taps"] = len(config.aux_layers) != 3
         return present(found)

@@ -13,6 +13,7 @@ from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.catalogue import EAGLE, FLAGS, TAP_IDS
 from specserve.interop.eagle3.checks import EagleFiles
 from specserve.interop.findings import Copy, Dialect, Fix, Repair
+from specserve.interop.keys import LAYER
 from specserve.interop.repairs import change, exchanged, of_target, put_everywhere, short_name, tap_layers, tap_order
 
 _NORMS = (
@@ -43,7 +44,7 @@ def list_repairs(files: EagleFiles) -> Iterator[Repair]:
     yield from of_target(config.norm_eps, config.rope, target, _put)
 
 
-_put = put_everywhere(EAGLE, at_top=FLAGS)
+_put = put_everywhere(EAGLE, LAYER, at_top=FLAGS)
 
 
 def _flags(config: Eagle3Config) -> Iterator[Repair]:
@@ -101,12 +102,14 @@ def _set_taps(dialect: Dialect, layers: tuple[int, ...]) -> Fix:
     ids = [i + dialects.COUNTED_FROM[dialect] for i in layers]
 
     def fix(repaired: Copy) -> None:
-        eagle = repaired.raw.get(EAGLE)
-        if isinstance(eagle, dict):
-            eagle[TAP_IDS] = ids
-        elif dialect == "sglang":
-            repaired.raw[EAGLE] = {"use_aux_hidden_state": True, TAP_IDS: ids}
-        else:
-            repaired.raw[TAP_IDS] = ids
+        raw = repaired.raw
+        places = [
+            place for place in (raw.get(EAGLE), raw.get(LAYER), raw) if isinstance(place, dict) and TAP_IDS in place
+        ]
+        if not places and dialect == "sglang":
+            raw[EAGLE] = raw.get(EAGLE) or {"use_aux_hidden_state": True}
+            places = [raw[EAGLE]]
+        for place in places or [raw]:
+            place[TAP_IDS] = ids
 
     return fix

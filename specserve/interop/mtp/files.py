@@ -17,15 +17,17 @@ from specserve.drafters.mtp.carried import num_carried, read_layer, shared_table
 from specserve.drafters.mtp.config import config_of
 from specserve.drafters.mtp.drafter import Mtp
 from specserve.errors import CheckpointError
+from specserve.interop.examined import check_values
 from specserve.interop.findings import Dialect
 from specserve.interop.format import HeadFormat, SharedTable
-from specserve.interop.keys import LAYER, architectures
+from specserve.interop.keys import LAYER, QUANTIZATIONS, architectures, without
 from specserve.interop.mtp.checks import MtpFiles, check_layer
 from specserve.interop.mtp.layouts import (
     ARCHITECTURES,
     OF_TARGET,
     SPECULATORS,
     as_speculators,
+    check_keys,
     name_in,
     of_target,
     opened,
@@ -34,7 +36,7 @@ from specserve.interop.mtp.layouts import (
     read_target_ids,
 )
 from specserve.interop.mtp.repairs import list_repairs
-from specserve.interop.published import D2T, T2D, present, speculators_config, vocab_to_tensors
+from specserve.interop.published import D2T, T2D, present, speculators_config, stored_scales, vocab_to_tensors
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 
@@ -43,7 +45,7 @@ class MtpFormat(HeadFormat):
     """The layouts of a layer of multi-token prediction."""
 
     examined = MtpFiles
-    checks = (check_layer,)
+    checks = (check_layer, check_values)
     readings = (list_repairs,)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
@@ -59,6 +61,8 @@ class MtpFormat(HeadFormat):
 
     def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> Head:
         drafter, tensors = Mtp(read_config(folder, target.config, str(target.folder), dtype=dtype)), opened(folder)
+        check_keys(folder, target)
+        stored_scales(read_json(folder / CONFIG), tensors, str(folder / CONFIG))
         places = drafter.place(mesh) if mesh is not None else None
         skipped = {re.escape(name): AS_VOCABULARY for name in (D2T, T2D)}
         name_of = name_in(tensors.names(), drafter.config.layout)
@@ -74,7 +78,7 @@ class MtpFormat(HeadFormat):
         like this."""
         config = head.drafter.config
         tensors = to_numpy(head.params, head.drafter.spec(), dtype)
-        raw = {key: value for key, value in read_json(target.folder / CONFIG).items() if key != "quantization_config"}
+        raw = without(read_json(target.folder / CONFIG), QUANTIZATIONS)
         stated: dict[str, Any] = {"torch_dtype": dtype}
         if config.is_partial:
             tensors |= vocab_to_tensors(head.target_ids, config.layer.vocab_size)

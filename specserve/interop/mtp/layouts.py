@@ -10,10 +10,10 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, ExpertByExpert, TensorFolder, listed, read_json
-from specserve.drafters.mtp.carried import names_in, num_carried, own_tables, read_shared
+from specserve.drafters.mtp.carried import is_whole, names_in, num_carried, own_tables, read_shared
 from specserve.drafters.mtp.config import LAYOUTS, OTHERS, Layout, MtpConfig, config_of, of_its_own
 from specserve.errors import CheckpointError, ConfigError
-from specserve.interop.keys import LAYER
+from specserve.interop.keys import HARMLESS, LAYER, QUANTIZATIONS, ROPE, SLIDING, within
 from specserve.interop.notes import read_notes
 from specserve.interop.published import D2T, T2D, vocab_from_tensors
 from specserve.models.config import ModelConfig
@@ -22,8 +22,8 @@ from specserve.models.families import model_config
 OF_TARGET = "target_architectures"  # the target's own, beside the name that engines have for such a layer
 SPECULATORS = of_its_own("MTPDraftModel", "mtp_layers.0")
 ARCHITECTURES = frozenset(layout.architecture for layout in (*LAYOUTS.values(), OTHERS, SPECULATORS))
-_SHAPE = ("family", "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff", "layers")
-_SHAPE += ("latent", "experts", "qk_norm", "qkv_bias", "norm_offset", "out_norms", "has_sinks", "has_attention_gate")
+_FREE = ("dtype", "cache_dtype", "max_len", "names")  # of a target's config: in these a layer may differ
+_BESIDE = frozenset((OF_TARGET, LAYER, "draft_vocab_size", "num_nextn_predict_layers", *QUANTIZATIONS))
 
 
 def opened(folder: Path) -> TensorFolder:
@@ -42,8 +42,9 @@ def read_config(folder: Path, target: ModelConfig, target_name: str, *, dtype: s
     another target."""
     where, names = folder / CONFIG, opened(folder).names()
     raw = read_json(where)
-    own = model_config(of_target(raw), dtype=dtype, where=str(where))
-    if other := [named for key in _SHAPE for named in _differences(key, getattr(own, key), getattr(target, key))]:
+    own = model_config(of_target(raw), dtype=dtype, where=str(where)).for_length(target.rope.length)
+    shape = [field.name for field in fields(target) if field.name not in _FREE]
+    if other := [named for key in shape for named in _differences(key, getattr(own, key), getattr(target, key))]:
         trained_for = read_notes(folder).get("target", "the one that it comes from")
         raise CheckpointError(
             f"{folder}: a layer of multi-token prediction of another target than {target_name} ({listed(other, 3)}); "
@@ -64,6 +65,38 @@ def read_config(folder: Path, target: ModelConfig, target_name: str, *, dtype: s
         has_embedding=has.get(f"{config.layout.embedding}.weight", False),
         has_own_head=has.get(f"{config.layout.head}.weight", False),
     )
+
+
+def check_keys(folder: Path, target: Target) -> None:
+    """Raise ConfigError for a key of a layer's own config.json that nothing reads, and that the target's own does not
+    state alike. In a whole checkpoint the keys are those of a target."""
+    raw, where = read_json(folder / CONFIG), str(folder / CONFIG)
+    if is_whole(opened(folder).names(), target.config):
+        return
+    theirs, part, place = read_json(target.folder / CONFIG), of_target(raw), f"{LAYER}." if LAYER in raw else ""
+    unread = {place + key: value for key, value in part.items() if key not in _BESIDE and not _is_read(part, key)}
+    if place:
+        unread |= {key: value for key, value in raw.items() if key not in _BESIDE}
+    for path, value in unread.items():
+        key = path.removeprefix(place)
+        if value is not None and key not in HARMLESS and theirs.get(key) != value:
+            raise ConfigError(
+                f"{where}: {path} is {value!r}, which is not known to us and not so in the target's config.json; take "
+                "it out if it says nothing of how the layer is computed"
+            )
+
+
+def _is_read(raw: Mapping[str, Any], key: str) -> bool:
+    """Return whether the reader of a target's config.json reads a key: it does not take nonsense in its place. Windows
+    of which it is said that there are none, and rotary settings that `rope_parameters` repeats, need not be read."""
+    if key in ("use_sliding_window", "sliding_window") and raw.get("use_sliding_window") is False:
+        return True
+    if (key == "layer_types" and SLIDING not in str(raw[key])) or within(raw, ROPE, key) == raw[key]:
+        return True
+    try:
+        return model_config({**raw, key: object()}, dtype="float32") != model_config(raw, dtype="float32")
+    except (ConfigError, AttributeError, TypeError, ValueError):
+        return True
 
 
 def read_target_ids(tensors: TensorFolder, config: MtpConfig, where: str) -> np.ndarray:  # [draft_vocab] int32

@@ -17,8 +17,8 @@ from specserve.interop.repairs import change, exchanged, short_name
 def list_repairs(files: MtpFiles) -> Iterator[Repair]:
     """List all repairs that are worth a try. There are none where the folder cannot be read as a layer of this target,
     nor where it is a whole checkpoint, whose layer was not converted."""
-    config = files.read
-    if isinstance(config, MtpConfig) and not is_whole(files.names, config.layer):
+    config = files.config
+    if config is not None and not is_whole(files.names, config.layer):
         yield from _all(config, files.names)
 
 

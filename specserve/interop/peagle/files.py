@@ -20,7 +20,7 @@ from specserve.interop.eagle3.dialects import MASK_KEYS, mask_ids
 from specserve.interop.eagle3.files import Eagle3Format
 from specserve.interop.eagle3.repairs import list_repairs
 from specserve.interop.findings import Dialect, Finding, Repair, put
-from specserve.interop.keys import LAYER
+from specserve.interop.keys import LAYER, KeyTable
 from specserve.interop.peagle import dialects
 from specserve.interop.peagle.dialects import CHECKS, KEYS, SLOTS
 from specserve.interop.repairs import masks, put_everywhere
@@ -32,37 +32,31 @@ class PEagleFiles(EagleFiles):
     """The files of a head with masked slots."""
 
     architectures: ClassVar[Mapping[Dialect, str]] = dict.fromkeys(EagleFiles.architectures, dialects.ARCHITECTURE)
-    known: ClassVar[frozenset[str]] = EagleFiles.known | dialects.OWN
+    keys: ClassVar[KeyTable] = KEYS
 
     def specs(self, config: Eagle3Config) -> list[ParamSpec]:
         return [*super().specs(config), mask_spec(PEagleConfig(config, mask_token_id=0, num_slots=0))]
 
     def facts(self) -> dict[str, str]:
-        slots = dialects.num_slots(self.raw) or f"{NUM_SLOTS}, as it does not say"
+        slots = dialects.num_slots(self.stated) or f"{NUM_SLOTS}, as it does not say"
         masks = ", ".join(map(str, dict.fromkeys(mask_ids(self.raw).values()))) or "not stated"
         return super().facts() | {"slots": f"{slots}; masked by token {masks}"}
 
 
-def check_keys(files: PEagleFiles) -> Iterator[Finding]:
-    """Check that every key of config.json is known, and every switch computed."""
-    yield from dialects.check_keys(KEYS.read(files.raw, CONFIG))
-
-
 def check_mask(files: PEagleFiles) -> Iterator[Finding]:
-    """Check that the mask's token is stated once, where all engines look for it, and that the number of slots is
-    stated."""
+    """Check that the mask's token is stated, where all engines look for it, and that the number of slots is."""
     ids, vocab_size = mask_ids(files.raw), files.stated.get("vocab_size")
     got = ", ".join(f"{key}: {value!r}" for key, value in ids.items()) or "nothing"
     value = next(iter(ids.values()), None)
     is_token = type(value) is int and value >= 0 and (type(vocab_size) is not int or value < vocab_size)
     is_flat = files.dialect != "speculators"
-    if not is_token or len(set(map(str, ids.values()))) > 1:
+    if not is_token:
         expected = f"one token id below {vocab_size}, under any of {', '.join(MASK_KEYS)}"
         yield CHECKS["mask-token"].found(CONFIG, expected, got)
     elif is_flat and ids.keys() == {"mask_token_id"}:  # in speculators' own layout vLLM reads that
         fix = put(**dict.fromkeys(dialects.WRITTEN_MASK_KEYS, value))
         yield CHECKS["mask-spelling"].found(CONFIG, f"ptd_token_id: {value}", got, fix)
-    if dialects.num_slots(files.raw) is None:
+    if dialects.num_slots(files.stated) is None:
         yield CHECKS["slots"].found(f"{CONFIG}: {SLOTS}", f"mostly {NUM_SLOTS}", "nothing")
 
 
@@ -80,8 +74,8 @@ def list_masks(files: PEagleFiles) -> Iterator[Repair]:
 class PEagleFormat(Eagle3Format):
     """The layouts of an EAGLE-3 network's files, with a mask (`dialects`)."""
 
-    examined = PEagleFiles
-    checks = (*OF_NETWORK, check_keys, check_mask)
+    examined: ClassVar[type[EagleFiles]] = PEagleFiles
+    checks = (*OF_NETWORK, check_mask)
     readings = (list_repairs, list_masks)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:

@@ -1,0 +1,99 @@
+"""The checks of a head's config.json that are alike for all kinds whose keys are in a table: every key is known, stated
+once, and asks for what is computed here. Loaders refuse what they find, and the draft doctor reports it."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specserve.checkpoints.tensors import CONFIG
+from specserve.errors import ConfigError
+from specserve.interop.findings import Finding, read_checks
+from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY, SCALING, Stated, architectures
+from specserve.interop.repairs import write_rope
+from specserve.models.rope import Rope
+
+CHECKS = read_checks("""
+[keys of all kinds of heads]
+unknown-key error: a key that nobody here knows
+  it may say how the head is computed: who passes over a window accepts a quarter
+  by hand: take it out if it says nothing of how the head is computed
+  refused: {every}: not known to us, so the head might be computed as another one than was trained. Take them out if
+    they say nothing of how it is computed
+stated-twice error: {key} is stated in places that disagree
+  some engines read the one, and some the other
+  by hand: write in all of them what it was trained with
+  refused: {key} is stated in places that disagree ({got}); keep what the head was trained with
+uncomputed error: {key} asks for what is not computed here
+  we refuse the head rather than run another one; engines that do not know the key run another one
+  by hand: take it out if the head was trained without, or serve it with an engine that computes it
+  refused: {key} is {got}, which is not computed here; expected {expected}
+rope-spellings error: the spellings of the rotary settings disagree, or cannot be read
+  older and newer engines turn by different angles: acceptance falls with the position
+  fix: write the one that is the target's in both spellings
+  by hand: write what it was trained with
+  refused: the rotary settings disagree, or cannot be read ({got}); keep what the head was trained with
+""")
+
+
+_OF_HEADS = re.compile("(?i)eagle|draft|spark|flash|speculator|mtp|nextn|medusa|domino")
+_ROTARY = frozenset((*ROTARY, *SCALING))
+ROPE_KEYS = ("rope_theta", OLD_ROPE, ROPE)
+
+
+def check_named(stated: Stated) -> Iterator[Finding]:
+    """Check that a head that is named after a kind of heads is named after this one. Trainers also leave the name of
+    the target's class, which says nothing."""
+    table = stated.table
+    for name in sorted(architectures(stated.raw) - table.classes):
+        if _OF_HEADS.search(name):
+            yield uncomputed("architectures", name, " or ".join(sorted(table.classes)))
+    model_type = stated.raw.get("speculators_model_type")
+    if model_type is not None and str(model_type) not in table.model_types:
+        yield uncomputed("speculators_model_type", model_type, " or ".join(sorted(table.model_types)))
+
+
+def check_known(stated: Stated) -> Iterator[Finding]:
+    """Check that every key is known."""
+    every = ", ".join(stated.unknown)
+    for path, value in stated.unknown.items():
+        yield CHECKS["unknown-key"].found(f"{CONFIG}: {path}", "a key of the layout", repr(value), every=every)
+
+
+def check_stated_once(stated: Stated) -> Iterator[Finding]:
+    """Check that no key but the rotary ones is stated in places that disagree."""
+    for key, values in stated.contradictions().items():
+        if key not in _ROTARY:
+            yield stated_twice(key, values)
+
+
+def stated_twice(key: str, values: Mapping[str, Any]) -> Finding:
+    """Return the fault of values, by path, that disagree."""
+    return CHECKS["stated-twice"].found(f"{CONFIG}: {key}", "the same", _listed(values), key=key)
+
+
+def check_computed(stated: Stated) -> Iterator[Finding]:
+    """Check that no key asks for what is not computed."""
+    for path, (value, key) in stated.uncomputed().items():
+        yield uncomputed(path, value, key.expected)
+
+
+def uncomputed(path: str, value: Any, expected: str) -> Finding:
+    """Return the fault of a value that is not computed here."""
+    return CHECKS["uncomputed"].found(f"{CONFIG}: {path}", expected, repr(value), key=path)
+
+
+def check_rotary(stated: Stated, required: Rope | None = None) -> Iterator[Finding]:
+    """Check that the rotary settings can be read, and are stated once. `required` are the target's, if it is known."""
+    values = {path: each for key, at in stated.contradictions().items() if key in _ROTARY for path, each in at.items()}
+    got = _listed(values)
+    try:
+        stated.rope()
+    except ConfigError as error:
+        got = got or str(error).removeprefix(f"{stated.where}: ")
+    if got:
+        fix = write_rope(required) if required and required in stated.ropes() else None
+        yield CHECKS["rope-spellings"].found(f"{CONFIG}: {', '.join(ROPE_KEYS)}", "both spellings, alike", got, fix)
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return "; ".join(f"{path}: {value!r}" for path, value in values.items())
