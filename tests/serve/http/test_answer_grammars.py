@@ -9,7 +9,7 @@ from chats import load
 from fakes import MODEL, USER, assert_refused
 from fixed_text import HERMES, WEATHER, serving
 
-from specserve.serve.http.formats.grammars import answer_grammar
+from specserve.serve.http.formats.grammars import answer_grammar, write_calls
 from specserve.serve.http.formats.reasoning import AnswerSyntax
 from specserve.serve.http.formats.tools import TOOL_FORMATS
 from specserve.serve.http.openai.bodies import ChatBody
@@ -90,6 +90,26 @@ def test_other_wordings_of_a_format():
         name = wording.split()[0]
         assert allows(answer_grammar(wording, FUNCTIONS, None, IDS), text)
         assert [name for name, _ in calls_of(parse(make_reader(name), text))][:1] == ["no_args"]
+
+
+def test_calls_as_python_has_them_say_true_as_python_does():
+    schema = {"type": "object", "properties": {"b": {"type": ["boolean", "null"]}, "n": {"type": "integer"}}}
+    grammar = answer_grammar("lfm2", [FunctionDefinition(name="f", parameters=schema)], None, IDS)
+    for given in ({"b": True}, {"b": None, "n": 2}, {"n": 2}, {}):
+        text = write_calls("lfm2", [("f", given)])
+        assert allows(grammar, text), text
+        assert calls_of(parse(make_reader("lfm2", tools={"f": schema}), text)) == [("f", given)]
+    assert not allows(grammar, "<|tool_call_start|>[f(b=true)]<|tool_call_end|>")
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_calls_in_the_content_of_a_history_are_those_that_the_model_writes(name):
+    for calls in (RIGHT[:1], RIGHT_FULL):
+        text = write_calls(name, calls)
+        assert calls_of(parse(make_reader(name), text)) == calls
+        if name in ONE_CALL or (name == "lfm2" and calls is RIGHT_FULL):  # the grammar spells lists as JSON
+            continue
+        assert allows(answer_grammar(name, FUNCTIONS, None, IDS), text)
 
 
 SIGNS = "<｜tool▁calls▁begin｜>", "[TOOL_CALLS]", "<tool_call>", '{"name": "weather", "parameters"'

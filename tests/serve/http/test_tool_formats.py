@@ -92,6 +92,15 @@ def test_reasoning_is_split_off_and_goes_with_calls(data, think, thought, conten
     assert parse(hides, text) == Part(part.content, "", part.tool_calls)
 
 
+@given(st.data(), calls)
+def test_an_answer_may_begin_with_glms_arguments_behind_a_bare_name(data, calls):
+    first = ("add", {"a": 1, "text": "x"})
+    text = WRITERS["glm"]([first, *calls]).removeprefix("<tool_call>")
+    assert calls_of(parse(make_reader("glm"), *cut(data, text))) == [first, *calls]
+    unknown = text.replace("add", "sub", 1)
+    assert parse(make_reader("glm", tools={}), *cut(data, unknown)) == Part(unknown)
+
+
 TAGGED = {"glm": "</arg_value>", "qwen3-coder": "</parameter>", "minimax-m2": "</parameter>"}
 TAGGED["deepseek-dsml"] = "</｜DSML｜parameter>"
 

@@ -28,7 +28,14 @@ class _Wording:
     end_value: str = ""
     between_values: str = ""
     quote: str = ""  # around arguments that are text; empty: they are as they are, or JSON where no tag ends them
+    is_python: bool = False  # arguments are Python's literals
     is_alone: bool = False  # an answer has one call
+
+    @property
+    def separators(self) -> tuple[str, str]:
+        """The marks between the values of lists and objects: those of arguments, and else those of JSON in
+        templates."""
+        return (",", ":") if self.between_values == "," else (", ", ": ")
 
 
 _WORDINGS: dict[str, _Wording] = {
@@ -96,6 +103,7 @@ _WORDINGS: dict[str, _Wording] = {
         last="]<|tool_call_end|>",
         begin_value="KEY=",
         between_values=", ",
+        is_python=True,
     ),
     "phi4": _Wording('{"name": "NAME", "arguments": ', "}", ", ", first="<|tool_call|>[", last="]<|/tool_call|>"),
     "phi4 functools": _Wording('{"name": "NAME", "arguments": ', "}", ", ", first="functools[", last="]"),
@@ -127,6 +135,7 @@ _WORDINGS |= {
     )
     for version, block in (("", "function_calls"), (" v4", "tool_calls"))
 }
+_PYTHON = {"boolean": '"True" | "False"', "null": '"None"'}  # words that JSON spells otherwise
 _HARMONY_THINKING = "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"
 _HARMONY_CONTENT = "<|channel|>final<|message|>"
 
@@ -137,9 +146,11 @@ def write_calls(wording: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) ->
 
     def value(key: str, argument: Any) -> str:
         is_text = isinstance(argument, str)
-        spelled = json.dumps(argument, ensure_ascii=False)
+        spelled = json.dumps(argument, ensure_ascii=False, separators=own.separators)
         if is_text and (own.quote or own.end_value):
             spelled = own.quote + argument + own.quote
+        elif own.is_python and not isinstance(argument, str | Mapping):
+            spelled = repr(argument)
         begin = own.begin_value.replace("KEY", key).replace("IS_TEXT", json.dumps(is_text))
         return begin + spelled + own.end_value
 
@@ -273,25 +284,28 @@ class _Rules:
         """Return the rule for a tagged argument, with the tag behind it: text where that is allowed, else JSON."""
         own, end, quote = schema["properties"][key], self._wording.end_value, self._wording.quote
         words = own.get("enum") if isinstance(own, dict) else None
+        types = argument_types(schema, key)
+        if self._wording.is_python and types and types <= _PYTHON.keys():
+            return f"({' | '.join(_PYTHON[each] for each in sorted(types))})"
         is_raw = bool(end or quote)
         if is_raw and isinstance(words, list) and words and all(isinstance(word, str) for word in words):
             return f"{self.spell(quote)} ({' | '.join(map(_quoted, words))}) {self.spell(quote)} {self.spell(end)}"
-        if quote and "string" in argument_types(schema, key):
+        if quote and "string" in types:
             return f"{self.spell(quote)} {self.text_until(name, quote)}"
-        if end and "string" in argument_types(schema, key):
+        if end and "string" in types:
             mark = end.strip()
             before, _, after = end.partition(mark)
             held = self.text_until(name, mark) if mark in self._mark_ids else self.text_until(name, before + mark)
             return f"{held} {self.spell(after)}"
         definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
         schema = (own if isinstance(own, dict) else {}) | definitions
-        return f"{self.add(name, _json(schema, self._wording.between_values or ', '))} {self.spell(end)}"
+        return f"{self.add(name, _json(schema, self._wording.separators))} {self.spell(end)}"
 
 
-def _json(schema: Mapping[str, Any], between: str = ", ") -> str:
-    # as chat templates space JSON, without a place where a model could write spaces for ever
-    spacing = {"item_separator": between, "key_separator": between.replace(",", ":")}
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_flexible": False, **spacing}})
+def _json(schema: Mapping[str, Any], separators: tuple[str, str] = (", ", ": ")) -> str:
+    # without a place where a model could write spaces for ever
+    spacing = {"whitespace_flexible": False, "item_separator": separators[0], "key_separator": separators[1]}
+    return "%json " + json.dumps({**schema, "x-guidance": spacing})
 
 
 def _quoted(text: str) -> str:

@@ -18,6 +18,7 @@ class Tags:
     end_value: str
     ends: tuple[Shape, ...]  # of a call, and of all calls; a model may forget either
     takes_objects: bool = False  # arguments may be one JSON object instead
+    bare: Shape | None = None  # of an answer that begins with a call without its mark: up to the first value
 
 
 _END_TOOL_CALL = Shape(r"\s*</tool_call>")
@@ -26,6 +27,7 @@ GLM = Tags(
     (Shape(r"\s*<arg_key>\s*(?P<key>[^<]*)</arg_key>\s*<arg_value>"),),
     "</arg_value>",
     (_END_TOOL_CALL,),
+    bare=Shape(rf"\s*{NAME}\s*<arg_key>\s*(?P<key>[^<]*)</arg_key>\s*<arg_value>"),
 )
 QWEN_CODER = Tags(
     (("<tool_call>", Shape(rf"\s*<function={NAME}>")), ("<function=", Shape(rf"{NAME}>"))),
@@ -71,23 +73,27 @@ def read_tagged(tags: Tags, reader: Reader) -> Reading[None]:
     """<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, or
     <tool_call><function=f><parameter=x>1</parameter></function></tool_call>, or the latter without <tool_call>."""
     heads = dict(tags.heads)
+    bare = (yield from reader.match(tags.bare)) if tags.bare else None
+    if bare and bare["name"] in reader.tools:
+        yield from _read_call(tags, reader, bare["name"], bare)
+    else:
+        reader.give_back(matched(bare))
     while mark := (yield from reader.content_until(*heads)):
         head = yield from reader.match(heads[mark])
         if head and head["name"] in reader.tools:
             yield from _read_call(tags, reader, head["name"])
-            while (yield from reader.match(*tags.ends)):
-                pass
         else:
             reader.give_back(mark + matched(head))
 
 
-def _read_call(tags: Tags, reader: Reader, name: str) -> Reading[None]:
-    """Take the arguments of a call, up to its end."""
+def _read_call(tags: Tags, reader: Reader, name: str, found: re.Match[str] | None = None) -> Reading[None]:
+    """Take the arguments of a call, of which the first key may be `found` already, and its ends."""
     say, schema, before, is_whole = reader.open_call(name), reader.tools[name], "{", True
     if tags.takes_objects and (yield from reader.match(_OBJECT)):
         yield from reader.json(say)
-        return
-    found = yield from reader.match(*tags.keys, *tags.ends)
+        before = ""
+    elif not found:
+        found = yield from reader.match(*tags.keys, *tags.ends)
     while found and "key" in found.re.groupindex:
         key, is_text = found["key"].strip(), found.groupdict().get("is_text")
         value, found, is_whole = yield from _read_value(tags, reader)
@@ -98,8 +104,10 @@ def _read_call(tags: Tags, reader: Reader, name: str) -> Reading[None]:
             spelled = json.dumps(value, ensure_ascii=False) if is_text == "true" else typed({}, key, value)
         say(f"{before}{json.dumps(key, ensure_ascii=False)}: {spelled}")
         before = ", "
-    if is_whole:
+    if is_whole and before:
         say("{}" if before == "{" else "}")
+    while (yield from reader.match(*tags.ends)):
+        pass
 
 
 def _read_value(tags: Tags, reader: Reader) -> Reading[tuple[str, re.Match[str] | None, bool]]:
