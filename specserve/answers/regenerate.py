@@ -312,7 +312,7 @@ class _Run:
         else:
             is_begun = opens_reasoning(tokenizer, job.prompt, marks[0])
         shown = {tokenizer.token_id(mark) for mark in marks} & tokenizer.special_token_ids
-        if shown.intersection(completion.token_ids):  # which `completion.text` leaves out, as all special tokens
+        if shown.intersection(completion.token_ids):  # the text leaves out all special tokens
             hidden = tokenizer.special_token_ids - shown
             said = [token_id for token_id in completion.token_ids if token_id not in hidden]
             text = tokenizer.decode(said, skip_special_tokens=False)

@@ -313,7 +313,7 @@ MARKS = {"special": True, "plain": False}
 
 @pytest.mark.parametrize("is_special", MARKS.values(), ids=MARKS)
 @pytest.mark.parametrize("begin", ["[THINK]", "<seed:think>", "<|START_THINKING|>", "<think>"])
-def test_reasoning_between_any_marks_is_told_from_the_answer(tmp_path, begin, is_special):
+def test_reasoning_between_any_marks_is_no_part_of_the_answer(tmp_path, begin, is_special):
     """Whichever marks the template shows, and whether or not they are special tokens, which texts leave out."""
     end = dict(THINK_MARKS.values())[begin]
     engine = Scripted("mistral-nemo", lambda prompt, seed: f"{begin}hm{end}yo")

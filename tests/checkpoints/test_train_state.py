@@ -114,7 +114,7 @@ def test_a_disk_that_is_full_loses_no_earlier_state(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves coroutines behind
-def test_a_damaged_state_is_told_from_one_of_another_run(tmp_path: Path) -> None:
+def test_a_damaged_state_is_not_taken_for_one_of_another_run(tmp_path: Path) -> None:
     """Whichever of its files lost its second half. What to do then leads to the state before."""
     state = {"a": jnp.arange(5000.0), "b": jnp.ones((3, 4))}
     with StateStore(tmp_path / "whole", keep=2) as store:
@@ -124,7 +124,7 @@ def test_a_damaged_state_is_told_from_one_of_another_run(tmp_path: Path) -> None
         with pytest.raises(CheckpointError, match=r"step 2 does not fit this run .* settings it was started with"):
             store.restore({"a": jnp.arange(6000.0), "b": jnp.ones((3, 4))})
     names = [file.relative_to(tmp_path / "whole") for file in (tmp_path / "whole/2").rglob("*") if file.is_file()]
-    told = 0
+    num_damaged = 0
     for number, name in enumerate(names):
         folder = tmp_path / str(number)
         shutil.copytree(tmp_path / "whole", folder)
@@ -137,7 +137,7 @@ def test_a_damaged_state_is_told_from_one_of_another_run(tmp_path: Path) -> None
             continue
         except CheckpointError as error:
             message = str(error)
-        told += 1
+        num_damaged += 1
         assert "the state of step 2 is damaged" in message, (name, message)
         assert f"delete {folder / '2'}, and --resume goes on from step 1" in message
         store.close()
@@ -145,7 +145,7 @@ def test_a_damaged_state_is_told_from_one_of_another_run(tmp_path: Path) -> None
         found, extra = StateStore(folder).restore(state)
         assert extra == {"step": 1}
         gc.collect()
-    assert told > 1
+    assert num_damaged > 1
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def answers(runner: Runner) -> list[np.ndarray]:
 
 
 def main(folder: str, *models: str) -> None:
-    jax.config.update("jax_enable_compilation_cache", False)  # what a cache of JAX's has is not kept once more
+    jax.config.update("jax_enable_compilation_cache", False)  # programs that it has are not kept once more
     for model in models or MODELS:
         target, head = target_of(model), head_of(model)
         runner = make_runner(target, head, "chain:3", "off", has_constrained=False, folder=Path(folder))

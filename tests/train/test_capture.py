@@ -273,12 +273,12 @@ def test_an_interrupted_capture_goes_on(
     assert features.manifest.rows_per_file > 1
     assert features.missing() == list(range(2, features.manifest.num_files))
     assert len(features.missing()) > 1
-    told: list[tuple[int, int]] = []
-    _capture(run, tiny_target, rows, on_rows=lambda *counts: told.append(counts))
+    reported: list[tuple[int, int]] = []
+    _capture(run, tiny_target, rows, on_rows=lambda *counts: reported.append(counts))
     missing = len(rows) - 2 * features.manifest.rows_per_file
-    assert [told[0], told[-1]] == [(0, missing), (missing, missing)]
-    assert told == sorted(told)
-    assert len(told) > features.manifest.num_files - 2, "a file's batches are counted one by one"
+    assert [reported[0], reported[-1]] == [(0, missing), (missing, missing)]
+    assert reported == sorted(reported)
+    assert len(reported) > features.manifest.num_files - 2, "a file's batches are counted one by one"
     assert (tmp_path / "cut/features/00000" / SINGLE_FILE).stat().st_mtime_ns == first
     at = np.arange(len(rows))[::-1]
     jax.tree.map(np.testing.assert_array_equal, features.read(at), whole.read(at))
