@@ -355,7 +355,6 @@ OF_NETWORK = (
     check_keys,
     check_identity,
     check_speculators,
-    check_fit,
     check_tensors,
     check_dtypes,
     check_values,
@@ -363,4 +362,5 @@ OF_NETWORK = (
     check_vocabulary,
     check_taps,
     check_rope,
+    check_fit,
 )

@@ -17,7 +17,7 @@ from specserve.interop.eagle3.checks import OF_NETWORK, EagleFiles
 from specserve.interop.eagle3.repairs import list_repairs
 from specserve.interop.findings import Dialect, refuse
 from specserve.interop.format import EMBEDDING_TABLE, OUTPUT_TABLE, HeadFormat
-from specserve.interop.keys import architectures
+from specserve.interop.keys import KeyTable, architectures
 from specserve.interop.notes import other_target
 from specserve.interop.published import EMBEDDING, OUTPUT, present, vocab_to_tensors
 from specserve.models.config import ModelConfig
@@ -27,7 +27,8 @@ class Eagle3Format(HeadFormat):
     """The layouts of EAGLE-3 heads (`dialects`)."""
 
     tables = (EMBEDDING_TABLE,)
-    examined: ClassVar[type[EagleFiles]] = EagleFiles
+    examined = EagleFiles
+    keys: ClassVar[KeyTable] = KEYS
     checks = OF_NETWORK
     readings = (list_repairs,)
 
@@ -36,7 +37,7 @@ class Eagle3Format(HeadFormat):
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         names, where = TensorFolder(folder).names(), folder / CONFIG
-        stated = self.examined.keys.read(read_json(where), str(where))
+        stated = self.keys.read(read_json(where), str(where))
         config = dialects.draft_config_from_hf(stated, target, names, dtype=dtype)
         refuse(dialects.check_output(stated, names), stated.where)
         if (config.vocab_size, config.target_d_model) != (target.vocab_size, target.d_model):

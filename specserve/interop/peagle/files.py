@@ -74,7 +74,8 @@ def list_masks(files: PEagleFiles) -> Iterator[Repair]:
 class PEagleFormat(Eagle3Format):
     """The layouts of an EAGLE-3 network's files, with a mask (`dialects`)."""
 
-    examined: ClassVar[type[EagleFiles]] = PEagleFiles
+    examined = PEagleFiles
+    keys: ClassVar[KeyTable] = KEYS
     checks = (*OF_NETWORK, check_mask)
     readings = (list_repairs, list_masks)
 
