@@ -130,7 +130,7 @@ def test_the_command_that_goes_on_with_a_run_can_be_pasted(
     """On one line however narrow the output, and whatever the folder is called."""
     last = Progress(7, 1.0, 0.5, 0, ending="stopped by SIGTERM")
     stopped = SimpleNamespace(train=lambda _observers: last, doing=Doing("step 7"))
-    monkeypatch.setattr(train, "prepare", lambda _run, _folder, _mixture: stopped)
+    monkeypatch.setattr(train, "prepare", lambda *_: stopped)
     monkeypatch.setattr(train, "_read", lambda _target, _data: ())
     monkeypatch.setenv("COLUMNS", "40")
     output = tmp_path / "a [b] folder"

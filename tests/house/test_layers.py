@@ -47,6 +47,7 @@ FLAT = {
 FLAT |= {"chat_template", "devices", "tokenizer"}
 MAY_JIT = (
     "serve/programs/calls.py",
+    "serve/programs/program_cache.py",  # one operation of LAPACK, which sets it up for programs that are loaded
     "serve/programs/layouts.py",  # products that are timed to choose how matrices are cut
     "train/step.py",
     "train/first.py",  # the first losses of a new head, by one scale of its output after another
