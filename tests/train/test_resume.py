@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -195,8 +196,8 @@ def test_a_state_that_was_cut_short_is_called_damaged(tmp_path: Path, tiny_targe
     tiny_trainer(tmp_path, tiny_target, max_steps=6, save_every=3).train()
     largest = max((tmp_path / "state/6/state").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
     os.truncate(largest, largest.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match=r"the state of step 6 is damaged .* goes on from step 3$"):
-        tiny_trainer(tmp_path, tiny_target, max_steps=9, resume=True).train()
+    process = start(tiny_target, tmp_path, max_steps=9, save_every=3, resume=True)  # Orbax leaves coroutines behind
+    assert re.search(r"the state of step 6 is damaged .* goes on from step 3$", process.communicate()[0], re.MULTILINE)
     shutil.rmtree(tmp_path / "state/6")
     assert tiny_trainer(tmp_path, tiny_target, max_steps=9, resume=True).train().step == 9
 
