@@ -219,7 +219,9 @@ def _layers(settings: CaptureSettings, drafter: TrainedDrafter) -> tuple[int, ..
     """Return the layers of the folder that is there, if all that this run captures are among them, else the run's."""
     layers, path = captured_layers(settings, drafter), Path(settings.capture) / MANIFEST_FILE
     there = read_json(path).get("aux_layers") if path.is_file() else None
-    return tuple(there) if isinstance(there, list) and {*layers} <= {*there} else layers
+    if isinstance(there, list) and all(layer in there for layer in layers):
+        return tuple(there)
+    return layers
 
 
 def capture(

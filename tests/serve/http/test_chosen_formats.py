@@ -97,6 +97,17 @@ def test_a_template_that_writes_no_calls_shows_its_format_by_its_words() -> None
         assert text.count('"name": "weather"') == 1 + said.count('"name"')
 
 
+@pytest.mark.parametrize("arguments", ["no JSON", "[1, 2]", '{"city": "Ro'])
+def test_arguments_of_a_history_that_are_no_object_stay_as_they_were(arguments: str) -> None:
+    """Also where the server writes the calls itself: a model that was cut short must see what it wrote."""
+    tokenizer = with_template(ROLES.replace("CALLS", "") + ASKS)
+    syntax = AnswerSyntax(tokenizer, "auto", "auto")
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    body = check_body(ChatBody, ASK | {"messages": [*USER, {"role": "assistant", "tool_calls": [call]}]})
+    turns, _ = syntax.written(body.messages, body.tools)
+    assert f'"arguments": {arguments}}}' in tokenizer.template.render(turns, add_generation_prompt=False)
+
+
 @pytest.mark.parametrize("takes_system", [True, False])
 def test_a_template_that_refuses_roles_gets_chats_with_tools_in_those_that_it_has(takes_system: bool) -> None:
     """As Gemma 2's does: no system, and the user and the assistant in turns."""

@@ -140,8 +140,9 @@ _HARMONY_THINKING = "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assis
 _HARMONY_CONTENT = "<|channel|>final<|message|>"
 
 
-def write_calls(wording: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Return the text of calls, each a name and arguments, as a model writes them."""
+def write_calls(wording: str, calls: Sequence[tuple[str, Mapping[str, Any] | str]]) -> str:
+    """Return the text of calls, each a name and arguments, as a model writes them. Arguments that are text, because a
+    model wrote no sound JSON, stand as they are."""
     own = _WORDINGS[wording]
 
     def value(key: str, argument: Any) -> str:
@@ -154,9 +155,12 @@ def write_calls(wording: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) ->
         begin = own.begin_value.replace("KEY", key).replace("IS_TEXT", json.dumps(is_text))
         return begin + spelled + own.end_value
 
-    def call(index: int, name: str, arguments: Mapping[str, Any]) -> str:
-        spelled = json.dumps(arguments, ensure_ascii=False)
-        if own.begin_value:
+    def call(index: int, name: str, arguments: Mapping[str, Any] | str) -> str:
+        if isinstance(arguments, str):
+            spelled = arguments
+        elif not own.begin_value:
+            spelled = json.dumps(arguments, ensure_ascii=False)
+        else:
             spelled = own.between_values.join(value(*each) for each in arguments.items())
         return own.begin.replace("NAME", name).replace("INDEX", str(index)) + spelled + own.end
 

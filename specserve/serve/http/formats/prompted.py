@@ -26,8 +26,7 @@ def as_text(
         turn = dict(message)
         if turn.get("tool_calls") and not ways.writes_calls:
             calls = [(each["function"]["name"], each["function"]["arguments"]) for each in turn.pop("tool_calls")]
-            called = [(name, given if isinstance(given, Mapping) else {}) for name, given in calls]
-            turn["content"] = _joined(turn.get("content"), write_calls(wording, called))
+            turn["content"] = _joined(turn.get("content"), write_calls(wording, calls))
         if turn["role"] == "tool" and not ways.writes_results:
             turn = {"role": "user", "content": f"<tool_response>\n{turn['content']}\n</tool_response>"}
             if found and found[-1]["role"] == "user":
