@@ -30,6 +30,8 @@ LOGICAL_TO_MESH: dict[str | None, tuple[str, ...]] = {
     "pages": ("data", "expert"),  # of a cache that data ranks share out: those of their own rows
     "sequence": ("sequence",),
 }
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # of JAX's monitoring
+LONG_COMPILE = 1.0  # seconds; a shorter one takes little memory
 ACTIVATIONS = ("batch", "sequence")  # axes of what runs through a model: nothing of a target's need divide
 
 Arguments = ParamSpec("Arguments")
@@ -330,9 +332,14 @@ def free_memory(mesh: Mesh | None = None) -> int:
 
 
 def default_dtype() -> str:
-    """The dtype that models are computed in: bfloat16 on accelerators, and float32 on CPU, where XLA emulates bfloat16
-    matrix products about ten times slower."""
-    if jax.default_backend() == "cpu":
+    """The dtype that models are computed in here."""
+    return dtype_of(jax.default_backend())
+
+
+def dtype_of(platform: str) -> str:
+    """Return the dtype that models are computed in on a platform: bfloat16 on accelerators, and float32 on CPU, where
+    XLA emulates bfloat16 matrix products about ten times slower."""
+    if platform == "cpu":
         return "float32"
     return "bfloat16"
 
@@ -340,8 +347,18 @@ def default_dtype() -> str:
 def use_compilation_cache() -> None:
     """Turn on JAX's compilation cache in the user's cache folder, so that a second run of the same training compiles
     nothing. The server keeps its programs otherwise (`serve.programs.program_cache`). A folder that the user has given
-    to JAX (in code or by JAX_COMPILATION_CACHE_DIR) stays."""
+    to JAX (in code or by JAX_COMPILATION_CACHE_DIR) stays. What compiling has taken goes back to the system."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(host.cache_folder() / "jax"))
         # small programs too: there are many, and reading one takes a tenth of compiling it
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    _give_back_after_compiling()
+
+
+@functools.cache  # once, since JAX keeps every listener
+def _give_back_after_compiling() -> None:
+    def give_back(event: str, seconds: float, **_facts: Any) -> None:
+        if event == COMPILE_EVENT and seconds > LONG_COMPILE:
+            host.give_back_freed_memory()
+
+    jax.monitoring.register_event_duration_secs_listener(give_back)

@@ -23,9 +23,9 @@ from specserve.train.speed import this_device
 def show_plan(plan: RunPlan) -> None:
     """Print a run's settings, and its sizes, memory, operations and what they mean on some accelerators."""
     console = Console()
-    show_outline(plan, console)
+    here = show_outline(plan, console)
     console.print(Syntax(config.to_yaml(plan.run).rstrip(), "yaml", theme="ansi_dark", background_color="default"))
-    tables = [_sizes(plan), _memory(plan), _operations(plan), _devices(plan)]
+    tables = [_sizes(plan), _memory(here), _operations(here), _devices(plan)]
     if plan.collectives:
         tables.insert(3, _collectives(plan))
     for table in tables:
@@ -33,9 +33,12 @@ def show_plan(plan: RunPlan) -> None:
         console.print(table, highlight=False)
 
 
-def show_outline(plan: RunPlan, console: Console) -> None:
-    """Print in a few lines what the run will do, take and bring."""
-    console.print(_outline(outline(plan, this_device())), highlight=False)
+def show_outline(plan: RunPlan, console: Console) -> RunPlan:
+    """Print in a few lines what the run will do, take and bring. Returns the plan for the device found here, or for
+    others where the run makes no sense here."""
+    found = outline(plan, this_device())
+    console.print(_outline(found), highlight=False)
+    return found.plan
 
 
 def _outline(found: Outline) -> Table:
@@ -108,6 +111,8 @@ def _memory(plan: RunPlan) -> Table:
         notes.append(f"and {in_bytes(plan.host_bytes)} of moments in the host's memory")
     change, sign = ("false", "more") if plan.run.train.remat else ("true", "less")
     notes.append(f"train.remat={change} would need {in_bytes(plan.without_remat)} {sign}")
+    if plan.answering:
+        notes.append(f"before it the target's answers take {in_bytes(sum(part.num_bytes for part in plan.answering))}")
     if plan.run.features.capture:
         num_bytes, plain = plan.captured_bytes
         notes.append(

@@ -42,6 +42,11 @@ class Activations:
             MemoryPart("workspace", max(self.target_layer(), self.draft_layer()), "of one layer"),
         )
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the estimate, all parts together."""
+        return sum(part.num_bytes for part in self.parts())
+
     def features(self) -> int:
         """The bytes of the taps in the target's dtype and in the head's, and of the last hidden state, which is there
         again for each state that has a teacher of its own."""

@@ -11,7 +11,7 @@ from specserve import config
 from specserve.checkpoints.source import BUNDLED
 from specserve.devices import REFERENCE, Device
 from specserve.plan.taus import Reached, expected
-from specserve.plan.training import RunPlan
+from specserve.plan.training import RunPlan, make_plan
 from specserve.plan.work import Replica, abstract_mesh
 from specserve.train.run.budget import ANSWERS_SHARE, seconds_of
 from specserve.train.run.fit import (
@@ -48,13 +48,16 @@ class Outline:
 
 
 def outline(plan: RunPlan, here: Device) -> Outline:
-    """Work the numbers out for such devices as are found here. A dry run that makes no sense here is outlined for
-    others."""
+    """Work the numbers out for such devices as are found here, by a plan for them. A dry run that makes no sense here
+    is outlined for others."""
     run, train = plan.run, plan.run.train
     advice, device = "", here
+    here_plan = make_plan(run, here.kind) if here.kind == "cpu" else plan
     if here.is_measured:
-        advice, is_elsewhere = _advice(plan, here)
+        advice, is_elsewhere = _advice(here_plan, here)
         device = REFERENCE if is_elsewhere and run.dry_run else here
+    if device is here:
+        plan = here_plan
     step = _step_seconds(plan, device)
     answering, conversations = _answer_seconds(plan, device), run.data.max_conversations
     bounds = [train.max_steps * step or math.inf, train.max_minutes * 60 or math.inf]

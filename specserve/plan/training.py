@@ -2,18 +2,19 @@
 and nothing of a model's size is allocated."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
 import numpy as np
+import psutil
 from jax.sharding import Mesh
 
 from specserve import processes
 from specserve.checkpoints.configs import find_config
 from specserve.devices import Device
 from specserve.drafters.interface import TrainedDrafter
-from specserve.mesh import mesh_sizes, whole
+from specserve.mesh import dtype_of, mesh_sizes, whole
 from specserve.models.config import ModelConfig
 from specserve.models.params import abstract, num_params
 from specserve.models.presets import TargetSize, target_size
@@ -22,7 +23,9 @@ from specserve.models.target import TargetParams
 from specserve.plan.activations import Activations
 from specserve.plan.collectives import Collective, span, step_collectives
 from specserve.plan.work import MemoryPart, abstract_mesh, target_held
+from specserve.serve.programs.placement import bytes_per_token
 from specserve.train import moments
+from specserve.train.acceptance import MAX_SLOTS
 from specserve.train.capture import captured_layers
 from specserve.train.features import bytes_per_position
 from specserve.train.flops import StepFlops, StepShape, step_flops
@@ -30,7 +33,9 @@ from specserve.train.optimizer import make_optimizer
 from specserve.train.run.checks import check_settings, plan_drafter
 from specserve.train.settings import TrainRun, TrainSettings
 
-PLATFORM = "gpu"  # a plan is for accelerators, wherever it is made
+PROGRAM_BYTES = 350_000_000  # of a run's process, once all are compiled; about as much for every target (docs/log)
+PROMPT_TOKENS = 256  # of a held-out prompt, whose length is not known before the data is read
+ACCELERATOR = "gpu"  # the platform of a plan, wherever it is made, where no other is asked for
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class RunPlan:
     config_from: str
     shape: StepShape
     mesh: dict[str, int]  # devices by axis, of those with more than one
-    memory: tuple[MemoryPart, ...]  # the parts that stay, then what a step needs besides
+    memory: tuple[MemoryPart, ...]  # of training: the parts that stay, then what a step needs besides
+    answering: tuple[MemoryPart, ...]  # on a CPU before that, where the target answers; elsewhere it takes what is free
     without_remat: int  # bytes on each device more, if no rollout step were computed again
     host_bytes: int  # of each device's moments, in the host's memory
     flops: StepFlops
@@ -82,7 +88,8 @@ class RunPlan:
 
     @property
     def device_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.memory)
+        """The bytes that the run takes on each device, in whichever stage takes more."""
+        return max(sum(part.num_bytes for part in parts) for parts in (self.memory, self.answering))
 
     def sending_seconds(self, device: Device) -> float:
         """Return how long sending takes in a step between such devices, where nothing is sent at the same time. Bytes
@@ -96,11 +103,13 @@ class RunPlan:
         return self.positions / (computing + self.sending_seconds(device))
 
 
-def make_plan(run: TrainRun) -> RunPlan:
-    """Work out what a run would take. Raises ConfigError or CheckpointError where the run itself would."""
+def make_plan(run: TrainRun, platform: str = ACCELERATOR) -> RunPlan:
+    """Work out what a run would take on devices of a platform as JAX names them. Raises ConfigError or CheckpointError
+    where the run itself would."""
     check_settings(run)
     processes.check(run.coordinator, run.num_processes, run.process_id)
     target, config_from = find_config(run.target)
+    target = replace(target, dtype=dtype_of(platform))
     drafter = plan_drafter(run, target).with_dtype(target.dtype)
     shape = StepShape.of(run.train, target, drafter, run.states_from)
     sizes = mesh_sizes(run.mesh)
@@ -108,18 +117,59 @@ def make_plan(run: TrainRun) -> RunPlan:
     weights = _weights(shape, run.quantization, mesh)
     state, host_bytes = _state(run.train, drafter, mesh)
     head = state[0]
-    activations = Activations(shape, mesh, PLATFORM)
+    activations = Activations(shape, mesh, platform)
+    parts = [weights, *state, *activations.parts()]
+    if run.states_from == "layers" and run.data.eval_prompts:
+        parts += _held_out(run, target, drafter, mesh, activations.num_bytes)
+    answering = list[MemoryPart]()
+    if platform == "cpu":
+        always = _process()
+        parts = [*always, *parts]
+        if run.data.regenerate:
+            answering += [*always, *_answering(run, target)]
     return RunPlan(
         run,
         config_from,
         shape,
         {axis: size for axis, size in sizes.items() if size > 1},
-        (weights, *state, *activations.parts()),
+        tuple(parts),
+        tuple(answering),
         activations.rollout(remat=False) - activations.rollout(remat=True),
         host_bytes,
-        step_flops(shape, PLATFORM, mesh),
+        step_flops(shape, platform, mesh),
         step_collectives(shape, mesh, head.num_bytes),  # its gradient has its size
     )
+
+
+def _process() -> tuple[MemoryPart, ...]:
+    """Count what a run takes where the host's memory is the device's: this process as it is, and its programs."""
+    return (
+        MemoryPart("process", psutil.Process().memory_info().rss, "Python, JAX and this package"),
+        MemoryPart("programs", PROGRAM_BYTES, "compiled, and traced"),
+    )
+
+
+def _answering(run: TrainRun, target: ModelConfig) -> tuple[MemoryPart, ...]:
+    """Count what a CPU holds while the target answers: all of its weights, and the caches of its answers."""
+    slots = run.data.answer_slots
+    cache = slots * run.train.seq_len * bytes_per_token(target, None)
+    return (
+        MemoryPart("target's weights", total_bytes(target_held(target, None)), "all of them"),
+        MemoryPart("caches", cache, f"{slots} answers at once, of at most {run.train.seq_len:,} tokens"),
+    )
+
+
+def _held_out(
+    run: TrainRun, target: ModelConfig, drafter: TrainedDrafter, mesh: Mesh, of_step: int
+) -> tuple[MemoryPart, ...]:
+    """Count the caches of the held-out prompts that are answered at once to measure tau, beyond the memory that a step
+    needs for a while, which is free then."""
+    slots = min(MAX_SLOTS, run.data.eval_prompts)
+    each = min(PROMPT_TOKENS, run.train.seq_len) + run.eval.eval_tokens
+    more = slots * each * bytes_per_token(target, drafter, mesh) - of_step
+    if more <= 0:
+        return ()
+    return (MemoryPart("held-out answers", more, f"{slots} prompts of {PROMPT_TOKENS} tokens, beyond a step's memory"),)
 
 
 def _weights(shape: StepShape, quantization: str, mesh: Mesh) -> MemoryPart:

@@ -62,9 +62,9 @@ class Stopwatch:
         if self._begin:
             self._begin = (time.monotonic(), step, tokens)
 
-    def lap(self, step: int, tokens: int) -> Speed | None:
-        """End a lap at this step and return its speed. The first lap, which compiles, gives None."""
-        now = time.monotonic()
+    def lap(self, step: int, tokens: int, now: float) -> Speed | None:
+        """End a lap with this step, which ended at a moment of the monotonic clock, and return the lap's speed. The
+        first lap, which compiles, gives None."""
         before, self._begin = self._begin, (now, step, tokens)
         if before is None:
             return None

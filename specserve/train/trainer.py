@@ -144,6 +144,16 @@ class Doing:
     since: float = field(default_factory=time.monotonic)
 
 
+@dataclass(frozen=True)
+class _Unread:
+    """A step whose metrics are not read yet."""
+
+    step: int
+    scale: float  # of the learning rate
+    metrics: StepMetrics
+    end: float | None  # the monotonic clock, where the device was done when the step returned
+
+
 class Trainer:
     """Runs the steps, has the head measured, saves the state, exports the head."""
 
@@ -164,7 +174,7 @@ class Trainer:
         self._metrics = MetricsFile(folder)
         self._observers: Sequence[Observer] = ()
         # metrics are read a step late, so the device never waits: (step, scale of the learning rate, metrics)
-        self._unread: deque[tuple[int, float, StepMetrics]] = deque()
+        self._unread: deque[_Unread] = deque()
         self._stopwatch = stopwatch or Stopwatch(positions=self.settings.batch_size * self.settings.seq_len)
         self._tokens = 0
         self._start, self._seconds, self._share = time.monotonic(), 0.0, 0.0
@@ -298,15 +308,17 @@ class Trainer:
             raise
         self.step += 1
         self._read_metrics()
-        self._unread.append((self.step, scale, metrics))
+        self._unread.append(_Unread(self.step, scale, metrics, time.monotonic() if metrics.loss.is_ready() else None))
 
     def _read_metrics(self) -> None:
         """Wait for the steps whose metrics are not read yet, and log those that are due."""
         while self._unread:
-            step, scale, metrics = self._unread.popleft()
+            unread = self._unread.popleft()
+            step, metrics = unread.step, unread.metrics
             loss, rollout, norm, n_tokens = jax.device_get(
                 (metrics.loss, metrics.rollout, metrics.gradient_norm, metrics.n_tokens)
             )
+            end = time.monotonic() if unread.end is None else unread.end
             self._tokens += int(n_tokens)
             for name, value in (("loss", loss), ("gradient norm", norm)):
                 if not np.isfinite(value):
@@ -326,8 +338,8 @@ class Trainer:
                     rollout_accuracy=tuple(rollout.accuracy.tolist()),
                     rollout_acceptance=tuple(rollout.acceptance.tolist()),
                     gradient_norm=float(norm),
-                    learning_rate=self.settings.lr * scale,
-                    speed=self._stopwatch.lap(step, self._tokens),
+                    learning_rate=self.settings.lr * unread.scale,
+                    speed=self._stopwatch.lap(step, self._tokens, end),
                 )
             )
 

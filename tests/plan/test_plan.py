@@ -164,8 +164,6 @@ def test_operations_and_arguments_are_those_that_are_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: KindName
 ) -> None:
     """Operations within 3%, as above, and what a step needs besides its arguments within 40%."""
-    monkeypatch.setattr("specserve.checkpoints.configs.DTYPE", "float32")
-    monkeypatch.setattr("specserve.plan.training.PLATFORM", "cpu")
     monkeypatch.setattr(training, "SLOTS_AT_ONCE", 1 << 40)
     draft = DraftSettings(vocab_size=2048)
     if kind == "dflash":
@@ -175,12 +173,13 @@ def test_operations_and_arguments_are_those_that_are_compiled(
     compiled = lowered.compile()
     write_json(tmp_path / "config.json", WIDE)
     settings = TrainSettings(batch_size=BATCH, seq_len=SEQ, rollout=2, remat=rollout.remat)
-    plan = make_plan(TrainRun(target=str(tmp_path), drafter=kind, draft=draft, train=settings))
+    plan = make_plan(TrainRun(target=str(tmp_path), drafter=kind, draft=draft, train=settings), "cpu")
     assert compiled.cost_analysis()["flops"] == pytest.approx(plan.flops.total.executed, rel=0.03)
     stays = sum(part.num_bytes for part in plan.memory if part.name in ("target's weights", "head", "moments"))
     step_count, lr_scale, vocab, batch = 4, 4, 4 * 2048, BATCH * SEQ * 13
     assert compiled.memory_analysis().argument_size_in_bytes == stays + step_count + lr_scale + vocab + batch
-    besides = sum(part.num_bytes for part in plan.memory) - stays
+    others = ("process", "programs", "held-out answers")  # of the whole run
+    besides = sum(part.num_bytes for part in plan.memory if part.name not in others) - stays
     assert 0.7 < besides / compiled.memory_analysis().temp_size_in_bytes < 1.4
     assert loss.drafter == plan.drafter.with_dtype("float32")
 

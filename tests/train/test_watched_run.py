@@ -144,21 +144,21 @@ def test_laps_leave_out_what_is_no_training(monkeypatch: pytest.MonkeyPatch) -> 
     watch = Stopwatch(positions=100, flops=1e6, peak=4e6)
     now = 50.0  # compiles
     watch.skip(0, 0)
-    assert watch.lap(1, 80) is None
+    assert watch.lap(1, 80, now) is None
     now = 52.0
-    speed = watch.lap(5, 400)
+    speed = watch.lap(5, 400, now)
     assert speed is not None
     assert (speed.tokens_per_second, speed.positions_per_second, speed.mfu) == (160.0, 200.0, 0.5)
     now = 60.0  # measures
     watch.skip(5, 400)
     now, step = 61.0, 6
-    speed = watch.lap(step, 480)
+    speed = watch.lap(step, 480, now)
     assert speed is not None
     assert (speed.tokens_per_second, speed.positions_per_second, speed.mfu) == (80.0, 100.0, 0.25)
     for seconds, share in ((0.125, 1.0), (0.25, 0.5)):  # eight times the steps of a second: the peak was too low
         now += seconds
         step += 1
-        speed = watch.lap(step, 480)
+        speed = watch.lap(step, 480, now)
         assert speed is not None
         assert speed.mfu == share, "of the most that was reached"
 
