@@ -1,16 +1,23 @@
 """Quickstart's table and its sentence: every way is measured beside plain decoding, and the arithmetic is right."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from fakes import STORY, FakeEngine
 from rich.console import Console
+from tiny_folder import write_folder
+from typer.testing import CliRunner
 
 from specserve.cli import quickstart
+from specserve.cli.main import app
 from specserve.eval.acceptance import SpeculationReport
 from specserve.eval.bench.comparison import ArmResult
 from specserve.eval.bench.step_times import StepTimes
 from specserve.eval.prompts import Question
 from specserve.eval.report import summary_table
 from specserve.speculative.acceptance import Acceptance
+from specserve.train.settings import TrainRun
 
 
 @pytest.mark.parametrize(
@@ -52,3 +59,47 @@ def test_every_way_is_asked_the_same_beside_plain_decoding() -> None:
     console = Console(width=120, record=True)
     console.print(summary_table([*found.items()], "title"))
     assert "auto" in console.export_text()
+
+
+class StartedEngine(FakeEngine):
+    """An engine that is told to start, as a real one is."""
+
+    def start(self) -> "StartedEngine":
+        return self
+
+
+@pytest.mark.parametrize("is_shipped", [True, False])
+def test_a_chat_model_is_asked_what_anybody_can_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shipped: bool
+) -> None:
+    """It trains on its own questions, from the head that ships with it where one does, which is then measured beside
+    the new one. Training and engines are stand-ins."""
+    target, output, shipped = write_folder(tmp_path / "a target"), tmp_path / "new", tmp_path / "shipped"
+    trained: list[TrainRun] = []
+    loaded: list[tuple[str, str]] = []
+    asked: list[StartedEngine] = []
+
+    def make_engine(*_given: Any) -> StartedEngine:
+        asked.append(StartedEngine())
+        return asked[-1]
+
+    monkeypatch.setattr(quickstart, "bundled_head", lambda name: shipped if is_shipped else None)
+    monkeypatch.setattr(quickstart, "train", trained.append)
+    monkeypatch.setattr(quickstart, "load_models", lambda *names: loaded.append(names))
+    monkeypatch.setattr(quickstart, "_engine", make_engine)
+    monkeypatch.setattr(quickstart, "_time_steps", lambda *_given: StepTimes(4.0, 12.0, 3.0, 8.0))
+    result = CliRunner().invoke(app, ["quickstart", "--target", str(target), "--output", str(output)])
+    for engine in asked:
+        engine.stop()
+    assert result.exit_code == 0, (result.output, result.exception)
+    (run,) = trained
+    assert (run.target, run.output, run.data.source) == (str(target), str(output), ("self",))
+    assert run.init_from == (str(shipped) if is_shipped else "")
+    assert run.budget
+    assert loaded == [(str(target), str(folder)) for folder in ([output, shipped] if is_shipped else [output])]
+    questions = [request.prompt_ids for request in asked[0].requests]
+    assert all(any(text.encode() in bytes(ids) for ids in questions) for text in quickstart.QUESTIONS)
+    text = " ".join(result.output.split())
+    assert f"> {quickstart.QUESTIONS[0]} {STORY}" in text
+    assert f"specserve chat --target '{target}' --draft {output}" in text
+    assert ("shipped, auto" in text) == is_shipped
