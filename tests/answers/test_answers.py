@@ -2,21 +2,26 @@
 run trains on the same rows; nothing is asked twice; what is held out stays so."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from scripted import Scripted, echo
 from tiny_folder import FAMILY, write_folder, write_mixture
 from tiny_run import tiny_run
+from typer.testing import CliRunner
 
 from specserve.answers import cache as answers
 from specserve.answers.cache import AnswerProgress, Watch
 from specserve.answers.pace import Pace
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import TargetSource
+from specserve.cli import data as data_command
+from specserve.cli.main import app
 from specserve.data.conversations import Conversation
 from specserve.errors import DataError
 from specserve.mesh import parse_mesh
@@ -223,3 +228,38 @@ def test_as_many_at_once_as_there_is_room_for(
     each = bytes_per_token(tiny_target.config, None) * run.train.seq_len
     monkeypatch.setattr(answers, "free_memory", lambda _mesh: 5 * each / answers.CACHE_SHARE)
     assert answers._num_slots(Models("tiny", tiny_target, None, None), run.data.answer_slots, run.train.seq_len) == 5
+
+
+def test_the_command_asks_and_answers_its_own_questions(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`data regenerate --source self` writes as many rows as are counted, which train without answering again; without
+    a count it says what to give."""
+
+    class Entered(Scripted):
+        def __enter__(self) -> "Entered":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    def reply(prompt: str, seed: int) -> str:
+        if prompt.endswith("<|im_start|>user\n"):
+            return f"why is {seed % 9973} not larger than {seed % 9967}?"
+        return echo(prompt, seed)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(data_command, "load", lambda *_given: SimpleNamespace(fingerprint="0"))
+    monkeypatch.setattr(data_command, "answering_engine", lambda *_given, **_sizes: Entered(FAMILY, reply))
+    line = ["data", "regenerate", "--target", str(folder), "--source", "self", "--output", str(tmp_path / "own.jsonl")]
+    result = CliRunner().invoke(app, [*line, "--count", "12", "--max-tokens", "100"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    rows = [json.loads(row)["messages"] for row in (tmp_path / "own.jsonl").read_text().splitlines()]
+    assert len({row[0]["content"] for row in rows}) == 12
+    assert all(row[0]["content"].startswith("why is") for row in rows)
+    assert all(row[-1]["role"] == "assistant" and row[-2]["content"] in row[-1]["content"] for row in rows)
+    [source] = load_mixture(str(folder), DataSettings(source=(str(tmp_path / "own.jsonl"),)), 512)
+    assert len(source.train) + len(source.held_out) == 12
+    refused = CliRunner().invoke(app, line)
+    assert refused.exit_code
+    assert "--count" in str(refused.exception) + refused.output
