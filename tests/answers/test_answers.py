@@ -234,7 +234,7 @@ def test_the_command_asks_and_answers_its_own_questions(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`data regenerate --source self` writes as many rows as are counted, which train without answering again; without
-    a count it says what to give."""
+    a number it says what to give."""
 
     class Entered(Scripted):
         def __enter__(self) -> "Entered":
@@ -260,6 +260,6 @@ def test_the_command_asks_and_answers_its_own_questions(
     assert all(row[-1]["role"] == "assistant" and row[-2]["content"] in row[-1]["content"] for row in rows)
     [source] = load_mixture(str(folder), DataSettings(source=(str(tmp_path / "own.jsonl"),)), 512)
     assert len(source.train) + len(source.held_out) == 12
-    refused = CliRunner().invoke(app, line)
+    refused = CliRunner().invoke(app, [*line, "--count", "0"])
     assert refused.exit_code
     assert "--count" in str(refused.exception) + refused.output
