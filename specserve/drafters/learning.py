@@ -203,7 +203,7 @@ def all_weights(rows: Rows, length: int) -> jax.Array:  # [rollout, batch, seq] 
 def kept_by_layer(d_model: int, num_queries: int, d_ff: int) -> int:
     """Return how many numbers of a transformer layer stay until the backward pass where nothing is computed again, for
     each position, keys and values left out. `num_queries` of them are a position's queries, all heads together."""
-    return 4 * d_model + 2 * num_queries + 4 * d_ff
+    return 4 * d_model + 2 * num_queries + 6 * d_ff
 
 
 def workspace_of_layer(d_model: int, num_queries: int, d_ff: int) -> int:

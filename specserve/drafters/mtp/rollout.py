@@ -73,7 +73,8 @@ def rollout_costs(config: MtpConfig, spec: model.MtpParams, rollout: Rollout, se
         d_ff = layer.experts.top_k * layer.experts.d_ff + layer.experts.shared_d_ff
     each = 3 * layer.d_model + kv_dim  # a step's state, its gradient and its shifted copy
     if not rollout.remat:
-        each += 2 * layer.d_model + kept_by_layer(layer.d_model, q_dim, d_ff)
+        # both inputs before and after their norms, joined and multiplied, and the state that is handed on
+        each += 7 * layer.d_model + kept_by_layer(layer.d_model, q_dim, d_ff)
     return Costs(
         _flops(config, spec, rollout, seq_len, mesh),
         kept=rollout.length * each,
