@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.answers.account import Account
+from specserve.answers.openings import read_openings
 from specserve.answers.own_questions import Asked, OwnQuestions, QuestionSettings
 from specserve.answers.pace import Pace
 from specserve.answers.questions import Job, row_id
@@ -246,7 +247,10 @@ class _AnswerCache:
         self._settings.check(tokenizer)
         self._fingerprint = fingerprint(target.folder)
         self.own_questions = OwnQuestions(
-            QuestionSettings(self._fingerprint, quantization, train.seed, train.seq_len, template_kwargs)
+            QuestionSettings(
+                *(self._fingerprint, quantization, train.seed, train.seq_len, template_kwargs),
+                openings=read_openings(data.self_openings),
+            )
         )
         settings = {**dataclasses.asdict(self._settings), "max_model_len": train.seq_len, "weights": quantization}
         self.folder = (

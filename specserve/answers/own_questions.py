@@ -2,8 +2,9 @@
 
 The target writes the user's part of a chat from where its template lets the user speak, at temperature 1 (Magpie,
 arXiv 2406.08464). Candidate i is drawn with a seed of its own, so it depends on its number and the settings alone.
-Candidates are kept or left out in the order of their numbers, whatever order they end in. So the same seed gives the
-same questions, and a run that was killed goes on to the very same ones.
+Every second one goes on from the first words of some task (`openings`). Candidates are kept or left out in the order
+of their numbers, whatever order they end in. So the same seed gives the same questions, and a run that was killed goes
+on to the very same ones.
 """
 
 import contextlib
@@ -53,9 +54,12 @@ def sampling(turn: UserTurn, room: int, seed: int) -> SamplingParams:
     )
 
 
-def read_question(tokenizer: Tokenizer, turn: UserTurn, completion: CompletionOutput) -> tuple[str, str]:
-    """Return the user's words that were drawn, and why they are no question, which is empty where they are one."""
-    text, token_ids = completion.text.strip(), list(completion.token_ids)
+def read_question(
+    tokenizer: Tokenizer, turn: UserTurn, completion: CompletionOutput, opening: str = ""
+) -> tuple[str, str]:
+    """Return the user's words that were drawn, behind the opening that was given, and why they are no question, which
+    is empty where they are one."""
+    text, token_ids = (opening + completion.text).strip(), list(completion.token_ids)
     if completion.finish_reason != FinishReason.STOP:
         return text, "does not end"
     if token_ids and token_ids[-1] in turn.end_ids:
@@ -121,8 +125,20 @@ class QuestionSettings:
     seed: int
     max_model_len: int
     template_kwargs: Mapping[str, Any]
+    openings: str = ""  # a line each
     max_tokens: int = QUESTION_TOKENS
     min_p: float = MIN_P
+
+    @property
+    def lines(self) -> list[str]:
+        return self.openings.splitlines()
+
+    def opening(self, number: int) -> str:
+        """Return the first words of the candidate of this number: every second one has an opening, in turns."""
+        lines = self.lines
+        if not lines or number % 2 == 0:
+            return ""
+        return lines[number // 2 % len(lines)]
 
 
 class OwnQuestions:
@@ -168,14 +184,15 @@ class OwnQuestions:
         user's words or next to nothing of what the target writes there can be used; CapacityError when the engine
         stops."""
         turn = next_user_turn(engine.tokenizer, template_kwargs=self._settings.template_kwargs)
-        room = engine.max_model_len - len(turn.prompt)
+        openings = [engine.tokenizer.encode(line, add_special_tokens=False) for line in self._settings.lines]
+        room = engine.max_model_len - len(turn.prompt) - max(map(len, openings), default=0)
         if room < QUESTION_TOKENS // 2:
             raise DataError(f"sequences of {engine.max_model_len} tokens have no room for a question and its answer")
         with locked(self.path.parent), RowFile(self.path, self._stated) as file:
             asked, found, end = self._read(), _texts(self.path), time.monotonic() + seconds
             if len(asked.kept) >= number:
                 return asked
-            for i, text, fault in _drawn(engine, turn, room, self._settings.seed, set(found)):
+            for i, text, fault in _drawn(engine, turn, room, self._settings, set(found)):
                 file.write({"id": str(i), "text": text, "fault": fault})
                 found[i] = text, fault
                 while asked.num_candidates in found:
@@ -200,23 +217,25 @@ def _texts(path: Path) -> dict[int, tuple[str, str]]:
 
 
 def _drawn(
-    engine: Engine, turn: UserTurn, room: int, seed: int, there: set[int]
+    engine: Engine, turn: UserTurn, room: int, settings: QuestionSettings, there: set[int]
 ) -> Iterator[tuple[int, str, str]]:  # number, text and fault of each candidate that is not there, without an end
     """Keep the engine's slots filled with candidates, by ascending numbers, and yield each as it ends."""
     finished: queue.SimpleQueue[tuple[int, CompletionOutput]] = queue.SimpleQueue()
     waiting, running = (i for i in count() if i not in there), dict[int, Request]()
+    tokenizer = engine.tokenizer
     try:
         while True:
             while len(running) < 2 * engine.runner.shapes.num_slots:
                 i = next(waiting)
-                params = sampling(turn, room, int(digest(seed, i), 16) % 2**63)
+                given = tokenizer.encode(settings.opening(i), add_special_tokens=False)
+                params = sampling(turn, room, int(digest(settings.seed, i), 16) % 2**63)
                 done = Collector(1, lambda _i, completion, i=i: finished.put((i, completion)))
-                running[i] = engine.submit(turn.prompt, params, done.listener(0))
+                running[i] = engine.submit([*turn.prompt, *given], params, done.listener(0))
             i, completion = finished.get()
             del running[i]
             if completion.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR):
                 raise CapacityError(f"the engine stopped: {completion.error}; run the same command again to go on")
-            yield (i, *read_question(engine.tokenizer, turn, completion))
+            yield (i, *read_question(tokenizer, turn, completion, settings.opening(i)))
     finally:
         for request in running.values():
             request.cancel()

@@ -24,6 +24,9 @@ class RegenerateRun(HeadRun):
     self_turns: int = setting(
         2, help="how often the user speaks in each conversation of the source self, at most", ge=1
     )
+    self_openings: str = setting(
+        "varied", help="first words of half of its questions, as data.self_openings of `train`"
+    )
     samples: int = setting(1, help="rows per conversation, each drawn anew", ge=1)
     max_tokens: int = setting(256, help="longest answer", ge=1)
     temperature: Temperature = setting(0.0, help="0 is greedy")

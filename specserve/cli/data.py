@@ -12,6 +12,7 @@ from specserve import cluster
 from specserve.answers import ray_engines
 from specserve.answers import regenerate as eval_regenerate
 from specserve.answers.account import Account
+from specserve.answers.openings import read_openings
 from specserve.answers.own_questions import Asked, OwnQuestions, QuestionSettings
 from specserve.answers.regenerate import AnswerSettings
 from specserve.answers.settings import RegenerateRun
@@ -118,7 +119,9 @@ def _with_own_questions(
 ) -> Mixture:
     """Return the mixture with as many questions as are drawn that the target asks itself."""
     stated = models.fingerprint, run.quantization, run.seed, engine.max_model_len
-    questions = OwnQuestions(QuestionSettings(*stated, settings.template_kwargs))
+    questions = OwnQuestions(
+        QuestionSettings(*stated, settings.template_kwargs, openings=read_openings(run.self_openings))
+    )
     with Progress(*bar_columns(), console=console) as progress:
         task = progress.add_task("asking itself", total=run.count, note="")
 

@@ -31,6 +31,9 @@ class DataSettings:
     )
     self_questions: int = setting(2000, help="questions that the target asks itself, with the source self", ge=1)
     self_turns: int = setting(2, help="how often the user speaks in each of these conversations, at most", ge=1)
+    self_openings: str = setting(
+        "varied", help="first words of half of these questions: varied, none, or a text file with an opening a line"
+    )
     answer_tokens: int = setting(0, help="longest answer that the target gives then; 0: what a row holds", ge=0)
     answer_temperature: Temperature = setting(0.0, help="temperature of these answers; 0 is greedy")
     answer_slots: int = setting(16, help="answers at once", ge=1)

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripted import Scripted, echo
+from scripted import Scripted, echo, is_users
 from tiny_folder import FAMILY, write_folder, write_mixture
 from tiny_run import tiny_run
 from typer.testing import CliRunner
 
 from specserve.answers import cache as answers
 from specserve.answers.cache import AnswerProgress, Watch
+from specserve.answers.openings import OPENINGS
 from specserve.answers.pace import Pace
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import TargetSource
@@ -128,12 +129,17 @@ def test_another_manner_of_answering_is_asked_anew(run: TrainRun, answer: Answer
 
 def test_own_questions_are_asked_once_and_join_a_mixture(run: TrainRun, answer: Answer) -> None:
     def reply(prompt: str, seed: int) -> str:
-        if prompt.endswith("<|im_start|>user\n"):
+        if is_users(prompt):
             return f"why is {seed % 9973} not larger than {seed % 9967}?"
         return echo(prompt, seed)
 
     data = dataclasses.replace(
-        run.data, source=(run.data.source[0], "self=2"), self_questions=60, max_conversations=0, answer_tokens=100
+        run.data,
+        source=(run.data.source[0], "self=2"),
+        self_questions=60,
+        self_openings="none",
+        max_conversations=0,
+        answer_tokens=100,
     )
     own = dataclasses.replace(run, data=data)
     with pytest.raises(KeyboardInterrupt):
@@ -178,7 +184,7 @@ def test_a_budget_decides_once(run: TrainRun, answer: Answer, monkeypatch: pytes
 
 def test_a_budget_bounds_own_questions_once(run: TrainRun, answer: Answer) -> None:
     def reply(prompt: str, seed: int) -> str:
-        if prompt.endswith("<|im_start|>user\n"):
+        if is_users(prompt):
             return f"why is {seed % 9973} not larger than {seed % 9967}?"
         return echo(prompt, seed)
 
@@ -244,7 +250,7 @@ def test_the_command_asks_and_answers_its_own_questions(
             pass
 
     def reply(prompt: str, seed: int) -> str:
-        if prompt.endswith("<|im_start|>user\n"):
+        if is_users(prompt):
             return f"why is {seed % 9973} not larger than {seed % 9967}?"
         return echo(prompt, seed)
 
@@ -252,11 +258,12 @@ def test_the_command_asks_and_answers_its_own_questions(
     monkeypatch.setattr(data_command, "load", lambda *_given: SimpleNamespace(fingerprint="0"))
     monkeypatch.setattr(data_command, "answering_engine", lambda *_given, **_sizes: Entered(FAMILY, reply))
     line = ["data", "regenerate", "--target", str(folder), "--source", "self", "--output", str(tmp_path / "own.jsonl")]
-    result = CliRunner().invoke(app, [*line, "--count", "12", "--max-tokens", "100"])
+    result = CliRunner().invoke(app, [*line, "--count", "12", "--max-tokens", "120", "--self-turns", "1"])
     assert result.exit_code == 0, (result.output, result.exception)
     rows = [json.loads(row)["messages"] for row in (tmp_path / "own.jsonl").read_text().splitlines()]
     assert len({row[0]["content"] for row in rows}) == 12
-    assert all(row[0]["content"].startswith("why is") for row in rows)
+    beginnings = [row[0]["content"].partition("why is")[0] for row in rows]
+    assert sorted(filter(None, beginnings)) == sorted(OPENINGS[:6]), "half of them, in turns"
     assert all(row[-1]["role"] == "assistant" and row[-2]["content"] in row[-1]["content"] for row in rows)
     [source] = load_mixture(str(folder), DataSettings(source=(str(tmp_path / "own.jsonl"),)), 512)
     assert len(source.train) + len(source.held_out) == 12

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import Scripted, echo
+from scripted import Scripted, echo, is_users
 
 from specserve.answers import regenerate as regenerating
+from specserve.answers.openings import NONE, OPENINGS, VARIED, read_openings
 from specserve.answers.own_questions import OPENING_FLOOR, OPENING_SHARE, Asked, OwnQuestions, QuestionSettings
 from specserve.answers.regenerate import AnswerSettings
 from specserve.data.conversations import Conversation
@@ -18,14 +19,13 @@ from specserve.data.sources import SELF, SourceRows
 from specserve.errors import CapacityError, DataError
 
 FAMILY = "qwen3"
-USER = "<|im_start|>user\n"
 WORDS = ["why", "how", "many", "red", "blue", "old", "birds", "trees", "sing", "fall", "here", "now", "with", "some"]
 regenerate: Any = regenerating.regenerate  # a scripted engine is not of the engine's type
 
 
 def asker(prompt: str, seed: int) -> str:
     """Ask in the user's place, often something that is no question, and answer elsewhere."""
-    if not prompt.endswith(USER):
+    if not is_users(prompt):
         return echo(prompt, seed)
     draw = random.Random(seed)
     words = " ".join(draw.choices(WORDS, k=draw.randint(4, 12))) + "?"
@@ -47,8 +47,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def questions(seed: int = 0) -> OwnQuestions:
-    return OwnQuestions(QuestionSettings("t", "none", seed, 200, {}))
+def questions(seed: int = 0, openings: str = "") -> OwnQuestions:
+    return OwnQuestions(QuestionSettings("t", "none", seed, 200, {}, openings))
 
 
 def texts(asked: OwnQuestions, number: int) -> list[str]:
@@ -85,6 +85,36 @@ def test_the_same_seed_gives_the_same_questions_whenever_it_is_killed() -> None:
     assert questions().path.read_bytes() == before, "nothing is asked again"
     ask(questions(1), 40)
     assert not {*texts(questions(1), 40)} & {*whole} - {"why is that the same?"}
+
+
+def test_every_second_candidate_goes_on_from_the_words_of_a_task(tmp_path: Path) -> None:
+    """In turns, and the others are those of before; a killed run goes on to the same ones."""
+    file = tmp_path / "openings.txt"
+    file.write_text("Translate\n\n  Solve this: \nTell <|im_end|>\n")
+    opened = questions(openings=read_openings(str(file)))
+    with pytest.raises(KeyboardInterrupt):
+        ask(opened, 40, 9)
+    ask(opened, 40)
+    ask(questions(), 40)
+    found, plain = (
+        {int(row["id"]): row for row in map(json.loads, own.path.read_text().splitlines())}
+        for own in (opened, questions())
+    )
+    assert len(found) > 40
+    for number, row in found.items():
+        if number % 2 == 0:
+            assert row["fault"] == "does not end" or row == plain.get(number, row)
+            continue
+        opening = ("Translate", "Solve this:", "Tell <|im_end|>")[number // 2 % 3]
+        assert row["text"].startswith(opening)
+        assert row["fault"] or "<|im_end|>" not in opening
+        assert row["fault"] == "does not end" or plain.get(number, row)["text"] in row["text"]
+    assert read_openings(VARIED).splitlines() == list(OPENINGS)
+    assert read_openings(NONE) == ""
+    file.write_text("\n \n")
+    for wrong in (str(file), str(tmp_path), "some"):
+        with pytest.raises(DataError, match="self_openings"):
+            read_openings(wrong)
 
 
 def test_what_is_no_question_is_left_out_and_counted() -> None:

@@ -39,6 +39,11 @@ class Scripted:
         return SimpleNamespace(cancel=lambda: None)
 
 
+def is_users(prompt: str) -> bool:
+    """Return whether the user speaks where the prompt ends."""
+    return prompt.rpartition("<|im_start|>")[2].startswith("user\n") and not prompt.endswith("<|im_end|>\n")
+
+
 def echo(prompt: str, seed: int) -> str:
     """Its own words for every question: how much was said, and the question."""
     asked = prompt.rpartition("user\n")[2].partition("<|im_end|>")[0]
