@@ -357,8 +357,8 @@ def use_compilation_cache() -> None:
 
 @functools.cache  # once, since JAX keeps every listener
 def _give_back_after_compiling() -> None:
-    def give_back(event: str, seconds: float, **_facts: Any) -> None:
-        if event == COMPILE_EVENT and seconds > LONG_COMPILE:
+    def give_back(event: str, duration_secs: float, **_facts: Any) -> None:
+        if event == COMPILE_EVENT and duration_secs > LONG_COMPILE:
             host.give_back_freed_memory()
 
     jax.monitoring.register_event_duration_secs_listener(give_back)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specserve.errors import DataError
 
-VARIED, NONE = "varied", "none"  # what the setting takes beside a file
+VARIED, NONE = "varied", "none"  # values of the setting; any other one is a file
 OPENINGS = (
     # writing
     "Write a short story about",

@@ -308,7 +308,8 @@ class Trainer:
             raise
         self.step += 1
         self._read_metrics()
-        self._unread.append(_Unread(self.step, scale, metrics, time.monotonic() if metrics.loss.is_ready() else None))
+        loss: Any = metrics.loss  # `is_ready` is not among the attributes that JAX declares
+        self._unread.append(_Unread(self.step, scale, metrics, time.monotonic() if loss.is_ready() else None))
 
     def _read_metrics(self) -> None:
         """Wait for the steps whose metrics are not read yet, and log those that are due."""

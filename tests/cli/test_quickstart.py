@@ -62,7 +62,7 @@ def test_every_way_is_asked_the_same_beside_plain_decoding() -> None:
 
 
 class StartedEngine(FakeEngine):
-    """An engine that is told to start, as a real one is."""
+    """An engine that is started, as a real one is."""
 
     def start(self) -> "StartedEngine":
         return self
