@@ -131,6 +131,7 @@ class QuestionSettings:
 
     @property
     def lines(self) -> list[str]:
+        """The openings, each by itself."""
         return self.openings.splitlines()
 
     def opening(self, number: int) -> str:

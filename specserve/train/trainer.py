@@ -173,7 +173,7 @@ class Trainer:
         self._store = StateStore(folder.state, keep=self.settings.keep)
         self._metrics = MetricsFile(folder)
         self._observers: Sequence[Observer] = ()
-        # metrics are read a step late, so the device never waits: (step, scale of the learning rate, metrics)
+        # metrics are read a step late, so the device never waits
         self._unread: deque[_Unread] = deque()
         self._stopwatch = stopwatch or Stopwatch(positions=self.settings.batch_size * self.settings.seq_len)
         self._tokens = 0
