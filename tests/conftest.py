@@ -85,13 +85,24 @@ def _no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_logging() -> Iterator[None]:
-    """A command that a test runs in this process sets up the log, which the next test has as if there had been none."""
-    loggers = [logging.getLogger(name) for name in ("specserve", "huggingface_hub")]
-    before = [(each.handlers[:], each.level, each.propagate) for each in loggers]
+    """A command that a test runs in this process sets up the log and may silence a part of it: the next test has all
+    loggers as if there had been no command."""
+
+    def state(logger: logging.Logger) -> tuple[list[logging.Handler], int, bool]:
+        return logger.handlers[:], logger.level, logger.propagate
+
+    def loggers() -> dict[str, logging.Logger]:
+        return {
+            name: logging.getLogger(name) for name in ("specserve", "huggingface_hub", *logging.root.manager.loggerDict)
+        }
+
+    before = {name: state(logger) for name, logger in loggers().items()}
     yield
-    for each, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        each.handlers[:], each.propagate = handlers, propagate
-        each.setLevel(level)
+    for name, logger in loggers().items():
+        if name in before or name.startswith("specserve"):
+            handlers, level, logger.propagate = before.get(name, ([], logging.NOTSET, True))
+            logger.handlers[:] = handlers
+            logger.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)
