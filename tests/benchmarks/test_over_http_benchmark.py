@@ -38,7 +38,7 @@ def test_a_target_of_ones_own_is_asked_what_is_said(
     tokenizer = Tokenizer.load(target)
     texts = [tokenizer.decode(ids) for ids in bench.questions(target, options.bench, 4, 200)]
     assert len(set(texts)) == 4
-    assert all("<|im_start|>user\nwhat is" in text and text.endswith("<|im_start|>assistant\n") for text in texts)
+    assert all("user\nwhat is" in text and text.endswith("assistant\n") for text in texts)
     with pytest.raises(bench.BenchmarkError, match="only 0 questions of 4"):
         bench.questions(target, options.bench, 4, 5)
 
