@@ -107,6 +107,10 @@ class AnswerSource:
     max_model_len: int
     tokenizer: Tokenizer
 
+    def stated(self, settings: AnswerSettings) -> dict[str, Any]:
+        """What stands beside a file of rows: rows made with anything else are others."""
+        return dataclasses.asdict(settings) | {"target": self.target, "max_model_len": self.max_model_len}
+
 
 Write = Callable[[dict[str, Any]], None]
 
@@ -124,8 +128,7 @@ def regenerate_by(
     if samples > 1 and settings.temperature == 0:
         raise ConfigError(f"--samples {samples} at temperature 0 would give the same answer {samples} times")
     settings.check(source.tokenizer)
-    stated = dataclasses.asdict(settings) | {"target": source.target, "max_model_len": source.max_model_len}
-    with RowFile(output, stated) as file:
+    with RowFile(output, source.stated(settings)) as file:
         questions = find_questions(rows, settings.template_kwargs, samples=samples, done=file.done)
         if not questions.jobs and not questions.num_there:
             raise DataError(f"nothing can be asked: {listed(questions.left_out) or 'there are no rows'}")

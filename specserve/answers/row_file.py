@@ -35,20 +35,44 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def check_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raises DataError where the file at `path` has rows that were made with other settings."""
+    if not (path.exists() and path.stat().st_size):
+        return
+    notes = _notes_of(path)
+    try:
+        before = json.loads(notes.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} is there, and {notes.name} beside it does not say how its rows were made; give another --output"
+        ) from error
+    changed = [
+        f"{name} {before.get(name)!r}, now {value!r}" for name, value in settings.items() if before.get(name) != value
+    ]
+    if changed:
+        raise DataError(
+            f"{path} holds answers made with {'; '.join(changed)}; give another --output, or the settings of before"
+        )
+
+
+def _notes_of(path: Path) -> Path:
+    return path.with_name(path.name + ".settings.json")
+
+
 class RowFile:
     """A file to which rows are appended, each whole at once. `done` are the ids of the rows that it had when it was
     opened."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self._path, self._notes = path, path.with_name(path.name + ".settings.json")
+        self._path = path
         self.done: set[str] = set()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and path.stat().st_size:
-                self._check_settings(settings)
+                check_settings(path, settings)
                 self._read_done()
             else:
-                with whole_file(self._notes) as partial:
+                with whole_file(_notes_of(path)) as partial:
                     partial.write_text(json.dumps(settings, indent=2) + "\n")
             self._file: IO[str] = path.open("a", encoding="utf-8")
         except OSError as error:
@@ -68,25 +92,6 @@ class RowFile:
             raise DataError(
                 f"{self._path}: cannot write the rows: {error.strerror}; those that are there stay good"
             ) from error
-
-    def _check_settings(self, settings: dict[str, Any]) -> None:
-        try:
-            before = json.loads(self._notes.read_text())
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{self._path} is there, and {self._notes.name} beside it does not say how its rows were made; "
-                "give another --output"
-            ) from error
-        changed = [
-            f"{name} {before.get(name)!r}, now {value!r}"
-            for name, value in settings.items()
-            if before.get(name) != value
-        ]
-        if changed:
-            raise DataError(
-                f"{self._path} holds answers made with {'; '.join(changed)}; give another --output, or the settings of "
-                "before"
-            )
 
     def _read_done(self) -> None:
         """Read the ids of the rows in the file. The half-written last line of a killed run is dropped."""

@@ -14,7 +14,8 @@ from specserve.answers import regenerate as eval_regenerate
 from specserve.answers.account import Account
 from specserve.answers.openings import read_openings
 from specserve.answers.own_questions import Asked, OwnQuestions, QuestionSettings
-from specserve.answers.regenerate import AnswerSettings
+from specserve.answers.regenerate import AnswerSettings, AnswerSource
+from specserve.answers.row_file import check_settings
 from specserve.answers.settings import RegenerateRun
 from specserve.chat_template import THINKING_SWITCH
 from specserve.cli.progress import console, warmup_bar
@@ -98,6 +99,8 @@ def _here(run: RegenerateRun, mixture: Mixture, settings: AnswerSettings) -> Acc
             max_model_len=run.max_model_len,
             on_warmup=on_warmup,
         )
+    source = AnswerSource(models.fingerprint, engine.max_model_len, engine.tokenizer)
+    check_settings(Path(run.output), source.stated(settings))  # before anything is asked
     with engine:
         if _asks_itself(run):
             mixture = _with_own_questions(run, models, mixture, engine, settings)

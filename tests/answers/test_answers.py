@@ -270,3 +270,8 @@ def test_the_command_asks_and_answers_its_own_questions(
     refused = CliRunner().invoke(app, [*line, "--count", "0"])
     assert refused.exit_code
     assert "--count" in str(refused.exception) + refused.output
+    before = (tmp_path / "own.jsonl").read_bytes()
+    monkeypatch.setattr(data_command, "OwnQuestions", None)  # nothing is asked for a file that cannot be gone on with
+    other = CliRunner().invoke(app, [*line, "--count", "12", "--max-tokens", "90"])
+    assert "made with max_tokens 120, now 90" in str(other.exception) + other.output
+    assert (tmp_path / "own.jsonl").read_bytes() == before
