@@ -4,9 +4,11 @@ compilation cache).
 Models name logical axes ("heads", "mlp", "vocab", ...); only this file knows which mesh axes they are spread over.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
@@ -243,13 +245,26 @@ def traced_mesh() -> AbstractMesh | None:
     return mesh
 
 
-def traced_platform() -> str:
-    """The platform that the function being traced is compiled for: "cpu", "gpu" or "tpu". It is that of the mesh's
-    devices, where `on_mesh` has set one, so a machine without a TPU can compile for TPUs. Else it is JAX's default."""
+def program_platform() -> str:
+    """The platform that programs are made for here: "cpu", "gpu" or "tpu". It is that of the mesh's devices in a traced
+    function that `on_mesh` has set one for; else the one of `made_for`; else that of JAX's default device."""
     mesh = traced_mesh()
     if mesh is None or mesh.abstract_device is None:
-        return jax.default_backend()
+        return _platform.get() or jax.default_backend()
     return mesh.abstract_device.platform
+
+
+_platform: ContextVar[str] = ContextVar("platform", default="")
+
+
+@contextlib.contextmanager
+def made_for(name: str) -> Iterator[None]:
+    """Have programs made for a platform that need not be this machine's, within the context and on its thread."""
+    token = _platform.set(name)
+    try:
+        yield
+    finally:
+        _platform.reset(token)
 
 
 def is_on_one_device() -> bool:
@@ -333,7 +348,7 @@ def free_memory(mesh: Mesh | None = None) -> int:
 
 def default_dtype() -> str:
     """The dtype that models are computed in here."""
-    return dtype_of(jax.default_backend())
+    return dtype_of(program_platform())
 
 
 def dtype_of(platform: str) -> str:

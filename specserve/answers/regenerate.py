@@ -108,7 +108,7 @@ class AnswerSource:
     tokenizer: Tokenizer
 
     def stated(self, settings: AnswerSettings) -> dict[str, Any]:
-        """What stands beside a file of rows: rows made with anything else are others."""
+        """Return the settings that stand beside a file of rows, which rows made with others do not go into."""
         return dataclasses.asdict(settings) | {"target": self.target, "max_model_len": self.max_model_len}
 
 

@@ -1,6 +1,7 @@
 """`specserve plan`: a fleet of servers on paper, and the devices that are known."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from specserve.cli.targets import short
 from specserve.devices import DEVICES
 from specserve.drafters.speculation import describe
 from specserve.models.presets import target_size
+from specserve.plan.compiled import CompiledStep, compile_steps
 from specserve.plan.serving import ServePlan, make_serve_plan
 from specserve.plan.settings import PlanServeRun
 
@@ -23,10 +25,14 @@ OTHERS = 5  # meshes that are shown besides
 def serve(run: PlanServeRun) -> None:
     """Print what a load takes and brings. Raises ConfigError or CheckpointError."""
     plan = make_serve_plan(run)
+    steps = compile_steps(plan) if run.compile else ()
     if run.json:
-        print(json.dumps(plan.to_json(), indent=2))
+        found = plan.to_json() | ({"compiled": [step.to_json() for step in steps]} if run.compile else {})
+        print(json.dumps(found, indent=2))
         return
     tables = [_outline(plan), memory_table("Memory of each device", plan.fleet.fit.memory), _load(plan)]
+    if steps:
+        tables.append(_compiled(steps))
     if plan.others:
         tables.append(_others(plan))
     console = Console()
@@ -103,6 +109,18 @@ def _load(plan: ServePlan) -> Table:
             *(f"{1e3 * state.token_seconds:.2f}", f"{1e3 * state.first_token_seconds:,.1f}"),
         )
     shown.caption = "at once: sequences that decode in a replica; first token: before any queue"
+    return shown
+
+
+def _compiled(steps: Sequence[CompiledStep]) -> Table:
+    columns = ("at once", "reads", "beside its arguments", "launches", "ms at least", "of the bound")
+    shown = make_table("Steps as XLA compiles them for these devices", "", *columns)
+    for step in steps:
+        shown.add_row(
+            *(step.way, str(step.batch), in_bytes(step.read), in_bytes(step.counted.temporary_bytes)),
+            *(str(step.counted.launches or "-"), f"{1e3 * step.seconds:.2f}", f"{step.bound / step.seconds:.0%}"),
+        )
+    shown.caption = "the bound: weights, keys and values at the memory's full bandwidth"
     return shown
 
 

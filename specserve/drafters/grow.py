@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specserve.kernels.gather import take_each
-from specserve.kernels.rowwise import argmax
+from specserve.kernels.rowwise import argmax, largest
 from specserve.speculative import sampling
 from specserve.speculative.drafter import HEAD
 from specserve.speculative.sampling import SamplerRows
@@ -68,7 +68,7 @@ def best_tokens(
         index = argmax(ranked)[..., None]
         best = jnp.max(ranked, axis=-1, keepdims=True)
     else:
-        best, index = jax.lax.top_k(ranked, top_k)
+        best, index = largest(ranked, top_k)
     scores = best - jax.nn.logsumexp(ranked, axis=-1, keepdims=True)
     if target_ids.ndim == 1:
         return scores, target_ids[index]

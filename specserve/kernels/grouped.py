@@ -96,7 +96,8 @@ def into_blocks(expert_ids: jax.Array, num_experts: int, size: int) -> ExpertBlo
     return ExpertBlocks(
         slots[jnp.argsort(order)],
         jnp.full(num_blocks * size, num_pairs, jnp.int32).at[slots].set(order.astype(jnp.int32), mode="drop"),
-        jnp.searchsorted(ends, jnp.arange(num_blocks), side="right").astype(jnp.int32),
+        # compared with all: a bisection is a loop, which leaves the graph that a GPU runs a step as
+        jnp.searchsorted(ends, jnp.arange(num_blocks), side="right", method="compare_all").astype(jnp.int32),
     )
 
 

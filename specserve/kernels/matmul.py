@@ -24,7 +24,7 @@ import numpy as np
 
 from specserve.kernels import native
 from specserve.kernels.large_pages import empty_in_large_pages
-from specserve.mesh import is_on_one_device, traced_platform
+from specserve.mesh import is_on_one_device, program_platform
 from specserve.pytree import pytree, static
 
 
@@ -194,7 +194,7 @@ def matmul(
 
 def matmul_float32(x: jax.Array, weight: Weight) -> jax.Array:
     """Compute x @ weight with a float32 result, for logits."""
-    if isinstance(weight, jax.Array) and weight.ndim == 2 and is_on_one_device() and traced_platform() == "cpu":
+    if isinstance(weight, jax.Array) and weight.ndim == 2 and is_on_one_device() and program_platform() == "cpu":
         return _logits(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], weight.shape[-1])
     return _product(x, weight, jnp.dtype(jnp.float32))
 

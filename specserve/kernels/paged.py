@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from specserve.kernels import native
 from specserve.kernels.pages import Pages, in_ranks, own_pages
 from specserve.kernels.rows import NEG_INF
-from specserve.mesh import fitting_partition, over_parts, traced_mesh
+from specserve.mesh import fitting_partition, over_parts, program_platform, traced_mesh
 from specserve.pytree import pytree, static
 
 logger = logging.getLogger(__name__)
@@ -61,14 +61,14 @@ def reads_by_page(pages: Sequence[Pages], mesh: Any | None) -> bool:
     """Return whether attention over these pages, one for each layer, reads only what a sequence has, whatever the
     table's width. The kernels of GPUs and TPUs do, and so does the native one on CPU, which takes no 8-bit pages and
     no mesh. Elsewhere XLA gathers the whole table. Arrays may be shapes alone."""
-    if jax.default_backend() == "cpu":
+    if program_platform() == "cpu":
         return mesh is None and native.is_available() and not any(each.is_quantized for each in pages)
     refused = next((each for each in pages if kernel_for(each) is None), None)
     if refused is not None:
         logger.warning(
             "the kernel of this %s cannot take pages of %s %s, so XLA's own operations gather them, which is slower; "
             "give --page-size 32 or another --kv-cache-dtype",
-            *(jax.default_backend(), refused.k.dtype, refused.k.shape),
+            *(program_platform(), refused.k.dtype, refused.k.shape),
         )
     return refused is None
 
@@ -80,13 +80,13 @@ def kernel_for(pages: Pages) -> Kernel | None:
     if pages.layout != "rows" or native.are_left_out():
         return None
     # Pallas takes a while to import, which other backends need not wait for
-    if jax.default_backend() == "gpu":
+    if program_platform() == "gpu":
         from specserve.kernels import paged_gpu
 
         own = pages.k.shape[0] // pages.num_ranks  # on each device
         if paged_gpu.takes((own, *pages.k.shape[1:]), pages.k.dtype):
             return paged_gpu.attend_pages
-    if jax.default_backend() == "tpu":
+    if program_platform() == "tpu":
         from specserve.kernels import paged_tpu
 
         if paged_tpu.takes(pages.k, pages.v):

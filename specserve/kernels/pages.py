@@ -19,7 +19,7 @@ import numpy as np
 
 from specserve.kernels import native
 from specserve.kernels.gather import take_each
-from specserve.mesh import over_parts, part_index, partition, sum_parts
+from specserve.mesh import over_parts, part_index, partition, program_platform, sum_parts
 from specserve.pytree import pytree, static
 
 # The keys of a page are [head_dim, page_size] or [page_size, head_dim]; its values are rows of tokens in both layouts.
@@ -38,7 +38,7 @@ def default_layout() -> Layout:
     is 1.5 to 2.5 times faster there (docs/log). The kernels of accelerators read tokens as rows, whose channels lie
     side by side in memory, and matrix units transpose for nothing.
     """
-    if jax.default_backend() == "cpu":
+    if program_platform() == "cpu":
         return "columns"
     return "rows"
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specserve.kernels import native
+from specserve.mesh import program_platform
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")  # in the order of `native/kernels.h`
@@ -92,6 +93,23 @@ def argmax(x: jax.Array) -> jax.Array:  # [..., size] -> [...] int32
         return jax.ffi.ffi_call("specserve_argmax", jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32))(x)
     index = jnp.where(x == jnp.max(x, axis=-1, keepdims=True), jnp.arange(size, dtype=jnp.int32), size)
     return jnp.minimum(jnp.min(index, axis=-1), size - 1)
+
+
+def largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:  # [..., size] -> two of [..., k]
+    """Find the k largest values and their indices, the largest first and equal ones in order, as `jax.lax.top_k`. A TPU
+    sorts whole rows for that, so there they are k maxima in turn."""
+    if program_platform() != "tpu":
+        return jax.lax.top_k(x, k)
+    size = x.shape[-1]
+    index = jnp.arange(size, dtype=jnp.int32)
+    is_left, values, found = jnp.ones(x.shape, bool), [], []
+    for _ in range(k):
+        value = jnp.max(jnp.where(is_left, x, -jnp.inf), axis=-1, keepdims=True)
+        first = jnp.min(jnp.where(is_left & (x == value), index, size), axis=-1, keepdims=True)
+        is_left &= index != first
+        values.append(value)
+        found.append(jnp.minimum(first, size - 1))
+    return jnp.concatenate(values, axis=-1), jnp.concatenate(found, axis=-1)
 
 
 def as_heads(

@@ -22,7 +22,7 @@ from specserve.kernels.matmul import (
     matmul_float32,
 )
 from specserve.kernels.rowwise import Activation, gated
-from specserve.mesh import is_on_one_device, traced_platform
+from specserve.mesh import is_on_one_device, program_platform
 from specserve.models.config import Experts, ModelConfig
 from specserve.models.expert_parts import in_parts
 from specserve.models.layers import Mlp, linear, mlp, mlp_spec
@@ -326,7 +326,7 @@ def best_form(params: Moe, experts: Experts, num_tokens: int) -> Form:
     be called where XLA cuts the work over a mesh, and are not where they are left out (`native.left_out`)."""
     if isinstance(params.down, PackedMatrix):
         return by_rows
-    platform, has_kernel = traced_platform(), is_on_one_device() and not native.are_left_out()
+    platform, has_kernel = program_platform(), is_on_one_device() and not native.are_left_out()
     if platform == "gpu" and has_kernel:
         from specserve.kernels import grouped_gpu
 

@@ -26,7 +26,7 @@ from specserve.plan.taus import Reached, expected, tau_of
 from specserve.plan.work import MemoryPart, Replica, abstract_mesh, target_held, total_bytes
 from specserve.serve.launch import CACHE_DTYPES
 from specserve.serve.programs.placement import state_bytes
-from specserve.serve.programs.shapes import DEVICE_CHUNKS, make_batch_sizes
+from specserve.serve.programs.shapes import DEVICE_CHUNKS, LEAST_BATCH, make_batch_sizes
 from specserve.speculative.step import StepConfig
 from specserve.speculative.tree import Tree
 from specserve.train.run.checks import plan_drafter
@@ -53,6 +53,7 @@ class PlannedFleet:
     """Replicas on one kind of mesh, which share a load evenly."""
 
     mesh: str  # of a replica, as `serve --mesh` takes it; empty: one device
+    replica: Replica
     devices: int  # of a replica
     replicas: int
     fit: Fit
@@ -288,14 +289,14 @@ def _fleet(order: Order, text: str, replica: Replica, fit: Fit) -> PlannedFleet:
     """The fleet on such meshes."""
     run, replicas = order.run, order.num_devices // replica.mesh.size
     costs = step_costs(
-        *(replica, order.device, order.tree, make_batch_sizes(fit.num_slots, fit.num_ranks)),
+        *(replica, order.device, order.tree, make_batch_sizes(fit.num_slots, fit.num_ranks, LEAST_BATCH)),
         context=run.prompt + run.answer // 2,
     )
     load = Load(run.qps / replicas, run.prompt - order.shared, run.answer)
     states = {"plain": solve(costs, load, 1.0, is_speculative=False)}
     if order.tree:
         states["speculative"] = solve(costs, load, order.tau, is_speculative=True)
-    return PlannedFleet(text, replica.mesh.size, replicas, fit, costs, states)
+    return PlannedFleet(text, replica, replica.mesh.size, replicas, fit, costs, states)
 
 
 def step_costs(

@@ -32,4 +32,7 @@ class PlanServeRun:
     mesh: str = setting("", help="devices of a replica by axis, as of `serve`; empty: the one with the fastest tokens")
     max_slots: int = setting(256, help="sequences that run at once in a replica, at most", ge=1)
     page_size: int = setting(32, help="tokens per cache page", ge=1)
+    compile: bool = setting(
+        False, help="also compile the steps for the devices, which need not be here, and print what the compiler counts"
+    )
     json: bool = setting(False, help="print JSON instead of tables")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import jax
 from jax.sharding import Mesh
 
 from specserve import host
@@ -24,7 +23,7 @@ from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.bundled import bundled_head
 from specserve.interop.head import load_head
 from specserve.interop.notes import draft_quantization, read_notes
-from specserve.mesh import default_dtype, free_memory, in_equal_parts, num_parts
+from specserve.mesh import default_dtype, free_memory, in_equal_parts, num_parts, program_platform
 from specserve.models.config import ModelConfig
 from specserve.provenance import fingerprint
 from specserve.serve.engine.engine import Engine
@@ -390,7 +389,7 @@ def choose_trees(models: Models, run: ServeRun) -> tuple[Tree | None, ...]:
         source = with_head(ALL_TEXT) if has_head else ALL_TEXT
         trees: list[Tree | None] = [None, *[chain(depth, source) for depth in AUTO_CHAINS]]
         if has_head:
-            trees += AUTO_TREES_CPU if jax.default_backend() == "cpu" else AUTO_TREES
+            trees += AUTO_TREES_CPU if program_platform() == "cpu" else AUTO_TREES
         return tuple(within_reach(trees, models.head.drafter) if models.head else trees)
     tree = parse_speculation(run.speculation)
     if tree is not None and tree.uses_head and not has_head:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels.rowwise import argmax
+from specserve.mesh import program_platform
 from specserve.pytree import pytree
 
 _NEG_INF = float("-inf")
@@ -21,6 +22,7 @@ MAX_LOGPROBS = 20  # most likely tokens that a step reports
 MAX_BAD_SEQUENCES, MAX_BAD_TOKENS = 128, 16  # of one request; a bad word is one or two token sequences
 IN_PROMPT, IS_STOP, EMITTED = 1, 2, 4  # the parts of an entry of `TokenRows.seen`
 UNBOUNDED = 2**31 - 1
+BITS_PER_ROUND = 4  # of a floor that is looked for on an accelerator
 NOTHING = -1  # drawn in place of a token id where every token is banned
 
 
@@ -95,6 +97,27 @@ class Nodes:
     recent: jax.Array  # [batch, MAX_BAD_TOKENS - 1] int32, emitted tokens from node 0's backwards; -1: not the answer's
 
 
+def draw(
+    rows: SamplerRows,
+    tokens: TokenRows,
+    nodes: Nodes,
+    logits: jax.Array,  # [batch, node, vocab] float32, the target's own
+    position_ids: jax.Array,  # [batch, node] int32, the position that each drawn token will take
+    allowed: jax.Array | None = None,  # [batch, node, ceil(vocab / 8)] uint8, see `constrain`
+) -> jax.Array:  # [batch, node] int32
+    """`constrain` and `sample`. Where no row has an option the logits are read once, for the likeliest token, and
+    nothing of their size is written."""
+    has_option = (rows.temperature > 0) | rows.has_bias | rows.has_bad_words | _has_penalty(rows)
+    is_used = jnp.any(has_option) | jnp.any(position_ids < rows.stop_start[:, None])
+    if allowed is not None:
+        is_used |= jnp.any(allowed != 255)
+
+    def by_options() -> jax.Array:
+        return sample(rows, constrain(rows, tokens, nodes, logits, position_ids, allowed), position_ids)
+
+    return jax.lax.cond(is_used, by_options, lambda: _or_nothing(logits, argmax(logits)))
+
+
 def constrain(
     rows: SamplerRows,
     tokens: TokenRows,
@@ -112,8 +135,11 @@ def constrain(
     logits = _when(rows.has_bad_words, logits, lambda x: _ban_words(rows, tokens, nodes, x))
     if allowed is not None:
         logits = _when(allowed != 255, logits, lambda x: _ban_others(allowed, x))
-    has_penalty = (rows.presence_penalty != 0) | (rows.frequency_penalty != 0) | (rows.repetition_penalty != 1)
-    return _when(has_penalty, logits, lambda x: _penalise(rows, tokens, nodes, x))
+    return _when(_has_penalty(rows), logits, lambda x: _penalise(rows, tokens, nodes, x))
+
+
+def _has_penalty(rows: SamplerRows) -> jax.Array:  # [batch] bool
+    return (rows.presence_penalty != 0) | (rows.frequency_penalty != 0) | (rows.repetition_penalty != 1)
 
 
 def _when(is_used: jax.Array, logits: jax.Array, change: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -218,7 +244,11 @@ def sample(
         token_ids = jnp.arange(logits.shape[-1], dtype=jnp.uint32)
         return argmax(kept + noise(rows, position_ids, token_ids))
 
-    token_ids = jax.lax.cond(jnp.any(rows.temperature > 0), drawn, lambda: argmax(logits))
+    return _or_nothing(logits, jax.lax.cond(jnp.any(rows.temperature > 0), drawn, lambda: argmax(logits)))
+
+
+def _or_nothing(logits: jax.Array, token_ids: jax.Array) -> jax.Array:  # [batch, n, vocab], [batch, n] -> [batch, n]
+    """The tokens, or NOTHING for those that are banned."""
     best = jnp.take_along_axis(logits, token_ids[..., None], axis=-1)[..., 0]
     return jnp.where(best == _NEG_INF, jnp.int32(NOTHING), token_ids)
 
@@ -284,7 +314,16 @@ def _nucleus_floor(probs: jax.Array, top_p: jax.Array) -> jax.Array:  # [batch, 
 
 
 def _largest_floor(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """The largest uint32 for which the monotone `holds` is true, found in 32 rounds, one bit in each."""
+    """The largest uint32 for which the monotone `holds` is true, found in rounds of some of its bits each. A CPU
+    compares with one number a round, in a loop; elsewhere a round reads everything once for 15 of them, and there is no
+    loop, which a GPU's host would have to drive."""
+    if program_platform() != "cpu":
+        floor = jnp.zeros(shape, jnp.uint32)
+        for shift in range(32 - BITS_PER_ROUND, -1, -BITS_PER_ROUND):
+            candidates = [floor | jnp.uint32(digit << shift) for digit in range(1, 1 << BITS_PER_ROUND)]
+            digit = sum(holds(candidate[..., None]).astype(jnp.uint32) for candidate in candidates)
+            floor |= digit << jnp.uint32(shift)
+        return floor
 
     def set_bit(i: jax.Array, floor: jax.Array) -> jax.Array:
         candidate = floor | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))

@@ -179,7 +179,7 @@ def prefill(
     logits = target_model.logits(weights.target, config.target, hidden)
     end = now.seq_lens + num_tokens
     nodes = _single_nodes(state, now, end - 1)
-    drawn = _draw(now, nodes, logits, end[:, None], allowed)
+    drawn = sampling.draw(now.rows, now.tokens, nodes, logits, end[:, None], allowed)
     none = jnp.zeros_like(num_tokens)
     committed = Committed(
         index=index,
@@ -215,7 +215,7 @@ def decode(
     index = now.seq_lens[:, None]
     out = _run_target(config, weights, state, now, nodes.token_ids, index, jnp.ones((1, 1, 1), bool))
     logits = target_model.logits(weights.target, config.target, out.hidden_states)
-    drawn = _draw(now, nodes, logits, index + 1, allowed)
+    drawn = sampling.draw(now.rows, now.tokens, nodes, logits, index + 1, allowed)
     none = jnp.zeros_like(now.seq_lens)
     committed = Committed(
         index=index,
@@ -303,7 +303,7 @@ def verify_tree(
     out = _run_target(config, weights, state, now, proposal.token_ids, position_ids, mask)
     logits = target_model.logits(weights.target, config.target, out.hidden_states)
     nodes = Nodes(proposal.token_ids, proposal.parents, proposal.depths, mask, _recent(state, now, now.seq_lens))
-    target_ids = _draw(now, nodes, logits, position_ids + 1, allowed)
+    target_ids = sampling.draw(now.rows, now.tokens, nodes, logits, position_ids + 1, allowed)
     max_depth = jnp.minimum(now.rows.max_depth, tree.depth)
     if is_chain:
         verdict = verify_chain(proposal, target_ids, max_depth)
@@ -430,13 +430,6 @@ def _single_nodes(state: SlotState, now: _Now, last: jax.Array) -> Nodes:
     token_ids = state.history.at[now.slots, last].get(mode="clip")[:, None]
     zeros = jnp.zeros_like(token_ids)
     return Nodes(token_ids, zeros, zeros, jnp.ones((1, 1, 1), bool), _recent(state, now, last))
-
-
-def _draw(
-    now: _Now, nodes: Nodes, logits: jax.Array, position_ids: jax.Array, allowed: jax.Array | None
-) -> jax.Array:  # [batch, node] int32
-    constrained = sampling.constrain(now.rows, now.tokens, nodes, logits, position_ids, allowed)
-    return sampling.sample(now.rows, constrained, position_ids)
 
 
 def _result(now: _Now, logits: jax.Array, token_ids: jax.Array, n_accepted: jax.Array, source: jax.Array) -> StepResult:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.learning import DraftTargets
 from specserve.kernels.rows import part_length
-from specserve.mesh import most_of_parts, num_parts, over_parts, partition, sum_parts, traced_mesh
+from specserve.mesh import most_of_parts, num_parts, over_parts, partition, program_platform, sum_parts, traced_mesh
 from specserve.models import target as target_model
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
@@ -242,7 +242,7 @@ def _in_chunks(
     when the program runs; devices that wait for each other within a chunk all take the largest of theirs."""
     batch, seq = positions[1].shape[1:]
     number = batch * seq
-    length = chunk_length(number, num_logits, jax.default_backend())
+    length = chunk_length(number, num_logits, program_platform())
     states, teacher = jax.tree.map(lambda x: x.reshape(number, *x.shape[2:]), (positions[0], positions[2]))
     weights = positions[1].reshape(-1, number)
     bears = jnp.any(weights != 0, axis=0)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from specserve.data.loader import Loader
 from specserve.drafters.learning import Rows
 from specserve.kernels.rows import Documents
+from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams, forward
 from specserve.pytree import pytree, static
@@ -187,7 +188,7 @@ def by_chunk(
     """Apply a function to a chunk of positions at a time. The last chunk is filled up with copies of the last
     position, so that whatever is computed of the others can be computed of them."""
     batch, seq = hidden_states.shape[:2]
-    length = chunk_length(batch * seq, num_logits, jax.default_backend())
+    length = chunk_length(batch * seq, num_logits, program_platform())
     positions = hidden_states.reshape(batch * seq, -1)
     if missing := -batch * seq % length:
         positions = jnp.pad(positions, ((0, missing), (0, 0)), mode="edge")

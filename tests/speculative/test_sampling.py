@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from scipy import stats
 
-from specserve.kernels.rowwise import argmax
+from specserve.kernels.rowwise import argmax, largest
+from specserve.mesh import made_for
 from specserve.speculative import sampling
 from specserve.speculative.sampling import SamplerRows
 
@@ -45,6 +47,13 @@ def _array(values: Any, dtype: type) -> jax.Array:
 _truncate, _sample, _noise = jax.jit(sampling.truncate), jax.jit(sampling.sample), jax.jit(sampling.noise)
 
 
+@jax.jit
+def _truncate_by_digits(rows: SamplerRows, logits: jax.Array) -> jax.Array:
+    """As accelerators do it, here."""
+    with made_for("gpu"):
+        return sampling.truncate(rows, logits)
+
+
 @given(
     values=st.lists(st.integers(-6, 6), min_size=VOCAB, max_size=VOCAB),  # small integers: many ties
     jitter=st.booleans(),
@@ -57,9 +66,10 @@ def test_truncation_equals_a_sort(values: list[int], jitter: bool, top_k: int, t
     if jitter:
         logits += np.linspace(0, 0.3, VOCAB, dtype=np.float32) * np.float32(1.7)
     kept = _sorted_truncation(logits.astype(np.float64), top_k, top_p, min_p)
-    got = np.asarray(_truncate(_rows([1.0], top_k, top_p, min_p), jnp.asarray(logits)[None, None]))[0, 0]
-    np.testing.assert_array_equal(np.isfinite(got), kept)
-    np.testing.assert_array_equal(got[kept], logits[kept])
+    for truncate in (_truncate, _truncate_by_digits):
+        got = np.asarray(truncate(_rows([1.0], top_k, top_p, min_p), jnp.asarray(logits)[None, None]))[0, 0]
+        np.testing.assert_array_equal(np.isfinite(got), kept)
+        np.testing.assert_array_equal(got[kept], logits[kept])
 
 
 def _sorted_truncation(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
@@ -153,3 +163,17 @@ def test_draft_rows_read_the_targets_noise() -> None:
     everything = _uniform(np.arange(2, dtype=np.uint64), np.arange(3), np.arange(VOCAB))
     some = np.array([1, 4, 9])
     np.testing.assert_array_equal(_uniform(np.arange(2, dtype=np.uint64), np.arange(3), some), everything[..., some])
+
+
+@given(
+    values=hnp.arrays(
+        np.float32, (2, 3, VOCAB), elements=st.sampled_from([-np.inf, -1.5, 0.0, 0.25, 3.0])
+    ),  # many ties
+    k=st.integers(1, VOCAB),
+)
+def test_the_largest_are_those_of_a_sort(values: np.ndarray, k: int) -> None:
+    """As TPUs find them, ties and bans among them."""
+    with made_for("tpu"):
+        found = largest(jnp.asarray(values), k)
+    for one, other in zip(found, jax.lax.top_k(jnp.asarray(values), k), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels.native import build
-from specserve.mesh import traced_mesh
+from specserve.mesh import program_platform, traced_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Native(NamedTuple):
 def is_available() -> bool:
     """Return whether the native kernels can be called in programs for the CPU. The first answer that is no
     is logged."""
-    if _is_left_out or jax.default_backend() != "cpu":
+    if _is_left_out or program_platform() != "cpu":
         return False
     native = _native()
     if native.library is None:
@@ -166,7 +166,7 @@ def _native() -> Native:
 
 @functools.cache
 def _warn(reason: str) -> None:
-    if jax.default_backend() == "cpu":  # elsewhere nobody misses them
+    if program_platform() == "cpu":  # elsewhere nobody misses them
         logger.warning("no native CPU kernels, XLA's own products run instead: %s", reason)
 
 

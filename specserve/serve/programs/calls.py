@@ -53,7 +53,9 @@ class Call:
 
 
 def shape_of(x: jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic) -> jax.ShapeDtypeStruct:
-    """Return the shape, dtype and sharding of an array, for which a program is compiled."""
+    """Return the shape, dtype and sharding of an array, for which a program is compiled; a shape stays as it is."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
     place = None if isinstance(x, np.ndarray | np.generic) else x.sharding
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place if isinstance(place, NamedSharding) else None)
 

@@ -17,7 +17,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, Weight, block, dequantize, matmul, pack
-from specserve.mesh import whole
+from specserve.mesh import program_platform, whole
 from specserve.models.latent import LatentAttention, split_by_head
 from specserve.models.params import PRODUCTS, SMALL_PRODUCTS, is_product
 from specserve.models.target import fuse_for_cpu
@@ -120,7 +120,7 @@ def _widened(leaf: jax.Array | QuantizedMatrix) -> jax.Array | QuantizedMatrix:
 
 
 def _is_on_one_cpu(mesh: Mesh | None) -> bool:
-    return jax.default_backend() == "cpu" and mesh is None
+    return program_platform() == "cpu" and mesh is None
 
 
 def _as_loaded(params: Params) -> Params:

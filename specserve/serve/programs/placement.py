@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from specserve.kernels import paged
 from specserve.kernels.large_pages import give_back_zeros
 from specserve.kernels.pages import PageRows, Pages, share_out
-from specserve.mesh import fitting, num_parts, put, whole
+from specserve.mesh import fitting, num_parts, program_platform, put, whole
 from specserve.models.cache import Cache
 from specserve.models.config import ModelConfig
 from specserve.models.sharding import num_bytes, place_cache
@@ -53,11 +53,16 @@ class Placement:
 
     def slots(self, slots: tuple[int, ...]) -> jax.Array:
         """Return the slots of a step. What it computes for them follows them: each device has a part of the batch."""
-        return _put(slots, np.int32, None if self.mesh is None else fitting(self.mesh, ("batch",), (len(slots),)))
+        return _put(slots, np.int32, None if self.mesh is None else self.rows(len(slots)))
+
+    def rows(self, number: int) -> NamedSharding:
+        """Return where so many rows of a batch live on a mesh."""
+        assert self.mesh is not None
+        return fitting(self.mesh, ("batch",), (number,))
 
     def give_back_zeros(self, arrays: Any) -> None:
         """Let a CPU hold no memory for arrays that are still full of zeros, until they are written to."""
-        if jax.default_backend() != "cpu" or self.mesh is not None:
+        if program_platform() != "cpu" or self.mesh is not None:
             return
         for leaf in jax.block_until_ready(jax.tree.leaves(arrays)):
             give_back_zeros(leaf.unsafe_buffer_pointer(), leaf.nbytes)

@@ -58,6 +58,7 @@ class Runner:
         mesh: Mesh | None = None,  # the mesh that the parameters are spread over
         folder: Path | None = None,  # where compiled programs are kept; None: nowhere
         check: Callable[[StepConfig, Shapes], None] | None = None,  # called before anything is allocated
+        place: Placement | None = None,  # None: on devices that are here, with a state
     ) -> None:
         """`shapes.trees` are the ways to make a step; the head is used where one of them asks for it. Without
         `has_constrained` the programs that token masks need are not compiled."""
@@ -71,12 +72,13 @@ class Runner:
         )
         if check is not None:
             check(self.config, shapes)
-        self.has_constrained, self.place, self._folder = has_constrained, Placement(mesh), folder
+        self.has_constrained, self.place, self._folder = has_constrained, place or Placement(mesh), folder
         self.eos_ids = frozenset(target.eos_ids)
         layouts = make_layouts(target, head if shapes.uses_head else None, mesh)
         self._bind(layouts)
-        self.compiled.compile(self.call(EMPTY_STATE))
-        self.reset()
+        if place is None:
+            self.compiled.compile(self.call(EMPTY_STATE))
+            self.reset()
 
     def _bind(self, layouts: Layouts) -> None:
         """Bind the programs to this config and these shapes. Nothing is compiled; the state is one of shapes."""

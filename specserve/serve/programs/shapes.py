@@ -10,13 +10,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
 from jax.sharding import Mesh
 
 from specserve.drafters.speculation import describe
 from specserve.drafters.words import OWN_TEXT
 from specserve.errors import ConfigError
-from specserve.mesh import num_parts
+from specserve.mesh import num_parts, program_platform
 from specserve.models.config import ModelConfig
 from specserve.serve.engine.pages import PagePool, Watcher
 from specserve.serve.programs.batches import Batches
@@ -29,6 +28,7 @@ RECURRENT_CHUNK = 256  # at most, with recurrent layers: each keeps tens of kilo
 _FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
 CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of several sequences larger than this,
 CPU_CHAIN, CPU_CHAIN_ROWS = 3, 64  # but for one chain on CPU, which pays in larger batches too (docs/log)
+LEAST_BATCH = 8  # sequences of a step on an accelerator, padding among them (`make_batch_sizes`)
 CONSTRAINED_DEPTH = 3  # programs of their own, so one way to speculate for each batch bucket
 STEPS_AT_ONCE = 8  # of one kind; what the host does once for all of them is then little beside them
 DETERMINISTIC_DEPTH = 7  # every step verifies a chain of this length, whatever was proposed
@@ -201,13 +201,13 @@ def make_shapes(
         max_model_len=max_model_len,
         page_size=page_size,
         num_pages=num_pages,
-        batch_sizes=make_batch_sizes(num_slots, num_ranks),
+        batch_sizes=make_batch_sizes(num_slots, num_ranks, 1 if program_platform() == "cpu" else LEAST_BATCH),
         widths=page_widths(max_pages),
         chunks=chunks,
-        max_rows=CPU_ROWS if jax.default_backend() == "cpu" else DEVICE_ROWS,
+        max_rows=CPU_ROWS if program_platform() == "cpu" else DEVICE_ROWS,
         num_ranks=num_ranks,
-        # the host drives a GPU's loops, and would wait for each step before it begins the next one
-        most_steps=1 if jax.default_backend() == "gpu" else STEPS_AT_ONCE,
+        # XLA makes a GPU's host drive loops unless its flags put them into CUDA graphs (+WHILE), which no GPU has timed
+        most_steps=1 if program_platform() == "gpu" else STEPS_AT_ONCE,
     )
     if is_deterministic:
         assert len(trees) == 1, "deterministic steps have one shape"
@@ -221,15 +221,17 @@ def make_shapes(
     return shapes
 
 
-def make_batch_sizes(num_slots: int, num_ranks: int = 1) -> tuple[int, ...]:
-    """The batch buckets of a server: powers of two for each data rank, and all slots."""
+def make_batch_sizes(num_slots: int, num_ranks: int = 1, least: int = 1) -> tuple[int, ...]:
+    """The batch buckets of a server: powers of two for each data rank, and all slots. None is smaller than `least` for
+    each rank, which costs accelerators nothing: they read the weights once for all rows, and XLA makes products of one
+    row by other and slower operations, rounded otherwise than those of several."""
     each = num_slots // num_ranks
-    return (*(num_ranks << i for i in range((each - 1).bit_length())), num_slots)
+    return (*(num_ranks << i for i in range((each - 1).bit_length()) if 1 << i >= least), num_slots)
 
 
 def prefill_chunks(max_model_len: int, is_recurrent: bool) -> tuple[int, ...]:
     """Return how many prompt tokens the prefill programs take, up to the size that holds the longest prompt."""
-    chunks = CPU_CHUNKS if jax.default_backend() == "cpu" else DEVICE_CHUNKS
+    chunks = CPU_CHUNKS if program_platform() == "cpu" else DEVICE_CHUNKS
     chunks = tuple(size for size in chunks if size <= RECURRENT_CHUNK or not is_recurrent)
     return tuple(size for i, size in enumerate(chunks) if not i or chunks[i - 1] < max_model_len)
 

@@ -1,0 +1,208 @@
+"""Whole programs of a server, compiled for devices that need not be here.
+
+XLA's compilers for NVIDIA GPUs and for TPUs are libraries, which run on any machine that has them. What they make of a
+program says how much memory it takes, what it copies and how many kernels it launches; time alone is not seen so.
+"""
+
+import contextlib
+import importlib.util
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+
+from specserve.checkpoints.load import Target
+from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.errors import ConfigError
+from specserve.mesh import made_for, shardings
+from specserve.models.config import ModelConfig
+from specserve.models.params import abstract
+from specserve.models.presets import PRESETS_FILE
+from specserve.models.target import target_spec
+from specserve.serve.programs.placement import Placement
+from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import Shapes
+from specserve.speculative.drafter import DraftWeights
+from specserve.speculative.program import StepProgram
+from specserve.speculative.step import SlotState
+from specserve.speculative.vocab import DraftVocab
+
+# by platform: the module that has the compiler, and what to install
+COMPILERS = {
+    "gpu": ("jax_plugins.xla_cuda13", "jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt"),
+    "tpu": ("libtpu", "libtpu"),
+}
+H100_FILE = PRESETS_FILE.with_name("h100.txtpb")  # the GPU as XLA knows one that is there
+THUNKS = "*thunk_sequence_after_thunk_passes.txt"  # in what XLA dumps for a GPU
+
+
+@dataclass(frozen=True)
+class DescribedPlacement(Placement):
+    """On devices that are described alone: what would be sent to them are shapes."""
+
+    device: Any = None  # without a mesh
+
+    @property
+    def whole(self) -> Any:
+        return SingleDeviceSharding(self.device) if self.mesh is None else super().whole
+
+    @property
+    def devices(self) -> list[Any]:
+        return [self.device] if self.mesh is None else super().devices
+
+    def put(self, host: Any) -> Any:
+        return jax.tree.map(lambda x: self.shape(*np.shape(x), dtype=np.asarray(x).dtype), host)
+
+    def scalar(self, value: int) -> Any:
+        return self.put(np.int32(value))
+
+    def flags(self, values: tuple[bool, ...]) -> Any:
+        return self.put(np.asarray(values, np.bool_))
+
+    def slots(self, slots: tuple[int, ...]) -> Any:
+        place = self.whole if self.mesh is None else self.rows(len(slots))
+        return jax.ShapeDtypeStruct((len(slots),), np.int32, sharding=place)
+
+    def state(self, make: Callable[[], SlotState]) -> SlotState | None:
+        if self.mesh is None:
+            return jax.tree.map(lambda _leaf: self.whole, jax.eval_shape(make))
+        return super().state(make)
+
+
+class _DescribedHead(Head):
+    def weights(self, place: Sharding | None = None) -> DraftWeights:
+        del place
+        ids: Any = self.target_ids
+        return DraftWeights(self.params, DraftVocab(ids))
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The figures of a compiled program, for each device."""
+
+    argument_bytes: int
+    aliased_bytes: int  # of the arguments, those in whose place results are written
+    temporary_bytes: int
+    moved_bytes: float  # TPU: read and written by all operations; 0 where the compiler does not say
+    text: str  # the optimised HLO
+    launches: int = 0  # GPU: kernels and copies of a step in which no request has an option
+    parts: int = 0  # GPU: what the host starts one after another; 1 where all of it is one CUDA graph
+
+
+@dataclass(frozen=True)
+class Described:
+    """Devices of one kind, which need not be here."""
+
+    platform: str  # "gpu" or "tpu"
+    devices: tuple[Any, ...]
+    options: dict[str, Any]  # of XLA, for each program
+
+    def made_for(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which shapes are chosen, and functions traced, for these devices."""
+        return made_for(self.platform)
+
+    def runner(
+        self, target: ModelConfig, drafter: TrainedDrafter | None, shapes: Shapes, mesh: Mesh | None = None
+    ) -> Runner:
+        """Make a runner whose weights and state are shapes: its programs can be compiled, and none be run."""
+        place, head = DescribedPlacement(mesh, device=self.devices[0]), None
+
+        def placed(spec: Any) -> Any:
+            shapes = abstract(spec, target.dtype)
+            places = shardings(spec, mesh) if mesh else jax.tree.map(lambda _shape: place.whole, shapes)
+            return jax.tree.map(
+                lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where), shapes, places
+            )
+
+        with self.made_for():
+            if drafter is not None:
+                ids: Any = place.shape(drafter.draft_vocab_size)
+                head = _DescribedHead(drafter, placed(drafter.spec()), ids)
+            described = Target(target, placed(target_spec(target)), (0,), Path())
+            return Runner(described, head, shapes, mesh=mesh, place=place)
+
+    def compile(self, runner: Runner, program: StepProgram) -> Counted:
+        """Compile a program of a runner of these devices."""
+        with self.made_for(), tempfile.TemporaryDirectory() as folder:
+            own = {"xla_dump_to": folder} if self.platform == "gpu" else {}
+            compiled = runner.call(program).lower().compile({**self.options, **own})
+            memory: Any = compiled.memory_analysis()
+            launches, parts = 0, 0
+            if self.platform == "gpu":
+                thunks = read_thunks(next(Path(folder).glob(THUNKS)).read_text())
+                launches, parts = sum(thunk.launches for thunk in thunks), len(thunks)
+        sizes = memory.argument_size_in_bytes, memory.alias_size_in_bytes, memory.temp_size_in_bytes
+        costs: Any = compiled.cost_analysis() or {}
+        return Counted(*sizes, costs.get("bytes accessed", 0.0), compiled.as_text() or "", launches, parts)
+
+
+def describe(name: str, number: int = 1) -> Described:
+    """Describe so many devices: `h100`, or a slice of TPUs as libtpu names it, such as `v5e:2x2`. Raises ConfigError
+    where their compiler is not installed."""
+    platform = "gpu" if name == "h100" else "tpu"
+    module, packages = COMPILERS[platform]
+    if not _is_there(module):
+        raise ConfigError(f"{name}: XLA's compiler for it is not installed; pip install {packages}")
+    if platform == "tpu":
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the network which device it has
+        return Described("tpu", tuple(topologies.get_topology_desc(name, "tpu").devices[:number]), {})
+    slice_ = topologies.get_topology_desc(name, "cuda", target_config=H100_FILE.read_text(), topology=f"1x1x{number}")
+    toolkit = importlib.util.find_spec("nvidia.cu13")
+    folder = next(iter(toolkit.submodule_search_locations or ()), "") if toolkit else ""
+    return Described(
+        "gpu", tuple(slice_.devices[:number]), {"xla_gpu_cuda_data_dir": folder, "xla_gpu_autotune_level": 0}
+    )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False
+
+
+_LINE = re.compile(r"( *)(?:\d+: k(\w+)|(\w+):$)")
+
+
+@dataclass
+class Thunk:
+    """A line of XLA's dump of a GPU program: something that is launched, or a label; with what is indented below it."""
+
+    indent: int
+    kind: str = ""
+    label: str = ""
+    inside: list["Thunk"] = field(default_factory=list)
+
+    @property
+    def launches(self) -> int:
+        """The launches of a step without options: of a conditional's branches, the one with the fewest."""
+        each = [thunk.launches for thunk in self.inside]
+        if self.kind == "Conditional":
+            return min(each, default=0)
+        return sum(each) if self.inside or self.label else 1
+
+
+def read_thunks(text: str) -> list[Thunk]:
+    """The thunks that the host starts, one after another."""
+    root = Thunk(-1)
+    above = [root]
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        indent, kind, label = len(match[1]), match[2] or "", match[3] or ""
+        if label == "condition":  # of a loop: its label alone is not indented
+            indent = above[-1].indent + 2
+        while above[-1].indent >= indent:
+            above.pop()
+        above[-1].inside.append(thunk := Thunk(indent, kind, label))
+        above.append(thunk)
+    return root.inside
