@@ -9,7 +9,7 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from specserve.checkpoints.load import Target
@@ -131,7 +132,7 @@ class Described:
 
     def compile(self, runner: Runner, program: StepProgram) -> Counted:
         """Compile a program of a runner of these devices."""
-        with self.made_for(), tempfile.TemporaryDirectory() as folder:
+        with self.made_for(), _without_cache(), tempfile.TemporaryDirectory() as folder:
             own = {"xla_dump_to": folder} if self.platform == "gpu" else {}
             compiled = runner.call(program).lower().compile({**self.options, **own})
             memory: Any = compiled.memory_analysis()
@@ -142,6 +143,19 @@ class Described:
         sizes = memory.argument_size_in_bytes, memory.alias_size_in_bytes, memory.temp_size_in_bytes
         costs: Any = compiled.cost_analysis() or {}
         return Counted(*sizes, costs.get("bytes accessed", 0.0), compiled.as_text() or "", launches, parts)
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Let JAX's own compilation cache be: what is compiled without a device can be written there, but not be read."""
+    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()
 
 
 def describe(name: str, number: int = 1) -> Described:
