@@ -1,26 +1,38 @@
-"""What the steps of the bundled target and its head cost: in service shapes, and in making their programs.
+"""What the steps of a target and its head cost: in service shapes, and in making their programs.
 
 Run from the checkout: `python benchmarks/steps.py`. The steps take turns, so that a noisy moment does not fall on one
-of them. To compare two commits, run it in a checkout of each, in turns.
+of them. To compare two commits, run it in a checkout of each, in turns. With `--target` a preset's shapes are run, with
+random weights and a random EAGLE-3 head, so that nothing is downloaded: a step's time does not depend on their values.
 """
 
 import argparse
+import dataclasses
 import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
+import numpy as np
 
+from specserve.checkpoints.load import Target
+from specserve.checkpoints.source import BUNDLED
+from specserve.drafters.interface import Head
+from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.drafters.speculation import describe, parse_speculation
-from specserve.serve.launch import load_models
+from specserve.mesh import default_dtype
+from specserve.models.params import init_params
+from specserve.models.presets import PRESETS
+from specserve.models.target import target_spec
+from specserve.serve.launch import Models, load_models
 from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import make_shapes
 from specserve.speculative.program import StepProgram
 
-PAGE_SIZE = 16
+PAGE_SIZE, DRAFT_VOCAB = 16, 32_000
 
 
 @dataclass
@@ -36,11 +48,17 @@ class StepCost:
 
 
 def measure_steps(
-    ways: Sequence[str], *, num_slots: int = 8, max_model_len: int = 1024, num_rounds: int = 60
+    ways: Sequence[str],
+    *,
+    target: str = BUNDLED,
+    num_layers: int = 0,
+    num_slots: int = 8,
+    max_model_len: int = 1024,
+    num_rounds: int = 60,
 ) -> Iterator[StepCost]:
-    """Compile a step of each way to speculate, for one sequence and for all slots at the longest contexts, and time
-    them over sequences of padding."""
-    models = load_models("", "")
+    """Compile a step of each way to speculate, for each number of sequences at the longest contexts, and time them over
+    sequences of padding. Of a preset the first layers are run; 0: all."""
+    models = load_models("", "") if target == BUNDLED else random_models(target, num_layers)
     shapes = make_shapes(
         [parse_speculation(way) for way in ways],
         models.target.config,
@@ -65,14 +83,31 @@ def measure_steps(
     yield from costs
 
 
+def random_models(name: str, num_layers: int = 0) -> Models:
+    """Make a preset's target of random weights, cut to its first layers or whole, and a head as `train` would begin
+    with one for the whole."""
+    whole, dtype = PRESETS[name].config(), default_dtype()
+    layers = num_layers or whole.num_layers
+    config = dataclasses.replace(whole, num_layers=layers, layers=whole.layers[:layers], dtype=dtype)
+    drafter = load_kind("eagle3").new(DraftSettings(), whole, DRAFT_VOCAB).with_dtype(dtype)
+    taps = tuple(min(layer, layers - 1 - i) for i, layer in enumerate(reversed(drafter.aux_layers)))[::-1]
+    drafter = type(drafter)(dataclasses.replace(drafter.config, aux_layers=taps))
+    keys = jax.random.split(jax.random.key(0))
+    params, of_head = (
+        init_params(spec, key, dtype) for spec, key in zip((target_spec(config), drafter.spec()), keys, strict=True)
+    )
+    head = Head(drafter, of_head, np.arange(DRAFT_VOCAB, dtype=np.int32))
+    return Models(name, Target(config, params, (0,), Path()), head, None)
+
+
 def _compile(runner: Runner, program: StepProgram) -> StepCost:
     start = time.process_time()
     lowered = runner.call(program).lower()
     middle = time.process_time()
     text = lowered.compile().as_text() or ""
     end = time.process_time()
-    entry = text[text.index("\nENTRY ") :]
-    operations = re.findall(r" = (?:\(.*?\)|\S+) (fusion|custom-call)\(", entry)
+    # of the whole program: those of a step are in the body of a burst's loop, and none is inside of a fusion
+    operations = re.findall(r" = (?:\(.*?\)|\S+) (fusion|custom-call)\(", text)
     counts = operations.count("fusion"), operations.count("custom-call")
     return StepCost(program, middle - start, end - middle, *counts, [])
 
@@ -80,6 +115,8 @@ def _compile(runner: Runner, program: StepProgram) -> StepCost:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=BUNDLED, help="the bundled one, or a preset, with random weights")
+    parser.add_argument("--layers", type=int, default=0, help="the first of a preset; 0: all")
     parser.add_argument("--speculation", default="off,chain:3,tree:3x3x8", help="ways to make a step, with commas")
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--max-model-len", type=int, default=1024)
@@ -87,8 +124,9 @@ def main() -> None:
     given = parser.parse_args()
     print("| step | sequences | ms, median | ms, least | lowering, s | compiling, s | fusions | calls |")
     print("|---|---|---|---|---|---|---|---|")
-    ways = given.speculation.split(",")
-    for cost in measure_steps(ways, num_slots=given.slots, max_model_len=given.max_model_len, num_rounds=given.rounds):
+    ways, sizes = given.speculation.split(","), {"num_slots": given.slots, "max_model_len": given.max_model_len}
+    chosen = {"target": given.target, "num_layers": given.layers, "num_rounds": given.rounds}
+    for cost in measure_steps(ways, **chosen, **sizes):
         size, tree = cost.program.batch, cost.program.tree
         times = f"{1e3 * statistics.median(cost.seconds):.2f} | {1e3 * min(cost.seconds):.2f}"
         made = f"{cost.lowering:.2f} | {cost.compiling:.2f} | {cost.num_fusions} | {cost.num_calls}"
