@@ -19,17 +19,20 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import BUNDLED
-from specserve.drafters.interface import Head
+from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.drafters.speculation import describe, parse_speculation
 from specserve.mesh import default_dtype
+from specserve.models.config import ModelConfig
 from specserve.models.params import init_params
 from specserve.models.presets import PRESETS
 from specserve.models.target import target_spec
+from specserve.plan.ahead import describe as describe_device
+from specserve.plan.ahead import here
 from specserve.serve.launch import Models, load_models
 from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
-from specserve.serve.programs.shapes import make_shapes
+from specserve.serve.programs.shapes import make_batch_sizes, make_shapes
 from specserve.speculative.program import StepProgram
 
 PAGE_SIZE, DRAFT_VOCAB = 16, 32_000
@@ -40,8 +43,7 @@ class StepCost:
     """One step: its program, and the seconds of its runs."""
 
     program: StepProgram
-    lowering: float  # seconds of the processor, all threads
-    compiling: float
+    making: float  # seconds of the processor, all threads
     num_fusions: int  # operations of the compiled program, those inside of fusions left out
     num_calls: int
     seconds: list[float]
@@ -55,9 +57,14 @@ def measure_steps(
     num_slots: int = 8,
     max_model_len: int = 1024,
     num_rounds: int = 60,
+    least_batch: int = 0,
+    burst: int = 0,
+    has_prompts: bool = False,
 ) -> Iterator[StepCost]:
     """Compile a step of each way to speculate, for each number of sequences at the longest contexts, and time them over
-    sequences of padding. Of a preset the first layers are run; 0: all."""
+    sequences of padding. Of a preset the first layers are run; 0: all. `least_batch` and `burst` change the smallest
+    batch and the steps that a call may make; 0: as a server has them. With `has_prompts` prefill programs are timed,
+    and no steps."""
     models = load_models("", "") if target == BUNDLED else random_models(target, num_layers)
     shapes = make_shapes(
         [parse_speculation(way) for way in ways],
@@ -67,11 +74,17 @@ def measure_steps(
         page_size=PAGE_SIZE,
         num_pages=num_slots * max_model_len // PAGE_SIZE,
     )
-    runner = Runner(models.target, models.head, shapes, has_constrained=False)
-    steps = [program for program in list_programs(runner) if program.kind == "step"]
+    if least_batch:
+        shapes = dataclasses.replace(shapes, batch_sizes=make_batch_sizes(num_slots, least=least_batch))
+    if burst:
+        shapes = dataclasses.replace(shapes, most_steps=burst)
+    runner, kind = (
+        Runner(models.target, models.head, shapes, has_constrained=False),
+        "prefill" if has_prompts else "step",
+    )
+    steps = [program for program in list_programs(runner) if program.kind == kind and not program.is_scored]
     costs = [_compile(runner, program) for program in steps if program.width == shapes.widths[-1]]
     for cost in costs:
-        runner.compile(cost.program)
         runner.run(cost.program)
     for _ in range(num_rounds):
         for cost in costs:
@@ -83,15 +96,34 @@ def measure_steps(
     yield from costs
 
 
-def random_models(name: str, num_layers: int = 0) -> Models:
-    """Make a preset's target of random weights, cut to its first layers or whole, and a head as `train` would begin
-    with one for the whole."""
-    whole, dtype = PRESETS[name].config(), default_dtype()
+def preset_pair(name: str, num_layers: int, dtype: str) -> tuple[ModelConfig, TrainedDrafter]:
+    """Return a preset's target, cut to its first layers (0: whole), and the EAGLE-3 head of the whole."""
+    whole = PRESETS[name].config()
     layers = num_layers or whole.num_layers
     config = dataclasses.replace(whole, num_layers=layers, layers=whole.layers[:layers], dtype=dtype)
     drafter = load_kind("eagle3").new(DraftSettings(), whole, DRAFT_VOCAB).with_dtype(dtype)
     taps = tuple(min(layer, layers - 1 - i) for i, layer in enumerate(reversed(drafter.aux_layers)))[::-1]
-    drafter = type(drafter)(dataclasses.replace(drafter.config, aux_layers=taps))
+    return config, type(drafter)(dataclasses.replace(drafter.config, aux_layers=taps))
+
+
+def count_launches(way: str, *, target: str = "qwen3-8b", num_layers: int = 4) -> Iterator[tuple[str, int, int]]:
+    """Compile a step for the GPU that is here and for an H100 that is not, and yield for each its name, the kernels
+    that it launches, and the launches that the host makes."""
+    config, drafter = preset_pair(target, num_layers, "bfloat16")
+    for name, described in (("here", here()), ("without a device", describe_device("h100"))):
+        sizes = {"num_slots": 8, "max_model_len": 4096, "page_size": 32, "num_pages": 1024}
+        with described.made_for():
+            shapes = make_shapes([parse_speculation(way)], config, **sizes)
+        runner = described.runner(config, drafter, shapes)
+        counted = described.compile(runner, StepProgram(8, shapes.max_pages, parse_speculation(way)))
+        yield name, counted.launches, counted.parts
+
+
+def random_models(name: str, num_layers: int = 0) -> Models:
+    """Make a preset's target of random weights, cut to its first layers or whole, and a head as `train` would begin
+    with one for the whole."""
+    config, drafter = preset_pair(name, num_layers, default_dtype())
+    dtype = config.dtype
     keys = jax.random.split(jax.random.key(0))
     params, of_head = (
         init_params(spec, key, dtype) for spec, key in zip((target_spec(config), drafter.spec()), keys, strict=True)
@@ -102,14 +134,12 @@ def random_models(name: str, num_layers: int = 0) -> Models:
 
 def _compile(runner: Runner, program: StepProgram) -> StepCost:
     start = time.process_time()
-    lowered = runner.call(program).lower()
-    middle = time.process_time()
-    text = lowered.compile().as_text() or ""
-    end = time.process_time()
+    text = runner.compiled.compile(runner.call(program)).as_text() or ""
+    making = time.process_time() - start
     # of the whole program: those of a step are in the body of a burst's loop, and none is inside of a fusion
     operations = re.findall(r" = (?:\(.*?\)|\S+) (fusion|custom-call)\(", text)
     counts = operations.count("fusion"), operations.count("custom-call")
-    return StepCost(program, middle - start, end - middle, *counts, [])
+    return StepCost(program, making, *counts, [])
 
 
 def main() -> None:
@@ -121,16 +151,20 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--least-batch", type=int, default=0, help="the smallest batch; 0: as a server has it")
+    parser.add_argument("--burst", type=int, default=0, help="steps that one call may make; 0: as a server has it")
+    parser.add_argument("--prompts", action="store_true", help="time prefill programs instead")
     given = parser.parse_args()
-    print("| step | sequences | ms, median | ms, least | lowering, s | compiling, s | fusions | calls |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| step | sequences | ms, median | ms, least | making, s | fusions | calls |\n|---|---|---|---|---|---|---|")
     ways, sizes = given.speculation.split(","), {"num_slots": given.slots, "max_model_len": given.max_model_len}
     chosen = {"target": given.target, "num_layers": given.layers, "num_rounds": given.rounds}
-    for cost in measure_steps(ways, **chosen, **sizes):
-        size, tree = cost.program.batch, cost.program.tree
+    changed = {"least_batch": given.least_batch, "burst": given.burst, "has_prompts": given.prompts}
+    for cost in measure_steps(ways, **chosen, **sizes, **changed):
+        program = cost.program
+        way = f"prefill of {program.chunk}" if given.prompts else describe(program.tree)
         times = f"{1e3 * statistics.median(cost.seconds):.2f} | {1e3 * min(cost.seconds):.2f}"
-        made = f"{cost.lowering:.2f} | {cost.compiling:.2f} | {cost.num_fusions} | {cost.num_calls}"
-        print(f"| `{describe(tree)}` | {size} | {times} | {made} |")
+        made = f"{cost.making:.2f} | {cost.num_fusions} | {cost.num_calls}"
+        print(f"| `{way}` | {program.batch} | {times} | {made} |", flush=True)
 
 
 if __name__ == "__main__":

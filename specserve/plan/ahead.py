@@ -158,6 +158,11 @@ def _without_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
+def here() -> Described:
+    """The devices of this process, by which what is compiled without them can be checked."""
+    return Described(jax.default_backend(), tuple(jax.devices()), {})
+
+
 def describe(name: str, number: int = 1) -> Described:
     """Describe so many devices: `h100`, or a slice of TPUs as libtpu names it, such as `v5e:2x2`. Raises ConfigError
     where their compiler is not installed."""

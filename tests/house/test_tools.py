@@ -118,3 +118,38 @@ def test_bad_settings_are_config_errors(tool, corpus, tmp_path):
         tool.Run(tool.TargetRun(output=str(tmp_path), data=str(corpus)))
     with pytest.raises(ConfigError, match="--kv-heads"):
         tool.hf_config(tool.TargetRun(output=str(tmp_path), heads=3, kv_heads=2))
+
+
+def test_a_stage_of_the_first_gpu_that_fails_or_hangs_costs_no_other(tmp_path: Path) -> None:
+    first_gpu = _load("first_gpu")
+
+    def command(name: str, code: str, seconds: float = 60, **environment: str) -> object:
+        return first_gpu.Command(name, ("-c", code), seconds, environment)
+
+    chosen = {
+        "good": [command("says", "import os, specserve; print('first'); print(os.environ['SWITCH'])", SWITCH="on")],
+        "bad": [
+            command("fails", "raise SystemExit('no such device')"),
+            command("hangs", "input(__import__('time').sleep(99))", 1),
+        ],
+        "late": [command("waits", "print('never')")],
+    }
+    results = list(first_gpu.run_stages(chosen, tmp_path, limit=60))
+    found = [(each.stage, each.state, each.last) for each in results]
+    assert found[:3] == [("good", "ok", "on"), ("bad", "failed", "no such device"), ("bad", "out of time", "")]
+    assert (tmp_path / "good-says.log").read_text().splitlines() == ["first", "on"]
+    (not_begun,) = first_gpu.run_stages({"late": chosen["late"]}, tmp_path, limit=0)
+    assert not_begun.state == "not begun"
+
+
+def test_the_commands_of_the_first_gpu_are_there_with_their_flags(tmp_path: Path) -> None:
+    first_gpu = _load("first_gpu")
+    every = [command for each in first_gpu.stages("./model", tmp_path).values() for command in each]
+    assert len({command.name for command in every}) == len(every)
+    for command in every:
+        script, *words = command.words
+        if script.startswith("-"):
+            assert script in ("-c", "-m")
+            continue
+        source = (ROOT / script).read_text()
+        assert all(f'"{word}"' in source for word in words if word.startswith("--"))
