@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -103,7 +104,8 @@ def preset_pair(name: str, num_layers: int, dtype: str) -> tuple[ModelConfig, Tr
     config = dataclasses.replace(whole, num_layers=layers, layers=whole.layers[:layers], dtype=dtype)
     drafter = load_kind("eagle3").new(DraftSettings(), whole, DRAFT_VOCAB).with_dtype(dtype)
     taps = tuple(min(layer, layers - 1 - i) for i, layer in enumerate(reversed(drafter.aux_layers)))[::-1]
-    return config, type(drafter)(dataclasses.replace(drafter.config, aux_layers=taps))
+    make: Any = type(drafter)
+    return config, make(dataclasses.replace(drafter.config, aux_layers=taps))
 
 
 def count_launches(way: str, *, target: str = "qwen3-8b", num_layers: int = 4) -> Iterator[tuple[str, int, int]]:
@@ -111,7 +113,7 @@ def count_launches(way: str, *, target: str = "qwen3-8b", num_layers: int = 4) -
     that it launches, and the launches that the host makes."""
     config, drafter = preset_pair(target, num_layers, "bfloat16")
     for name, described in (("here", here()), ("without a device", describe_device("h100"))):
-        sizes = {"num_slots": 8, "max_model_len": 4096, "page_size": 32, "num_pages": 1024}
+        sizes: Any = {"num_slots": 8, "max_model_len": 4096, "page_size": 32, "num_pages": 1024}
         with described.made_for():
             shapes = make_shapes([parse_speculation(way)], config, **sizes)
         runner = described.runner(config, drafter, shapes)
