@@ -79,10 +79,8 @@ def measure_steps(
         shapes = dataclasses.replace(shapes, batch_sizes=make_batch_sizes(num_slots, least=least_batch))
     if burst:
         shapes = dataclasses.replace(shapes, most_steps=burst)
-    runner, kind = (
-        Runner(models.target, models.head, shapes, has_constrained=False),
-        "prefill" if has_prompts else "step",
-    )
+    runner = Runner(models.target, models.head, shapes, has_constrained=False)
+    kind = "prefill" if has_prompts else "step"
     steps = [program for program in list_programs(runner) if program.kind == kind and not program.is_scored]
     costs = [_compile(runner, program) for program in steps if program.width == shapes.widths[-1]]
     for cost in costs:
