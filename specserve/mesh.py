@@ -32,6 +32,7 @@ LOGICAL_TO_MESH: dict[str | None, tuple[str, ...]] = {
     "pages": ("data", "expert"),  # of a cache that data ranks share out: those of their own rows
     "sequence": ("sequence",),
 }
+COMPILER_FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"  # variables that decide what XLA makes of a program
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # of JAX's monitoring
 LONG_COMPILE = 1.0  # seconds; a shorter one takes little memory
 ACTIVATIONS = ("batch", "sequence")  # axes of what runs through a model: nothing of a target's need divide

@@ -1,7 +1,7 @@
 """Ask `specserve serve` one question twice, with speculation off and on, and show which tokens of the answer were draft
 tokens. The picture in the README is what this printed. Run it from the checkout:
 
-    python tools/draw_session.py [--svg docs/pictures/session.svg]
+    python tools/draw_session.py [--target ./smollm2] [--svg docs/pictures/session.svg]
 
 Each streamed chunk is one decoding step: the accepted draft tokens, then the bonus token, which is the target's own.
 """
@@ -22,18 +22,19 @@ from rich.text import Text
 
 from specserve import host
 
-SERVE = "specserve serve --speculation chain:3 --max-slots 1 --no-early-ready --port 0"
-QUESTION = "Implement `__setattr__` from `transformers.tokenization_utils_base.PreTrainedTokenizerBase` in Python."
+SERVE = "specserve serve --target {} --speculation chain:3 --max-slots 1 --no-early-ready --port 0"
+QUESTION = "Write a Python function that returns the n-th Fibonacci number."
 TEMPERATURE, SEED, MAX_TOKENS = 0.7, 6, 160
 Steps = list[list[str]]  # the texts of the tokens that each forward of the target emitted, the prompt's forward first
 
 
 @contextmanager
-def serving(console: Console) -> Iterator[str]:
+def serving(console: Console, target: str) -> Iterator[str]:
     """Run the server for as long as the block lasts; the block gets the address that the server printed."""
-    console.print(f"$ {SERVE}", style="bold")
+    command = SERVE.format(shlex.quote(target))
+    console.print(f"$ {command}", style="bold")
     is_wide = {**os.environ, "COLUMNS": "200"}  # its output is one line then
-    with subprocess.Popen(shlex.split(SERVE), stdout=subprocess.PIPE, text=True, env=is_wide) as server:
+    with subprocess.Popen(shlex.split(command), stdout=subprocess.PIPE, text=True, env=is_wide) as server:
         assert server.stdout is not None
         try:
             for said in server.stdout:
@@ -42,7 +43,7 @@ def serving(console: Console) -> Iterator[str]:
                     yield address[0]
                     break
             else:
-                raise SystemExit(f"{SERVE}: it ended without printing an address")
+                raise SystemExit(f"{command}: it ended without printing an address")
         finally:
             server.terminate()
 
@@ -90,10 +91,12 @@ def machine() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--svg", type=Path, help="draw what was printed into this file")
-    svg: Path | None = parser.parse_args().svg
+    parser.add_argument("--target", default="smollm2-135m", help="preset, folder or hub id, served with its own head")
+    options = parser.parse_args()
+    svg: Path | None = options.svg
     console = Console(record=True, width=104, highlight=False)
-    with serving(console) as address, OpenAI(base_url=address, api_key="unused") as client:
-        console.print("\n$ python tools/draw_session.py", style="bold")
+    with serving(console, options.target) as address, OpenAI(base_url=address, api_key="unused") as client:
+        console.print(f"\n$ python tools/draw_session.py --target {options.target}", style="bold")
         console.print(f"> {QUESTION}")
         plain, _ = ask(client, "off")
         drafted, num_accepted = ask(client, "auto")

@@ -22,7 +22,7 @@ from specserve.errors import ConfigError
 from specserve.mesh import SERVING_AXES, num_devices
 from specserve.provenance import fingerprint
 from specserve.serve.engines import answering_engine, load
-from specserve.serve.launch import longest_sequence
+from specserve.serve.sizes import longest_sequence
 from specserve.tokenizer import Tokenizer
 
 CALLS = 2  # batches at once in an engine: one fills the slots that the other's last answers leave

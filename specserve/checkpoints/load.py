@@ -32,7 +32,7 @@ from specserve.kernels.matmul import EightBits, QuantizedMatrix, dequantize, qua
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
-from specserve.models.sharding import check_fits, place_target
+from specserve.models.sharding import check_fits, place_target, spread_kv_heads
 from specserve.models.target import TargetParams, target_spec
 from specserve.tokenizer import read_end_ids
 
@@ -89,6 +89,7 @@ def load_target(
     quantization: Quantization = "none",
     mesh: Mesh | None = None,  # the devices that hold the parameters; None: the default one
     is_checked: bool = False,  # every value must be a number
+    is_served: bool = False,  # each device of the mesh has a KV head of its own (`spread_kv_heads`)
     has_layers: bool = True,  # without them: embedding, final norm and output head alone
 ) -> Target:
     """Load a Hugging Face folder. Raises ConfigError or CheckpointError, before anything is read where the target
@@ -96,6 +97,8 @@ def load_target(
     raw = read_json(folder / "config.json")
     where = str(folder / "config.json")
     config = model_config(raw, dtype=dtype, where=where)
+    if is_served:
+        config = spread_kv_heads(config, mesh)
     tensors = TensorFolder(folder)
     rename = renamer(tensors.names())
     spec = target_spec(config)
@@ -292,10 +295,8 @@ def in_memory(spec: ParamSpec, stored: Sequence[LazyTensor]) -> LazyTensor:
 
 def _places(part: TensorPart, outputs: slice) -> slice | np.ndarray:
     """Return the places of some of a parameter's outputs among those of the stored tensor."""
-    width = part.stop - part.start
-    numbers = np.arange(outputs.start, outputs.stop)
-    places = numbers // width * part.period + part.start + numbers % width
-    if places[-1] - places[0] == len(places) - 1:  # they follow each other
+    places = part.places(np.arange(outputs.start, outputs.stop))
+    if (np.diff(places) == 1).all():  # they follow each other
         return slice(int(places[0]), int(places[-1]) + 1)
     return places
 

@@ -147,6 +147,7 @@ def _serve_requests(run: ServeRun, leader: Leader | None, kv_events: Publisher |
         )
         console.print(
             f"{escape(engine.model_name)} with speculation {engine.speculation} on [bold]{server.url}/v1[/], "
-            f"{run.max_slots} slots of {engine.max_model_len} tokens; {server.url}/ shows it in a browser. Ctrl-C stops"
+            f"{engine.runner.shapes.num_slots} slots of {engine.max_model_len} tokens; {server.url}/ shows it in a "
+            "browser. Ctrl-C stops"
         )
         server.run()

@@ -44,19 +44,20 @@ def attention_spec(config: ModelConfig | HeadShape, prefix: str, d_in: int) -> A
         flags, names = config, config.names
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     has_gate = flags is not None and flags.has_attention_gate
-    head_dim = config.head_dim
+    head_dim, times = config.head_dim, flags.kv_repeats if flags else 1
+    stored = kv_size // times
     if names.qkv:
-        total = q_size + 2 * kv_size
+        total = q_size + 2 * stored
         q, k, v = [f"{prefix}.{names.qkv}"] * 3
-        q_part, k_part, v_part = (
-            TensorPart(start, stop, total, total)
-            for start, stop in ((0, q_size), (q_size, q_size + kv_size), (q_size + kv_size, total))
+        q_part = TensorPart(0, q_size, total, total)
+        k_part, v_part = (
+            TensorPart(start, start + stored, total, total, head_dim, times) for start in (q_size, q_size + stored)
         )
     else:
         q, k, v = (f"{prefix}.{name}_proj" for name in "qkv")
         # with a gate, each head has its query and then its gate in one tensor
         q_part = optional(has_gate, TensorPart(0, head_dim, 2 * head_dim, 2 * q_size))
-        k_part = v_part = None
+        k_part = v_part = optional(times > 1, TensorPart(0, stored, stored, stored, head_dim, times))
     gate_part = TensorPart(head_dim, 2 * head_dim, 2 * head_dim, 2 * q_size)
     has_bias = flags is not None and flags.qkv_bias
     offset = flags is not None and flags.norm_offset

@@ -127,10 +127,11 @@ class ModelConfig:
     d_model: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int  # in memory
     head_dim: int
     d_ff: int
     max_len: int
+    kv_repeats: int = 1  # times that each KV head of the checkpoint is there (`sharding.spread_kv_heads`)
     norm_eps: float = 1e-6
     rope: Rope = field(default=Rope())
     local_rope: Rope | None = None  # of layers that are `is_local`
@@ -166,6 +167,11 @@ class ModelConfig:
     def is_recurrent(self) -> bool:
         """Return whether some layers keep a recurrent state instead of every token's keys and values."""
         return any(kind.mixer in ("delta", "lightning") for kind in self.layers)
+
+    @property
+    def stored(self) -> "ModelConfig":
+        """The config as the checkpoint has it."""
+        return dataclasses.replace(self, num_kv_heads=self.num_kv_heads // self.kv_repeats, kv_repeats=1)
 
     def for_length(self, length: int) -> "ModelConfig":
         """The config for sequences of at most `length` tokens, which some rotary embeddings depend on

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Sharding
 
 
@@ -17,13 +18,21 @@ class TensorPart:
     Output j belongs to it if start <= j % period < stop. A period of the whole tensor gives one block of outputs (q, k
     and v side by side). A period of 2 gives every other output (gate and up in turns). The period of a head gives a
     block within each head (a head's query, then its gate). For example TensorPart(2, 4, 4, 8) takes outputs 2, 3, 6
-    and 7 of eight.
+    and 7 of eight. Of these each run of `width` is taken `times` times in a row.
     """
 
     start: int
     stop: int
     period: int
     total: int  # outputs of the stored tensor
+    width: int = 1
+    times: int = 1
+
+    def places(self, outputs: np.ndarray) -> np.ndarray:
+        """Return the places of some of the parameter's outputs, counted from 0, among those of the stored tensor."""
+        once = outputs // (self.width * self.times) * self.width + outputs % self.width
+        own = self.stop - self.start
+        return once // own * self.period + self.start + once % own
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from specserve.errors import ConfigError
 from specserve.kernels.pages import PageRows, Pages
-from specserve.mesh import Size, check_divides, describe_mesh, fitting, free_memory, shardings
+from specserve.mesh import (
+    Size,
+    check_divides,
+    describe_mesh,
+    fitting,
+    free_memory,
+    num_parts,
+    shardings,
+)
 from specserve.models.cache import Cache
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec, is_product, is_spec, num_params
@@ -31,6 +39,18 @@ def place_target(config: ModelConfig, spec: TargetParams, mesh: Mesh) -> TargetP
     check_divides(mesh, sizes)
     heads = math.gcd(*(size.number for size in sizes if size.axis == "heads"))
     return shardings(spec, mesh, {"heads": heads, "kv_heads": config.num_kv_heads})
+
+
+def spread_kv_heads(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> ModelConfig:
+    """Return the config with KV heads repeated, so that each device has one of its own, where they are fewer than the
+    devices that share them out: else each device would hold and read the keys and values of all of them, of which its
+    query heads see one. The config stays as it is where a device would have query heads of several KV heads."""
+    devices, heads = num_parts(mesh, "kv_heads"), config.num_kv_heads
+    has_attention = any(config.kind(i).mixer == "attention" for i in range(config.num_layers))
+    divides = devices > heads and devices % heads == 0 and config.num_heads % devices == 0
+    if not (has_attention and divides) or config.qk_norm == "all":  # with a weight for each channel of each head
+        return config
+    return dataclasses.replace(config, num_kv_heads=devices, kv_repeats=devices // heads)
 
 
 def place_cache(cache: Any, mesh: Mesh) -> Any:

@@ -77,7 +77,7 @@ def compile_steps(plan: ServePlan) -> tuple[CompiledStep, ...]:
     """Compile plain and speculative steps of the plan's replicas, which takes up to minutes. Raises ConfigError where
     the compiler for the devices is not installed or not known, or the target is one of 8-bit weights."""
     order, fleet = plan.order, plan.fleet
-    run, target, slices = order.run, order.target, SLICES.get(order.device.id, {})
+    run, target, slices = order.run, fleet.replica.target, SLICES.get(order.device.id, {})
     size = next((number for number in slices if number >= fleet.devices), None)
     if size is None:
         raise ConfigError(

@@ -20,6 +20,7 @@ from specserve.errors import ConfigError
 from specserve.mesh import SERVING_AXES, mesh_sizes, num_parts
 from specserve.models.config import ModelConfig
 from specserve.models.presets import target_size
+from specserve.models.sharding import spread_kv_heads
 from specserve.plan.settings import PlanServeRun
 from specserve.plan.steady_state import Load, SteadyState, StepCosts, break_even_tau, solve
 from specserve.plan.taus import Reached, expected, tau_of
@@ -227,7 +228,8 @@ def _fleets(order: Order) -> list[PlannedFleet]:
                 raise
             continue
         fit = fit_into(
-            *(order.step, replica, MEMORY_SHARE * order.device.memory),
+            dataclasses.replace(order.step, target=replica.target),
+            *(replica, MEMORY_SHARE * order.device.memory),
             slots=run.max_slots,
             longest=run.prompt + run.answer,
             own=run.prompt + run.answer - order.shared,
@@ -257,7 +259,9 @@ def _replica(order: Order, text: str) -> Replica:
         raise ConfigError(
             f"--mesh {text}: it takes {devices} devices, and --devices {order.run.devices} has {order.num_devices}"
         )
-    return Replica(order.target, order.head, abstract_mesh(sizes), is_quantized=order.is_quantized)
+    mesh = abstract_mesh(sizes)
+    target = spread_kv_heads(order.target, mesh)
+    return Replica(target, order.head, mesh, is_quantized=order.is_quantized)
 
 
 def _too_much(order: Order, fleets: list[PlannedFleet]) -> str:

@@ -23,8 +23,7 @@ from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.bundled import bundled_head
 from specserve.interop.head import load_head
 from specserve.interop.notes import draft_quantization, read_notes
-from specserve.mesh import default_dtype, free_memory, in_equal_parts, num_parts, program_platform
-from specserve.models.config import ModelConfig
+from specserve.mesh import default_dtype, program_platform
 from specserve.provenance import fingerprint
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.interface import DraftInfo
@@ -36,10 +35,10 @@ from specserve.serve.fleet.ranks import Follower, Leader, LeadingRunner
 from specserve.serve.programs import program_list
 from specserve.serve.programs.calibrate import cost_file, describe_costs, finish, step_costs
 from specserve.serve.programs.compile_queue import ProgressLog, compile_all
-from specserve.serve.programs.placement import bytes_per_page
 from specserve.serve.programs.runner import Runner
-from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH, make_shapes
+from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH
 from specserve.serve.settings import ServeRun
+from specserve.serve.sizes import Served, ServerSizes, choose_sizes, is_filled, largest_programs
 from specserve.serve.startup import check_numbers, check_state_fits
 from specserve.speculative.controller import Controller
 from specserve.speculative.program import StepProgram
@@ -48,7 +47,6 @@ from specserve.tokenizer import Tokenizer, check_files
 
 logger = logging.getLogger(__name__)
 
-LARGEST_DEFAULT_CONTEXT = 4096
 CACHE_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
 AUTO_CHAINS = (1, 2, 3, 5, 7)  # 4 and 6 are left out: each chain costs seconds of compiling
 AUTO_TREES_CPU = (DynamicTree(4, 2, 7), DynamicTree(5, 3, 15))
@@ -99,7 +97,9 @@ def load_models(
     stated = notes.get("quantization", "none")
     own_quantization = quantization or (stated if stated in QUANTIZATIONS else "none")
     dtype = default_dtype()
-    loaded = load_target(source.folder, dtype=dtype, quantization=own_quantization, mesh=mesh, is_checked=is_checked)
+    loaded = load_target(
+        source.folder, dtype=dtype, quantization=own_quantization, mesh=mesh, is_checked=is_checked, is_served=True
+    )
     read = functools.partial(Tokenizer.load, source.folder) if has_tokenizer else None
     models = Models(
         source.name,
@@ -127,7 +127,8 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
     is_carried = draft == CARRIED
     try:
         kind, notes = (CARRIED, {}) if is_carried else (None, read_notes(folder))
-        head = load_head(folder, models.target, dtype=default_dtype(), mesh=models.mesh, kind=kind)
+        target = dataclasses.replace(models.target, config=models.target.config.stored)
+        head = load_head(folder, target, dtype=default_dtype(), mesh=models.mesh, kind=kind)
         head_fingerprint = fingerprint(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: the head cannot be read ({error})") from error
@@ -322,42 +323,36 @@ def make_runner(
     is_coupled: bool = True,
     rank: Leader | Follower | None = None,  # of several processes, whose caches are as large as the smallest
 ) -> Runner:
-    """Give the device the models, and a cache as large as the settings say, for steps over these trees. Nothing is
-    compiled yet."""
+    """Give the device the models, and slots and a cache as the settings say, for steps over these trees. Nothing is
+    compiled yet, but the largest programs where the cache takes all memory that they leave."""
     models = with_cache_dtype(models, run)
-    longest = longest_sequence(models.target.config, run.max_model_len)
-    if longest > models.target.config.max_len:
-        raise ConfigError(f"--max-model-len {longest}: the target's context is {models.target.config.max_len}")
-    if longest < 2:
-        raise ConfigError("--max-model-len must be at least 2: one token to ask, one to answer")
-    num_pages = _num_pages(models, run, longest)
-    shapes = make_shapes(
-        trees,
-        models.target.config,
-        models.mesh,
-        num_slots=run.max_slots,
-        max_model_len=longest,
-        page_size=run.page_size,
-        num_pages=rank.least(num_pages) if rank else num_pages,
-        is_deterministic=run.deterministic,
-    )
+    served = Served(models.target.config, models.head.drafter if models.head else None, trees, models.mesh)
     make = functools.partial(LeadingRunner, rank) if isinstance(rank, Leader) else Runner
-    return make(
-        models.target,
-        models.head,
-        shapes,
-        is_coupled=is_coupled,
-        has_constrained=run.constrained,
-        mesh=models.mesh,
-        folder=host.cache_folder() / "programs",
-        check=functools.partial(check_state_fits, mesh=models.mesh),
-    )
 
+    def agreed(sizes: ServerSizes) -> ServerSizes:
+        return ServerSizes(*map(rank.least, dataclasses.astuple(sizes))) if rank else sizes
 
-def longest_sequence(config: ModelConfig, max_model_len: int) -> int:
-    """Return the most tokens that a sequence may have: as many as the settings say, or 0 for the target's own
-    limit."""
-    return max_model_len or min(config.max_len, LARGEST_DEFAULT_CONTEXT)
+    def make_for(sizes: ServerSizes) -> Runner:
+        return make(
+            models.target,
+            models.head,
+            served.shapes(run, sizes),
+            is_coupled=is_coupled,
+            has_constrained=run.constrained,
+            mesh=models.mesh,
+            folder=host.cache_folder() / "programs",
+            check=functools.partial(check_state_fits, mesh=models.mesh),
+        )
+
+    runner = make_for(sizes := agreed(choose_sizes(served, run)))
+    if not is_filled(run):
+        return runner
+    needed = max(map(runner.temporary_bytes, largest_programs(runner.shapes)))
+    logger.info("programs take %.2f GB beside the state, %.2f GB are set aside", needed / 1e9, sizes.set_aside / 1e9)
+    if needed > sizes.set_aside:
+        runner.state = None  # two states are never there at once
+        runner = make_for(agreed(choose_sizes(served, run, needed)))
+    return runner
 
 
 def with_cache_dtype(models: Models, run: ServeRun) -> Models:
@@ -409,24 +404,6 @@ def _public(name: str) -> str:
 
 def _is_early(run: ServeRun) -> bool:
     """Return whether to serve before all programs are compiled. Deterministic steps have one shape, so there is no
-    smaller set of programs to begin with."""
-    return run.early_ready and not run.deterministic
-
-
-def _num_pages(models: Models, run: ServeRun, longest: int) -> int:
-    """Return the pages of all data ranks together, each of which has the same number. By default every slot can have
-    a sequence of the longest, which ends in the middle of a page where the pages' size does not divide it."""
-    ranks = num_parts(models.mesh, "batch")
-    if run.cache_tokens or not (run.cache_gb or run.cache_fraction):
-        whole = run.max_slots * -(-longest // run.page_size)
-        return in_equal_parts(models.mesh, "batch", -(-run.cache_tokens // run.page_size) or whole)
-    available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * free_memory(models.mesh))
-    drafter = models.head.drafter if models.head else None
-    per_page = bytes_per_page(models.target.config, drafter, run.page_size, models.mesh)
-    pages = available // per_page
-    if pages < 1:
-        raise ConfigError(
-            f"the cache may take {available:,} bytes, and one page of {run.page_size} tokens takes {per_page:,}: "
-            "raise --cache-gb or --cache-fraction, or lower --page-size"
-        )
-    return pages * ranks
+    smaller set of programs to begin with. A GPU's compiler times kernels on the device, which would hold up what is
+    served, and serving would falsify its times."""
+    return run.early_ready and not run.deterministic and program_platform() != "gpu"

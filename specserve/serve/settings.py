@@ -145,9 +145,18 @@ class ServeRun:
         False, help="let requests have unknown fields: they are counted, logged once each, and not read"
     )
     docs: bool = setting(False, help="serve a page of the API at /docs")
-    max_slots: int = setting(8, scope=PROGRAM, help="sequences that run at once", ge=1)
+    max_slots: int = setting(
+        0,
+        scope=PROGRAM,
+        help="sequences that run at once; 0: 8 on a CPU, up to 256 on an accelerator, whose memory is then filled "
+        "unless the cache is set",
+        ge=0,
+    )
     max_model_len: int = setting(
-        0, scope=PROGRAM, help="prompt and answer together; 0: the target's context, at most 4,096", ge=0
+        0,
+        scope=PROGRAM,
+        help="prompt and answer together; 0: the target's context, at most 4,096 unless the memory is filled",
+        ge=0,
     )
     page_size: int = setting(32, scope=PROGRAM, help="tokens per cache page", ge=1)
     cache_tokens: int = setting(
@@ -159,7 +168,8 @@ class ServeRun:
     cache_fraction: float = setting(
         0.0,
         scope=PROGRAM,
-        help="share of the memory that is free after loading; 0: max_slots times max_model_len",
+        help="share of the memory that is free after loading; 0: max_slots times max_model_len, or what max_slots 0 "
+        "says",
         ge=0,
         lt=1,
     )
@@ -214,7 +224,8 @@ class ServeRun:
     early_ready: bool = setting(
         True,
         scope=ENGINE,
-        help="serve as soon as plain decoding can, and compile the other programs meanwhile; else wait for all",
+        help="serve as soon as plain decoding can, and compile the other programs meanwhile; else, and on GPUs, wait "
+        "for all",
     )
     drain_seconds: float = setting(30.0, help="on SIGTERM, let running requests end for so long", ge=0)
     watchdog_seconds: float = setting(60.0, scope=ENGINE, help="report a step that takes longer; 0: never", ge=0)

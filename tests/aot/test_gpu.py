@@ -16,13 +16,11 @@ from specserve.models.presets import PRESETS
 from specserve.plan.ahead import Counted, Described, describe
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import make_shapes
+from specserve.serve.sizes import LOGITS_AT_ONCE, estimated_temporaries
 from specserve.speculative.program import StepProgram
 
 pytestmark = pytest.mark.cuda_aot
 LAYERS, SLOTS, CONTEXT, PAGE, CHUNK = 4, 8, 4096, 32, 1024
-# arrays of the size of the logits: as they are, constrained, counts of what was seen, left by top-k, probabilities,
-# the bits of both in their order, and noise
-LOGITS_AT_ONCE = 8
 WAYS = ("off", "chain:3", "tree:5x4x16")
 
 
@@ -63,14 +61,14 @@ def test_a_step_is_one_graph(compiled, way: str) -> None:
 @pytest.mark.parametrize("way", [*WAYS, "prefill"])
 def test_memory_is_that_of_logits_and_the_state_is_written_in_place(compiled, runner: Runner, way: str) -> None:
     """Beside its arguments a step holds no second state, but arrays of logits as sampled rows need them (a prompt:
-    scores of a layer)."""
-    found, config = compiled(way, SLOTS), runner.config.target
+    scores of a layer). They are what a server sets aside before it fills the device."""
+    found, target, shapes = compiled(way, SLOTS), runner.config.target, runner.shapes
     assert found.aliased_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(runner.state))
-    if way == "prefill":
-        assert found.temporary_bytes <= 4 * CHUNK * config.num_heads * CONTEXT
-        return
-    rows = SLOTS * runner.shapes.num_nodes(parse_speculation(way))
-    assert found.temporary_bytes <= LOGITS_AT_ONCE * 4 * rows * config.vocab_size
+    alone = dataclasses.replace(shapes, trees=(parse_speculation("off" if way == "prefill" else way),))
+    assert found.temporary_bytes <= estimated_temporaries(target, alone, None)
+    if way != "prefill":
+        rows = SLOTS * shapes.num_nodes(parse_speculation(way))
+        assert found.temporary_bytes <= 4 * LOGITS_AT_ONCE * rows * target.vocab_size
 
 
 @pytest.mark.parametrize("way", [*WAYS, "prefill"])

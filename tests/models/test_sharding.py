@@ -1,9 +1,11 @@
 """Models over a mesh: the same numbers as on one device, nothing whole that can be cut, and refusals with the sizes."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
+import bailing
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ import tiny
 from experts import FORMS
 from jax.sharding import NamedSharding, PartitionSpec
 from rounding import assert_same, tolerance
-from spread import CASES, MODELS, mesh_of, spread_target, target_of
+from spread import CASES, DENSE, MODELS, mesh_of, spread_target, target_of
 
 from specserve import mesh as meshes
 from specserve.checkpoints import load
@@ -26,7 +28,7 @@ from specserve.models import sharding
 from specserve.models.config import Experts, ModelConfig, Names
 from specserve.models.moe import Moe, by_blocks, moe, moe_spec
 from specserve.models.params import init_params, num_params, specs
-from specserve.models.sharding import place_target
+from specserve.models.sharding import place_target, spread_kv_heads
 from specserve.models.target import TargetParams, forward, logits, target_spec
 from specserve.serve.programs.placement import bytes_per_token
 
@@ -210,6 +212,42 @@ def test_what_a_head_or_a_vocabulary_does_not_divide_is_whole() -> None:
     assert places.layers[0].mlp.up == meshes.sharding(mesh, (None, "mlp"))
     config = dataclasses.replace(target_of("dense").config, vocab_size=66)
     assert place_target(config, target_spec(config), mesh).embedding.is_fully_replicated
+
+
+@pytest.mark.parametrize("raw", [DENSE, DENSE | {"model_type": "qwen2"}, bailing.CASES["ling-1"]], ids=str)
+def test_each_device_has_a_kv_head_of_its_own(tmp_path: Path, raw: dict[str, Any], rng: np.random.Generator) -> None:
+    """Where they are fewer than devices: read from tensors of their own or of one for all, with biases and norms. The
+    numbers are those of one device, and a token takes half of the memory that it takes where both heads are whole."""
+    mesh = mesh_of("tensor=4")
+    tiny.write_target(tmp_path, raw, seed=3)
+    target = load_target(tmp_path, dtype="float32")
+    served = load_target(tmp_path, dtype="float32", mesh=mesh, is_served=True)
+    assert (target.config.num_kv_heads, served.config.num_kv_heads, served.config.kv_repeats) == (2, 4, 2)
+    assert served.config.stored == target.config
+    assert not any(layer.attention.k.is_fully_replicated for layer in served.params.layers)
+    assert bytes_per_token(served.config, None, mesh) == bytes_per_token(target.config, None, mesh) / 2
+    token_ids = jnp.asarray(rng.integers(0, 64, (2, 12)), jnp.int32)
+
+    def run(config: ModelConfig, params: TargetParams) -> jax.Array:
+        position_ids = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (2, 12))
+        return logits(params, config, forward(params, config, token_ids, position_ids, tiny.causal(12)).hidden_states)
+
+    got = jax.jit(on_mesh(mesh, functools.partial(run, served.config)))(served.params)
+    alone = jax.jit(functools.partial(run, target.config))
+    assert_same(got, alone(target.params), tolerance(alone, target.params))
+
+
+def test_kv_heads_stay_where_repeating_them_would_not_help() -> None:
+    dense = target_of("dense").config  # eight heads, two KV heads
+    for config, text in (
+        (dense, "tensor=2"),
+        (dense, "data=8"),
+        (dataclasses.replace(dense, num_kv_heads=3), "tensor=4"),
+        (dataclasses.replace(dense, num_heads=6), "tensor=4"),
+        (dataclasses.replace(dense, qk_norm="all"), "tensor=4"),
+        (target_of("latents").config, "tensor=4"),
+    ):
+        assert spread_kv_heads(config, mesh_of(text)) == config
 
 
 def test_pages_are_cut_by_kv_heads() -> None:

@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 
 import specserve
 from specserve.errors import ConfigError, as_line
+from specserve.mesh import COMPILER_FLAGS
 from specserve.processes import ProcessError, is_first, listen, read_line
 from specserve.serve.fleet import messages
 from specserve.serve.programs.runner import Runner
@@ -327,7 +328,17 @@ def facts_of(run: ServeRun) -> dict[str, object]:
     """Return the facts that must be alike before anything is loaded."""
     names = [*names_of(PROGRAM), "num_processes"]  # the first process alone reads the others
     settings = {f"--{name.replace('_', '-')}": getattr(run, name) for name in names}
-    return {"the version of specserve": specserve.__version__, "that of jax": jax.__version__, **settings}
+    # XLA makes other programs with other flags: sums are rounded otherwise there, and collectives wait for each other
+    flags = {name: [f for f in os.environ.get(name, "").split() if "dump" not in f] for name in COMPILER_FLAGS}
+    device = jax.devices()[0]
+    return {
+        "the version of specserve": specserve.__version__,
+        "that of jax": jax.__version__,
+        "that of XLA and its devices' driver": device.client.platform_version,
+        "the kind of device": device.device_kind,
+        **flags,
+        **settings,
+    }
 
 
 def _stop() -> None:

@@ -34,6 +34,7 @@ from specserve.serve.http.transport.tracing import Tracing
 from specserve.serve.launch import find_names, make_engine, read_tokenizer
 from specserve.serve.requests.request import Delta, SamplingParams
 from specserve.serve.settings import CLUSTER, FLEET, LISTENER, PROCESS, ServeRun, check_unset, names_of
+from specserve.serve.sizes import FEW_SLOTS, MOST_SLOTS
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class EngineReplica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the facts about this replica that `routing.scale` uses."""
         stats = self._engine.stats()
-        slots = (stats.num_running + stats.num_waiting) / self._run.max_slots
+        slots = (stats.num_running + stats.num_waiting) / self._engine.runner.shapes.num_slots
         return {"use": max(slots, stats.num_pages_held / stats.num_pages)}
 
     def state(self) -> ReplicaState:
@@ -185,7 +186,7 @@ def application(args: dict[str, Any]) -> Any:
     defaults. It is the `import_path` of Ray's YAML. Raises ConfigError."""
     serve, run = load("ray.serve"), settings_of(args)
     check(run)
-    room = run.max_slots + run.max_queue + 16  # more than the engine takes, so that the engine says no, and how
+    room = (run.max_slots or MOST_SLOTS) + run.max_queue + 16  # more than the engine takes, so that it says no, and how
     replicas = serve.deployment(
         EngineReplica,
         name="Engine",
@@ -196,7 +197,7 @@ def application(args: dict[str, Any]) -> Any:
         logging_config={"enable_access_log": False},  # the fleet looks at each replica every second
         request_router_config={
             "request_router_class": "specserve.serve.fleet.routing.PrefixRouter",
-            "request_router_kwargs": {"slack": max(1, run.max_slots // 2)},
+            "request_router_kwargs": {"slack": max(1, (run.max_slots or FEW_SLOTS) // 2)},
             "request_routing_stats_period_s": REPORT_SECONDS,
         },
         **_number(run),

@@ -27,6 +27,7 @@ import specserve
 from specserve import host
 from specserve.errors import first_line
 from specserve.kernels import native
+from specserve.mesh import COMPILER_FLAGS
 from specserve.serve.programs.calls import Call, shape_of
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ def _surroundings() -> tuple[object, ...]:
         device.client.platform_version,
         device.device_kind,
         settings,
-        [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
+        [os.environ.get(name) for name in COMPILER_FLAGS],
         host.processor(),
         host.num_cores(),  # XLA's CPU backend cuts its work for them
         native.is_available(),

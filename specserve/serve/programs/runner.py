@@ -121,6 +121,14 @@ class Runner:
             return
         self.compiled.compile(self.call(program))
 
+    def temporary_bytes(self, program: StepProgram) -> int:
+        """Return the bytes that a program, which is compiled if it is not yet, takes on each device beside its
+        arguments; 0 where the compiler does not say."""
+        memory = self.compiled.compile(self.call(program)).memory_analysis()
+        if memory is None:
+            return 0
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
     def run(self, program: StepProgram, *values: Any) -> Any:
         """Dispatch a program, and go on with the state that it returns; `values` as for `call`. Returns its other
         results."""

@@ -159,7 +159,7 @@ def test_the_bundled_pair_chats_and_speculation_changes_nothing(capsys: pytest.C
     ("settings", "message"),
     [
         ({"max_slot": 2}, "there is no setting max_slot; did you mean max_slots"),
-        ({"max_slots": 0}, "argument: max_slots must be an integer >= 1, got 0"),
+        ({"max_slots": -1}, "argument: max_slots must be an integer >= 0, got -1"),
         ({"page_size": "32k"}, "page_size must be an integer"),
         ({"port": 80}, "port: a setting of the HTTP server"),
         ({"speculation": "chain:0"}, "chain:0"),

@@ -32,6 +32,7 @@ from specserve.processes import ProcessError
 from specserve.serve.fleet import messages, ranks
 from specserve.serve.fleet.ranks import Follower, Leader, LeadingRunner
 from specserve.serve.requests.request import SamplingParams
+from specserve.serve.settings import ServeRun
 from specserve.speculative.program import Kind, StepProgram
 from specserve.speculative.tree import chain
 
@@ -159,6 +160,20 @@ def test_processes_that_differ_are_refused_by_name() -> None:
         assert (word, numbers, array.tolist(), flag) == ("x", [1, (2, 3)], [0, 1, 2], True)
         assert program == StepProgram(2, 8, TREE)
         assert not lost, "the end was sent"
+
+
+def test_flags_of_xla_must_be_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its flags, but for where it writes what it has compiled."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    first = ranks.facts_of(ServeRun())
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_dump_to=here")
+    assert ranks.facts_of(ServeRun()) == first
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        monkeypatch.setenv(name, "--xla_a=2")
+        assert ranks.facts_of(ServeRun()) != first
+        monkeypatch.undo()
+        monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    assert jax.devices()[0].client.platform_version in first.values()
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -14,7 +14,6 @@ import engines
 import jax
 import pytest
 import tiny
-from spread import mesh_of
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import write_json
@@ -33,15 +32,12 @@ from specserve.serve.launch import (
     load_models,
     make_engine,
     make_runner,
-    with_cache_dtype,
 )
 from specserve.serve.programs import program_list
-from specserve.serve.programs.placement import bytes_per_token, state_bytes
 from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH, Shapes
 from specserve.serve.requests.request import SamplingParams
 from specserve.serve.settings import ServeRun
 from specserve.speculative.program import StepProgram
-from specserve.speculative.step import StepConfig
 from specserve.speculative.tree import chain
 
 
@@ -153,51 +149,6 @@ def test_deterministic_chains_of_every_source_are_taken(models: Models) -> None:
         assert choose_trees(models, ServeRun(speculation=text, deterministic=True)) == (parse_speculation(text),)
 
 
-def test_cache_sizes(models: Models, headless: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens are pages, rounded up; bytes are pages, rounded down; else every slot has its whole context."""
-    monkeypatch.setattr(launch, "free_memory", lambda _mesh: 10**6)
-    per_token = 2 * 2 * 8 * 4  # keys and values of 2 heads of 8 float32 numbers, for each layer
-    assert bytes_per_token(models.target.config, models.head.drafter if models.head else None) == 7 * per_token
-    assert bytes_per_token(headless.target.config, None) == 6 * per_token
-
-    quantized = with_cache_dtype(models, ServeRun(kv_cache_dtype="int8"))
-    per_head = 8 + 4  # a byte for each number, and the scale; the draft keeps its own in float32
-    assert bytes_per_token(quantized.target.config, None) == 6 * 2 * 2 * per_head
-
-    def pages(models: Models = models, **settings: Any) -> int:
-        return launch._num_pages(models, ServeRun(page_size=16, max_slots=3, **settings), 100)
-
-    assert pages() == 3 * 7, "a sequence of 100 tokens ends in its seventh page"
-    assert pages(cache_tokens=33) == 3
-    for given, each in (
-        (models, 7 * per_token),
-        (quantized, 6 * 2 * 2 * per_head + per_token),
-        (headless, 6 * per_token),
-    ):
-        drafter = given.head.drafter if given.head else None
-        config = StepConfig(given.target.config, drafter, max_depth=0)
-        fitting = pages(given, cache_gb=0.001)
-        empty, full, over = (
-            state_bytes(config, None, 3, number, page_size=16, max_pages=7) for number in (0, fitting, fitting + 1)
-        )
-        assert full - empty <= 10**6 < over - empty, "with what the head keeps of each page"
-        assert 16 * each <= over - full <= 17 * each
-    assert pages(cache_fraction=0.5) == pages(cache_gb=0.0005)
-    assert pages(cache_fraction=0.5, cache_gb=0.001) == pages(cache_gb=0.001), "the more definite one counts"
-    assert pages(cache_tokens=33, cache_gb=0.001) == 3
-    with pytest.raises(ConfigError, match=r"10,000 bytes.*16 tokens takes 14,720.*--cache-fraction"):
-        pages(cache_fraction=0.01)
-    spread = dataclasses.replace(models, mesh=mesh_of("data=2,tensor=2"))
-    assert pages(spread) == 22, "as many for each data rank"
-    assert pages(spread, cache_tokens=33) == 4
-    of_rank = pages(spread, cache_gb=0.001) // 2
-    config = StepConfig(models.target.config, models.head.drafter if models.head else None, max_depth=0)
-    empty, full, over = (
-        state_bytes(config, spread.mesh, 3, number, page_size=16, max_pages=7) for number in (0, of_rank, of_rank + 1)
-    )
-    assert full - empty <= 10**6 < over - empty, "each device has the pages of its data rank"
-
-
 @pytest.mark.parametrize(
     ("run", "late", "has_controller"),
     [
@@ -294,10 +245,6 @@ def test_a_server_that_began_without_a_head_goes_on_with_one(tmp_path: Path) -> 
         assert not any(way.startswith("head") for way in lookups)
         assert any(way.startswith("head") for way in engine.stats().num_steps_by_speculation)
         assert engine.stats().num_late_compiles == 0
-
-
-def test_free_memory_is_a_number_of_bytes() -> None:
-    assert 2**20 < launch.free_memory() < 2**50
 
 
 def test_heads_are_found_or_missed_with_a_reason(tmp_path: Path) -> None:

@@ -1,0 +1,158 @@
+"""The sizes of a server: sequences at once, tokens of each, pages of the cache.
+
+What is set decides. Where neither slots nor cache are set, a CPU, which has other work to do, gets a few slots with
+pages for a whole sequence each. An accelerator is there to be filled: the cache takes what the weights, the slots and
+the programs' intermediate results leave of its memory, there are as many slots as that has tokens for, and a sequence
+may be as long as the target allows.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from specserve.drafters.interface import TrainedDrafter
+from specserve.drafters.speculation import drafter_for
+from specserve.errors import ConfigError
+from specserve.mesh import free_memory, in_equal_parts, num_parts, on_each_device, program_platform
+from specserve.models.config import ModelConfig
+from specserve.serve.programs.placement import bytes_per_page, state_bytes
+from specserve.serve.programs.shapes import LEAST_BATCH, Shapes, make_shapes
+from specserve.serve.settings import ServeRun
+from specserve.speculative.program import StepProgram
+from specserve.speculative.step import StepConfig
+from specserve.speculative.tree import Tree
+
+FEW_SLOTS = 8  # of a CPU
+LARGEST_DEFAULT_CONTEXT = 4096  # where each slot has pages of its own
+MOST_SLOTS = 256  # of a data rank of accelerators
+TOKENS_EACH = 1024  # of the cache, for each of its slots; where there are fewer, so are the slots
+UNPLANNED = 0.02  # of the free memory: the programs themselves, and gaps between arrays
+KEPT_BITS = 6  # of the number of pages: a little less memory at the next start takes the programs of this one
+# arrays of the size of a step's logits that stand beside one another (as they are, constrained, counts of what was
+# seen, left by top-k, probabilities, the bits of both in their order, noise), and of a layer's scores of a chunk of a
+# prompt
+LOGITS_AT_ONCE, SCORES_AT_ONCE = 8, 4
+
+
+@dataclass(frozen=True)
+class ServerSizes:
+    """The sizes that were chosen."""
+
+    num_slots: int
+    max_model_len: int  # tokens of a sequence, prompt and answer together
+    num_pages: int  # of all data ranks together
+    set_aside: int = 0  # bytes of each device that programs may take beside the state, where the cache fills the rest
+
+
+@dataclass(frozen=True)
+class Served:
+    """The models that sizes are chosen for, and the ways to make a step with them."""
+
+    target: ModelConfig
+    drafter: TrainedDrafter | None
+    trees: Sequence[Tree | None]
+    mesh: Mesh | None
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of data ranks, which share out slots and pages evenly."""
+        return num_parts(self.mesh, "batch")
+
+    def shapes(self, run: ServeRun, sizes: ServerSizes) -> Shapes:
+        """The shapes of the steps of a server of these sizes. Raises ConfigError."""
+        return make_shapes(
+            self.trees,
+            self.target,
+            self.mesh,
+            num_slots=sizes.num_slots,
+            max_model_len=sizes.max_model_len,
+            page_size=run.page_size,
+            num_pages=sizes.num_pages,
+            is_deterministic=run.deterministic,
+        )
+
+
+def is_filled(run: ServeRun) -> bool:
+    """Return whether the cache takes all memory that is left."""
+    return program_platform() != "cpu" and not (run.max_slots or run.cache_tokens or run.cache_gb or run.cache_fraction)
+
+
+def longest_sequence(config: ModelConfig, max_model_len: int) -> int:
+    """Return the most tokens that a sequence may have where each slot has pages of its own: as many as the settings
+    say, or 0 for the target's own limit."""
+    return max_model_len or min(config.max_len, LARGEST_DEFAULT_CONTEXT)
+
+
+def choose_sizes(served: Served, run: ServeRun, set_aside: int | None = None) -> ServerSizes:
+    """Choose the sizes for models that are loaded. `set_aside` is what programs need beside the state on each device,
+    where the cache fills the rest; None: an estimate. Raises ConfigError."""
+    context = served.target.max_len
+    longest = run.max_model_len or (context if is_filled(run) else longest_sequence(served.target, 0))
+    if longest > context:
+        raise ConfigError(f"--max-model-len {longest}: the target's context is {context}")
+    if longest < 2:
+        raise ConfigError("--max-model-len must be at least 2: one token to ask, one to answer")
+    if is_filled(run):
+        return _filled(served, run, longest, set_aside)
+    num_slots = run.max_slots or in_equal_parts(served.mesh, "batch", FEW_SLOTS)
+    return ServerSizes(num_slots, longest, _num_pages(served, run, num_slots, longest))
+
+
+def largest_programs(shapes: Shapes) -> Iterator[StepProgram]:
+    """Yield the programs that need most memory beside the state: the step of most rows, and the longest prompt's."""
+    steps = [program for programs in shapes.step_programs.values() for program in programs]
+    yield max(steps, key=lambda program: (program.batch * shapes.num_nodes(program.tree), program.width))
+    yield shapes.prefill(shapes.widths[-1], shapes.chunks[-1])
+
+
+def estimated_temporaries(target: ModelConfig, shapes: Shapes, mesh: Mesh | None) -> int:
+    """Estimate the bytes that programs of these shapes need on each device beside their arguments. Accelerators read
+    pages where they are, so no prompt's scores are of more than its own chunk."""
+    step, prefill = largest_programs(shapes)
+    rows = step.batch // shapes.num_ranks * shapes.num_nodes(step.tree)
+    heads, chunk = on_each_device(mesh, "heads", target.num_heads), prefill.chunk
+    return 4 * max(LOGITS_AT_ONCE * rows * target.vocab_size, SCORES_AT_ONCE * chunk * chunk * heads)
+
+
+def _filled(served: Served, run: ServeRun, longest: int, set_aside: int | None) -> ServerSizes:
+    """The most slots of which each has a share of the cache, and the cache in all the memory that is left."""
+    ranks, page_size = served.num_ranks, run.page_size
+    whole, free = -(-longest // page_size), free_memory(served.mesh)
+    drafter, each = drafter_for(served.trees, served.drafter), MOST_SLOTS
+    per_page = bytes_per_page(served.target, drafter, page_size, served.mesh)
+    while True:
+        sizes, aside = ServerSizes(each * ranks, longest, each * ranks * whole), set_aside
+        shapes = served.shapes(run, sizes)
+        if aside is None:
+            aside = estimated_temporaries(served.target, shapes, served.mesh)
+        config = StepConfig(served.target, drafter, shapes.max_depth, verified_depth=shapes.verified_depth)
+        of_slots = state_bytes(config, served.mesh, each * ranks, 0, page_size=page_size, max_pages=whole)
+        left = free - round(UNPLANNED * free) - aside - of_slots
+        pages = left // max(1, per_page)
+        if each <= LEAST_BATCH or pages * page_size >= each * min(longest, TOKENS_EACH):
+            break
+        each //= 2
+    pages = max(1, min(pages, sizes.num_pages // ranks))  # `check_state_fits` refuses what does not fit
+    unkept = max(0, pages.bit_length() - KEPT_BITS)
+    pages = pages >> unkept << unkept
+    if not run.max_model_len:
+        longest = min(longest, pages * page_size)
+    return ServerSizes(each * ranks, longest, pages * ranks, aside)
+
+
+def _num_pages(served: Served, run: ServeRun, num_slots: int, longest: int) -> int:
+    """Return the pages of all data ranks together, each of which has the same number. By default every slot can have
+    a sequence of the longest, which ends in the middle of a page where the pages' size does not divide it."""
+    if run.cache_tokens or not (run.cache_gb or run.cache_fraction):
+        whole = num_slots * -(-longest // run.page_size)
+        return in_equal_parts(served.mesh, "batch", -(-run.cache_tokens // run.page_size) or whole)
+    available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * free_memory(served.mesh))
+    per_page = bytes_per_page(served.target, served.drafter, run.page_size, served.mesh)
+    pages = available // per_page
+    if pages < 1:
+        raise ConfigError(
+            f"the cache may take {available:,} bytes, and one page of {run.page_size} tokens takes {per_page:,}: "
+            "raise --cache-gb or --cache-fraction, or lower --page-size"
+        )
+    return pages * served.num_ranks
