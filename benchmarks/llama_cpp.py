@@ -96,7 +96,8 @@ class LlamaCpp:
 
 def convert_here(llama_cpp: str, *arguments: str) -> None:
     """Run llama.cpp's converter in the peer's environment. It knows tokenizers by a hash, and not pydoc's."""
-    sys.path[:1] = [llama_cpp, f"{llama_cpp}/gguf-py"]  # without this folder, whose kernels.py transformers would import
+    # in place of this folder, whose kernels.py transformers would import
+    sys.path[:1] = [llama_cpp, f"{llama_cpp}/gguf-py"]
     base = importlib.import_module("conversion.base").TextModel
     known = base.get_vocab_base_pre
 

@@ -120,6 +120,6 @@ def run_beside_torch() -> None:
 
 
 if __name__ == "__main__":
-    if importlib.util.find_spec("torch") is None:
+    if importlib.util.find_spec("torch") is None and not {"-h", "--help"} & {*sys.argv}:
         run_beside_torch()
     app()
