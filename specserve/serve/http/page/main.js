@@ -10,10 +10,17 @@ import { TreePanel } from "./tree.js";
 
 const POLL_MS = 1000;
 const EXAMPLES = [
-  "Write a Python function that reverses a list.",
-  "Implement `read_text` from `pathlib.Path` in Python.",
-  "What does `json.dumps` do?",
+  "Write a Python function that returns the n-th Fibonacci number.",
+  "What is the capital of France, and what is it known for?",
+  "Give me five ideas for a rainy Sunday at home.",
 ];
+const EXAMPLES_OF = { // the bundled target knows docstrings alone
+  pydoc: [
+    "Write a Python function that reverses a list.",
+    "Implement `read_text` from `pathlib.Path` in Python.",
+    "What does `json.dumps` do?",
+  ],
+};
 
 const TOOLS = [{
   type: "function",
@@ -126,7 +133,16 @@ async function readModel() {
   $("model").title = card.id;
   $("max-tokens").max = card.max_model_len - 1;
   document.title = `specserve · ${card.id.split("/").at(-1)}`;
+  showExamples(EXAMPLES_OF[card.id] ?? EXAMPLES);
   showCode();
+}
+
+function showExamples(texts) {
+  $("examples").replaceChildren(...texts.map((text) => {
+    const button = make("button", { type: "button", class: "quiet" }, text);
+    button.addEventListener("click", () => send(text));
+    return button;
+  }));
 }
 
 const setState = (kind, text) => {
@@ -225,11 +241,6 @@ $("key-form").addEventListener("submit", (event) => {
   $("prompt").focus();
   look();
 });
-for (const text of EXAMPLES) {
-  const button = make("button", { type: "button", class: "quiet" }, text);
-  button.addEventListener("click", () => send(text));
-  $("examples").append(button);
-}
 
 if (!served.hasChat) $("prompt").placeholder = "Begin a text, and the model continues it";
 $("tools-box").hidden = !served.hasChat;
