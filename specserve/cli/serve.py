@@ -145,7 +145,7 @@ def _serve_requests(run: ServeRun, leader: Leader | None, kv_events: Publisher |
             listener=listener,
             on_drain=drain,
         )
-        number = engine.runner.shapes.num_slots
+        number = engine.num_slots
         slots = "1 slot" if number == 1 else f"{number} slots"
         console.print(
             f"{escape(engine.model_name)} with speculation {engine.speculation} on [bold]{server.url}/v1[/], "

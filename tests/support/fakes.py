@@ -99,6 +99,7 @@ class FakeEngine:
     model_name = MODEL
     vocab_size = 256
     max_model_len = CONTEXT
+    num_slots = 8
     speculation = "chain:3"
     draft: DraftInfo | None = None
 

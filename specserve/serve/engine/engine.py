@@ -61,6 +61,7 @@ class Engine:
         self.eos_ids = frozenset(eos_ids)
         self.inputs = InputProcessor(runner, tokenizer, eos_ids, num_pages)
         self.vocab_size, self.max_model_len = self.inputs.vocab_size, self.inputs.max_model_len
+        self.num_slots = runner.shapes.num_slots
         self._tokenizer = tokenizer
         self._queue = Queue(options.max_queue)
         self.rounds = Rounds(

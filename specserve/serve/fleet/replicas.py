@@ -75,7 +75,7 @@ class EngineReplica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the facts about this replica that `routing.scale` uses."""
         stats = self._engine.stats()
-        slots = (stats.num_running + stats.num_waiting) / self._engine.runner.shapes.num_slots
+        slots = (stats.num_running + stats.num_waiting) / self._engine.num_slots
         return {"use": max(slots, stats.num_pages_held / stats.num_pages)}
 
     def state(self) -> ReplicaState:
