@@ -99,7 +99,6 @@ def write_whole(path: Path, content: bytes) -> None:
         partial.write_bytes(content)
 
 
-@functools.cache
 def take_gpu_memory() -> None:
     """Let this process, which has not used JAX yet, take most of a GPU's memory at its first use, where JAX alone takes
     three quarters; unless the environment says how much."""
@@ -107,6 +106,7 @@ def take_gpu_memory() -> None:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = GPU_SHARE
 
 
+@functools.cache
 def keep_freed_memory() -> bool:
     """Let the process keep the memory that it frees; call it once everything large is loaded.
 

@@ -148,8 +148,8 @@ class ServeRun:
     max_slots: int = setting(
         0,
         scope=PROGRAM,
-        help="sequences that run at once; 0: 8 on a CPU, up to 256 on an accelerator, whose memory is then filled "
-        "unless the cache is set",
+        help="sequences that run at once; 0: 8, or on an accelerator whose cache is not set either up to 256, and a "
+        "cache that fills its memory",
         ge=0,
     )
     max_model_len: int = setting(

@@ -23,7 +23,7 @@ from specserve.speculative.program import StepProgram
 from specserve.speculative.step import StepConfig
 from specserve.speculative.tree import Tree
 
-FEW_SLOTS = 8  # of a CPU
+FEW_SLOTS = 8  # of a CPU, and beside a cache of a size that was set
 LARGEST_DEFAULT_CONTEXT = 4096  # where each slot has pages of its own
 MOST_SLOTS = 256  # of a data rank of accelerators
 TOKENS_EACH = 1024  # of the cache, for each of its slots; where there are fewer, so are the slots

@@ -54,3 +54,16 @@ def test_imports_are_not_searched_for_garbage() -> None:
     with pytest.raises(ZeroDivisionError), host.without_collecting():
         _ = 1 / 0
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_the_environment_decides_about_a_gpus_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """JAX refuses to start where both names of the variable are set."""
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(host.os, "environ", environment)
+    host.take_gpu_memory()
+    assert environment == {"XLA_CLIENT_MEM_FRACTION": host.GPU_SHARE}
+    environment.clear()
+    environment[name] = ".5"
+    host.take_gpu_memory()
+    assert environment == {name: ".5"}

@@ -41,16 +41,6 @@ from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import chain
 
 
-@pytest.fixture
-def models(tiny_target: Target, tiny_head: Head) -> Models:
-    return Models("tiny", tiny_target, tiny_head, None)
-
-
-@pytest.fixture
-def headless(tiny_target: Target) -> Models:
-    return Models("tiny", tiny_target, None, None)
-
-
 @pytest.mark.parametrize(
     ("trained_on", "bits", "served"),
     [

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from spread import mesh_of
 
-from specserve.checkpoints.load import Target
-from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
 from specserve.serve import sizes
@@ -20,16 +18,6 @@ from specserve.serve.settings import ServeRun
 from specserve.serve.sizes import FEW_SLOTS, MOST_SLOTS, Served, choose_sizes, largest_programs
 from specserve.speculative.step import StepConfig
 from specserve.speculative.tree import Tree
-
-
-@pytest.fixture
-def models(tiny_target: Target, tiny_head: Head) -> Models:
-    return Models("tiny", tiny_target, tiny_head, None)
-
-
-@pytest.fixture
-def headless(tiny_target: Target) -> Models:
-    return Models("tiny", tiny_target, None, None)
 
 
 @pytest.fixture
