@@ -3,7 +3,8 @@ batch.
 
 The promise is (expected tokens) / (cost). Costs are measured when the server starts, and corrected by what steps take
 in service (`costs`). Now and then one step looks at another way than the best: soon after a change from plain decoding
-to speculation or back, since that may have been a mistake, and then more and more rarely.
+to speculation or back, since that may have been a mistake, and then more and more rarely. A way that has proved
+expensive is looked at so rarely that the looks take no noticeable share of the time.
 
 A chain of length K is expected to emit 1 + sum over d <= K of p_1 ... p_d tokens, where p_d is the sequence's
 acceptance at depth d, estimated while serving. A tree's acceptance at each depth is 1 - (1 - p)^lift, with a lift of
@@ -14,6 +15,7 @@ looks.
 The controller is host code. It knows nothing of requests or devices.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -30,6 +32,7 @@ UNKNOWN_PRIOR = 0.5  # acceptance where a head has none of its own evaluation
 SLOT_RATE, PRIOR_RATE, LIFT_RATE = 0.08, 0.01, 0.02  # how fast estimates follow what is seen
 LOOK_STEPS = 64  # after so many steps, one looks whether another way would pay more by now
 FIRST_LOOK_STEPS = 8  # the same after speculation has begun or ended; then twice as many, up to that
+LOOK_SHARE = 0.005  # of the time: what looks at a way may lose once its cost has been seen in service
 NEAR = 0.95  # speculation that promises less than this much of what plain decoding does is far from paying
 LOYALTY = 1.02  # another way must promise more than this much of what the current one does
 
@@ -143,11 +146,15 @@ class Controller:
         present.tree = best
         present.num_steps += bool(speculative)
         if present.num_steps >= present.patience:
-            present.num_steps, present.patience = 0, min(2 * present.patience, LOOK_STEPS)
-            present.num_looks += 1
             look = self._look(forecast, known, present)
-            if look != best:
-                return known[look]
+            wait = math.ceil(self._loss(forecast, known[look], known[best]) / LOOK_SHARE)
+            if present.num_steps < wait:
+                present.patience = wait
+            else:
+                present.num_steps, present.patience = 0, min(2 * present.patience, LOOK_STEPS)
+                present.num_looks += 1
+                if look != best:
+                    return known[look]
         for estimate in estimates if best is None else ():
             if estimate.surety is not None:
                 estimate.surety.fade()
@@ -158,13 +165,21 @@ class Controller:
         than others are, whatever its own steps seemed to take. Every second time, and where there is no such tree, it
         is plain decoding."""
         others = [tree for tree in known if tree not in (None, present.tree)]
-        if present.tree is not None and None in known and (present.num_looks % 2 or not others):
+        if present.tree is not None and None in known and (present.num_looks % 2 == 0 or not others):
             return None
 
         def hope(tree: Tree) -> float:
             return self._tokens(forecast, tree) / self._served.hoped_seconds(known[tree])
 
         return max(others, key=hope, default=present.tree)
+
+    def _loss(self, forecast: _Forecast, look: StepProgram, best: StepProgram) -> float:
+        """Return the steps of the best way that a step of the other one loses. 0 where the other has not been seen in
+        service: its measured cost may be wrong."""
+        if not self._served.has_seen(look):
+            return 0.0
+        taken = self._served.seconds(look) / self._served.seconds(best)
+        return max(0.0, taken - self._tokens(forecast, look.tree) / self._tokens(forecast, best.tree))
 
     def speedup(self, estimates: Sequence[Estimate], program: StepProgram) -> float:
         """The tokens per second that the step promises, over those of a plain step. 1 where either cost is unknown."""

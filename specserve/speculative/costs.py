@@ -44,6 +44,10 @@ class ServedCosts:
     _own: dict[tuple[int, Tree | None], _Factor] = field(default_factory=dict)  # by batch size and tree
     _num_seen: int = 0
 
+    def has_seen(self, program: StepProgram) -> bool:
+        """Return whether a step of this batch size and tree has run in service."""
+        return (program.batch, program.tree) in self._own
+
     def seconds(self, program: StepProgram) -> float:
         """Return what a step takes by all that is known. KeyError where it was never measured."""
         own = self._own.get((program.batch, program.tree))

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.speculative.controller import LOOK_STEPS, LOYALTY, MAX_DEPTH, Controller, Estimate
+from specserve.speculative.controller import (
+    FIRST_LOOK_STEPS,
+    LOOK_STEPS,
+    LOYALTY,
+    MAX_DEPTH,
+    Controller,
+    Estimate,
+)
 from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import DynamicTree, Tree, chain, static_tree
 
@@ -114,6 +121,25 @@ def test_a_head_that_does_not_pay_costs_a_look_now_and_then(batch: int) -> None:
     chosen = _serve(controller, head, 2000, batch=batch, seed=1)
     assert 0 < sum(tree is not None for tree in chosen) < 0.03 * len(chosen)
     assert _tokens_per_second(head, costs, chosen, batch) > 0.97
+
+
+@pytest.mark.parametrize("factor", [2.0, 4.0, 20.0])
+def test_looks_at_what_is_expensive_take_less_than_a_hundredth_of_the_time(factor: float) -> None:
+    """Beside a batch whose verification takes several plain steps, looks as often as at a cheap one would be a
+    twentieth of the time. The first look shows what it takes."""
+    head, rng = Head((0.5,)), np.random.default_rng(0)
+    costs = {StepProgram(16, WIDTH, None): 1.0, StepProgram(16, WIDTH, chain(3)): factor}
+    controller = Controller(costs, prior=head.rates)
+    estimates, chosen = [controller.start(None) for _ in range(16)], []
+    for _ in range(20 * LOOK_STEPS):
+        chosen.append(controller.choose(estimates, [*costs]))
+        controller.observe_seconds(chosen[-1], costs[chosen[-1]])
+        if tree := chosen[-1].tree:
+            controller.observe(estimates, tree, np.array([head.accept(rng, tree) for _ in estimates]))
+    first = next(i for i, program in enumerate(chosen) if program.tree)
+    assert first == FIRST_LOOK_STEPS - 1
+    lost = sum(costs[program] - head.expected_tokens(program.tree) for program in chosen[first + 1 :])
+    assert 0 <= lost < 0.01 * len(chosen)
 
 
 def test_it_comes_back_to_a_head_that_pays_again() -> None:
@@ -295,22 +321,25 @@ def test_costs_follow_what_steps_take_in_service() -> None:
 @pytest.mark.parametrize("head", [Head((0.8, 0.7, 0.6)), Head((0.05,))], ids=["pays", "does not"])
 @pytest.mark.parametrize("wrong", ["none", "all", "speculative", "plain", "each"])
 def test_costs_measured_on_a_busy_machine_do_no_lasting_harm(wrong: str, head: Head) -> None:
-    """They were measured up to five times too high, for all ways, some, or each by another factor."""
-    true, rng = _costs(0.15, 0.08), np.random.default_rng(0)
-    factors = {
-        "none": lambda _tree: 1.0,
-        "all": lambda _tree: 5.0,
-        "speculative": lambda tree: 5.0 if tree else 1.0,
-        "plain": lambda tree: 1.0 if tree else 5.0,
-        "each": lambda _tree: rng.uniform(1.0, 5.0),
-    }
-    controller = Controller({shape: cost * factors[wrong](shape.tree) for shape, cost in true.items()})
-    _serve(controller, head, 1200, costs=true)
-    chosen = _serve(controller, head, 600, costs=true, seed=1)
-    rate = _tokens_per_second(head, true, chosen)
+    """They were measured up to five times too high, for all ways, some, or each by another factor. The mean of several
+    runs, as one step in fifty is ten times slower by chance."""
+    true, rates = _costs(0.15, 0.08), []
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        factors = {
+            "none": lambda _tree: 1.0,
+            "all": lambda _tree: 5.0,
+            "speculative": lambda tree: 5.0 if tree else 1.0,
+            "plain": lambda tree: 1.0 if tree else 5.0,
+            "each": lambda _tree, rng=rng: rng.uniform(1.0, 5.0),
+        }
+        controller = Controller({shape: cost * factors[wrong](shape.tree) for shape, cost in true.items()})
+        _serve(controller, head, 1200, costs=true, seed=2 * seed)
+        chosen = _serve(controller, head, 600, costs=true, seed=2 * seed + 1)
+        rates.append(_tokens_per_second(head, true, chosen))
     best = max(_tokens_per_second(head, true, [tree]) for tree in CHAINS)
-    assert rate > 0.97
-    assert rate > (0.85 if wrong == "each" else 0.93) * best
+    assert np.mean(rates) > 0.97
+    assert np.mean(rates) > (0.85 if wrong == "each" else 0.93) * best
 
 
 @pytest.mark.parametrize("head", [Head((0.8, 0.7, 0.6)), Head((0.6, 0.5, 0.4)), Head((0.05,))], ids=str)
