@@ -37,6 +37,11 @@ class Device:
     is_measured: bool = False  # on this machine: its rates are those that a program reached
 
     @property
+    def is_tpu(self) -> bool:
+        """Return whether programs for it are made for TPUs."""
+        return self.id.startswith("tpu")
+
+    @property
     def share_of_peak(self) -> float:
         """The share of the operations that a long computation reaches."""
         return SHARE_OF_MEASURED if self.is_measured else SHARE_OF_PEAK

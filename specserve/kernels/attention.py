@@ -82,7 +82,8 @@ def _by_products(
     k_scale = v_scale = None
     if prefix is not None and prefix.pages.is_quantized:  # as later steps will see them
         k, k_scale = quantize(k, prefix.pages.k.dtype)
-        v, v_scale = (k[..., :v_dim], k_scale) if prefix.pages.v is None else quantize(v, prefix.pages.v.dtype)
+        is_both = prefix.pages.values_are_keys
+        v, v_scale = (k[..., :v_dim], k_scale) if is_both else quantize(v, prefix.pages.k.dtype)
     if prefix is not None and prefix.is_exact:
         k, v, k_scale, v_scale = _in_order(k, v, k_scale, v_scale, prefix)
         mask = _mask_in_order(mask, k.shape[1], prefix, window, position_ids)
@@ -162,8 +163,13 @@ def _in_order(
         old = take_pages(old, prefix).swapaxes(2, 3).reshape(batch, length, *new.shape[2:])
         return old.at[row, index].set(new.astype(old.dtype), mode="drop")
 
-    k = join(pages.k if pages.layout == "rows" else pages.k.swapaxes(2, 3), k)
-    v = k[..., : v.shape[-1]] if pages.v is None else join(pages.v, v)
+    v_dim = v.shape[-1]
+    if pages.layout == "joined" and not pages.values_are_keys:
+        both = join(pages.k, jnp.concatenate([k, v], axis=-1))
+        k, v = both[..., : pages.v_first], both[..., pages.v_first :]
+    else:
+        k = join(pages.k.swapaxes(2, 3) if pages.layout == "columns" else pages.k, k)
+        v = k[..., :v_dim] if pages.v is None else join(pages.v, v)
     if pages.k_scale is None or k_scale is None:
         return k, v, None, None
     k_scale = join(pages.k_scale, k_scale)

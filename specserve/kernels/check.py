@@ -143,10 +143,10 @@ def _pages(k: Any, dtype: str, v: Any = None) -> Pages:
     """Pages of keys and values [page, kv_head, page_size, head_dim] in the layout of this backend."""
     if v is None:
         v = k
-    k, v, layout = jnp.asarray(k).astype(dtype), jnp.asarray(v).astype(dtype), default_layout()
-    if layout == "columns":
-        k = k.swapaxes(2, 3)
-    return Pages(k, v, layout=layout)
+    k, v, layout = jnp.asarray(k).astype(dtype), jnp.asarray(v).astype(dtype), default_layout(k.shape[-1])
+    if layout == "joined":
+        return Pages(jnp.concatenate([k, v], axis=-1), None, layout=layout, v_first=k.shape[-1])
+    return Pages(k.swapaxes(2, 3) if layout == "columns" else k, v, layout=layout)
 
 
 def _gamma(num_terms: int) -> float:

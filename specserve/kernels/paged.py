@@ -77,7 +77,7 @@ def kernel_for(pages: Pages) -> Kernel | None:
     """The kernel of the default backend that takes these pages. None: XLA gathers all pages of the table (a copy) and
     multiplies page by page. That is so on CPU without the native kernels, and where a kernel reports that it cannot
     take the pages (`takes` in `paged_gpu` and `paged_tpu`)."""
-    if pages.layout != "rows" or native.are_left_out():
+    if pages.layout == "columns" or native.are_left_out():
         return None
     # Pallas takes a while to import, which other backends need not wait for
     if program_platform() == "gpu":
@@ -90,7 +90,7 @@ def kernel_for(pages: Pages) -> Kernel | None:
         from specserve.kernels import paged_tpu
 
         if paged_tpu.takes(pages.k, pages.v):
-            return paged_tpu.attend_pages
+            return functools.partial(paged_tpu.attend_pages, v_first=pages.v_first)
     return None
 
 
@@ -136,9 +136,17 @@ def _gathered(
     """`attend_pages` by XLA's operations, page by page, so that only the gathered pages are copied."""
     pages = prefix.pages
     k_pages = take_pages(pages.k, prefix).astype(q.dtype)
+    k_axes = "bpkhs" if pages.layout == "columns" else "bpksh"
+    if pages.v is not None:
+        v_pages, v_axes = take_pages(pages.v, prefix).astype(q.dtype), "bpksh"
+    elif pages.layout == "columns":
+        v_pages, v_axes = k_pages[..., :v_dim, :], k_axes
+    else:
+        v_pages, v_axes = k_pages[..., pages.v_first : pages.v_first + v_dim], k_axes
+        k_pages = k_pages[..., : q.shape[-1]]
+    v_scale = pages.k_scale if pages.values_are_keys else pages.v_scale
     batch, width = prefix.page_table.shape
     per_page_q = jnp.broadcast_to(q[:, None], (batch, width, *q.shape[1:]))
-    k_axes = {"rows": "bpksh", "columns": "bpkhs"}[pages.layout]
     scores = jnp.einsum(f"bpkrh,{k_axes}->bpkrs", per_page_q, k_pages, preferred_element_type=jnp.float32)
     if pages.k_scale is not None:
         scores *= take_pages(pages.k_scale, prefix)[:, :, :, None]
@@ -156,12 +164,6 @@ def _gathered(
     largest = jnp.max(scores, axis=(1, 4))  # [batch, kv_head, row]
     weights = jnp.exp(scores - largest[:, None, ..., None])
     total = jnp.sum(weights, axis=(1, 4))
-    if pages.v is None:
-        v_pages, v_axes = k_pages[..., :v_dim] if pages.layout == "rows" else k_pages[..., :v_dim, :], k_axes
-        v_scale = pages.k_scale
-    else:
-        v_pages, v_axes = take_pages(pages.v, prefix).astype(q.dtype), "bpksh"
-        v_scale = pages.v_scale
     if v_scale is not None:
         weights *= take_pages(v_scale, prefix)[:, :, :, None]
     out = jnp.einsum(f"bpkrs,{v_axes}->bpkrh", weights.astype(q.dtype), v_pages, preferred_element_type=jnp.float32)

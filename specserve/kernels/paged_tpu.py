@@ -2,6 +2,17 @@
 
 `attend_pages` knows queries, pages and lengths. Of masks it knows a window alone; new keys, trees and models are not
 its business. `takes` reports which arrays it can serve.
+
+With b sequences of s visible keys in whole pages, H KV heads, r rows, head_dim d, v_dim e, and page items of w
+bytes (d and e are rounded up to 128 lanes, as they lie in memory; e counts no copies where values are keys):
+
+    bytes moved   b H (s (d + e) w ceil(r / r') + r (d x q's item + 4 e))
+    FLOPs         2 b H s r (d + e), and b H s r exponentials
+    VMEM          2 h k (d + e) w  +  2 h r' (d x q's item + 4 e)  +  1,024 h r'  +  12 r' k + k (d + e) x q's item
+                  pages, twice        queries and results, twice      max and sum    scores and converted pages
+
+in blocks of h heads, r' rows and k keys, which are chosen so that this stays below 12 MiB. Scales, of 4 bytes
+each, are gathered for the whole table before the kernel reads them, so they move three times.
 """
 
 import functools
@@ -19,7 +30,9 @@ from specserve.errors import ConfigError
 from specserve.kernels.rows import NEG_INF
 
 _LANES = 128  # of a vector register; arrays of fewer channels take as many
-_MAX_ROWS, _MAX_HEADS, _MAX_KEYS = 512, 8, 512  # of one block; fewer where fast memory is short
+# Of one block; fewer where fast memory is short. More keys would be worked on in vain where a sequence is short, and
+# more rows unrolled into programs that compile for minutes.
+_MAX_ROWS, _MAX_HEADS, _MAX_KEYS = 512, 8, 512
 _VMEM = 12 * 2**20  # bytes planned for a program; compilers grant 16 MiB on every generation unless asked for more
 _SMEM = 2**19  # bytes of page tables and schedules, in a scalar memory of 1 MiB
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -48,12 +61,13 @@ class _Blocks:
 def attend_pages(
     q: jax.Array,  # [batch, kv_head, row, head_dim], scaled; row = group * n
     k_pages: jax.Array,  # [page, kv_head, page_size, head_dim]
-    v_pages: jax.Array | None,  # [page, kv_head, page_size, v_dim]; None: the values are the keys' first v_dim channels
+    v_pages: jax.Array | None,  # [page, kv_head, page_size, v_dim]; None: the values are v_dim channels of k_pages
     page_table: jax.Array,  # [batch, pages] int32; ids past the pages in use are never read
     lens: jax.Array,  # [batch] int32, committed entries, at most pages * page_size
     positions: jax.Array | None,  # [batch, row] int32; None where there is no window
     *,
     v_dim: int,
+    v_first: int = 0,  # where they are, the first of them; the keys are the channels before, or all of them where 0
     first: int = 0,
     window: int = 0,
     softcap: float = 0.0,
@@ -68,42 +82,40 @@ def attend_pages(
     softmax are float32. Products have operands of q's dtype (float32 instead of float16, which the matrix unit lacks),
     to which pages of another dtype are converted in fast memory; float32 products are exact to float32, by several
     passes. Scores of quantised keys are multiplied by `k_scale`, and probabilities by `v_scale` before their product
-    with the values. Where values are keys, they have the keys' scale, and `v_scale` is None.
+    with the values. Where values are keys, they have the keys' scale, and `v_scale` is None. Heads of few channels keep
+    their values behind their keys, in the same registers (`v_first`).
 
     One program serves some KV heads, a block of their query rows and one sequence. It copies the pages from the first
     that any of its rows sees to the last one in use, up to 512 keys at a time. While it works on one block of keys the
     next one is on its way, that of the next program included, so only the first copy of a call is waited for in full.
 
-    With b sequences of s visible keys in whole pages, H KV heads, r rows, head_dim d, v_dim e, and page items of w
-    bytes (d and e are rounded up to 128 lanes, as they lie in memory; e counts no copies where values are keys):
-
-        bytes moved   b H (s (d + e) w ceil(r / r') + r (d x q's item + 4 e))
-        FLOPs         2 b H s r (d + e), and b H s r exponentials
-        VMEM          2 h k (d + e) w  +  2 h r' (d x q's item + 4 e)  +  1,024 h r'  +  12 r' k + k (d + e) x q's item
-                      pages, twice        queries and results, twice      max and sum    scores and converted pages
-
-    in blocks of h heads, r' rows and k keys, which are chosen so that this stays below 12 MiB. Scales, of 4 bytes
-    each, are gathered for the whole table before the kernel reads them, so they move three times.
-
     Raises ConfigError for pages that the kernel cannot take; `takes` reports so beforehand.
     """
-    reason = _refusal(k_pages, v_pages)
-    if reason is not None:
+    if (reason := _refusal(k_pages, v_pages)) is not None:
         raise ConfigError(f"attention over pages on TPU: {reason}")
-    assert v_pages is not None or v_scale is None, "values that are keys have the keys' scale"
+    assert v_pages is not None or v_first or v_scale is None, "values that are keys have the keys' scale"
     assert positions is not None or not window, "a window goes by positions"
     if q.dtype != jnp.bfloat16:
         q = q.astype(jnp.float32)
+    own = slice(v_first, v_first + v_dim)
+    if v_first:  # the keys' channels of the sums are left out at the end, which costs the matrix unit nothing
+        q, v_dim = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, k_pages.shape[-1] - q.shape[-1]))), k_pages.shape[-1]
     blocks = _plan(q, k_pages, v_pages, v_dim, page_table.shape[1])
     assert blocks is not None, "what `takes` promises"
-    pages = {name: array for name, array in (("k", k_pages), ("v", v_pages)) if array is not None}
+    pages = {name: in_hbm(array, interpret) for name, array in (("k", k_pages), ("v", v_pages)) if array is not None}
     scales = {name: scale for name, scale in (("k", k_scale), ("v", v_scale)) if scale is not None}
-    run = functools.partial(_attend_pages, pages=pages, scales=scales, blocks=blocks, v_dim=v_dim)
-    run = functools.partial(run, first=first, window=window, softcap=softcap, interpret=interpret)
+    given = {"first": first, "window": window, "softcap": softcap, "interpret": interpret}
+    run = functools.partial(_attend_pages, pages=pages, scales=scales, blocks=blocks, v_dim=v_dim, **given)
     parts = _parts(len(q), page_table.shape[1], row_blocks=-(-q.shape[2] // blocks.rows))
     arrays = (q, page_table, lens, positions if window else None)
     results = [run(*jax.tree.map(lambda x, i=i: x[i], arrays)) for i in parts]
-    return results[0] if len(results) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *results)
+    out, lse = results[0] if len(results) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *results)
+    return out[..., own], lse
+
+
+def in_hbm(pages: jax.Array, interpret: bool | pltpu.InterpretParams) -> jax.Array:
+    """The pages, kept in the large memory: the compiler would fetch small arrays into the fast one as a whole."""
+    return pages if interpret else pltpu.with_memory_space_constraint(pages, pltpu.HBM)
 
 
 def _parts(batch: int, num_pages: int, row_blocks: int) -> list[slice]:
@@ -270,7 +282,9 @@ def _call(
             jax.ShapeDtypeStruct((batch, kv_heads, row_blocks, 1, blocks.rows), jnp.float32),
         ],
         # only the groups of heads are independent: programs of one group hand buffers on to each other
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), disable_bounds_checks=True
+        ),
         interpret=interpret,
         name="attend_pages",
     )
@@ -349,7 +363,7 @@ def _kernel(
     sequence, head = pl.program_id(1), pl.program_id(0) * blocks.heads
     program = sequence * pl.num_programs(2) + pl.program_id(2)
     copies = _Copies(table, lens, starts, pages, scales, page_buffers, scale_buffers, semaphores, blocks, head)
-    of_values = "v" if "v" in pages else "k"
+    of_values, of_scale = ("v" if "v" in group else "k" for group in (pages, scales))
     keys, values = page_buffers["k"], page_buffers[of_values]
     start, end = starts[program], lens[sequence]
     first_block = _div(start, blocks.keys)
@@ -386,8 +400,8 @@ def _kernel(
         new_largest = jnp.maximum(largest[h], jnp.max(scores, axis=1, keepdims=True))
         shrink, weights = jnp.exp(largest[h] - new_largest), jnp.exp(scores - new_largest)
         largest[h], total[h] = new_largest, shrink * total[h] + jnp.sum(weights, axis=1, keepdims=True)
-        if of_values in scale:
-            weights *= scale[of_values]
+        if scale:
+            weights *= scale[of_scale]
         found = values[slot, h, :, : out.shape[-1]].astype(q.dtype)
         out[0, h] = shrink * out[0, h] + multiply(weights.astype(q.dtype), found, (((1,), (0,)), ((), ())))
 

@@ -19,59 +19,91 @@ import numpy as np
 
 from specserve.kernels import native
 from specserve.kernels.gather import take_each
-from specserve.mesh import over_parts, part_index, partition, program_platform, sum_parts
+from specserve.mesh import (
+    fitting_partition,
+    over_parts,
+    part_index,
+    partition,
+    program_platform,
+    sum_parts,
+    traced_mesh,
+)
 from specserve.pytree import pytree, static
 
 # The keys of a page are [head_dim, page_size] or [page_size, head_dim]; its values are rows of tokens in both layouts.
-Layout = Literal["columns", "rows"]
+# Joined rows hold a token's values behind its keys.
+Layout = Literal["columns", "rows", "joined"]
 
+PAGE_SIZE, TPU_PAGE_SIZE = 32, 128  # tokens, where none is set
+LANES = 128  # of a TPU's vector register: arrays of fewer channels take as much of its memory
 LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype("float8_e4m3fn"): 448.0}  # of the dtypes of quantised pages
 
 KeysValues = tuple[jax.Array, jax.Array | None]  # of tokens: [batch, n, kv_head, head_dim or v_dim]
 Result = TypeVar("Result")
+Writer = Callable[..., list[jax.Array]]  # see `pages_tpu.write_pages`
 
 
-def default_layout() -> Layout:
-    """Return how pages are laid out on the default backend.
+def default_layout(head_dim: int) -> Layout:
+    """Return how pages of heads of so many channels are laid out on the default backend.
 
     On CPU keys are columns: then both products of a page, q k and p v, are matrix products without a transpose, which
     is 1.5 to 2.5 times faster there (docs/log). The kernels of accelerators read tokens as rows, whose channels lie
-    side by side in memory, and matrix units transpose for nothing.
+    side by side in memory, and matrix units transpose for nothing. On TPUs, keys and values of half a register or less
+    share one.
     """
     if program_platform() == "cpu":
         return "columns"
+    if program_platform() == "tpu" and 2 * head_dim <= LANES:
+        return "joined"
     return "rows"
+
+
+def default_page_size(platform: str) -> int:
+    """Return the tokens of a page where none is set. The kernel of TPUs copies page by page, and starting the copy of a
+    small one takes longer than the copy; elsewhere smaller pages share more of a prompt."""
+    return TPU_PAGE_SIZE if platform == "tpu" else PAGE_SIZE
 
 
 @pytree
 class Pages:
     """The keys and values of one layer, in pages under the page table that all layers share."""
 
-    k: jax.Array  # [page, kv_head, head_dim, page_size], or [page, kv_head, page_size, head_dim] where rows
-    v: jax.Array | None  # [page, kv_head, page_size, v_dim]; None: the values are the keys' first channels
+    # [page, kv_head, head_dim, page_size], or [page, kv_head, page_size, head_dim] where rows, of head_dim + v_dim
+    # channels where joined
+    k: jax.Array
+    # [page, kv_head, page_size, v_dim]; None: the values are channels of k, from `v_first` on
+    v: jax.Array | None
     k_scale: jax.Array | None = None  # [page, kv_head, page_size] float32, of 8-bit keys (`quantize`); None: plain ones
     v_scale: jax.Array | None = None  # the same of 8-bit values
     layout: Layout = static(default="columns")
     num_ranks: int = static(default=1)  # data ranks that share them out
+    v_first: int = static(default=0)  # the keys' channels, of joined rows; 0 where values are the keys' first channels
 
     @classmethod
     def zeros(
         cls, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: str, *, has_values: bool = True
     ) -> "Pages":
         """Make empty pages in the layout of the default backend. Those of an 8-bit dtype have scales."""
-        layout = default_layout()
+        layout = default_layout(head_dim)
         rows = (num_pages, num_kv_heads, page_size, head_dim)
         columns = (num_pages, num_kv_heads, head_dim, page_size)
-        k, scale = jnp.zeros({"rows": rows, "columns": columns}[layout], dtype), None
-        if jnp.dtype(dtype) in LARGEST:
-            scale = jnp.zeros(rows[:3], jnp.float32)
+        scale = jnp.zeros(rows[:3], jnp.float32) if jnp.dtype(dtype) in LARGEST else None
+        if layout == "joined" and has_values:
+            both = jnp.zeros((*rows[:3], 2 * head_dim), dtype)
+            return cls(both, None, scale, scale, layout, v_first=head_dim)
+        k = jnp.zeros(columns if layout == "columns" else rows, dtype)
         if not has_values:
-            return cls(k, None, scale, None, layout)
+            return cls(k, None, scale, None, "columns" if layout == "columns" else "rows")
         return cls(k, jnp.zeros(rows, dtype), scale, scale, layout)
 
     @property
     def page_size(self) -> int:
-        return self.k.shape[{"rows": 2, "columns": 3}[self.layout]]
+        return self.k.shape[3 if self.layout == "columns" else 2]
+
+    @property
+    def values_are_keys(self) -> bool:
+        """Return whether the values are the keys' own first channels, as of latents."""
+        return self.v is None and self.v_first == 0
 
     @property
     def is_quantized(self) -> bool:
@@ -169,29 +201,101 @@ def write_pages(
     offset: jax.Array,  # [batch, m] int32, the place within that page
     path: jax.Array | None = None,  # [batch, m] int32, which of the n tokens; None: all of them in order, m = n
 ) -> list[Pages]:
-    """The pages with the new entries in their places."""
+    """The pages with the new entries in their places. The places of a row follow one another, and so do those of them
+    that are somewhere."""
     if native.serves(*jax.tree.leaves((pages, new))):
         return _native(pages, new, page, offset, path)
+    writer = writer_for(pages)
+    if path is not None:
+        new = jax.tree.map(functools.partial(take_each, index=path), list(new))
+    rows = [_as_stored(layer, *entries) for layer, entries in zip(pages, new, strict=True)]
+    if writer is not None:
+        pages = _in_place(writer, pages, rows, page, offset)
+        rows = [dataclasses.replace(entries, k=None, v=None) for entries in rows]
 
-    def put(layer: Pages, page: jax.Array, offset: jax.Array, entries: KeysValues, path: jax.Array | None) -> Pages:
-        k, v = entries if path is None else jax.tree.map(functools.partial(take_each, index=path), entries)
-        k_scale, v_scale = layer.k_scale, layer.v_scale
-        if k_scale is not None:
-            k, scale = quantize(k, layer.k.dtype)
-            k_scale = k_scale.at[page, :, offset].set(scale, mode="drop")
-        place = layer.k.at[page, :, offset] if layer.layout == "rows" else layer.k.at[page, :, :, offset]
-        k_pages, v_pages = place.set(k.astype(layer.k.dtype), mode="drop"), layer.v
-        if v_pages is not None:
-            assert v is not None
-            if v_scale is not None:
-                v, scale = quantize(v, v_pages.dtype)
-                v_scale = v_scale.at[page, :, offset].set(scale, mode="drop")
-            v_pages = v_pages.at[page, :, offset].set(v.astype(v_pages.dtype), mode="drop")
-        return Pages(k_pages, v_pages, k_scale, v_scale, layer.layout, layer.num_ranks)
+    def put(layer: Pages, page: jax.Array, offset: jax.Array, entries: _Rows) -> Pages:
+        written: dict[str, jax.Array] = {}
+        for name in ("k", "v", "k_scale", "v_scale"):
+            array, own = getattr(layer, name), getattr(entries, name)
+            if own is not None:
+                is_column = name == "k" and layer.layout == "columns"
+                place = array.at[page, :, :, offset] if is_column else array.at[page, :, offset]
+                written[name] = place.set(own, mode="drop")
+        return dataclasses.replace(layer, **written)
 
     return [
-        in_ranks(put, layer.num_ranks)(layer, page, offset, entries, path)
-        for layer, entries in zip(pages, new, strict=True)
+        in_ranks(put, layer.num_ranks)(layer, page, offset, entries) for layer, entries in zip(pages, rows, strict=True)
+    ]
+
+
+@pytree
+class _Rows:
+    """Entries as pages store them, each [batch, m, kv_head, ...]; None where nothing is to be written."""
+
+    k: jax.Array | None
+    v: jax.Array | None
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+
+
+def _as_stored(layer: Pages, k: jax.Array, v: jax.Array | None) -> _Rows:
+    k_scale = v_scale = None
+    if layer.k_scale is not None:
+        k, k_scale = quantize(k, layer.k.dtype)
+    if layer.values_are_keys:
+        return _Rows(k.astype(layer.k.dtype), None, k_scale, None)
+    assert v is not None
+    if layer.v_scale is not None:
+        v, v_scale = quantize(v, layer.k.dtype)
+    k, v = k.astype(layer.k.dtype), v.astype(layer.k.dtype)
+    if layer.layout == "joined":
+        return _Rows(jnp.concatenate([k, v], axis=-1), None, k_scale, v_scale)
+    return _Rows(k, v, k_scale, v_scale)
+
+
+def writer_for(pages: Sequence[Pages]) -> Writer | None:
+    """The kernel that writes these pages in place. None: XLA's scatter, which does so itself on CPUs and GPUs; on TPUs
+    it copies all of them wherever the kernel that reads them stands beside it."""
+    if program_platform() != "tpu" or native.are_left_out():
+        return None
+    # Pallas takes a while to import, which other backends need not wait for
+    from specserve.kernels import paged_tpu, pages_tpu
+
+    if all(paged_tpu.takes(layer.k, layer.v) for layer in pages):
+        return pages_tpu.write_pages
+    return None
+
+
+def _in_place(
+    writer: Writer, pages: Sequence[Pages], rows: Sequence[_Rows], page: jax.Array, offset: jax.Array
+) -> list[Pages]:
+    """The pages with the entries of all layers but their scales, each device having written its own KV heads."""
+    arrays = [array for layer in pages for array in (layer.k, layer.v) if array is not None]
+    entries = [each for own in rows for each in (own.k, own.v) if each is not None]
+    mesh, is_shared = traced_mesh(), pages[0].num_ranks > 1
+    if mesh is None:
+        written = iter(writer(arrays, entries, page, offset))
+    else:
+        by_row = "batch" if is_shared else None
+        of_page, of_entry = ("pages" if is_shared else None, "kv_heads"), (by_row, None, "kv_heads")
+
+        def cut(array: jax.Array, axes: tuple[str | None, ...]) -> Any:
+            return fitting_partition(mesh, axes, array.shape[: len(axes)])
+
+        partitions = [cut(array, of_page) for array in arrays]
+        of_entries = [cut(each, of_entry) for each in entries]
+
+        def own(
+            arrays: list[jax.Array], entries: list[jax.Array], page: jax.Array, offset: jax.Array
+        ) -> list[jax.Array]:
+            return writer(arrays, entries, own_pages(page, len(arrays[0])) if is_shared else page, offset)
+
+        places = cut(page, (by_row,))
+        everywhere = ("batch", "kv_heads", "experts", "sequence")  # no axis is left to the compiler
+        run = over_parts(own, everywhere, (partitions, of_entries, places, places), partitions)
+        written = iter(run(arrays, entries, page, offset))
+    return [
+        dataclasses.replace(layer, k=next(written), v=None if layer.v is None else next(written)) for layer in pages
     ]
 
 

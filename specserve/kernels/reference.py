@@ -25,7 +25,7 @@ def attend(
     them."""
     if prefix is not None and prefix.pages.is_quantized:
         k = dequantize(*quantize(k, prefix.pages.k.dtype))
-        v = k[..., : v.shape[-1]] if prefix.pages.v is None else dequantize(*quantize(v, prefix.pages.v.dtype))
+        v = k[..., : v.shape[-1]] if prefix.pages.values_are_keys else dequantize(*quantize(v, prefix.pages.k.dtype))
     batch, n, num_heads, head_dim = q.shape
     group = num_heads // k.shape[2]
     out = np.full((batch, n, num_heads, v.shape[-1]), np.nan, np.float32)
@@ -131,10 +131,15 @@ def convolve(
 def _committed(prefix: PagedPrefix, b: int, v_dim: int) -> tuple[np.ndarray, np.ndarray]:
     """The committed keys and values from the first visible entry on, each [entry, kv_head, dim], page after page."""
     table, pages = np.asarray(prefix.page_table)[b], prefix.pages
-    k_pages = np.asarray(pages.k) if pages.layout == "rows" else np.asarray(pages.k).swapaxes(2, 3)
+    k_pages = np.asarray(pages.k).swapaxes(2, 3) if pages.layout == "columns" else np.asarray(pages.k)
+    if pages.v_first:
+        k_pages, v_pages = k_pages[..., : pages.v_first], k_pages[..., pages.v_first :]
+    else:
+        v_pages = None if pages.v is None else np.asarray(pages.v)
     if pages.k_scale is not None:
         k_pages = dequantize(k_pages, np.asarray(pages.k_scale))
-    v_pages = k_pages[..., :v_dim] if pages.v is None else np.asarray(pages.v)
+    if v_pages is None:
+        v_pages = k_pages[..., :v_dim]
     if pages.v_scale is not None:
         v_pages = dequantize(v_pages, np.asarray(pages.v_scale))
 

@@ -100,7 +100,7 @@ def compile_steps(plan: ServePlan) -> tuple[CompiledStep, ...]:
             mesh,
             num_slots=fleet.fit.num_slots,
             max_model_len=run.prompt + run.answer,
-            page_size=run.page_size,
+            page_size=order.page_size,
             num_pages=fleet.fit.num_pages,
         )
     runner, replica, found = described.runner(target, order.head, shapes, mesh), fleet.replica, []

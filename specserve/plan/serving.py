@@ -17,6 +17,7 @@ from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.registry import KindName
 from specserve.drafters.speculation import describe, drafter_for, parse_speculation
 from specserve.errors import ConfigError
+from specserve.kernels.pages import default_page_size
 from specserve.mesh import SERVING_AXES, mesh_sizes, num_parts
 from specserve.models.config import ModelConfig
 from specserve.models.presets import target_size
@@ -133,7 +134,12 @@ class Order:
     @property
     def shared(self) -> int:
         """Prompt tokens that are found in the cache: whole pages."""
-        return self.run.shared_prompt // self.run.page_size * self.run.page_size
+        return self.run.shared_prompt // self.page_size * self.page_size
+
+    @property
+    def page_size(self) -> int:
+        """The tokens of a page."""
+        return self.run.page_size or default_page_size("tpu" if self.device.is_tpu else "gpu")
 
 
 @dataclass(frozen=True)
@@ -233,7 +239,7 @@ def _fleets(order: Order) -> list[PlannedFleet]:
             slots=run.max_slots,
             longest=run.prompt + run.answer,
             own=run.prompt + run.answer - order.shared,
-            page_size=run.page_size,
+            page_size=order.page_size,
         )
         if fit:
             found.append(_fleet(order, text, replica, fit))

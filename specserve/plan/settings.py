@@ -31,7 +31,7 @@ class PlanServeRun:
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
     mesh: str = setting("", help="devices of a replica by axis, as of `serve`; empty: the one with the fastest tokens")
     max_slots: int = setting(256, help="sequences that run at once in a replica, at most", ge=1)
-    page_size: int = setting(32, help="tokens per cache page", ge=1)
+    page_size: int = setting(0, help="tokens per cache page; 0: as `serve` chooses for such devices", ge=0)
     compile: bool = setting(
         False, help="also compile the steps for the devices, which need not be here, and print what the compiler counts"
     )

@@ -158,7 +158,7 @@ class ServeRun:
         help="prompt and answer together; 0: the target's context, at most 4,096 unless the memory is filled",
         ge=0,
     )
-    page_size: int = setting(32, scope=PROGRAM, help="tokens per cache page", ge=1)
+    page_size: int = setting(0, scope=PROGRAM, help="tokens per cache page; 0: 32, and on TPUs 128", ge=0)
     cache_tokens: int = setting(
         0, scope=PROGRAM, help="tokens the cache holds; 0: what cache_gb or cache_fraction allow", ge=0
     )

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.speculation import drafter_for
 from specserve.errors import ConfigError
+from specserve.kernels.pages import default_page_size
 from specserve.mesh import free_memory, in_equal_parts, num_parts, on_each_device, program_platform
 from specserve.models.config import ModelConfig
 from specserve.serve.programs.placement import bytes_per_page, state_bytes
@@ -67,10 +68,15 @@ class Served:
             self.mesh,
             num_slots=sizes.num_slots,
             max_model_len=sizes.max_model_len,
-            page_size=run.page_size,
+            page_size=page_size(run),
             num_pages=sizes.num_pages,
             is_deterministic=run.deterministic,
         )
+
+
+def page_size(run: ServeRun) -> int:
+    """Return the tokens of a page."""
+    return run.page_size or default_page_size(program_platform())
 
 
 def is_filled(run: ServeRun) -> bool:
@@ -117,27 +123,27 @@ def estimated_temporaries(target: ModelConfig, shapes: Shapes, mesh: Mesh | None
 
 def _filled(served: Served, run: ServeRun, longest: int, set_aside: int | None) -> ServerSizes:
     """The most slots of which each has a share of the cache, and the cache in all the memory that is left."""
-    ranks, page_size = served.num_ranks, run.page_size
-    whole, free = -(-longest // page_size), free_memory(served.mesh)
+    ranks, tokens = served.num_ranks, page_size(run)
+    whole, free = -(-longest // tokens), free_memory(served.mesh)
     drafter, each = drafter_for(served.trees, served.drafter), MOST_SLOTS
-    per_page = bytes_per_page(served.target, drafter, page_size, served.mesh)
+    per_page = bytes_per_page(served.target, drafter, tokens, served.mesh)
     while True:
         sizes, aside = ServerSizes(each * ranks, longest, each * ranks * whole), set_aside
         shapes = served.shapes(run, sizes)
         if aside is None:
             aside = estimated_temporaries(served.target, shapes, served.mesh)
         config = StepConfig(served.target, drafter, shapes.max_depth, verified_depth=shapes.verified_depth)
-        of_slots = state_bytes(config, served.mesh, each * ranks, 0, page_size=page_size, max_pages=whole)
+        of_slots = state_bytes(config, served.mesh, each * ranks, 0, page_size=tokens, max_pages=whole)
         left = free - round(UNPLANNED * free) - aside - of_slots
         pages = left // max(1, per_page)
-        if each <= LEAST_BATCH or pages * page_size >= each * min(longest, TOKENS_EACH):
+        if each <= LEAST_BATCH or pages * tokens >= each * min(longest, TOKENS_EACH):
             break
         each //= 2
     pages = max(1, min(pages, sizes.num_pages // ranks))  # `check_state_fits` refuses what does not fit
     unkept = max(0, pages.bit_length() - KEPT_BITS)
     pages = pages >> unkept << unkept
     if not run.max_model_len:
-        longest = min(longest, pages * page_size)
+        longest = min(longest, pages * tokens)
     return ServerSizes(each * ranks, longest, pages * ranks, aside)
 
 
@@ -145,14 +151,14 @@ def _num_pages(served: Served, run: ServeRun, num_slots: int, longest: int) -> i
     """Return the pages of all data ranks together, each of which has the same number. By default every slot can have
     a sequence of the longest, which ends in the middle of a page where the pages' size does not divide it."""
     if run.cache_tokens or not (run.cache_gb or run.cache_fraction):
-        whole = num_slots * -(-longest // run.page_size)
-        return in_equal_parts(served.mesh, "batch", -(-run.cache_tokens // run.page_size) or whole)
+        whole = num_slots * -(-longest // page_size(run))
+        return in_equal_parts(served.mesh, "batch", -(-run.cache_tokens // page_size(run)) or whole)
     available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * free_memory(served.mesh))
-    per_page = bytes_per_page(served.target, served.drafter, run.page_size, served.mesh)
+    per_page = bytes_per_page(served.target, served.drafter, page_size(run), served.mesh)
     pages = available // per_page
     if pages < 1:
         raise ConfigError(
-            f"the cache may take {available:,} bytes, and one page of {run.page_size} tokens takes {per_page:,}: "
+            f"the cache may take {available:,} bytes, and one page of {page_size(run)} tokens takes {per_page:,}: "
             "raise --cache-gb or --cache-fraction, or lower --page-size"
         )
     return pages * served.num_ranks

@@ -19,7 +19,7 @@ from specserve.kernels.pages import Layout, quantize
 _OPTIONS = ("softcap", "window")
 _attend = jax.jit(attend, static_argnames=_OPTIONS)  # one program instead of twenty small ones
 _attend_by_kernel = jax.jit(attend_by_kernel, static_argnames=_OPTIONS)
-LAYOUTS: tuple[Layout, ...] = ("columns", "rows")
+LAYOUTS: tuple[Layout, ...] = ("columns", "rows", "joined")
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paging import keys_as_rows
+from paging import as_rows
 
 from specserve.kernels import pages as pages_module
 from specserve.kernels import reference
@@ -25,11 +25,11 @@ def _new(rng: np.random.Generator, batch: int, n: int) -> tuple[tuple[jax.Array,
     return (k, v), (latent, None)
 
 
-@pytest.mark.parametrize("layout", ["columns", "rows"])
+@pytest.mark.parametrize("layout", ["columns", "rows", "joined"])
 def test_kept_entries_stand_where_the_table_says_and_nothing_else_changes(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, layout: Layout
 ) -> None:
-    monkeypatch.setattr(pages_module, "default_layout", lambda: layout)
+    monkeypatch.setattr(pages_module, "default_layout", lambda _head_dim: layout)
     new = _new(rng, batch=2, n=4)
     table = jnp.asarray([[3, 1], [0, 4]], jnp.int32)
     index = jnp.asarray([[2, 3, 4, 5], [7, 6, 0, 1]], jnp.int32)
@@ -43,11 +43,12 @@ def test_kept_entries_stand_where_the_table_says_and_nothing_else_changes(
             k[page, :, offset] = new_k[b, n]
             if new_v is not None:
                 v[page, :, offset] = new_v[b, n]
-        np.testing.assert_array_equal(keys_as_rows(pages), k)
+        keys, values = as_rows(pages)
+        np.testing.assert_array_equal(keys, k)
         if new_v is None:
-            assert pages.v is None
+            assert values is None
         else:
-            np.testing.assert_array_equal(np.asarray(pages.v), v)
+            np.testing.assert_array_equal(values, v)
 
 
 def test_entries_outside_the_table_are_dropped(rng: np.random.Generator) -> None:
@@ -69,7 +70,8 @@ def test_quantised_entries_stand_beside_their_scales(rng: np.random.Generator) -
     cache = Cache(layers, 5, PAGE_SIZE).write(new, table, index, jnp.asarray([[True, True, False]]))
     for pages, (k, v) in zip(cache.layers, new, strict=True):
         assert isinstance(pages, Pages)
-        sides = [(keys_as_rows(pages), pages.k_scale, k), (pages.v, pages.v_scale, v)]
+        keys, values = as_rows(pages)
+        sides = [(keys, pages.k_scale, k), (values, pages.v_scale, v)]
         for stored, scale, entries in sides:
             if entries is None:
                 assert stored is None

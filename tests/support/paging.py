@@ -31,8 +31,13 @@ def make_prefix(
     k_scale: Any | None = None,  # [page, kv_head, page_size]
     v_scale: Any | None = None,
 ) -> PagedPrefix:
-    k = np.asarray(k) if layout == "rows" else np.asarray(k).swapaxes(2, 3)
-    pages = Pages(*(None if x is None else jnp.asarray(x) for x in (k, v, k_scale, v_scale)), layout)
+    k, v_first = np.asarray(k), 0
+    if layout == "joined" and v is not None:
+        k, v, v_first = np.concatenate([k, v], axis=-1), None, k.shape[-1]
+    elif layout == "columns":
+        k = k.swapaxes(2, 3)
+    given = (None if x is None else jnp.asarray(x) for x in (k, v, k_scale, v_scale))
+    pages = Pages(*given, layout, v_first=v_first)
     return PagedPrefix(pages, jnp.asarray(table, jnp.int32), jnp.asarray(lens, jnp.int32), first, is_exact)
 
 
@@ -72,5 +77,9 @@ def _pretended_gpu() -> Iterator[None]:
         yield
 
 
-def keys_as_rows(pages: Pages) -> np.ndarray:  # [page, kv_head, page_size, head_dim]
-    return np.asarray(pages.k) if pages.layout == "rows" else np.asarray(pages.k).swapaxes(2, 3)
+def as_rows(pages: Pages) -> tuple[np.ndarray, np.ndarray | None]:
+    """Keys and values of pages, [page, kv_head, page_size, dim] each. The values are None where they are keys."""
+    k, v = np.asarray(pages.k), None if pages.v is None else np.asarray(pages.v)
+    if pages.v_first:
+        return k[..., : pages.v_first], k[..., pages.v_first :]
+    return k.swapaxes(2, 3) if pages.layout == "columns" else k, v

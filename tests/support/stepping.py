@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from paging import keys_as_rows
+from paging import as_rows
 from rounding import assert_same, tolerance
 
 from specserve.checkpoints.load import Target
@@ -165,7 +165,7 @@ def draft_entries(slots: Slots) -> list[np.ndarray]:
     # of a drafter that follows the first entry is never visible, and the root's is there
     first, last = (FIRST_ENTRY, 0) if slots.followed else (0, 1)
     layers = [pages for pages in kept.layers if isinstance(pages, Pages)]
-    k, v = (np.stack(sides) for sides in zip(*((keys_as_rows(p), np.asarray(p.v)) for p in layers), strict=True))
+    k, v = (np.stack(sides) for sides in zip(*map(as_rows, layers), strict=True))
     found = []
     for slot, text in enumerate(slots.texts):
         for index in range(first, len(text) - last):

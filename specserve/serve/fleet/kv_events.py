@@ -23,6 +23,7 @@ from typing import Any
 
 from specserve.errors import ConfigError
 from specserve.serve.settings import ServeRun
+from specserve.serve.sizes import page_size
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +201,7 @@ def open_publisher(run: ServeRun) -> Publisher | None:
         raise ConfigError("--kv-events-endpoint tells what the prefix cache has, and --no-prefix-cache: there is none")
     return Publisher(
         run.kv_events_endpoint,
-        run.page_size,
+        page_size(run),
         replay_endpoint=run.kv_events_replay_endpoint,
         topic=run.kv_events_topic,
         buffer_steps=run.kv_events_buffer_steps,

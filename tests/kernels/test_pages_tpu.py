@@ -1,0 +1,104 @@
+"""`pages_tpu.write_pages` writes what XLA's scatter does, and touches nothing else.
+
+Some batches run in the interpreter of TPU kernels with its checks on: memory begins as NaN, copies may be executed as
+late as when they are waited for, reads out of bounds and races are errors. It takes seconds for each, so most run in
+Pallas' plain one.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+
+from specserve.kernels import pages_tpu
+
+NUM_PAGES = 7
+CHECKED = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, dma_execution_mode="on_wait")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What one sequence writes: so many entries from an offset on, the kept ones a run of them, on pages of its own."""
+
+    offset: int
+    begin: int
+    num_kept: int
+    pages: tuple[int, ...]
+
+
+def places(rows: list[Row], num_entries: int, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The pages and the offsets of all entries, [batch, m]."""
+    page = np.full((len(rows), num_entries), NUM_PAGES, np.int32)
+    offset = np.zeros_like(page)
+    for b, row in enumerate(rows):
+        for i in range(num_entries):
+            offset[b, i] = (row.offset + i) % page_size
+            nth = (row.offset + i) // page_size
+            if row.begin <= i < row.begin + row.num_kept and nth < len(row.pages):
+                page[b, i] = row.pages[nth]
+    return page, offset
+
+
+def check(
+    rows: list[Row], num_entries: int, dtype: str, *, heads: int = 2, channels: Sequence[int], interpret: Any = True
+) -> None:
+    rng = np.random.default_rng(0)
+    tile = 32 // jnp.dtype(dtype).itemsize
+    page_size = 2 * tile
+    page, offset = places(rows, num_entries, page_size)
+
+    def some(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.integers(-100, 100, shape), dtype)
+
+    arrays = [some(NUM_PAGES, heads, page_size, each) for each in channels]
+    entries = [some(len(rows), num_entries, heads, each) for each in channels]
+    pltpu.reset_tpu_interpret_mode_state()
+    run = jax.jit(lambda *given: pages_tpu.write_pages(*given, interpret=interpret))
+    got = jax.device_get(run(arrays, entries, jnp.asarray(page), jnp.asarray(offset)))
+    for array, own, result in zip(arrays, entries, got, strict=True):
+        expected = np.array(array)
+        for b, i in np.ndindex(page.shape):
+            if page[b, i] < NUM_PAGES:
+                expected[page[b, i], :, offset[b, i]] = np.asarray(own)[b, i]
+        np.testing.assert_array_equal(result, expected)
+
+
+@st.composite
+def batches(draw: Any) -> tuple[list[Row], int]:
+    num_entries, free = draw(st.integers(1, 40)), list(range(NUM_PAGES))
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        begin = draw(st.integers(0, min(2, num_entries)))
+        pages = tuple(free.pop() for _ in range(draw(st.integers(0, 2))))
+        rows.append(Row(draw(st.integers(0, 15)), begin, draw(st.integers(0, num_entries - begin)), pages))
+    return rows, num_entries
+
+
+@settings(max_examples=25, deadline=None)
+@given(batches(), st.sampled_from(["float32", "bfloat16", "int8"]), st.sampled_from([1, 2]))
+def test_entries_come_to_their_places(batch: tuple[list[Row], int], dtype: str, heads: int) -> None:
+    check(*batch, dtype, heads=heads, channels=[128, 64])
+
+
+CASES: dict[str, tuple[list[Row], int, str]] = {
+    "nobody writes": ([Row(0, 0, 0, ()), Row(0, 0, 0, ())], 1, "bfloat16"),
+    "one between padded slots": ([Row(0, 0, 0, ()), Row(5, 0, 1, (3,)), Row(0, 0, 0, ())], 1, "bfloat16"),
+    "over the middle of a page": ([Row(7, 1, 3, (2,)), Row(12, 0, 4, (6, 5))], 4, "float32"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_races_and_nothing_is_read_before_it_is_there(name: str) -> None:
+    check(*CASES[name], channels=[128], interpret=CHECKED)
+
+
+def test_arrays_that_fast_memory_does_not_hold_at_once_go_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages_tpu, "_VMEM", 1)
+    check([Row(3, 0, 4, (2,)), Row(14, 1, 3, (5, 0))], 4, "bfloat16", channels=[128, 128, 256])
