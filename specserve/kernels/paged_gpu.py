@@ -1,13 +1,17 @@
 """Attention over pages on NVIDIA GPUs: one Pallas kernel, lowered through Triton.
 
-A program reads a part of one sequence's pages for one KV head, and multiplies them by a tile of query rows. Where batch
-and KV heads alone do not fill a GPU the prefix is split over several programs, whose results XLA merges by their
-log-sum-exps (flash-decoding). The page table is read in the kernel, so nothing is gathered, and pages that a sequence
-does not have cost nothing.
+A piece of work is a run of one sequence's keys, for one KV head and a tile of query rows. All runs of a step are about
+as long, whosever keys they are, and the programs take them in turns: a long sequence among short ones occupies the
+whole GPU. A second kernel merges the results of a sequence's runs by their log-sum-exps (flash-decoding). The page
+table is read in the kernel, so nothing is gathered, and pages that a sequence does not have cost nothing.
+
+Runs begin at multiples of their length in the sequence. That length follows from the rows of a step, and is doubled
+where the keys of all sequences would make more runs than there is room for results. Up to there the result of a row has
+the same bits whatever else is in the batch.
 
 Bytes read from memory: lens * kv_head * (head_dim + v_dim) * itemsize for each sequence, once for all tiles of rows
 where the second-level cache holds what they share; v_dim is not counted where the values are the keys' first channels.
-For each split and row of queries (v_dim + 1) * 4 bytes are written and read again. FLOPs: 2 * lens * kv_head * row *
+For each run and row of queries (v_dim + 1) * 4 bytes are written and read again. FLOPs: 2 * lens * kv_head * row *
 (head_dim + v_dim) for each sequence, rows rounded up to a tile.
 
 Triton's blocks have powers of two as sizes, and its matrix products at least 16 of each. So rows are padded to tiles,
@@ -22,14 +26,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specserve.kernels.rows import NEG_INF
 
 _MIN_TILE = 16  # Triton's products take no less
-_PROGRAMS = 256  # keep the 108 to 148 multiprocessors of a data-centre GPU busy with about two programs each
-_MIN_SPLIT = 128  # keys of a split, at least: with fewer, writing and merging results costs more than reading keys
+_PROGRAMS = 512  # keep the 108 to 148 multiprocessors of a data-centre GPU busy with about four programs each
+_MIN_RUN = 128  # keys of a run, at least, and more where results would take more than a share of the keys' bytes
+_RESULTS_SHARE = 1 / 8
+_MOST_ROWS = 4096  # of queries that have results of runs, of a KV head, beside one run of each sequence
 
 
 def takes(shape: tuple[int, ...], dtype: Any) -> bool:
@@ -69,39 +76,50 @@ def attend_pages(
     computed in the dtype of the queries and summed in float32.
     """
     batch, num_kv_heads, num_rows, head_dim = q.shape
-    page_size, width = k_pages.shape[2], page_table.shape[1]
     row_tile, key_tile, num_warps = _tiles(head_dim, v_dim)
     row_tile = min(row_tile, max(_MIN_TILE, pl.next_power_of_2(num_rows)))
-    num_tiles = pl.cdiv(num_rows, row_tile)
-    most = max(1, width * page_size // _MIN_SPLIT)
-    num_splits = min(most, pl.cdiv(_PROGRAMS, batch * num_kv_heads * num_tiles))
-    kernel = functools.partial(
-        _kernel,
-        row_tile=row_tile,
-        key_tile=key_tile,
-        num_tiles=num_tiles,
-        num_splits=num_splits,
-        v_dim=v_dim,
-        first=first,
-        window=window,
-        softcap=softcap,
-    )
+    num_tiles, num_keys = pl.cdiv(num_rows, row_tile), page_table.shape[1] * k_pages.shape[2]
+    lens = jnp.minimum(lens, num_keys)  # a table is never read past its end
+    begins = jnp.full(batch, first, jnp.int32)
     if not window:
         positions = None
-    arrays = (q, k_pages, v_pages, page_table, lens, positions, k_scale, v_scale)
-    out, lse = pl.pallas_call(
-        kernel,
-        out_shape=(
-            jax.ShapeDtypeStruct((batch, num_kv_heads, num_splits, num_rows, v_dim), jnp.float32),
-            jax.ShapeDtypeStruct((batch, num_kv_heads, num_splits, num_rows), jnp.float32),
-        ),
-        grid=(num_splits * num_tiles, num_kv_heads, batch),
-        in_specs=[None if array is None else pl.BlockSpec() for array in arrays],
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=2),
-        interpret=interpret,
-        name="attend_pages",
-    )(*arrays)
-    return _merge(out, lse)
+    if positions is not None:
+        begins = jnp.maximum(begins, jnp.min(positions, axis=1) - (window - 1))
+    of_key = (head_dim + (0 if v_pages is None else v_dim)) * k_pages.dtype.itemsize
+    least = 2 * 4 * num_rows * v_dim / (_RESULTS_SHARE * of_key)
+    run = max(_MIN_RUN, key_tile, pl.next_power_of_2(math.ceil(least)))
+    num_runs, num_programs, work = batch, batch, None
+    if run < num_keys:
+        num_runs += min(batch * (num_keys // run), max(1, _MOST_ROWS // num_rows))
+        num_programs = min(num_runs, pl.cdiv(_PROGRAMS, num_kv_heads * num_tiles))
+        work = _runs(begins, lens, run, num_runs)
+
+    def call(kernel: Any, name: str, arrays: tuple[Any, ...], programs: int, results: int, **options: Any) -> Any:
+        shape = results, num_kv_heads, num_rows
+        return pl.pallas_call(
+            functools.partial(kernel, row_tile=row_tile, v_dim=v_dim, **options),
+            out_shape=tuple(jax.ShapeDtypeStruct(each, jnp.float32) for each in ((*shape, v_dim), shape)),
+            grid=(num_tiles, num_kv_heads, programs),
+            in_specs=[None if array is None else pl.BlockSpec() for array in arrays],
+            compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=2),
+            interpret=interpret,
+            name=name,
+        )(*arrays)
+
+    arrays = (q, k_pages, v_pages, page_table, begins, lens, positions, k_scale, v_scale, work)
+    options = {"key_tile": key_tile, "window": window, "softcap": softcap}
+    out, lse = call(_kernel, "attend_pages", arrays, num_programs, num_runs, **options)
+    return (out, lse) if work is None else call(_merge, "merge_runs", (out, lse, work), batch, batch)
+
+
+def _runs(begins: jax.Array, lens: jax.Array, run: int, num_runs: int) -> jax.Array:  # [1 + batch] int32
+    """Return the keys of a run, which are `run` times a power of two, and behind them the number of runs of each
+    sequence and all before it. No more than `num_runs` altogether, which is more than one for each sequence."""
+    length = run * 2 ** np.arange(32 - run.bit_length(), dtype=np.int32)[:, None]
+    numbers = jnp.where(lens > begins, -(-lens // length) - begins // length, 0)
+    fits = jnp.sum(numbers, axis=1) <= num_runs
+    chosen = jnp.argmax(fits)
+    return jnp.concatenate([jnp.asarray(length[:, 0])[chosen][None], jnp.cumsum(numbers[chosen])]).astype(jnp.int32)
 
 
 def _tiles(head_dim: int, v_dim: int) -> tuple[int, int, int]:
@@ -113,15 +131,62 @@ def _tiles(head_dim: int, v_dim: int) -> tuple[int, int, int]:
     return 64, 64, 4
 
 
-def _merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Merge the results of the splits of a prefix, the third axis of both arrays, into one softmax."""
-    if lse.shape[2] == 1:
-        return out[:, :, 0], lse[:, :, 0]
-    largest = jnp.max(lse, axis=2, keepdims=True)
-    weights = jnp.exp(lse - largest)
-    total = jnp.sum(weights, axis=2)
-    merged = jnp.sum(weights[..., None] * out, axis=2) / total[..., None]
-    return merged, largest[:, :, 0] + jnp.log(total)
+def _merge(
+    out_ref: Any,  # [run, kv_head, row, v_dim]
+    lse_ref: Any,  # [run, kv_head, row]
+    work_ref: Any,
+    merged_ref: Any,  # [batch, kv_head, row, v_dim]
+    merged_lse_ref: Any,  # [batch, kv_head, row]
+    *,
+    row_tile: int,
+    v_dim: int,
+) -> None:
+    """Merge the results of one sequence's runs, in their order, for one KV head and a tile of rows."""
+    head, b = pl.program_id(1), pl.program_id(2)
+    rows = pl.program_id(0) * row_tile + jnp.arange(row_tile, dtype=jnp.int32)
+    is_row = rows < out_ref.shape[2]
+    parts = _powers(0, v_dim)
+
+    def add(run: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        largest, total, *values = carry
+        lse = plgpu.load(lse_ref.at[run, head, rows], mask=is_row, other=NEG_INF)
+        now = jnp.maximum(largest, lse)
+        decay, weight = jnp.exp(largest - now), jnp.exp(lse - now)
+        found = [_load(out_ref, (run, head, rows), part, is_row) for part in parts]
+        values = [old * decay[:, None] + weight[:, None] * own for old, own in zip(values, found, strict=True)]
+        return now, total * decay + weight, *values
+
+    nothing = [jnp.zeros((row_tile, size), jnp.float32) for _, size, _ in parts]
+    unseen = (jnp.full(row_tile, NEG_INF, jnp.float32), jnp.zeros(row_tile, jnp.float32), *nothing)
+    begin = jnp.where(b > 0, work_ref[b], 0)
+    _store(
+        merged_ref,
+        merged_lse_ref,
+        (b, head, rows),
+        is_row,
+        parts,
+        jax.lax.fori_loop(begin, work_ref[b + 1], add, unseen),
+    )
+
+
+def _store(
+    out_ref: Any,
+    lse_ref: Any,
+    where: tuple[Any, ...],
+    is_row: jax.Array,
+    parts: tuple[tuple[int, int, int], ...],
+    sums: tuple[Any, ...],  # the largest score of each row, its sum of exponentials, its values
+) -> None:
+    """Write the softmax and its log-sum-exp: 0 and NEG_INF where nothing was seen."""
+    largest, total, *values = sums
+    has_seen = (total > 0) & (largest > NEG_INF)
+    total = jnp.where(has_seen, total, 1.0)
+    plgpu.store(lse_ref.at[where], jnp.where(has_seen, largest + jnp.log(total), NEG_INF), mask=is_row)
+    for (begin, size, end), value in zip(parts, values, strict=True):
+        channels = begin + jnp.arange(size, dtype=jnp.int32)
+        is_kept = is_row[:, None] & (channels < end)[None]
+        place = out_ref.at[(*where[:-1], where[-1][:, None], channels[None])]
+        plgpu.store(place, value / total[:, None], mask=is_kept)
 
 
 def _kernel(
@@ -129,89 +194,106 @@ def _kernel(
     k_ref: Any,
     v_ref: Any,
     table_ref: Any,
+    begins_ref: Any,  # [batch] the first entry that any row sees
     lens_ref: Any,
     positions_ref: Any,
     k_scale_ref: Any,
     v_scale_ref: Any,
-    out_ref: Any,  # [batch, kv_head, split, row, v_dim]
-    lse_ref: Any,  # [batch, kv_head, split, row]
+    work_ref: Any,  # see `_runs`; None: a run is a sequence
+    out_ref: Any,  # [run, kv_head, row, v_dim]
+    lse_ref: Any,  # [run, kv_head, row]
     *,
     row_tile: int,
     key_tile: int,
-    num_tiles: int,
-    num_splits: int,
     v_dim: int,
-    first: int,
     window: int,
     softcap: float,
 ) -> None:
-    """Attend to one split of one sequence, for one KV head and one tile of rows."""
-    tile, split = jax.lax.rem(pl.program_id(0), num_tiles), jax.lax.div(pl.program_id(0), num_tiles)
-    head, b = pl.program_id(1), pl.program_id(2)
+    """Attend to some runs of keys, for one KV head and one tile of rows."""
+    head, program = pl.program_id(1), pl.program_id(2)
     num_rows, head_dim = q_ref.shape[2:]
-    rows = tile * row_tile + jnp.arange(row_tile, dtype=jnp.int32)
+    rows = pl.program_id(0) * row_tile + jnp.arange(row_tile, dtype=jnp.int32)
     is_row = rows < num_rows
-    length = jnp.minimum(lens_ref[b], table_ref.shape[1] * k_ref.shape[2])  # a table is never read past its end
-    begin, positions = jnp.int32(first), None
-    if window:
-        furthest = jnp.iinfo(jnp.int32).max  # of rows that are padding: they must not move the begin
-        positions = plgpu.load(positions_ref.at[b, rows], mask=is_row, other=furthest)
-        begin = jnp.maximum(begin, jnp.min(positions) - (window - 1))
-    share = pl.cdiv(jnp.maximum(length - begin, 0), num_splits * key_tile) * key_tile  # keys of each split
-    start = begin + split * share
-    stop = jnp.minimum(start + share, length)
     parts = _powers(0, head_dim)
     if v_ref is None:
         parts = *_powers(0, v_dim), *_powers(v_dim, head_dim)
-    queries = [_load(q_ref, (b, head, rows), part, is_row) for part in parts]
     v_parts = _powers(0, v_dim)
 
-    def add(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Add a tile of keys: their largest score, sum of exponentials, and values so far."""
-        largest, total, *values = carry
-        index = start + i * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
-        is_key = index < stop
-        page = plgpu.load(table_ref.at[b, jax.lax.div(index, k_ref.shape[2])], mask=is_key, other=0)
-        page = jnp.clip(page, 0, k_ref.shape[0] - 1)
-        where = (page, head, jax.lax.rem(index, k_ref.shape[2]))
-        keys = [_load(k_ref, where, part, is_key).astype(q_ref.dtype) for part in parts]
-        scores = jnp.zeros((row_tile, key_tile), jnp.float32)
-        for query, key in zip(queries, keys, strict=True):
-            scores += _product(query, key, 1)
-        if k_scale_ref is not None:
-            scores *= plgpu.load(k_scale_ref.at[where], mask=is_key, other=0.0)[None]
-        if softcap:
-            scores = softcap * jnp.tanh(scores / softcap)
-        is_seen = jnp.broadcast_to(is_key[None], scores.shape)
-        if positions is not None:
-            is_seen &= positions[:, None] - index[None] < window
-        scores = jnp.where(is_seen, scores, NEG_INF)
-        now = jnp.maximum(largest, jnp.max(scores, axis=1))
-        weights = jnp.where(is_seen, jnp.exp(scores - now[:, None]), 0.0)
-        decay = jnp.exp(largest - now)
-        total = total * decay + jnp.sum(weights, axis=1)
-        if v_ref is None:
-            seen, scale_ref = keys[: len(v_parts)], k_scale_ref
-        else:
-            seen = [_load(v_ref, where, part, is_key).astype(q_ref.dtype) for part in v_parts]
-            scale_ref = v_scale_ref
-        if scale_ref is not None:
-            weights *= plgpu.load(scale_ref.at[where], mask=is_key, other=0.0)[None]
-        weights = weights.astype(q_ref.dtype)
-        values = [old * decay[:, None] + _product(weights, own, 0) for old, own in zip(values, seen, strict=True)]
-        return now, total, *values
+    def attend(b: jax.Array, start: jax.Array, stop: jax.Array, run: jax.Array) -> None:
+        """Attend to the keys from `start` to `stop` of sequence b, and write what comes of it as that run's."""
+        positions = None
+        if positions_ref is not None:
+            positions = plgpu.load(positions_ref.at[b, rows], mask=is_row, other=jnp.iinfo(jnp.int32).max)
+            # rows that are padding must not move the begin
+            start = jnp.maximum(start, jnp.min(positions) - (window - 1))
+        queries = [_load(q_ref, (b, head, rows), part, is_row) for part in parts]
 
-    nothing = [jnp.zeros((row_tile, size), jnp.float32) for _, size, _ in v_parts]
-    unseen = (jnp.full(row_tile, NEG_INF, jnp.float32), jnp.zeros(row_tile, jnp.float32), *nothing)
-    largest, total, *values = jax.lax.fori_loop(0, pl.cdiv(stop - start, key_tile), add, unseen)
-    has_seen = total > 0
-    total = jnp.where(has_seen, total, 1.0)
-    plgpu.store(lse_ref.at[b, head, split, rows], jnp.where(has_seen, largest + jnp.log(total), NEG_INF), mask=is_row)
-    for (begin, size, end), value in zip(v_parts, values, strict=True):
-        channels = begin + jnp.arange(size, dtype=jnp.int32)
-        is_kept = is_row[:, None] & (channels < end)[None]
-        place = out_ref.at[b, head, split, rows[:, None], channels[None]]
-        plgpu.store(place, value / total[:, None], mask=is_kept)
+        def add(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            """Add a tile of keys: their largest score, sum of exponentials, and values so far."""
+            largest, total, *values = carry
+            index = start + i * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
+            is_key = index < stop
+            page = plgpu.load(table_ref.at[b, jax.lax.div(index, k_ref.shape[2])], mask=is_key, other=0)
+            page = jnp.clip(page, 0, k_ref.shape[0] - 1)
+            where = (page, head, jax.lax.rem(index, k_ref.shape[2]))
+            keys = [_load(k_ref, where, part, is_key).astype(q_ref.dtype) for part in parts]
+            scores = jnp.zeros((row_tile, key_tile), jnp.float32)
+            for query, key in zip(queries, keys, strict=True):
+                scores += _product(query, key, 1)
+            if k_scale_ref is not None:
+                scores *= plgpu.load(k_scale_ref.at[where], mask=is_key, other=0.0)[None]
+            if softcap:
+                scores = softcap * jnp.tanh(scores / softcap)
+            is_seen = jnp.broadcast_to(is_key[None], scores.shape)
+            if positions is not None:
+                is_seen &= positions[:, None] - index[None] < window
+            scores = jnp.where(is_seen, scores, NEG_INF)
+            now = jnp.maximum(largest, jnp.max(scores, axis=1))
+            weights = jnp.where(is_seen, jnp.exp(scores - now[:, None]), 0.0)
+            decay = jnp.exp(largest - now)
+            total = total * decay + jnp.sum(weights, axis=1)
+            if v_ref is None:
+                seen, scale_ref = keys[: len(v_parts)], k_scale_ref
+            else:
+                seen = [_load(v_ref, where, part, is_key).astype(q_ref.dtype) for part in v_parts]
+                scale_ref = v_scale_ref
+            if scale_ref is not None:
+                weights *= plgpu.load(scale_ref.at[where], mask=is_key, other=0.0)[None]
+            weights = weights.astype(q_ref.dtype)
+            values = [old * decay[:, None] + _product(weights, own, 0) for old, own in zip(values, seen, strict=True)]
+            return now, total, *values
+
+        nothing = [jnp.zeros((row_tile, size), jnp.float32) for _, size, _ in v_parts]
+        unseen = (jnp.full(row_tile, NEG_INF, jnp.float32), jnp.zeros(row_tile, jnp.float32), *nothing)
+        sums = jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(stop - start, 0), key_tile), add, unseen)
+        _store(out_ref, lse_ref, (run, head, rows), is_row, v_parts, sums)
+
+    if work_ref is None:
+        attend(program, begins_ref[program], lens_ref[program], program)
+        return
+    length, batch = work_ref[0], lens_ref.shape[0]
+
+    def take(i: jax.Array, _: None) -> None:
+        run = program + i * pl.num_programs(2)
+        b = _sequence_of(run, work_ref, batch)
+        begin = begins_ref[b]
+        nth = jax.lax.div(begin, length) + run - jnp.where(b > 0, work_ref[b], 0)
+        attend(b, jnp.maximum(begin, nth * length), jnp.minimum(lens_ref[b], (nth + 1) * length), run)
+
+    num_own = pl.cdiv(jnp.maximum(work_ref[batch] - program, 0), pl.num_programs(2))
+    jax.lax.fori_loop(0, num_own, take, None)
+
+
+def _sequence_of(run: jax.Array, work_ref: Any, batch: int) -> jax.Array:
+    """The sequence that has this run: the first with more runs up to it. By bisection."""
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = jax.lax.div(low + high, 2)
+        is_after = work_ref[middle + 1] <= run
+        return jnp.where(is_after, middle + 1, low), jnp.where(is_after, high, middle)
+
+    return jax.lax.fori_loop(0, batch.bit_length(), halve, (jnp.int32(0), jnp.int32(batch - 1)))[0]
 
 
 def _powers(start: int, stop: int) -> tuple[tuple[int, int, int], ...]:

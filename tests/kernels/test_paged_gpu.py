@@ -12,6 +12,7 @@ import pytest
 from paging import TRITON, attend_by_kernel, lower_for_cuda, make_prefix
 from rounding import assert_same, tolerance
 
+from specserve.kernels import paged_gpu
 from specserve.kernels.attention import attend
 from specserve.kernels.paged_gpu import attend_pages, takes
 from specserve.kernels.pages import share_out
@@ -23,20 +24,21 @@ def _shape(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
 
 
 @pytest.mark.parametrize(
-    ("rows", "head_dim", "v_dim", "page_size", "dtype", "window", "stored"),
+    ("rows", "head_dim", "v_dim", "page_size", "dtype", "window", "stored", "calls"),
     [
-        (4, 128, 128, 16, "bfloat16", 0, "bfloat16"),  # grouped heads, one token
-        (64, 128, 128, 16, "bfloat16", 1024, "int8"),  # a tree
-        (4096, 256, 256, 64, "bfloat16", 0, "bfloat16"),  # a prompt
-        (128, 576, 512, 64, "bfloat16", 0, "bfloat16"),  # latents
-        (16, 576, 512, 64, "bfloat16", 0, "float8_e4m3fn"),
-        (7, 80, 80, 1, "float32", 0, "float32"),  # nothing is a power of two
+        (4, 128, 128, 16, "bfloat16", 0, "bfloat16", 2),  # grouped heads, one token
+        (64, 128, 128, 64, "bfloat16", 1024, "int8", 2),  # a tree
+        (4096, 256, 256, 64, "bfloat16", 0, "bfloat16", 1),  # a prompt
+        (128, 576, 512, 64, "bfloat16", 0, "bfloat16", 1),  # latents
+        (16, 576, 512, 64, "bfloat16", 0, "float8_e4m3fn", 2),
+        (7, 80, 80, 1, "float32", 0, "float32", 1),  # nothing is a power of two
     ],
 )
-def test_it_is_one_triton_call(
-    rows: int, head_dim: int, v_dim: int, page_size: int, dtype: str, window: int, stored: str
+def test_it_is_one_triton_call_and_one_that_merges_runs(
+    rows: int, head_dim: int, v_dim: int, page_size: int, dtype: str, window: int, stored: str, calls: int
 ) -> None:
-    """Lowered for a GPU where there is none: all shapes and types are ones that Triton's dialect takes."""
+    """Lowered for a GPU where there is none: all shapes and types are ones that Triton's dialect takes. Where one run
+    holds all keys, there is nothing to merge."""
     batch, kv_heads, pages, width = 2, 1 if v_dim < head_dim else 8, 1000, 50
 
     def run(q: Any, k: Any, v: Any, table: Any, lens: Any, positions: Any, k_scale: Any, v_scale: Any) -> Any:
@@ -56,8 +58,44 @@ def test_it_is_one_triton_call(
         scale,
         scale if v_dim == head_dim else None,
     )
-    assert module.count(TRITON) == 1
+    assert module.count(TRITON) == calls
     assert "gather" not in module, "pages are copied"
+
+
+def _attend(lens: list[int], keys: list[int], *, width: int, window: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Interpreted attention of sequences of these lengths, each with the queries of these keys, to one text."""
+    rng, page_size, heads, dim, rows = np.random.default_rng(0), 16, 2, 16, 3
+    text = rng.standard_normal((2, heads, width * page_size, dim)).astype(np.float32)
+    q = rng.standard_normal((max(keys) + 1, heads, rows, dim)).astype(np.float32)[keys]
+    k, v = text.reshape(2, heads, width, page_size, dim).swapaxes(1, 2)
+    table = np.broadcast_to(np.arange(width, dtype=np.int32), (len(lens), width))
+    length = jnp.asarray(lens, jnp.int32)
+    positions = jnp.broadcast_to(length[:, None], (len(lens), rows)) if window else None
+    found = attend_pages(q, k, v, table, length, positions, v_dim=dim, window=window, interpret=True)
+    return np.asarray(found[0]), np.asarray(found[1])
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_the_bits_of_a_row_are_those_of_any_batch(window: int) -> None:
+    lens, keys = [3, 1000, 0, 130, 257], [4, 0, 1, 3, 2]
+    together = _attend(lens, keys, width=64, window=window)
+    for i, (length, key) in enumerate(zip(lens, keys, strict=True)):
+        for all_rows, own in zip(together, _attend([length], [key], width=64, window=window), strict=True):
+            np.testing.assert_array_equal(all_rows[i], own[0])
+
+
+def test_runs_are_longer_where_there_is_no_room_for_all_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums are those of one run for each sequence, up to rounding, and of as many runs as there may be."""
+    lens, keys, begins = [900, 1024, 0, 17], [0, 1, 2, 3], jnp.zeros(4, jnp.int32)
+    work = {room: np.asarray(paged_gpu._runs(begins, jnp.asarray(lens), 128, room)) for room in (99, 8, 4)}
+    assert {room: (each[0], each[-1]) for room, each in work.items()} == {99: (128, 17), 8: (512, 5), 4: (1024, 3)}
+    many = _attend(lens, keys, width=64)
+    monkeypatch.setattr(paged_gpu, "_MOST_ROWS", 1)
+    some = _attend(lens, keys, width=64)
+    monkeypatch.setattr(paged_gpu, "_MIN_RUN", 4096)
+    for each in (many, some):
+        for found, once in zip(each, _attend(lens, keys, width=64), strict=True):
+            np.testing.assert_allclose(found, once, rtol=1e-5, atol=1e-5)
 
 
 def test_pages_whose_indices_would_overflow_are_left_to_xla() -> None:
