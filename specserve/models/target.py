@@ -191,8 +191,16 @@ def _mix(
 
 def logits(params: TargetParams, config: ModelConfig, hidden_states: jax.Array) -> jax.Array:
     """Compute the next-token logits of normed hidden states: [..., d_model] -> [..., vocab] float32."""
-    out = head_logits(params, hidden_states)
-    return config.logit_softcap * jnp.tanh(out / config.logit_softcap) if config.logit_softcap else out
+    return _capped(config, head_logits(params, hidden_states))
+
+
+def logits_of(params: TargetParams, config: ModelConfig, hidden_states: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Compute the logits of some tokens by a product of their own: [..., d_model] -> [..., len(token_ids)] float32."""
+    return _capped(config, matmul_float32(hidden_states, head_columns(params, token_ids)))
+
+
+def _capped(config: ModelConfig, logits: jax.Array) -> jax.Array:
+    return config.logit_softcap * jnp.tanh(logits / config.logit_softcap) if config.logit_softcap else logits
 
 
 def head_logits(params: TargetParams, hidden_states: jax.Array) -> jax.Array:  # [..., vocab] float32

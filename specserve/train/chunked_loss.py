@@ -62,6 +62,13 @@ class HiddenStates:
         """Return the logits of the draft vocabulary [position, ..., draft_vocab] float32, the log-sum-exp of those of
         the whole vocabulary, and the best token (see `Teacher`)."""
         logits = target_model.logits(target, config, self.hidden_states)
+        if program_platform() == "tpu":
+            # Taking columns of the logits would transpose all of them there. A product of its own may round otherwise,
+            # so the best token is looked up, and not compared.
+            drafted = target_model.logits_of(target, config, self.hidden_states, vocab.target_ids)
+            rows = jnp.arange(len(vocab.target_ids), dtype=jnp.int32)
+            row_of = jnp.full(logits.shape[-1], -1, jnp.int32).at[vocab.target_ids].set(rows)
+            return drafted, jax.nn.logsumexp(logits, axis=-1), row_of[argmax(logits)]
         drafted = logits[..., vocab.target_ids]
         is_drafted = jnp.max(drafted, axis=-1) >= jnp.max(logits, axis=-1)
         return drafted, jax.nn.logsumexp(logits, axis=-1), jnp.where(is_drafted, argmax(drafted), -1)

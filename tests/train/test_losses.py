@@ -7,6 +7,10 @@ import pytest
 from rounding import assert_same, tolerance
 from scipy.special import log_softmax
 
+from specserve.checkpoints.load import Target
+from specserve.mesh import made_for
+from specserve.speculative.vocab import DraftVocab
+from specserve.train.chunked_loss import HiddenStates
 from specserve.train.losses import LossName, acceptance, make_loss
 
 NAMES: tuple[LossName, ...] = ("ce", "kl", "tv", "lk", "lk-hybrid", "ce-l1")
@@ -61,3 +65,20 @@ def test_no_mass_in_the_draft_vocabulary_is_finite(rng: np.random.Generator) -> 
         assert np.isfinite(value)
         assert np.isfinite(np.asarray(gradient)).all()
     np.testing.assert_array_equal(acceptance(nothing, jnp.asarray(logits)), 0)
+
+
+def test_a_tpu_takes_the_drafts_logits_by_a_product_of_their_own(rng: np.random.Generator, tiny_target: Target) -> None:
+    """They are those that others pick out of all logits, and so is the best token, drafted or not."""
+    params, config = tiny_target.params, tiny_target.config
+    hidden = jnp.asarray(rng.standard_normal((40, config.d_model)), jnp.float32)
+    vocab = DraftVocab(jnp.asarray(np.sort(rng.choice(config.vocab_size, config.vocab_size // 2, replace=False))))
+
+    def compared(hidden: jax.Array) -> tuple[jax.Array, ...]:
+        return HiddenStates(hidden).compared(params, config, vocab)
+
+    expected, error = compared(hidden), tolerance(compared, hidden)
+    with made_for("tpu"):
+        found = compared(hidden)
+    assert_same(found[:2], expected[:2], error[:2])
+    np.testing.assert_array_equal(found[2], expected[2])
+    assert {-1} < {*np.asarray(found[2]).tolist()}
