@@ -71,6 +71,7 @@ class Engine:
                 runner.shapes.page_pool(options.watcher, num_pages),
                 options,
                 chunks=runner.shapes.chunks,
+                most_prompts=runner.shapes.most_prompts,
                 max_step=runner.shapes.max_step,
                 cache_lag=runner.config.max_pending,
                 is_deterministic=runner.shapes.is_deterministic,

@@ -122,7 +122,8 @@ class Rounds:
         raises: then `rebuild`."""
         start = time.perf_counter()
         self._drop_cancelled()
-        work = self.scheduler.schedule(min(self.runner.most_steps, self._most_steps or self.runner.most_steps))
+        most_steps = min(self.runner.most_steps, self._most_steps or self.runner.most_steps)
+        work = self.scheduler.schedule(most_steps, side_by_side=not self.choice.is_partial)
         if work.is_empty and not self.in_flight:
             return False
         if not work.is_empty:

@@ -9,11 +9,14 @@ Over a mesh that cuts sequences each data rank has slots and pages of its own (`
 to a rank while it has a slot: its pages are the rank's, and so are the sequences that give up pages for it. The ranks
 prefill side by side, one prompt each. A prefix draws a prompt to the rank that has it where that saves more tokens than
 it costs.
+
+On accelerators several short prompts of a rank run in one program. None of them may read what another one computes
+there, so a prompt that begins as another one does waits for the next program, and finds the beginning in the cache.
 """
 
 import bisect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -51,6 +54,7 @@ class Sequence:
     num_prefilled: int = 0  # tokens whose keys and values are, or are about to be, committed
     num_start: int = 0  # tokens to prefill: the prompt, and after a preemption the answer so far
     num_cached: int | None = None  # prompt tokens that were cached at the first admission
+    is_new: bool = False  # it has a slot, and nothing of it has been dispatched there
     num_in_flight: int = 0  # tokens that steps dispatched and not read emit, at least
     most_in_flight: int = 0  # the same, at most
     has_ended: bool = False
@@ -132,7 +136,7 @@ class Round:
     preempted: list[Sequence]
     decode: list[Sequence]
     new_pages: list[tuple[int, int, int]]  # for `decode`: slot, which page of the sequence, page
-    prefills: list[tuple[Chunk, ...]]  # of each prefill program: a chunk of one prompt for each data rank that has one
+    prefills: list[tuple[Chunk, ...]]  # of each prefill program: chunks of prompts of the data ranks that have some
     most_steps: int = 1  # steps that `decode` has pages for
 
     @property
@@ -155,6 +159,7 @@ class Scheduler:
         options: EngineOptions | None = None,
         *,
         chunks: Seq[int],  # sizes of the prefill programs
+        most_prompts: Callable[[int], int] = lambda _chunk: 1,  # of a data rank that one of this size takes, at most
         max_step: int,  # tokens that one step emits, at most
         cache_lag: int = 0,  # last entries of a growing sequence, which its drafter may not have written yet
         is_deterministic: bool = False,
@@ -174,6 +179,7 @@ class Scheduler:
             for rank in range(pool.num_ranks)
         ]
         self._chunks, self._max_step, self._cache_lag = tuple(chunks), max_step, cache_lag
+        self._most_prompts = most_prompts
         self._prefill_tokens = max(options.prefill_tokens or chunks[-1], chunks[0])
         self.is_caching, self._prefers_cached = options.is_caching, options.prefers_cached
         self._is_deterministic = is_deterministic
@@ -189,10 +195,11 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=lambda other: other.rank)
         self._num_added += 1
 
-    def schedule(self, most_steps: int = 1) -> Round:
+    def schedule(self, most_steps: int = 1, *, side_by_side: bool = True) -> Round:
         """Plan the next round, and take what it needs: pages for every sequence that decodes (from younger ones, if
         there are no others), and slots and pages for those that leave the queue. They are pages for `most_steps` steps,
-        or for fewer where more would be in somebody's way."""
+        or for fewer where more would be in somebody's way. Several prompts of a data rank run `side_by_side` where
+        there are programs for that."""
         preempted: list[Sequence] = []
         decode: list[Sequence] = []
         new_pages: list[tuple[int, int, int]] = []
@@ -203,7 +210,7 @@ class Scheduler:
             if pages is not None:
                 new_pages += [(sequence.slot, len(sequence.pages) - len(pages) + i, p) for i, p in enumerate(pages)]
                 decode.append(sequence)
-        return Round(preempted, decode, new_pages, self._prefills_of_round(can_admit=not preempted), most_steps)
+        return Round(preempted, decode, new_pages, self._prefills_of_round(not preempted, side_by_side), most_steps)
 
     def _most_steps(self, ready: Seq[Sequence], most: int) -> int:
         """Return how many steps these sequences may take in one round: one where a prompt runs or may be admitted next,
@@ -251,34 +258,66 @@ class Scheduler:
         for sequence in list(self.running):
             self._preempt(sequence)
 
-    def _prefills_of_round(self, *, can_admit: bool) -> list[tuple[Chunk, ...]]:
+    def _prefills_of_round(self, can_admit: bool, side_by_side: bool) -> list[tuple[Chunk, ...]]:
         prefills: list[tuple[Chunk, ...]] = []
         room = self._prefill_tokens  # of each data rank
         while room >= self._chunks[0]:
-            prompts = self._prompts(can_admit=can_admit)
+            prompts = self._first_prompts(can_admit)
             if not prompts:
                 break
-            remaining = [sequence.num_start - sequence.num_prefilled for sequence, _ in prompts]
+            remaining = [sequence.num_start - sequence.num_prefilled for sequence in prompts]
             size = max(chunk_size(self._chunks, number, room) for number in remaining)
-            room -= size
-            prefills.append(tuple(self._chunk(sequence, size, is_first) for sequence, is_first in prompts))
+            most, alone = self._most_prompts(size), len(prompts)
+            if side_by_side and 1 < most <= room // size and not any(each.is_scored for each in prompts):
+                self._fill_up(prompts, most, can_admit)
+            room -= size * (most if len(prompts) > alone else 1)
+            prefills.append(tuple(self._chunk(sequence, size) for sequence in prompts))
         return prefills
 
-    def _prompts(self, *, can_admit: bool) -> list[tuple[Sequence, bool]]:
-        """Return what prefills next, and whether it has just been admitted: one prompt at a time in each data rank, as
-        the next one finds in the cache what this one computes."""
-        prompts = {each.data_rank: (each, False) for each in self.running if each.is_prefilling}
+    def _first_prompts(self, can_admit: bool) -> list[Sequence]:
+        """Return what prefills next: the first prompt of each data rank, which may have just been admitted."""
+        prompts: dict[int, Sequence] = {}
+        for each in self.running:
+            if each.is_prefilling:
+                prompts.setdefault(each.data_rank, each)
         while can_admit and len(prompts) < self.pool.num_ranks:
-            sequence = self._admit({rank: each.num_start - each.num_prefilled for rank, (each, _) in prompts.items()})
+            sequence = self._admit({rank: each.num_start - each.num_prefilled for rank, each in prompts.items()})
             if sequence is None:
                 break
-            prompts[sequence.data_rank] = sequence, True
+            prompts[sequence.data_rank] = sequence
         return list(prompts.values())
 
-    def _chunk(self, sequence: Sequence, size: int, is_first: bool) -> Chunk:
+    def _fill_up(self, prompts: list[Sequence], most: int, can_admit: bool) -> None:
+        """Put further prompts beside the first ones of their data ranks, up to so many for each: those that have begun,
+        then those that wait, as long as the next of them shares no page with any that is to be computed here."""
+        number = Counter(each.data_rank for each in prompts)
+        for each in self.running:
+            if each.is_prefilling and not each.is_scored and each not in prompts and number[each.data_rank] < most:
+                prompts.append(each)
+                number[each.data_rank] += 1
+        while can_admit and self.waiting and any(number[rank] < most for rank in range(self.pool.num_ranks)):
+            waiting = self._next_waiting()
+            if waiting.is_scored or any(self._shares(waiting, each) for each in prompts):
+                return
+            full = {rank: self._prefill_tokens for rank in range(self.pool.num_ranks) if number[rank] >= most}
+            sequence = self._admit(full)
+            if sequence is None:
+                return
+            prompts.append(sequence)
+            number[sequence.data_rank] += 1
+
+    def _shares(self, sequence: Sequence, other: Sequence) -> bool:
+        """Return whether the other one is about to compute a page that this one would find in the cache a moment
+        later."""
+        if not self.is_caching or sequence.request.cache_salt != other.request.cache_salt:
+            return False
+        end = (other.num_prefilled // self.pool.page_size + 1) * self.pool.page_size
+        return end <= other.num_start and sequence.token_ids[:end] == other.token_ids[:end]
+
+    def _chunk(self, sequence: Sequence, size: int) -> Chunk:
         """The next tokens of a prompt, `size` at most."""
-        num_cached = sequence.num_prefilled
-        num_tokens = min(sequence.num_start - num_cached, size)
+        num_cached, is_first = sequence.num_prefilled, sequence.is_new
+        num_tokens, sequence.is_new = min(sequence.num_start - num_cached, size), False
         sequence.num_prefilled += num_tokens
         self._cache(sequence, sequence.num_prefilled)  # computed before anybody can read it
         return Chunk(sequence, num_cached, num_tokens, is_first, not sequence.is_prefilling)
@@ -311,7 +350,7 @@ class Scheduler:
         sequence.pages = cached + self.pool.allocate(missing, rank=rank)
         sequence.num_shared = len(cached)
         sequence.num_prefilled = len(cached) * self.pool.page_size
-        sequence.num_start = len(token_ids)
+        sequence.num_start, sequence.is_new = len(token_ids), True
         sequence.slot, sequence.data_rank = self._free_slots[rank].pop(), rank
         bisect.insort(self.running, sequence, key=lambda other: other.rank)
         if sequence.num_cached is None:

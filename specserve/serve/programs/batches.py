@@ -31,12 +31,15 @@ class Batches:
         each = self.num_slots // self.num_ranks
         return [i % self.num_ranks * each + i // self.num_ranks for i in range(number)]
 
+    def most_of_a_rank(self, slots: Sequence[int]) -> int:
+        """Return how many of these slots a data rank has, at most."""
+        if self.num_ranks == 1:
+            return len(slots)
+        return max(Counter(map(self.rank_of, slots)).values(), default=0)
+
     def size_for(self, slots: Sequence[int]) -> int:
         """The batch bucket of these slots: each data rank has room for its own."""
-        fullest = len(slots)
-        if self.num_ranks > 1:
-            fullest = max(Counter(map(self.rank_of, slots)).values(), default=0)
-        return next(size for size in self.sizes if size >= fullest * self.num_ranks)
+        return next(size for size in self.sizes if size >= self.most_of_a_rank(slots) * self.num_ranks)
 
     def rows(self, slots: Sequence[int], size: int) -> list[int] | slice:
         """The rows of these slots in a batch of this size."""

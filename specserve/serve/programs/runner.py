@@ -219,24 +219,30 @@ class Runner:
         is_scored: bool = False,
         allowed: np.ndarray | None = None,
     ) -> StepHandle:
-        """Run the next tokens of prompts, one of each data rank at most: `parts` are their slots, how many tokens (at
-        most the largest of `chunks`), and whether they are the last. The drawn token counts after the last.
-        With `is_scored` the result has the log-probabilities of the prompts' own tokens.
+        """Run the next tokens of prompts, of each data rank at most as many as there is a program for: `parts` are
+        their slots, how many tokens (at most the largest of `chunks`), and whether they are the last. The drawn token
+        counts after the last. With `is_scored` the result has the log-probabilities of the prompts' own tokens.
         `allowed` ([part, 1, bytes] uint8, as `TokenMask.masks`) are the tokens that may be drawn."""
         slots, shapes, batches = [slot for slot, _, _ in parts], self.shapes, self.shapes.batches
         chunks = [chunk for chunk in shapes.chunks if all(chunk >= number for _, number, _ in parts)]
+        of_rank = batches.most_of_a_rank(slots)
         most = max(self.bounds.num_entries((slot,)) + number for slot, number, _ in parts)
         widths = shapes.widths_for(most)
         if is_scored:  # there is one program for all
             widths, chunks = shapes.widths[-1:], shapes.chunks[-1:]
-        programs = (shapes.prefill(*sizes, is_scored=is_scored) for sizes in itertools.product(widths, chunks))
-        columns = zip(*((number, is_last) for _, number, is_last in parts), strict=True)  # of a row for each data rank
-        in_rows = [tuple(batches.fill(slots, each, shapes.num_ranks, 0).tolist()) for each in columns]
-        bits = batches.fill_masks(slots, allowed, shapes.num_ranks)
-        result = self.run(self.compiled.first(programs), batches.pad(slots, shapes.num_ranks), *in_rows, bits)
+        programs = (
+            shapes.prefill(width, chunk, 1 if of_rank == 1 else shapes.most_prompts(chunk), is_scored=is_scored)
+            for width, chunk in itertools.product(widths, chunks)
+            if of_rank <= shapes.most_prompts(chunk)
+        )
+        program = self.compiled.first(programs)
+        columns = zip(*((number, is_last) for _, number, is_last in parts), strict=True)
+        in_rows = [tuple(batches.fill(slots, each, program.batch, 0).tolist()) for each in columns]
+        bits = batches.fill_masks(slots, allowed, program.batch)
+        result = self.run(program, batches.pad(slots, program.batch), *in_rows, bits)
         for slot, number, _ in parts:
             self.bounds.prefilled(slot, number)
-        return StepHandle(asked_parts(result, has_logprobs=has_logprobs), batches.rows(slots, shapes.num_ranks))
+        return StepHandle(asked_parts(result, has_logprobs=has_logprobs), batches.rows(slots, program.batch))
 
     def step(
         self,

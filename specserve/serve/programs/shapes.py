@@ -7,7 +7,7 @@ Deterministic serving is the case in which every list has one entry.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
@@ -51,6 +51,7 @@ class Shapes:
     accepts_nothing: bool = False  # deterministic plain decoding: a chain of which nothing may be accepted
     num_ranks: int = 1  # data ranks: it divides slots, pages and every batch
     most_steps: int = 1  # steps that one call of a program makes, one after another
+    prompt_tokens: int = 0  # of prompts side by side on a device, in one program; 0: one prompt
 
     @property
     def is_deterministic(self) -> bool:
@@ -128,9 +129,19 @@ class Shapes:
             (size, width): tuple(StepProgram(size, width, t) for t in self.trees_for(size)) for size, width in sizes
         }
 
-    def prefill(self, width: int, chunk: int, *, is_scored: bool = False) -> StepProgram:
-        """The prefill of chunks of this size, a prompt for each data rank."""
-        return StepProgram(self.num_ranks, width, kind="prefill", chunk=chunk, is_scored=is_scored)
+    def most_prompts(self, chunk: int) -> int:
+        """The prompts of a data rank that one program runs chunks of this size of, at most."""
+        return max(1, min(self.prompt_tokens // chunk, self.num_slots // self.num_ranks))
+
+    def prefill(self, width: int, chunk: int, prompts: int = 1, *, is_scored: bool = False) -> StepProgram:
+        """The prefill of chunks of this size, of so many prompts for each data rank."""
+        return StepProgram(prompts * self.num_ranks, width, kind="prefill", chunk=chunk, is_scored=is_scored)
+
+    def prefills(self, width: int) -> Iterator[StepProgram]:
+        """Yield the prefills that are compiled: of each size of chunks for one prompt, and for as many as may be."""
+        for chunk in self.chunks:
+            for prompts in sorted({1, self.most_prompts(chunk)}):
+                yield self.prefill(width, chunk, prompts)
 
     def constrained_step(self, batch_size: int, tree: Tree) -> tuple[StepProgram, StepProgram]:
         """The proposal and the verification of a step with token masks."""
@@ -141,7 +152,7 @@ class Shapes:
         """Return whether a program is needed before anything can be served. The largest of plain decoding can serve
         everything."""
         if program.kind == "prefill":
-            return (program.width, program.chunk) == (self.widths[-1], self.chunks[-1])
+            return program == self.prefill(self.widths[-1], self.chunks[-1], is_scored=program.is_scored)
         if program.kind == "step":
             return program == StepProgram(self.num_slots, self.widths[-1], self.plain)
         return program.kind in ("empty state", "admission", "page table", "recall")
@@ -149,13 +160,15 @@ class Shapes:
     def label(self, program: StepProgram) -> str:
         """Return the name of a program for people, in logs and in the files of costs."""
         way, contexts = describe(program.tree), f"contexts up to {program.width * self.page_size}"
+        prompts = f"{program.batch // self.num_ranks} x " if program.batch > self.num_ranks else ""
         return {
             "step": f"{way} for {program.batch}, {contexts}",
-            "prefill": "scoring of prompts" if program.is_scored else f"prefill of {program.chunk}, {contexts}",
+            "prefill": f"prefill of {prompts}{program.chunk}, {contexts}",
+            "scoring": "scoring of prompts",
             "catch-up": f"catching up for {program.batch}",
             "proposal": f"constrained {way} for {program.batch}: proposal",
             "verification": f"constrained {way} for {program.batch}: verification",
-        }.get(program.kind, program.kind)
+        }.get("scoring" if program.is_scored else program.kind, program.kind)
 
     def constrained_tree(self, batch_size: int) -> Tree | None:
         """Return the tree of steps with a constrained sequence: the longest chain of up to CONSTRAINED_DEPTH, or else
@@ -208,13 +221,15 @@ def make_shapes(
         num_ranks=num_ranks,
         # XLA makes a GPU's host drive loops unless its flags put them into CUDA graphs (+WHILE), which no GPU has timed
         most_steps=1 if program_platform() == "gpu" else STEPS_AT_ONCE,
+        # a CPU computes prompts one after another in the same time, and the first is done sooner
+        prompt_tokens=0 if program_platform() == "cpu" else chunks[-1],
     )
     if is_deterministic:
         assert len(trees) == 1, "deterministic steps have one shape"
         tree = trees[0] or chain(DETERMINISTIC_DEPTH, OWN_TEXT)
         assert tree.depth <= DETERMINISTIC_DEPTH
         one_shape = {"trees": (tree,), "batch_sizes": (num_slots,), "widths": (max_pages,), "chunks": chunks[:1]}
-        bounds = {"verified_depth": DETERMINISTIC_DEPTH, "accepts_nothing": trees[0] is None}
+        bounds = {"verified_depth": DETERMINISTIC_DEPTH, "accepts_nothing": trees[0] is None, "prompt_tokens": 0}
         return dataclasses.replace(shapes, **one_shape, **bounds)
     if reads_by_page(target, num_pages, page_size, mesh):  # with any width
         return dataclasses.replace(shapes, widths=(max_pages,))

@@ -102,6 +102,36 @@ def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
     assert engine.stats().num_late_compiles == 0
 
 
+def test_prompts_that_run_side_by_side_are_answered_as_alone(
+    tiny_target: Target,
+    tiny_head: Head,
+    pydoc_tokenizer: Tokenizer,
+    reference: Reference,
+    kept: Path | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on an accelerator, where one program takes several: short ones, parts of long ones, and two that begin alike,
+    of which the second finds in the cache what the first has computed."""
+    sizes = {"num_slots": 4, "max_model_len": MAX_LEN, "page_size": PAGE_SIZE, "num_pages": 4 * MAX_LEN // PAGE_SIZE}
+    shapes = make_shapes([TREE], tiny_target.config, **sizes)
+    runner = Runner(tiny_target, tiny_head, dataclasses.replace(shapes, chunks=(16, 64), prompt_tokens=64), folder=kept)
+    assert [program.batch for program in runner.shapes.prefills(runner.shapes.max_pages)] == [1, 4, 1]
+    compile_programs(runner)
+    rng, sides, prefill = random.Random(2), list[int](), runner.prefill
+    prompts = [[rng.randrange(64) for _ in range(length)] for length in (3, 12, 20, 1, 9, 15, 20, 7, 30, 5)]
+    prompts += [[*prompts[2][:17], 1, 2], [*prompts[2][:17], 3]]
+    asks = [Ask(tuple(prompt), greedy(8, ignore_eos=True)) for prompt in prompts]
+    asks = [ask for ask in asks if reference.is_firm(ask)]
+    assert len(asks) > 8
+    monkeypatch.setattr(runner, "prefill", lambda parts, **given: sides.append(len(parts)) or prefill(parts, **given))
+    with _engine(runner, pydoc_tokenizer, max_queue=64) as engine:
+        found = engine.generate([list(ask.prompt) for ask in asks], greedy(8, ignore_eos=True))
+        check_idle(engine)
+        assert engine.stats().num_late_compiles == 0
+    assert [list(each.token_ids) for each in found] == [reference.answer(ask).token_ids for ask in asks]
+    assert max(sides) > 1
+
+
 def test_growing_into_wider_page_tables_changes_nothing(
     tiny_target: Target, pydoc_tokenizer: Tokenizer, answer: list[int], kept: Path | None
 ) -> None:

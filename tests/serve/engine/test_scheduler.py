@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
@@ -35,14 +35,17 @@ def _scheduler(
     *,
     cache_lag: int = 0,
     is_deterministic: bool = False,
+    prompt_tokens: int = 0,
     **options: object,
 ) -> Scheduler:
-    """Slots and pages are those of each data rank; the rest are `EngineOptions`."""
+    """Slots and pages are those of each data rank; the rest are `EngineOptions`. With `prompt_tokens` a program runs
+    as many prompts of a rank side by side as have so many tokens."""
     return Scheduler(
         num_slots * num_ranks,
         PagePool(num_pages * num_ranks, PAGE_SIZE, num_ranks=num_ranks),
         EngineOptions(**options),  # type: ignore[arg-type]
         chunks=CHUNKS,
+        most_prompts=lambda chunk: max(1, prompt_tokens // chunk),
         max_step=MAX_STEP,
         cache_lag=cache_lag,
         is_deterministic=is_deterministic,
@@ -141,7 +144,13 @@ class Device:
         assert not (admitted and plan.preempted)
         assert sum(max(each.num_tokens for each in side) for side in plan.prefills) <= scheduler._prefill_tokens
         for side in plan.prefills:
-            assert len({self._rank(chunk.sequence) for chunk in side}) == len(side), "one prompt of each data rank"
+            most = scheduler._most_prompts(next(size for size in CHUNKS if size >= max(c.num_tokens for c in side)))
+            of_rank = Counter(self._rank(chunk.sequence) for chunk in side)
+            assert max(of_rank.values()) <= most
+            assert len({chunk.sequence for chunk in side}) == len(side)
+            for chunk, other in itertools.permutations(side, 2):
+                read = chunk.sequence.pages[: chunk.num_cached // PAGE_SIZE]
+                assert not {*read} & {*other.sequence.pages[other.num_cached // PAGE_SIZE :]}, "it is not there yet"
 
     def run(self) -> None:
         for _ in range(10_000):
@@ -171,6 +180,7 @@ def _requests(draw: st.DrawFn) -> list[Request]:
     cache_lag=st.sampled_from([0, 3]),
     is_caching=st.booleans(),
     is_deterministic=st.booleans(),
+    prompt_tokens=st.sampled_from([0, 16, 32]),
     most_steps=st.sampled_from([1, 2, 8]),
     rng=st.randoms(use_true_random=False),
 )
@@ -182,6 +192,7 @@ def test_everybody_is_served_and_nothing_is_left(
     cache_lag: int,
     is_caching: bool,
     is_deterministic: bool,
+    prompt_tokens: int,
     most_steps: int,
     rng: random.Random,
 ) -> None:
@@ -192,6 +203,7 @@ def test_everybody_is_served_and_nothing_is_left(
         cache_lag=cache_lag,
         is_caching=is_caching,
         is_deterministic=is_deterministic,
+        prompt_tokens=prompt_tokens,
     )
     device = Device(scheduler, rng, most_steps)
     for request in requests:
@@ -250,6 +262,28 @@ def test_data_ranks_prefill_side_by_side() -> None:
         for _ in range(3)
     ]
     assert found == [[[(0, 16), (1, 16)]], [[(0, 4), (1, 4)], [(2, 4), (3, 3)]], []]
+
+
+def _prefills(device: Device) -> list[list[tuple[int, int]]]:
+    """The programs of the next round: which sequences, and so many tokens of each."""
+    return [[(chunk.sequence.order, chunk.num_tokens) for chunk in side] for side in device.round().prefills]
+
+
+def test_short_prompts_run_side_by_side_where_a_program_takes_several() -> None:
+    """Four of at most four tokens, among them the beginning of a longer one; the rest of that goes alone."""
+    device = Device(_scheduler(8, num_pages=60, prompt_tokens=16))
+    for order, length in enumerate((3, 2, 18, 4, 1, 3, 4)):
+        _add(device.scheduler, _request([order] * length, 1))
+    found = [_prefills(device) for _ in range(3)]
+    assert found == [[[(0, 3), (1, 2), (2, 4), (3, 4)]], [[(2, 14)]], [[(4, 1), (5, 3), (6, 4)]]]
+
+
+def test_a_prompt_that_begins_as_another_does_waits_for_the_next_program() -> None:
+    """It finds there what the other one has computed. With a salt of its own it has nothing to wait for."""
+    device = Device(_scheduler(8, num_pages=60, prompt_tokens=16, prefill_tokens=32))
+    for token_id, salt in ((1, ""), (2, ""), (1, "salt"), (1, ""), (3, "")):
+        _add(device.scheduler, _request([0] * PAGE_SIZE + [token_id], 1, salt=salt))
+    assert _prefills(device) == [[(0, 4)], [(0, 1), (1, 1), (2, 4), (3, 1)], [(2, 1)], [(4, 1)]]
 
 
 def _sharing(shared: int, own: int, token_id: int) -> list[int]:
