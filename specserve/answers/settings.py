@@ -14,7 +14,10 @@ class RegenerateRun(HeadRun):
     """The settings of `specserve data regenerate`."""
 
     target: str = setting("pydoc", help="preset, Hugging Face folder or hub id of the answering model")
-    speculation: str = setting("", help="as of `serve`; changes no token. Empty: auto where there is a head, else off")
+    speculation: str = setting(
+        "",
+        help="as of `serve`; changes no token. Empty: auto where there is a head, off on CPUs for 8 or more at once",
+    )
     source: tuple[str, ...] = setting(
         ("pydoc",), help="questions: pydoc, self, data sets by name, owner/name of the hub, or files, as of `train`"
     )

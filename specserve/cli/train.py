@@ -42,6 +42,7 @@ from specserve.train.trainer import Progress as Moment
 
 logger = logging.getLogger(__name__)
 
+MOST_PASSES = 10  # over all conversations, before a budget is said to be too short for its steps
 DATA_FILE = "data.jsonl"  # in the folder of a run that ends with it
 
 
@@ -221,6 +222,13 @@ def _learn(
         times = f"tau is measured {budget.measurements} times" if budget.measurements > 1 else "tau at the end"
         seconds = f"{step.new:.3g} s" + (f", {step.seen:.3g} s over rows seen before," if step.seen < step.new else "")
         watch.say(f"{budget.steps:,} steps of {seconds} fit the budget; {times}")
+        passes = budget.steps / trainer.learner.data.loader.num_new_steps
+        if passes > MOST_PASSES:
+            logger.warning(
+                "%d steps read all conversations %.0f times, so the head learns them by heart: the budget had time for "
+                "few. A longer --budget answers more",
+                *(budget.steps, passes),
+            )
     listen(trainer)
     bar = TrainingBar(trainer, watch)
     last = trainer.train([bar.update, *observers])

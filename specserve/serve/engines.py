@@ -5,10 +5,12 @@ from collections.abc import Callable
 
 from specserve.checkpoints.source import resolve_head
 from specserve.drafters.registry import CARRIED
-from specserve.mesh import SERVING_AXES, in_equal_parts, parse_mesh
+from specserve.mesh import SERVING_AXES, in_equal_parts, parse_mesh, program_platform
 from specserve.serve.engine.engine import Engine
 from specserve.serve.launch import Models, load_beside, load_models, make_engine
 from specserve.serve.settings import ServeRun, TargetRun
+
+BUSY_SLOTS = 8  # of an engine that answers; with as many a CPU computes whatever it verifies
 
 
 def load(run: TargetRun | ServeRun, draft: str, *, has_tokenizer: bool = True, is_checked: bool = False) -> Models:
@@ -47,24 +49,26 @@ def measured_engine(
         constrained=False,
         early_ready=False,
     )
-    return make_engine(models, run, on_warmup, is_coupled=is_coupled)
+    return make_engine(models, run, on_warmup, is_coupled=is_coupled, has_scoring=False)
 
 
 def answering_engine(
     models: Models,
-    speculation: str,  # changes no token; empty: auto where there is a head, else off
+    speculation: str,  # changes no token; empty: auto where there is a head and it may pay, else off
     *,
     num_slots: int,
     max_model_len: int,
     on_warmup: Callable[[int, int, str], None],
 ) -> Engine:
     """An engine for many answers to questions that are known beforehand, compiled and not yet started."""
+    # for so many at once no draft pays on a CPU, and its programs take minutes to compile
+    may_pay = models.head and (num_slots < BUSY_SLOTS or program_platform() != "cpu")
     run = ServeRun(
-        speculation=speculation or ("auto" if models.head else "off"),
+        speculation=speculation or ("auto" if may_pay else "off"),
         max_slots=num_slots,
         max_model_len=max_model_len,
         max_queue=2 * num_slots,
         constrained=False,
         early_ready=False,
     )
-    return make_engine(models, run, on_warmup)
+    return make_engine(models, run, on_warmup, has_scoring=False)

@@ -198,6 +198,7 @@ def make_engine(
     on_warmup: Callable[[int, int, str], None],
     *,
     is_coupled: bool = True,
+    has_scoring: bool = True,  # compile what requests for log-probabilities of their prompts need
     leader: Leader | None = None,  # of several processes, this is the first
     watcher: Watcher | None = None,  # hears what the prefix cache gains and loses
 ) -> Engine:
@@ -212,7 +213,7 @@ def make_engine(
             "the state of its recurrent layers"
         )
     runner = _make_runner(models, run, leader, is_coupled=is_coupled)
-    programs = program_list.list_programs(runner)
+    programs = program_list.list_programs(runner, has_scoring=has_scoring)
     first = [program for program in programs if runner.shapes.is_plain(program) or not _is_early(run)]
     late = [program for program in programs[len(first) :] if not program.is_for_masks]
     done, log = itertools.count(1), ProgressLog(len(first), "before serving")

@@ -105,7 +105,7 @@ def _open(
         folder=host.cache_folder() / "programs",
         check=functools.partial(check_state_fits, mesh=models.mesh),
     )
-    programs = [program for program in list_programs(runner) if not program.is_scored]  # no request needs that one
+    programs = list_programs(runner, has_scoring=False)
     done = itertools.count(1)
 
     def report(program: StepProgram) -> None:

@@ -8,17 +8,19 @@ from specserve.serve.programs.shapes import Shapes
 from specserve.speculative.program import StepProgram
 
 
-def list_programs(runner: Runner) -> list[StepProgram]:
-    """List every program, in the order of need. Plain decoding can serve everything with the largest ones, those of
-    which `Shapes.is_plain` holds, if not in the fastest way. Programs that only token masks need come last."""
+def list_programs(runner: Runner, *, has_scoring: bool = True) -> list[StepProgram]:
+    """List every program, in the order of need, with `has_scoring` also what scores prompts. Plain decoding can serve
+    everything with the largest ones, those of which `Shapes.is_plain` holds, if not in the fastest way. Programs that
+    only token masks need come last."""
     shapes = runner.shapes
     found = [StepProgram(kind="empty state"), StepProgram(kind="admission"), StepProgram(kind="page table")]
     if runner.remembers:
         found.append(StepProgram(kind="recall"))
     for width in shapes.widths:
         found += [StepProgram(size, width, shapes.plain) for size in shapes.batch_sizes]
-        found += [shapes.prefill(width, chunk) for chunk in shapes.chunks]
-    found.append(shapes.prefill(shapes.widths[-1], shapes.chunks[-1], is_scored=True))
+        found += shapes.prefills(width)
+    if has_scoring:
+        found.append(shapes.prefill(shapes.widths[-1], shapes.chunks[-1], is_scored=True))
     if _catches_up(runner):
         sizes = itertools.product(shapes.batch_sizes, range(len(runner.inputs.layouts.distinct)))
         found += [StepProgram(size, kind="catch-up", layout=number) for size, number in sizes]
