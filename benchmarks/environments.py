@@ -37,10 +37,11 @@ def run(command: Sequence[str | Path], log: Path, what: str) -> None:
             raise BenchmarkError(f"{what} failed. The last lines of {log}:\n{tail(log)}")
 
 
-def environment(folder: Path, packages: Sequence[str], *, needs: str = "") -> Path:
+def environment(folder: Path, packages: Sequence[str], *, needs: str = "", without: Sequence[str] = ()) -> Path:
     """Make an environment with these packages in `folder`, once, and return its interpreter.
 
-    `needs` is a further part of the stamp by which an existing environment is recognised. Raises BenchmarkError where
+    `needs` is a further part of the stamp by which an existing environment is recognised. The packages of `without`,
+    which others bring along and nothing here uses, are taken out again. Raises BenchmarkError where
     pip cannot install the packages.
     """
     python = folder / "env" / "bin" / "python"
@@ -52,6 +53,9 @@ def environment(folder: Path, packages: Sequence[str], *, needs: str = "") -> Pa
     stamp.unlink(missing_ok=True)
     run([sys.executable, "-m", "venv", "--clear", folder / "env"], folder / "venv.log", "making an environment")
     what = "pip install (it needs a network, and a package index that has wheels for this platform)"
-    run([python, "-m", "pip", "--disable-pip-version-check", "install", *packages], folder / "pip.log", what)
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    run([*pip, "install", *packages], folder / "pip.log", what)
+    if without:
+        run([*pip, "uninstall", "--yes", *without], folder / "pip.log", "pip uninstall")
     stamp.write_text(expected)
     return python

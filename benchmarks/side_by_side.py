@@ -56,7 +56,7 @@ class Batch:
     round: int
     seconds: float
     answers: tuple[Answer, ...]
-    num_forwards: int = 0  # of the target, after prompts; 0 where the server does not report it
+    num_forwards: int = 0  # of the target, after prompts, with drafts or without; 0 where the server reports none
     reported_accepted: int = 0  # by the server's metrics, where it does not report it of each answer
 
     @property
@@ -251,7 +251,7 @@ class Server:
     ) -> Batch:
         """Ask all prompts with so many clients, each taking the next prompt when its answer is complete, in round
         `number`."""
-        counted = ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total")
+        counted = ("specserve:sequence_steps_total", "vllm:spec_decode_num_accepted_tokens_total")
         before = [self.total(series) for series in counted]
         begin = time.perf_counter()
         with ThreadPoolExecutor(clients) as pool:

