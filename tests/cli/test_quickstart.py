@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from fakes import STORY, FakeEngine
 from rich.console import Console
 from tiny_folder import write_folder
 from typer.testing import CliRunner
 
+from specserve.checkpoints.source import BUNDLED, resolve_target
 from specserve.cli import quickstart
 from specserve.cli.main import app
 from specserve.eval.acceptance import SpeculationReport
@@ -103,3 +105,21 @@ def test_a_chat_model_is_asked_what_anybody_can_judge(
     assert f"> {quickstart.QUESTIONS[0]} {STORY}" in text
     assert f"specserve chat --target '{target}' --draft {output}" in text
     assert ("shipped, auto" in text) == is_shipped
+
+
+@pytest.mark.slow
+def test_the_whole_loop_runs_on_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing stands in for anything: the bundled target, as a folder like any other, asks itself and answers; a head
+    is trained, measured and served."""
+    target, output = resolve_target(BUNDLED).folder, tmp_path / "ckpt"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with jax.numpy_dtype_promotion("standard"):  # optax adds numbers of several types, which other tests must not
+        result = CliRunner().invoke(
+            app, ["quickstart", "--target", str(target), "--output", str(output), "--minutes", "0.5"]
+        )
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert (output / "model.safetensors").is_file()
+    text = " ".join(result.output.split())
+    assert f"> {quickstart.QUESTIONS[0]}" in text
+    assert text.count("just trained,") == len(quickstart.SPECULATIONS)
+    assert text.count("5/5") >= len(quickstart.SPECULATIONS), "speculation changes no answer"
