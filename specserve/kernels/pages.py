@@ -256,7 +256,7 @@ def _as_stored(layer: Pages, k: jax.Array, v: jax.Array | None) -> _Rows:
 def writer_for(pages: Sequence[Pages]) -> Writer | None:
     """The kernel that writes these pages in place. None: XLA's scatter, which does so itself on CPUs and GPUs; on TPUs
     it copies all of them wherever the kernel that reads them stands beside it."""
-    if program_platform() != "tpu" or native.are_left_out():
+    if program_platform() != "tpu" or native.are_left_out() or not pages:
         return None
     # Pallas takes a while to import, which other backends need not wait for
     from specserve.kernels import paged_tpu, pages_tpu

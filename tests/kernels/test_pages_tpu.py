@@ -6,6 +6,7 @@ Pallas' plain one.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
+from specserve.kernels import pages as pages_module
 from specserve.kernels import pages_tpu
+from specserve.kernels.pages import Layout, Pages, share_out, write_pages
+from specserve.mesh import make_mesh, on_mesh, whole
 
 NUM_PAGES = 7
 CHECKED = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, dma_execution_mode="on_wait")
@@ -97,6 +101,27 @@ CASES: dict[str, tuple[list[Row], int, str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_races_and_nothing_is_read_before_it_is_there(name: str) -> None:
     check(*CASES[name], channels=[128], interpret=CHECKED)
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), [("rows", 2), ("joined", 1)])
+def test_devices_of_a_mesh_write_their_own_heads_and_pages(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, layout: Layout, num_ranks: int
+) -> None:
+    """Of a path through new entries, some in 8 bits; padding names no page. As XLA's scatter does without a mesh."""
+    mesh, page_size, heads, dim = make_mesh(data=2, tensor=2), 32, 2, 8
+    monkeypatch.setattr(pages_module, "default_layout", lambda _head_dim: layout)
+    pages = [Pages.zeros(8, page_size, heads, dim, dtype) for dtype in ("int8", "int8")]
+    new = [tuple(jnp.asarray(rng.standard_normal((2, 5, heads, dim)), jnp.float32) for _ in range(2)) for _ in pages]
+    page = jnp.asarray([[1, 1, 3], [6, 9, 9]], jnp.int32)  # the second row is of the second data rank
+    offset, path = jnp.asarray([[30, 31, 0], [5, 6, 7]], jnp.int32), jnp.asarray([[0, 2, 4], [1, 0, 0]], jnp.int32)
+    expected = write_pages(pages, new, page, offset, path)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(expected))
+    monkeypatch.setattr(
+        pages_module, "writer_for", lambda _pages: functools.partial(pages_tpu.write_pages, interpret=True)
+    )
+    run = jax.jit(on_mesh(mesh, lambda pages: write_pages(pages, new, page, offset, path)))
+    found = run(jax.device_put([share_out(each, num_ranks) for each in pages], whole(mesh)))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(found), jax.tree.leaves(expected))
 
 
 def test_arrays_that_fast_memory_does_not_hold_at_once_go_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
