@@ -121,5 +121,4 @@ def test_the_whole_loop_runs_on_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert (output / "model.safetensors").is_file()
     text = " ".join(result.output.split())
     assert f"> {quickstart.QUESTIONS[0]}" in text
-    assert text.count("just trained,") == len(quickstart.SPECULATIONS)
     assert text.count("5/5") >= len(quickstart.SPECULATIONS), "speculation changes no answer"
