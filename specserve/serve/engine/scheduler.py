@@ -7,11 +7,11 @@ for its turn again; what it has said so far is prompt then, and most of it is st
 
 Over a mesh that cuts sequences each data rank has slots and pages of its own (`pages.data_rank`). A sequence is bound
 to a rank while it has a slot: its pages are the rank's, and so are the sequences that give up pages for it. The ranks
-prefill side by side, one prompt each. A prefix draws a prompt to the rank that has it where that saves more tokens than
+prefill side by side. A prefix draws a prompt to the rank that has it where that saves more tokens than
 it costs.
 
-On accelerators several short prompts of a rank run in one program. None of them may read what another one computes
-there, so a prompt that begins as another one does waits for the next program, and finds the beginning in the cache.
+On accelerators several short prompts of a rank run in one program. None of them sees what another one computes there,
+so a prompt that begins as another one does waits for the next program, and finds the beginning in the cache.
 """
 
 import bisect
