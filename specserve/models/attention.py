@@ -10,7 +10,7 @@ from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import as_heads, split_as_heads
 from specserve.models.config import HeadShape, LayerKind, ModelConfig, Names
-from specserve.models.context import Context, Tables, join
+from specserve.models.context import Context, Tables, by_group, join
 from specserve.models.layers import by_head, linear, norm_spec, side_by_side
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
@@ -111,23 +111,29 @@ def mix(
     the tokens' own keys and values."""
     tables = context.local_rope if kind.is_local else context.rope
     assert tables is not None, "a local layer without local rotary embeddings"
-    q, k, v = project_qkv(params, config, x, tables)
-    keys, values = join(context.earlier, (k, v))
-    out = attend(
-        q,
-        keys,
-        values,
-        context.mask,
-        seen,
-        scale=config.attention_scale or None,
-        softcap=config.attention_softcap,
-        sinks=params.sinks,
-        window=kind.window,
-        position_ids=context.position_ids,
-    ).reshape(*x.shape[:2], -1)
+    own = project_qkv(params, config, x, tables)
+
+    def attend_own(context: Context, seen: PagedPrefix | None, *own: jax.Array) -> tuple[jax.Array, KV]:
+        q, k, v = own
+        keys, values = join(context.earlier, (k, v))
+        out = attend(
+            q,
+            keys,
+            values,
+            context.mask,
+            seen,
+            scale=config.attention_scale or None,
+            softcap=config.attention_softcap,
+            sinks=params.sinks,
+            window=kind.window,
+            position_ids=context.position_ids,
+        )
+        return out.reshape(*q.shape[:2], -1), (k, v)
+
+    out, left = by_group(attend_own, context, seen, *own)
     if params.gate is not None:
         out = out * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias))
-    return linear(out, params.o, params.o_bias, add=add), (k, v)
+    return linear(out, params.o, params.o_bias, add=add), left
 
 
 def project_qkv(

@@ -1,11 +1,19 @@
-"""`Context` holds what every layer of one forward gets besides its input."""
+"""`Context` holds what every layer of one forward gets besides its input.
 
+Groups of tokens of different shapes, such as the trees of some sequences and the chunks of other ones' prompts, may run
+through the layers side by side. Products and norms know nothing of that: to them all tokens are rows of one array
+(`side_by_side`). Attention is computed group by group (`by_group`).
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specserve.kernels.rows import Documents, Unrolled
+from specserve.mesh import num_parts, traced_mesh
 from specserve.pytree import pytree
 
 Tables = tuple[jax.Array, jax.Array]  # cos, sin: see `models.rope.rope_tables`
@@ -21,6 +29,49 @@ class Context:
     rope: Tables
     local_rope: Tables | None
     earlier: Any = None  # the entries that the first m - n left when they ran, [batch, m - n, ...]; None: all run now
+    groups: tuple["Context", ...] = ()  # those side by side; none: the tokens are one group
+
+
+def joined(groups: Sequence[Context]) -> Context:
+    """Return the context of these groups side by side. One group stays as it is."""
+    if len(groups) == 1:
+        return groups[0]
+    first = groups[0]
+    tables = jax.tree.map(lambda *each: side_by_side(each), *((group.rope, group.local_rope) for group in groups))
+    return Context(side_by_side([group.position_ids for group in groups]), first.mask, *tables, groups=tuple(groups))
+
+
+def side_by_side(groups: Sequence[jax.Array]) -> jax.Array:  # [batch, n, ...] each -> [data rank, row, ...]
+    """Lay the rows of all groups side by side, those of each data rank on their own; one group stays as it is."""
+    if len(groups) == 1:
+        return groups[0]
+    ranks = num_parts(traced_mesh(), "batch")
+    return jnp.concatenate([x.reshape(ranks, -1, *x.shape[2:]) for x in groups], axis=1)
+
+
+def apart(x: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:  # [batch, n, ...] each
+    """Return the groups of these shapes (batch, n) that lie `side_by_side` in an array."""
+    if len(shapes) == 1:
+        return [x]
+    ends = np.cumsum([batch * n // len(x) for batch, n in shapes])
+    parts = jnp.split(x, ends[:-1].tolist(), axis=1)
+    return [part.reshape(*shape, *x.shape[2:]) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def by_group(
+    function: Callable[..., tuple[jax.Array, Any]],  # context, what it sees, arrays -> [batch, n, ...], what it leaves
+    context: Context,
+    seen: Any,  # of each group, in a tuple, where there are several
+    *arrays: jax.Array,  # [batch, n, ...] or of groups side by side
+) -> tuple[jax.Array, Any]:
+    """Apply a function that looks across the tokens of a sequence, to each group by itself. Returns its outputs side by
+    side, and a tuple of what the groups leave."""
+    if not context.groups:
+        return function(context, seen, *arrays)
+    shapes = [group.position_ids.shape for group in context.groups]
+    parts = zip(*(apart(x, shapes) for x in arrays), strict=True)
+    found = [function(group, own, *part) for group, own, part in zip(context.groups, seen, parts, strict=True)]
+    return side_by_side([out for out, _ in found]), tuple(left for _, left in found)
 
 
 def join(earlier: Any, own: Any) -> Any:

@@ -8,6 +8,7 @@ expanded one multiplies fewer numbers where nothing is committed and rows are lo
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import apply_rope, rms_norm
 from specserve.models.config import ModelConfig
-from specserve.models.context import Context, join
+from specserve.models.context import Context, by_group, join
 from specserve.models.layers import by_head, linear, norm_spec
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
@@ -94,14 +95,18 @@ def mix(
     compressed = rms_norm(down[..., : latent.kv_rank], params.kv_norm, NORM_EPS)[:, :, None]
     k_rope = apply_rope(down[:, :, None, latent.kv_rank :], context.rope, is_interleaved=is_interleaved)
     new = jnp.concatenate([compressed, k_rope], axis=-1)
-    latents, _ = join(context.earlier, (new, None))
-    if seen is None:
-        out = expanded(params, config, q_nope, q_rope, latents, context)
-    else:
-        out = absorbed(params, config, q_nope, q_rope, latents, seen, context)
+
+    def attend_own(context: Context, seen: PagedPrefix | None, *own: jax.Array) -> tuple[jax.Array, Any]:
+        q_nope, q_rope, new = own
+        latents, _ = join(context.earlier, (new, None))
+        if seen is None:
+            return expanded(params, config, q_nope, q_rope, latents, context), (new, None)
+        return absorbed(params, config, q_nope, q_rope, latents, seen, context), (new, None)
+
+    out, left = by_group(attend_own, context, seen, q_nope, q_rope, new)
     if params.gate is not None:
         out = out * jax.nn.sigmoid(linear(x, params.gate))[..., None]
-    return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias, add=add), (new, None)
+    return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias, add=add), left
 
 
 def expanded(

@@ -5,6 +5,8 @@ committed prefix.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from specserve.models import attention, latent, recurrent
 from specserve.models.attention import Attention, attention_spec, fuse_attention
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import LayerKind, ModelConfig
-from specserve.models.context import Context, Mask
+from specserve.models.context import Context, Mask, apart, joined, side_by_side
 from specserve.models.latent import LatentAttention, latent_spec
 from specserve.models.layers import Mlp, fuse_mlp, mlp, mlp_spec, norm_spec
 from specserve.models.moe import Moe, moe, moe_spec
@@ -95,6 +97,16 @@ def _mixer_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mixer:
     return attention_spec(config, f"{prefix}.{config.names.attention}", config.d_model)
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """A group of tokens that run through the target: n new ones of each of some sequences."""
+
+    token_ids: jax.Array  # [batch, n] int32
+    position_ids: jax.Array  # [batch, n] int32
+    mask: Mask  # [batch or 1, n, n] bool: which of the n tokens each of them sees
+    prefix: Prefix | None = None  # the committed entries that they follow
+
+
 def forward(
     params: TargetParams,
     config: ModelConfig,
@@ -107,24 +119,44 @@ def forward(
     aux_layers: tuple[int, ...] = (),
 ) -> TargetOutput:
     """Run the decoder over n tokens of each sequence, which follow `prefix` where there is one."""
-    assert (cache is None) == (prefix is None), "cache and prefix come together"
-    x = embed(params.embedding, config, token_ids)
-    context = make_context(config, position_ids, mask)
+    group = Tokens(token_ids, position_ids, mask, prefix)
+    [out] = forward_groups(params, config, [group], cache=cache, aux_layers=aux_layers)
+    return out
+
+
+def forward_groups(
+    params: TargetParams,
+    config: ModelConfig,
+    groups: Sequence[Tokens],
+    *,
+    cache: Cache | None = None,
+    aux_layers: tuple[int, ...] = (),
+) -> list[TargetOutput]:
+    """Run the decoder over groups of tokens, of any shapes, side by side: weights are read once for all of them. A
+    target with recurrent layers takes one group."""
+    assert len(groups) == 1 or not config.is_recurrent, "recurrent layers run over one group"
+    assert all((cache is None) == (group.prefix is None) for group in groups), "cache and prefix come together"
+    shapes = [group.token_ids.shape for group in groups]
+    x = embed(params.embedding, config, side_by_side([group.token_ids for group in groups]))
+    context = joined([make_context(config, group.position_ids, group.mask) for group in groups])
     taps: dict[int, jax.Array] = {}
     new: list[Any] = []
     for i, layer in enumerate(params.layers):
-        seen = None
-        if cache is not None and prefix is not None:
-            seen = cache.layer(i, prefix)
-        x, left = run_layer(layer, config, config.kind(i), x, seen, context)
-        new.append(left)
+        seen = [cache.layer(i, group.prefix) if cache and group.prefix else None for group in groups]
+        x, left = run_layer(layer, config, config.kind(i), x, seen if len(groups) > 1 else seen[0], context)
+        new.append(left if len(groups) > 1 else (left,))
         if i in aux_layers:
             taps[i] = x
-    return TargetOutput(
-        hidden_states=rms_norm(x, params.norm, config.norm_eps, offset=config.norm_offset),
-        aux_hidden_states=jnp.concatenate([taps[i] for i in aux_layers], axis=-1) if aux_layers else None,
-        new=tuple(new),
-    )
+    hidden_states = apart(rms_norm(x, params.norm, config.norm_eps, offset=config.norm_offset), shapes)
+    aux = [apart(taps[i], shapes) for i in aux_layers]  # by tap, then by group
+    return [
+        TargetOutput(
+            hidden_states=own,
+            aux_hidden_states=jnp.concatenate([tap[i] for tap in aux], axis=-1) if aux else None,
+            new=tuple(left[i] for left in new),
+        )
+        for i, own in enumerate(hidden_states)
+    ]
 
 
 def embed(table: jax.Array, config: ModelConfig, token_ids: jax.Array) -> jax.Array:  # [vocab, d_model], [...]

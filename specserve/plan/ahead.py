@@ -33,7 +33,7 @@ from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import Shapes
 from specserve.speculative.drafter import DraftWeights
 from specserve.speculative.program import StepProgram
-from specserve.speculative.step import SlotState
+from specserve.speculative.slot_state import SlotState
 from specserve.speculative.vocab import DraftVocab
 
 # by platform: the module that has the compiler, and what to install

@@ -29,7 +29,7 @@ from specserve.plan.work import MemoryPart, Replica, abstract_mesh, target_held,
 from specserve.serve.launch import CACHE_DTYPES
 from specserve.serve.programs.placement import state_bytes
 from specserve.serve.programs.shapes import DEVICE_CHUNKS, LEAST_BATCH, make_batch_sizes
-from specserve.speculative.step import StepConfig
+from specserve.speculative.slot_state import StepConfig
 from specserve.speculative.tree import Tree
 from specserve.train.run.checks import plan_drafter
 from specserve.train.run.recipe import fill

@@ -6,6 +6,7 @@ the programs' intermediate results leave of its memory, there are as many slots 
 may be as long as the target allows.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from specserve.serve.programs.placement import bytes_per_page, state_bytes
 from specserve.serve.programs.shapes import LEAST_BATCH, Shapes, make_shapes
 from specserve.serve.settings import ServeRun
 from specserve.speculative.program import StepProgram
-from specserve.speculative.step import StepConfig
+from specserve.speculative.slot_state import StepConfig
 from specserve.speculative.tree import Tree
 
 FEW_SLOTS = 8  # of a CPU, and beside a cache of a size that was set
@@ -106,16 +107,23 @@ def choose_sizes(served: Served, run: ServeRun, set_aside: int | None = None) ->
 
 
 def largest_programs(shapes: Shapes) -> Iterator[StepProgram]:
-    """Yield the programs that need most memory beside the state: the step of most rows, and the longest prompt's."""
-    steps = [program for programs in shapes.step_programs.values() for program in programs]
-    yield max(steps, key=lambda program: (program.batch * shapes.num_nodes(program.tree), program.width))
+    """Yield the programs that need most memory beside the state: the step of most rows, the longest prompt's, and both
+    in one where there are such programs."""
+
+    def size(program: StepProgram) -> tuple[int, int]:
+        rows = program.batch * shapes.num_nodes(program.tree) + program.prompts * program.chunk
+        return rows, program.width
+
+    yield max(itertools.chain.from_iterable(shapes.step_programs.values()), key=size)
     yield shapes.prefill(shapes.widths[-1], shapes.chunks[-1])
+    if shapes.is_mixing:
+        yield max(shapes.mixed_programs(), key=size)
 
 
 def estimated_temporaries(target: ModelConfig, shapes: Shapes, mesh: Mesh | None) -> int:
     """Estimate the bytes that programs of these shapes need on each device beside their arguments. Accelerators read
     pages where they are, so no prompt's scores are of more than its own chunk."""
-    step, prefill = largest_programs(shapes)
+    step, prefill, *_ = largest_programs(shapes)
     rows = step.batch // shapes.num_ranks * shapes.num_nodes(step.tree)
     heads, chunk = on_each_device(mesh, "heads", target.num_heads), prefill.chunk
     return 4 * max(LOGITS_AT_ONCE * rows * target.vocab_size, SCORES_AT_ONCE * chunk * chunk * heads)

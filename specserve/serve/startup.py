@@ -14,7 +14,7 @@ from specserve.serve.programs.placement import state_bytes
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import Shapes
 from specserve.serve.requests.request import SamplingParams
-from specserve.speculative.step import StepConfig
+from specserve.speculative.slot_state import StepConfig
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Literal
 from specserve.speculative.tree import Tree
 
 Kind = Literal[
-    "step", "prefill", "catch-up", "proposal", "verification", "admission", "page table", "recall", "empty state"
+    "step", "prefill", "mixed", "catch-up", "proposal", "verification", "admission", "page table", "recall", "empty state"
 ]
 
 
@@ -25,6 +25,7 @@ class StepProgram:
     tree: Tree | None = None  # None is plain decoding
     kind: Kind = "step"
     chunk: int = 0  # tokens of each prompt, of a prefill
+    prompts: int = 0  # rows of prompts that a prefill has beside a step's (`speculative.step.mixed`)
     is_scored: bool = False  # a prefill that returns the log-probabilities of its prompts' tokens
     layout: int = 0  # the number of the layout of the weights that a catch-up takes (`layouts.Layouts.number`)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specserve.kernels.gather import take_rows
 from specserve.speculative import sampling
-from specserve.speculative.step import SlotState, StepResult
+from specserve.speculative.slot_state import SlotState, StepResult
 
 
 def repeat(

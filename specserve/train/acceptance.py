@@ -24,11 +24,11 @@ from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.speculation import drafter_for, parse_speculation
 from specserve.errors import ConfigError, DataError
 from specserve.mesh import on_mesh, whole
-from specserve.speculative import step
+from specserve.speculative import slot_state, step
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.drafter import DraftWeights, Weights
 from specserve.speculative.sampling import SamplerRows
-from specserve.speculative.step import PromptChunks, SlotState, StepConfig, StepResult
+from specserve.speculative.slot_state import PromptChunks, SlotState, StepConfig, StepResult
 from specserve.speculative.tree import Tree
 from specserve.speculative.vocab import DraftVocab
 
@@ -204,7 +204,7 @@ class AcceptanceMeter:
             first_page += own
             seed = self._seed + i
             seeds[slot] = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
-        state = step.init_state(
+        state = slot_state.init_state(
             self._config, num_slots=num_slots, num_pages=num_pages, page_size=PAGE_SIZE, max_pages=max_pages
         )
         rows = dataclasses.replace(

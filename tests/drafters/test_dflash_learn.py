@@ -22,10 +22,10 @@ from specserve.mesh import make_mesh, on_mesh, whole
 from specserve.models.params import init_params
 from specserve.models.target import TargetParams, forward
 from specserve.models.target import logits as target_logits
-from specserve.speculative import step
+from specserve.speculative import slot_state, step
 from specserve.speculative.drafter import SlotView, Weights
 from specserve.speculative.sampling import SamplerRows
-from specserve.speculative.step import StepConfig
+from specserve.speculative.slot_state import StepConfig
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import chunked_loss
 from specserve.train.chunked_loss import Sums
@@ -163,10 +163,10 @@ def test_training_slot_k_equals_servings(
 
     @jax.jit
     def serve(prompt: jax.Array, length: jax.Array, root: jax.Array) -> jax.Array:  # [slot, vocab]
-        state = step.init_state(step_config, num_slots=1, num_pages=8, page_size=4, max_pages=8)
+        state = slot_state.init_state(step_config, num_slots=1, num_pages=8, page_size=4, max_pages=8)
         table = jnp.arange(8, dtype=jnp.int32)[None]
         state = dataclasses.replace(state, page_table=table, history=state.history.at[0, :n].set(prompt))
-        chunks = step.PromptChunks(slots, length[None], jnp.ones(1, bool))
+        chunks = slot_state.PromptChunks(slots, length[None], jnp.ones(1, bool))
         state, _ = step.prefill(step_config, weights, state, chunks, chunk=n, width=8)
         view = SlotView(slots, table, table, length[None], root[None], state.history, SamplerRows.greedy(1))
         states = run_block(weights.draft, weights.target, config, state.draft, view, config.num_slots)  # type: ignore[arg-type]

@@ -24,10 +24,10 @@ from specserve.drafters.learning import DraftTargets, Rollout, Rows, all_weights
 from specserve.mesh import make_mesh, on_mesh, whole
 from specserve.models.cache import Prefix
 from specserve.models.target import TargetParams, forward
-from specserve.speculative import step
+from specserve.speculative import slot_state, step
 from specserve.speculative.drafter import Weights
 from specserve.speculative.sampling import SamplerRows
-from specserve.speculative.step import StepConfig
+from specserve.speculative.slot_state import StepConfig
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import chunked_loss
 from specserve.train.chunked_loss import RolloutMetrics, Sums
@@ -109,11 +109,11 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
     @jax.jit
     def serve(prompt: jax.Array, length: jax.Array, ahead: jax.Array) -> list[jax.Array]:
         """The draft's logits at the root, ahead[0], and after each of ahead[1:]."""
-        state = step.init_state(step_config, num_slots=1, num_pages=8, page_size=4, max_pages=8)
+        state = slot_state.init_state(step_config, num_slots=1, num_pages=8, page_size=4, max_pages=8)
         state = dataclasses.replace(
             state, page_table=jnp.arange(8, dtype=jnp.int32)[None], history=state.history.at[0, :n].set(prompt)
         )
-        chunks = step.PromptChunks(jnp.zeros(1, jnp.int32), length[None], jnp.ones(1, bool))
+        chunks = slot_state.PromptChunks(jnp.zeros(1, jnp.int32), length[None], jnp.ones(1, bool))
         state, _ = step.prefill(step_config, weights, state, chunks, chunk=n, width=8)
         assert state.draft is not None
         left, table = state.draft.pending, state.page_table

@@ -28,9 +28,9 @@ from specserve.errors import ConfigError
 from specserve.interop.head import load_head
 from specserve.models.params import silenced, specs
 from specserve.models.target import TargetParams, forward
-from specserve.speculative import step
+from specserve.speculative import slot_state, step
 from specserve.speculative.drafter import Weights
-from specserve.speculative.step import StepConfig
+from specserve.speculative.slot_state import StepConfig
 from specserve.train.chunked_loss import Sums
 from specserve.train.step import LossConfig, rollout_loss, teach
 
@@ -221,14 +221,14 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
     @jax.jit
     def serve(prompt: jax.Array, length: jax.Array, ahead: jax.Array) -> list[jax.Array]:
         """The draft's logits at the root, ahead[0], and after each of ahead[1:]."""
-        state = step.init_state(step_config, num_slots=1, num_pages=8, page_size=4, max_pages=8)
+        state = slot_state.init_state(step_config, num_slots=1, num_pages=8, page_size=4, max_pages=8)
         table = jnp.arange(8, dtype=jnp.int32)[None]
         state = dataclasses.replace(state, page_table=table, history=state.history.at[0, :n].set(prompt))
-        chunks = step.PromptChunks(jnp.zeros(1, jnp.int32), length[None], jnp.ones(1, bool))
+        chunks = slot_state.PromptChunks(jnp.zeros(1, jnp.int32), length[None], jnp.ones(1, bool))
         state, _ = step.prefill(step_config, weights, state, chunks, chunk=n, width=8)
         draft: Any = state.draft
         pending = dataclasses.replace(draft.pending, token_ids=draft.pending.token_ids.at[0, 0].set(ahead[0]))
-        view = step._gather(state, chunks.slots, 8).view
+        view = slot_state.gather(state, chunks.slots, 8).view
         _, expand, level = at_root(ready(weights), config, dataclasses.replace(draft, pending=pending), view, ROLLOUT)
         found = [draft_logits(head.params.output, config, target.params, level.states)[0, 0]]
         for depth in range(1, ROLLOUT):

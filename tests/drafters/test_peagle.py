@@ -31,10 +31,10 @@ from specserve.interop.format import Dialect
 from specserve.interop.formats import format_for, format_of
 from specserve.interop.head import load_head, save_head
 from specserve.models.target import TargetParams, forward
-from specserve.speculative import step
+from specserve.speculative import slot_state, step
 from specserve.speculative.drafter import SlotView, Weights
 from specserve.speculative.sampling import SamplerRows
-from specserve.speculative.step import StepConfig
+from specserve.speculative.slot_state import StepConfig
 from specserve.train.chunked_loss import HiddenStates, Objective, sum_losses
 from specserve.train.head import new_drafter
 from specserve.train.losses import expected_length, soft_cross_entropy
@@ -97,11 +97,11 @@ def test_slots_of_training_are_those_of_serving(
 
     @jax.jit
     def serve(prompt: jax.Array, length: jax.Array, root: jax.Array) -> jax.Array:  # [slot, draft_vocab]
-        state = step.init_state(config, num_slots=1, num_pages=8, page_size=4, max_pages=8)
+        state = slot_state.init_state(config, num_slots=1, num_pages=8, page_size=4, max_pages=8)
         table = jnp.arange(8, dtype=jnp.int32)[None]
         state = dataclasses.replace(state, page_table=table, history=state.history.at[0, :n].set(prompt))
         slots = jnp.zeros(1, jnp.int32)
-        chunks = step.PromptChunks(slots, length[None], jnp.ones(1, bool))
+        chunks = slot_state.PromptChunks(slots, length[None], jnp.ones(1, bool))
         state, _ = step.prefill(config, weights, state, chunks, chunk=n, width=8)
         draft: Any = state.draft
         pending = dataclasses.replace(draft.pending, token_ids=draft.pending.token_ids.at[0, 0].set(root))

@@ -24,7 +24,7 @@ from specserve.eval.verify.runners import make_bench
 from specserve.serve.launch import Models
 from specserve.serve.programs.runner import Runner
 from specserve.speculative import sampling, step
-from specserve.speculative.step import StepResult
+from specserve.speculative.slot_state import StepResult
 
 PROMPTS = [tuple(random.Random(i).choices(range(3, VOCAB), k=9 + 5 * i)) for i in range(5)]
 PLAN = ProofSize(max_tokens=15, draws=80)

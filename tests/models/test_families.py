@@ -75,6 +75,15 @@ def test_chunks_and_a_tree_equal_transformers(golden: Case) -> None:
     _check_tree(golden)
 
 
+@pytest.mark.parametrize("golden", [case for case in CACHED if case in RAWS], indirect=True)
+def test_groups_of_tokens_side_by_side_equal_transformers(golden: Case) -> None:
+    if golden.config.is_recurrent:
+        with pytest.raises(AssertionError, match="one group"):
+            parity.side_by_side(golden)
+    else:
+        _check(parity.side_by_side(golden))
+
+
 def test_families_that_transformers_lacks_equal_plain_numpy(plain: Case) -> None:
     _check_prompt(plain)
 

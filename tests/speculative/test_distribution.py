@@ -14,10 +14,10 @@ from scipy import stats
 
 from specserve.checkpoints.load import load_target
 from specserve.drafters.speculation import parse_speculation
-from specserve.speculative import step
+from specserve.speculative import slot_state, step
 from specserve.speculative.drafter import Weights
 from specserve.speculative.sampling import SamplerRows
-from specserve.speculative.step import SlotState, StepConfig, StepResult
+from specserve.speculative.slot_state import SlotState, StepConfig, StepResult
 
 VOCAB, NUM_EMITTED = 8, 3
 NUM_SLOTS, NUM_ROUNDS = 4096, 5  # 20,480 draws
@@ -43,7 +43,7 @@ def test_emitted_tokens_have_the_targets_distribution(
 
     @jax.jit
     def begin(seeds: jax.Array) -> tuple[SlotState, StepResult]:
-        state = step.init_state(config, num_slots=NUM_SLOTS, num_pages=NUM_SLOTS * 2, page_size=8, max_pages=2)
+        state = slot_state.init_state(config, num_slots=NUM_SLOTS, num_pages=NUM_SLOTS * 2, page_size=8, max_pages=2)
         rows = dataclasses.replace(
             SamplerRows.greedy(NUM_SLOTS),
             temperature=jnp.full(NUM_SLOTS, temperature, jnp.float32),
@@ -54,7 +54,7 @@ def test_emitted_tokens_have_the_targets_distribution(
         history = state.history.at[:, : len(PROMPT)].set(jnp.asarray(PROMPT, jnp.int32))
         state = dataclasses.replace(state, page_table=table, rows=rows, history=history)
         lens, is_last = jnp.full(NUM_SLOTS, len(PROMPT), jnp.int32), jnp.ones(NUM_SLOTS, bool)
-        return step.prefill(config, weights, state, step.PromptChunks(slots, lens, is_last), chunk=len(PROMPT), width=2)
+        return step.prefill(config, weights, state, slot_state.PromptChunks(slots, lens, is_last), chunk=len(PROMPT), width=2)
 
     @jax.jit
     def speculate(state: SlotState) -> tuple[SlotState, StepResult]:

@@ -15,9 +15,9 @@ from specserve.drafters.speculation import drafter_for
 from specserve.models.families import model_config
 from specserve.models.params import init_params
 from specserve.models.target import target_spec
-from specserve.speculative import step
+from specserve.speculative import slot_state, step
 from specserve.speculative.drafter import Weights
-from specserve.speculative.step import PromptChunks, SlotState, StepConfig
+from specserve.speculative.slot_state import PromptChunks, SlotState, StepConfig
 from specserve.speculative.tree import chain
 
 
@@ -35,7 +35,7 @@ def test_every_layer_calls_its_kernels(family: str) -> None:
     def lower(function: Callable[..., object]) -> str:
         def run(params: object, draft: object, slots: jax.Array) -> object:
             weights = Weights(params, dataclasses.replace(head, params=draft).weights())
-            state = step.init_state(config, num_slots=2, num_pages=16, page_size=16, max_pages=width)
+            state = slot_state.init_state(config, num_slots=2, num_pages=16, page_size=16, max_pages=width)
             return function(config, weights, state, slots)
 
         return lower_for_cuda(run, params, head.params, jax.ShapeDtypeStruct((2,), jnp.int32))

@@ -183,6 +183,7 @@ def make_runner(
     mesh: Mesh | None = None,
     folder: Path | None = None,
     widths: Sequence[int] = (),  # empty: the widest alone
+    is_mixing: bool = False,  # as on an accelerator: steps and prompts in one program
     make: Callable[..., Runner] = Runner,
 ) -> Runner:
     """One batch size, one width and one chunk: every other costs programs, and programs are most of a test's time."""
@@ -198,6 +199,7 @@ def make_runner(
     few = dataclasses.replace(
         shapes, batch_sizes=(num_slots,), widths=(*widths, shapes.widths[-1]), chunks=(chunk,), max_rows=1024
     )
+    few = dataclasses.replace(few, is_mixing=is_mixing)
     return make(target, head, few, has_constrained=has_constrained, mesh=mesh, folder=folder)
 
 

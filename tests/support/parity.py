@@ -26,7 +26,7 @@ from specserve.checkpoints.load import Target, load_target
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
-from specserve.models.target import TargetParams, forward, fuse_for_cpu, logits
+from specserve.models.target import TargetParams, Tokens, forward, forward_groups, fuse_for_cpu, logits
 from specserve.speculative.tree import ancestor_mask
 
 TESTS = Path(__file__).parents[1]
@@ -253,6 +253,37 @@ def tree(case: Case) -> tuple[Difference, Difference]:
     )
     off = max(_largest(got, expected), _largest(then[0], _alone(case, after)))
     return chunks, Difference(off, off / float(case.tolerance[0].max()))
+
+
+def side_by_side(case: Case) -> Difference:
+    """Two sequences' next token and another's tree, each over pages, in one run through the layers."""
+    run = functools.partial(_step, case.fused, case.config)
+    chain = jnp.arange(CHUNK, dtype=jnp.int32)
+    cache = case.cache()
+    for start in range(0, TREE_AT, CHUNK):
+        chunk = jnp.asarray(case.token_ids[start : start + CHUNK])
+        cache = run(cache, jnp.int32(start), chunk, chain, tiny.causal(CHUNK)[0], chain, jnp.int32(CHUNK))[2]
+    at = jnp.asarray([9, 40], jnp.int32)
+    mask = ancestor_mask(jnp.asarray([PARENTS], jnp.int32), CHUNK)
+    depths = jnp.sum(mask, axis=2, dtype=jnp.int32) - 1
+    token_ids, table = jnp.asarray(case.token_ids), jnp.asarray(TABLE)
+    groups = [
+        Tokens(token_ids[at][:, None], at[:, None], jnp.ones((1, 1, 1), bool), Prefix(jnp.tile(table, (2, 1)), at)),
+        Tokens(token_ids[None, TREE_AT:], TREE_AT + depths, mask, Prefix(table, jnp.asarray([TREE_AT], jnp.int32))),
+    ]
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def together(params: TargetParams, cache: Cache) -> list[jax.Array]:
+        outs = forward_groups(params, case.config, groups, cache=cache)
+        return [logits(params, case.config, out.hidden_states) for out in outs]
+
+    steps, nodes = together(case.fused, cache)
+    expected = whole(case.target.params, case.config, token_ids)[0][at]
+    of_tree = case.paths
+    if of_tree is None:
+        of_tree = np.stack([_alone(case, sequence) for sequence in _sequences(case.token_ids)])
+    off = max(_largest(steps[:, 0], expected), _largest(nodes[0], of_tree))
+    return Difference(off, off / float(case.tolerance[0].max()))
 
 
 def _alone(case: Case, token_ids: np.ndarray) -> np.ndarray:  # [vocab]

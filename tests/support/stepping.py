@@ -16,10 +16,10 @@ from specserve.drafters.lookup.drafter import MixedState
 from specserve.drafters.speculation import drafter_for
 from specserve.models.cache import Cache, Pages
 from specserve.models.target import TargetParams
-from specserve.speculative import step
+from specserve.speculative import slot_state, step
 from specserve.speculative.drafter import Weights
 from specserve.speculative.sampling import UNBOUNDED, SamplerRows, TokenRows
-from specserve.speculative.step import Admission, PromptChunks, StepConfig
+from specserve.speculative.slot_state import Admission, PromptChunks, StepConfig
 from specserve.speculative.tree import Proposal, Tree, chain
 
 PAGE_SIZE, MAX_PAGES, CHUNK = 4, 16, 8
@@ -31,7 +31,7 @@ class Programs:
 
     def __init__(self, config: StepConfig, tree: Tree | None) -> None:
         width = MAX_PAGES
-        self.admit = jax.jit(functools.partial(step.admit, config))
+        self.admit = jax.jit(functools.partial(slot_state.admit, config))
         self.prefill = jax.jit(functools.partial(step.prefill, config, chunk=CHUNK, width=width))
         self.decode = jax.jit(functools.partial(step.decode, config, width=width))
         self.catch_up = jax.jit(functools.partial(step.catch_up, config))
@@ -53,7 +53,7 @@ class Slots:
         self.rows = rows or SamplerRows.greedy(NUM_SLOTS)
         num_pages = NUM_SLOTS * MAX_PAGES
         self.table = np.random.default_rng(5).permutation(num_pages).reshape(NUM_SLOTS, MAX_PAGES).astype(np.int32)
-        self.state = step.init_state(
+        self.state = slot_state.init_state(
             self.config, num_slots=NUM_SLOTS, num_pages=num_pages, page_size=PAGE_SIZE, max_pages=MAX_PAGES
         )
         self.texts: list[list[int]] = [[] for _ in range(NUM_SLOTS)]

@@ -19,7 +19,7 @@ from specserve.serve.requests.request import (
     TokenLogprobs,
 )
 from specserve.speculative.sampling import NOTHING
-from specserve.speculative.step import StepResult
+from specserve.speculative.slot_state import StepResult
 from specserve.speculative.tree import Tree
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from specserve.serve.engine.options import sampler_rows, token_rows
 from specserve.serve.engine.scheduler import Chunk, Round, Scheduler, Sequence
 from specserve.serve.engine.step_choice import StepChoice
 from specserve.serve.programs.results import StepHandle
-from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.runner import PromptPart, Runner
 from specserve.serve.requests.output import OutputStream
 from specserve.serve.requests.request import Delta, FinishReason, Request, fill_masks
 from specserve.speculative.controller import Controller
@@ -81,6 +81,37 @@ class InFlight:
     def awaited(self) -> dict[int, Sequence]:
         """Return the sequences by row that still count what this brings."""
         return {row: sequence for row, (sequence, epoch) in self.rows.items() if sequence.is_of(epoch)}
+
+
+def _asked(sequences: Iterable[Sequence]) -> _Asked:
+    params = [sequence.request.params for sequence in sequences]
+    return {
+        "has_logprobs": any(each.logprobs is not None for each in params),
+        "has_tree": any(each.return_tree for each in params),
+    }
+
+
+def _parts(chunks: Seq[Chunk]) -> list[PromptPart]:
+    return [(chunk.sequence.slot, chunk.num_tokens, chunk.is_last) for chunk in chunks]
+
+
+def _ending(chunks: Seq[Chunk]) -> dict[int, Sequence]:
+    """Return the sequences by row whose prompts end with these chunks."""
+    return {row: chunk.sequence for row, chunk in enumerate(chunks) if chunk.is_last}
+
+
+def _awaiting(rows: dict[int, Sequence]) -> dict[int, tuple[Sequence, int]]:
+    return {row: (sequence, sequence.epoch) for row, sequence in rows.items()}
+
+
+def _prompts_in_flight(handle: StepHandle, chunks: Seq[Chunk]) -> InFlight:
+    scored = {row: chunk for row, chunk in enumerate(chunks) if chunk.sequence.is_scored}
+    return InFlight(
+        handle,
+        _awaiting(_ending(chunks)),
+        scored={row: (chunk.sequence, chunk.sequence.epoch, chunk.num_tokens) for row, chunk in scored.items()},
+        num_prompt=sum(chunk.num_tokens for chunk in chunks),
+    )
 
 
 class Rounds:
@@ -215,30 +246,44 @@ class Rounds:
             while self.in_flight:  # the masks of the next tokens depend on those before
                 self._read()
             decode = [sequence for sequence in decode if sequence.is_running and sequence.num_left > 0]
+        prefills = work.prefills
         if decode:
             self.runner.extend(work.new_pages)
-            dispatched.append(self._step(decode, work.most_steps))
-        dispatched += [self._prefill(chunks) for chunks in work.prefills]
+            if both := self._step_beside(decode, prefills[:1]):
+                dispatched, prefills = [*both], prefills[1:]
+            else:
+                dispatched = [self._step(decode, work.most_steps)]
+        dispatched += [self._prefill(chunks) for chunks in prefills]
         for each in dispatched:
             for sequence, _ in each.rows.values():
                 sequence.dispatched(*each.tokens)
         self.in_flight.append(dispatched)
 
     def _step(self, decode: list[Sequence], most_steps: int) -> InFlight:
-        slots = [sequence.slot for sequence in decode]
-        asked: _Asked = {
-            "has_logprobs": any(sequence.request.params.logprobs is not None for sequence in decode),
-            "has_tree": any(sequence.request.params.return_tree for sequence in decode),
-        }
-        num_steps = 1
+        slots, asked, num_steps = [sequence.slot for sequence in decode], _asked(decode), 1
         if any(sequence.request.token_mask is not None for sequence in decode):
             program, handle = self._constrained_step(decode, slots, asked)
         else:
             program, num_steps = self.choice.choose(decode, slots, most_steps)
             is_following = self.choice.is_following
             handle = self.runner.step(slots, program.tree, num_steps=num_steps, **asked, is_following=is_following)
-        rows = {row: (sequence, sequence.epoch) for row, sequence in enumerate(decode)}
-        return InFlight(handle, rows, program, num_steps)
+        return InFlight(handle, _awaiting(dict(enumerate(decode))), program, num_steps)
+
+    def _step_beside(
+        self, decode: list[Sequence], prefills: Seq[Seq[Chunk]]
+    ) -> tuple[InFlight, InFlight] | None:
+        """Dispatch a step together with the first prefill, where one program does both. None: it does not."""
+        sequences = [*decode, *(chunk.sequence for chunks in prefills for chunk in chunks)]
+        if not prefills or any(each.request.token_mask is not None or each.is_scored for each in sequences):
+            return None
+        [chunks], slots = prefills, [sequence.slot for sequence in decode]
+        program = self.choice.choose_beside(decode, slots, parts := _parts(chunks))
+        if program is None:
+            return None
+        self._admit_new(chunks)
+        asked, is_following = _asked(sequences), self.choice.is_following
+        step, prompts = self.runner.mixed(program, slots, parts, **asked, is_following=is_following)
+        return InFlight(step, _awaiting(dict(enumerate(decode))), program), _prompts_in_flight(prompts, chunks)
 
     def _constrained_step(
         self, decode: list[Sequence], slots: list[int], asked: _Asked
@@ -269,24 +314,15 @@ class Rounds:
     def _prefill(self, chunks: Seq[Chunk]) -> InFlight:
         """Run chunks of prompts side by side, admitting their sequences before the first. They run even where a token
         mask fails and ends its sequence: the prefix cache has its pages already."""
-        parts = [(chunk.sequence.slot, chunk.num_tokens, chunk.is_last) for chunk in chunks]
-        for chunk in chunks:
-            if chunk.is_first:
-                self._admit(chunk)
-        lasts = {row: chunk.sequence for row, chunk in enumerate(chunks) if chunk.is_last}
-        scored = {row: chunk for row, chunk in enumerate(chunks) if chunk.sequence.is_scored}
+        self._admit_new(chunks)
+        lasts = _ending(chunks)
         handle = self.runner.prefill(
-            parts,
-            is_scored=bool(scored),
-            has_logprobs=any(sequence.request.params.logprobs is not None for sequence in lasts.values()),
+            _parts(chunks),
+            is_scored=any(chunk.sequence.is_scored for chunk in chunks),
+            has_logprobs=_asked(lasts.values())["has_logprobs"],
             allowed=self._masks_of_prompts(lasts, len(chunks)),
         )
-        return InFlight(
-            handle,
-            {row: (sequence, sequence.epoch) for row, sequence in lasts.items()},
-            scored={row: (chunk.sequence, chunk.sequence.epoch, chunk.num_tokens) for row, chunk in scored.items()},
-            num_prompt=sum(chunk.num_tokens for chunk in chunks),
-        )
+        return _prompts_in_flight(handle, chunks)
 
     def _masks_of_prompts(self, lasts: dict[int, Sequence], batch: int) -> np.ndarray | None:
         """Return what may follow prompts that end in these rows of so many, [batch, 1, bytes] uint8; None: anything."""
@@ -297,6 +333,11 @@ class Rounds:
         allowed = np.full((batch, 1, -(-self.runner.config.target.vocab_size // 8)), 255, np.uint8)
         allowed[list(lasts)] = self._masks(sequences, np.zeros_like(last_ids), last_ids)
         return allowed
+
+    def _admit_new(self, chunks: Seq[Chunk]) -> None:
+        for chunk in chunks:
+            if chunk.is_first:
+                self._admit(chunk)
 
     def _admit(self, chunk: Chunk) -> None:
         sequence = chunk.sequence

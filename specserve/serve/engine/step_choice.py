@@ -8,10 +8,10 @@ import numpy as np
 from specserve.drafters.speculation import describe
 from specserve.serve.engine.scheduler import Sequence
 from specserve.serve.programs import program_list
-from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.runner import PromptPart, Runner
 from specserve.speculative.controller import Controller, Estimate
 from specserve.speculative.program import StepProgram
-from specserve.speculative.step import StepResult
+from specserve.speculative.slot_state import StepResult
 from specserve.speculative.tree import Tree
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class StepChoice:
     def choose_constrained(self, decode: Seq[Sequence], slots: Seq[int]) -> StepProgram:
         """Return the next step of sequences of which some have token masks."""
         sizes, shapes = self._choices(slots)[0], self._runner.shapes
-        tree = shapes.constrained_tree(sizes.batch)
+        tree = shapes.only_tree(sizes.batch)
         plain, speculative = StepProgram(sizes.batch, sizes.width), StepProgram(sizes.batch, sizes.width, tree)
         if tree is None or None not in shapes.trees:
             return speculative
@@ -146,6 +146,20 @@ class StepChoice:
         if not self.is_choosing:
             return speculative
         return self.controller.choose([self.estimate(sequence) for sequence in decode], (plain, speculative))
+
+    def choose_beside(
+        self, decode: Seq[Sequence], slots: Seq[int], parts: Seq[PromptPart]
+    ) -> StepProgram | None:
+        """Return the program that makes the next step of these sequences and prefills these parts of other prompts;
+        None: none is compiled for what is chosen."""
+        shapes = self._runner.shapes
+        if not shapes.is_mixing:
+            return None
+        program = self._program(decode, self._choices(slots))
+        tree = program.tree
+        if self.only is None and tree != shapes.plain:
+            tree = shapes.only_tree(program.batch)
+        return self._runner.mixed_program(slots, tree, parts)
 
     def observe_seconds(self, program: StepProgram, seconds: float) -> None:
         """Learn that a step took so many seconds in service."""

@@ -14,16 +14,17 @@ from jax.sharding import NamedSharding
 from specserve.mesh import on_mesh
 from specserve.pytree import pytree
 from specserve.serve.programs.placement import Placement
-from specserve.speculative import step
+from specserve.speculative import slot_state, step
 from specserve.speculative.drafter import Weights
 from specserve.speculative.program import Kind, StepProgram
 from specserve.speculative.repeat import repeat
-from specserve.speculative.step import SlotState, StepConfig, StepResult
+from specserve.speculative.slot_state import SlotState, StepConfig, StepResult
 from specserve.speculative.tree import Tree
 
 _STATIC: Mapping[Kind, tuple[str, ...]] = {  # the fields of a program that its function takes as static arguments
     "prefill": ("chunk", "width", "is_scored"),
     "step": ("tree", "width"),
+    "mixed": ("tree", "chunk", "width"),
     "proposal": ("tree", "width"),
     "verification": ("tree", "width"),
 }
@@ -73,7 +74,7 @@ class Calls:
         most_steps: int,
     ) -> None:
         """`state` gives the places of the arrays of the state; None: the default device. `sizes` are those of an empty
-        state (`step.init_state`), and `most_steps` is the number of steps that one call makes, at most."""
+        state (`slot_state.init_state`), and `most_steps` is the number of steps that one call makes, at most."""
         whole: NamedSharding | None = place.whole
         both = (state, whole)
 
@@ -85,13 +86,14 @@ class Calls:
         self._always: Mapping[Kind, Mapping[str, Any]] = {"empty state": sizes, "step": {"most": most_steps}}
         self._functions: Mapping[Kind, Any] = {
             # one program: the cache must not be whole on one device of a mesh, not for a moment
-            "empty state": jit(step.init_state, None, state, *sizes),
-            "admission": jit(step.admit, 0, state),
+            "empty state": jit(slot_state.init_state, None, state, *sizes),
+            "admission": jit(slot_state.admit, 0, state),
             "page table": jit(_extend, 0, whole),
             "recall": jit(step.remember, 0, state),
             "catch-up": jit(step.catch_up, 1, state),
             "prefill": jit(step.prefill, 1, both, *_STATIC["prefill"]),
             "step": jit(_steps, 1, both, *_STATIC["step"], "most"),
+            "mixed": jit(step.mixed, 1, both, *_STATIC["mixed"]),
             "proposal": jit(step.propose_tree, 1, both, *_STATIC["proposal"]),
             "verification": jit(step.verify_tree, 1, both, *_STATIC["verification"]),
         }

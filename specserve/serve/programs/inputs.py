@@ -20,7 +20,7 @@ from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.drafter import Weights
 from specserve.speculative.program import Kind, StepProgram
 from specserve.speculative.sampling import SamplerRows, TokenRows
-from specserve.speculative.step import Admission, PromptChunks, SlotState
+from specserve.speculative.slot_state import Admission, PromptChunks, SlotState
 from specserve.speculative.tree import Proposal, Tree
 
 PAGES_AT_ONCE = 32  # page-table entries that one call sets
@@ -49,6 +49,7 @@ class Inputs:
             "catch-up": self._catch_up,
             "prefill": self._prefill,
             "step": self._step,
+            "mixed": self._mixed,
             "proposal": self._proposal,
             "verification": self._verification,
         }
@@ -109,7 +110,7 @@ class Inputs:
 
     def _catch_up(self, program: StepProgram, state: SlotState, slots: Slots = ()) -> tuple[Any, ...]:
         """Have the drafter read what plain steps have left pending."""
-        return self.layouts.distinct[program.layout], state, self._slots(program, slots)
+        return self.layouts.distinct[program.layout], state, self._slots(program.batch, slots)
 
     def _prefill(
         self,
@@ -121,12 +122,30 @@ class Inputs:
         allowed: np.ndarray | None = None,
     ) -> tuple[Any, ...]:
         """Run the next `num_tokens` tokens of a prompt in each slot, which `is_last` or not."""
-        prompts = PromptChunks(
-            self._slots(program, slots),
-            self._place.slots(num_tokens or (program.chunk,) * program.batch),
-            self._place.flags(is_last or (True,) * program.batch),
-        )
+        prompts = self._prompts(program.batch, program.chunk, slots, num_tokens, is_last)
         return self.layouts.many, state, prompts, self._allowed(program.batch, allowed)
+
+    def _mixed(
+        self,
+        program: StepProgram,
+        state: SlotState,
+        slots: Slots = (),
+        prompts: Slots = (),
+        num_tokens: tuple[int, ...] = (),
+        is_last: tuple[bool, ...] = (),
+    ) -> tuple[Any, ...]:
+        """Make a step of some slots, and run the next tokens of other slots' prompts as `_prefill` does."""
+        chunks = self._prompts(program.prompts, program.chunk, prompts, num_tokens, is_last)
+        return self.layouts.many, state, self._slots(program.batch, slots), chunks
+
+    def _prompts(
+        self, number: int, chunk: int, slots: Slots, num_tokens: tuple[int, ...], is_last: tuple[bool, ...]
+    ) -> PromptChunks:
+        return PromptChunks(
+            self._slots(number, slots),
+            self._place.slots(num_tokens or (chunk,) * number),
+            self._place.flags(is_last or (True,) * number),
+        )
 
     def _step(
         self,
@@ -138,12 +157,12 @@ class Inputs:
     ) -> tuple[Any, ...]:
         """Make steps one after another."""
         number, bits = self._place.scalar(num_steps), self._allowed(program.batch, allowed)
-        burst = Burst(self._slots(program, slots), number, bits)
+        burst = Burst(self._slots(program.batch, slots), number, bits)
         return self.layout_for(program.batch, program.tree), state, burst
 
     def _proposal(self, program: StepProgram, state: SlotState, slots: Slots = ()) -> tuple[Any, ...]:
         """Propose a tree for each sequence."""
-        return self.layout_for(program.batch, program.tree), state, self._slots(program, slots)
+        return self.layout_for(program.batch, program.tree), state, self._slots(program.batch, slots)
 
     def _verification(
         self,
@@ -155,15 +174,15 @@ class Inputs:
     ) -> tuple[Any, ...]:
         """Verify proposed trees."""
         assert program.tree is not None
-        layout, padded = self.layout_for(program.batch, program.tree), self._slots(program, slots)
+        layout, padded = self.layout_for(program.batch, program.tree), self._slots(program.batch, slots)
         if proposal is not None:
             return layout, state, padded, proposal, self._allowed(program.batch, allowed)
         shape, batch, num_nodes = self._place.shape, program.batch, self._shapes.num_nodes(program.tree)
         of_nodes, bits = shape(batch, num_nodes), shape(batch, num_nodes, self._num_bytes, dtype=np.uint8)
         return layout, state, padded, Proposal(of_nodes, of_nodes, of_nodes, shape(batch)), bits
 
-    def _slots(self, program: StepProgram, slots: Slots) -> jax.Array:
-        return self._place.slots(slots or (self._shapes.num_slots,) * program.batch)
+    def _slots(self, batch: int, slots: Slots) -> jax.Array:
+        return self._place.slots(slots or (self._shapes.num_slots,) * batch)
 
     def _allowed(self, batch: int, allowed: np.ndarray | None) -> jax.Array:
         """Return the mask of tokens that a step of so many sequences may draw, [batch, node, bytes] uint8. None allows

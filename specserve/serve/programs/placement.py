@@ -18,7 +18,7 @@ from specserve.models.cache import Cache
 from specserve.models.config import ModelConfig
 from specserve.models.sharding import num_bytes, place_cache
 from specserve.speculative.drafter import Drafter
-from specserve.speculative.step import SlotState, StepConfig, init_state
+from specserve.speculative.slot_state import SlotState, StepConfig, init_state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ def list_programs(runner: Runner, *, has_scoring: bool = True) -> list[StepProgr
         found += [StepProgram(size, kind="catch-up", layout=number) for size, number in sizes]
     for width, size in itertools.product(shapes.widths, shapes.batch_sizes):
         found += [each for each in shapes.step_programs[size, width] if each.tree != shapes.plain]
+    found += shapes.mixed_programs()
     found.sort(key=lambda program: not shapes.is_plain(program))
     found += _constrained_programs(shapes) if runner.has_constrained else ()
     return [program for program in found if program not in runner.left_out]
@@ -38,7 +39,7 @@ def _catches_up(runner: Runner) -> bool:
 def _constrained_programs(shapes: Shapes) -> Iterator[StepProgram]:
     """Yield speculative steps with token masks, in two parts each. Plain steps take masks as they are."""
     for size in shapes.batch_sizes:
-        tree = shapes.constrained_tree(size)
+        tree = shapes.only_tree(size)
         if tree is not None:
             yield from shapes.constrained_step(size, tree)
 

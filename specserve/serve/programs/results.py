@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from specserve.speculative.step import StepResult
+from specserve.speculative.slot_state import StepResult
 
 
 @dataclass(frozen=True)

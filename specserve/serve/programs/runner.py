@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,17 @@ from specserve.serve.programs.program_cache import ProgramCache
 from specserve.serve.programs.results import StepHandle, asked_parts
 from specserve.serve.programs.shapes import Shapes
 from specserve.serve.programs.slot_bounds import SlotBounds
-from specserve.speculative import step
+from specserve.speculative import slot_state
 from specserve.speculative.program import StepProgram
 from specserve.speculative.sampling import SamplerRows, TokenRows
-from specserve.speculative.step import StepConfig
+from specserve.speculative.slot_state import StepConfig, StepResult
 from specserve.speculative.tree import Proposal, Tree, depth_of
 
 logger = logging.getLogger(__name__)
 
 RESERVED_MAPS = 6000  # memory maps that optional programs leave to others
+# of a prompt: the slot, how many tokens (at most the largest of `chunks`), and whether they are the last
+PromptPart = tuple[int, int, bool]
 EMPTY_STATE, ADMISSION = StepProgram(kind="empty state"), StepProgram(kind="admission")
 PAGE_TABLE, RECALL = StepProgram(kind="page table"), StepProgram(kind="recall")
 
@@ -85,7 +87,7 @@ class Runner:
         shapes, config = self.shapes, self.config
         sizes = {"num_slots": shapes.num_slots, "num_pages": shapes.num_pages, "page_size": shapes.page_size}
         sizes |= {"max_pages": shapes.max_pages, "num_ranks": shapes.num_ranks}
-        make = functools.partial(step.init_state, config, **sizes)
+        make = functools.partial(slot_state.init_state, config, **sizes)
         self.state: Any = self.place.shapes(make)
         state = self.place.state(make)
         self._calls = Calls(config, self.place, state, sizes=sizes, most_steps=shapes.most_steps)
@@ -110,7 +112,7 @@ class Runner:
         """Compile a program, on any thread. One that only adds a choice of steps is left out where the process can
         hardly map more memory."""
         free, is_needed = host.free_memory_maps(), program.tree in (self.shapes.trees[0], self.shapes.plain)
-        if program.kind == "step" and not is_needed and free is not None and free <= RESERVED_MAPS:
+        if (program.kind == "mixed" or (program.kind == "step" and not is_needed)) and free is not None and free <= RESERVED_MAPS:
             if not self.left_out:
                 logger.warning(
                     "this process may map only %d more pieces of memory, so no more ways to speculate are compiled; "
@@ -213,36 +215,80 @@ class Runner:
 
     def prefill(
         self,
-        parts: Sequence[tuple[int, int, bool]],
+        parts: Sequence[PromptPart],
         *,
         has_logprobs: bool = False,
         is_scored: bool = False,
         allowed: np.ndarray | None = None,
     ) -> StepHandle:
-        """Run the next tokens of prompts, of each data rank at most as many as there is a program for: `parts` are
-        their slots, how many tokens (at most the largest of `chunks`), and whether they are the last. The drawn token
+        """Run the next tokens of prompts, of each data rank at most as many as there is a program for. The drawn token
         counts after the last. With `is_scored` the result has the log-probabilities of the prompts' own tokens.
         `allowed` ([part, 1, bytes] uint8, as `TokenMask.masks`) are the tokens that may be drawn."""
-        slots, shapes, batches = [slot for slot, _, _ in parts], self.shapes, self.shapes.batches
+        slots, batches = [slot for slot, _, _ in parts], self.shapes.batches
+        program = self.compiled.first(self._prefills(parts, is_scored=is_scored))
+        bits = batches.fill_masks(slots, allowed, program.batch)
+        result = self.run(program, *self._in_rows(parts, program.batch), bits)
+        return self._prefilled(parts, program.batch, result, has_logprobs=has_logprobs)
+
+    def _prefills(self, parts: Sequence[PromptPart], *, is_scored: bool = False) -> Iterator[StepProgram]:
+        """Yield the programs that prefill these parts, the smallest first."""
+        shapes = self.shapes
         chunks = [chunk for chunk in shapes.chunks if all(chunk >= number for _, number, _ in parts)]
-        of_rank = batches.most_of_a_rank(slots)
-        most = max(self.bounds.num_entries((slot,)) + number for slot, number, _ in parts)
-        widths = shapes.widths_for(most)
+        of_rank = shapes.batches.most_of_a_rank([slot for slot, _, _ in parts])
+        widths = shapes.widths_for(max(self.bounds.num_entries((slot,)) + number for slot, number, _ in parts))
         if is_scored:  # there is one program for all
             widths, chunks = shapes.widths[-1:], shapes.chunks[-1:]
-        programs = (
-            shapes.prefill(width, chunk, 1 if of_rank == 1 else shapes.most_prompts(chunk), is_scored=is_scored)
-            for width, chunk in itertools.product(widths, chunks)
-            if of_rank <= shapes.most_prompts(chunk)
-        )
-        program = self.compiled.first(programs)
-        columns = zip(*((number, is_last) for _, number, is_last in parts), strict=True)
-        in_rows = [tuple(batches.fill(slots, each, program.batch, 0).tolist()) for each in columns]
-        bits = batches.fill_masks(slots, allowed, program.batch)
-        result = self.run(program, batches.pad(slots, program.batch), *in_rows, bits)
+        for width, chunk in itertools.product(widths, chunks):
+            if of_rank <= shapes.most_prompts(chunk):
+                prompts = 1 if of_rank == 1 else shapes.most_prompts(chunk)
+                yield shapes.prefill(width, chunk, prompts, is_scored=is_scored)
+
+    def _in_rows(self, parts: Sequence[PromptPart], size: int) -> Iterator[tuple[Any, ...]]:
+        """Yield the slots, tokens and ends of parts, each in the rows of a batch of this size."""
+        batches, slots = self.shapes.batches, [slot for slot, _, _ in parts]
+        yield batches.pad(slots, size)
+        for column in zip(*((number, is_last) for _, number, is_last in parts), strict=True):
+            yield tuple(batches.fill(slots, column, size, 0).tolist())
+
+    def _prefilled(
+        self, parts: Sequence[PromptPart], size: int, result: StepResult, *, has_logprobs: bool
+    ) -> StepHandle:
         for slot, number, _ in parts:
             self.bounds.prefilled(slot, number)
-        return StepHandle(asked_parts(result, has_logprobs=has_logprobs), batches.rows(slots, program.batch))
+        rows = self.shapes.batches.rows([slot for slot, _, _ in parts], size)
+        return StepHandle(asked_parts(result, has_logprobs=has_logprobs), rows)
+
+    def mixed_program(
+        self, slots: Sequence[int], tree: Tree | None, parts: Sequence[PromptPart]
+    ) -> StepProgram | None:
+        """Return the smallest program that is compiled of those that make a step of these slots and prefill these parts
+        of other slots' prompts; None: there is none."""
+        shapes = self.shapes
+        sizes = [size for size in shapes.mixed_sizes if size >= shapes.batches.size_for(slots)]
+        programs = (shapes.mixed(size, tree, each) for each in self._prefills(parts) for size in sizes)
+        return next((program for program in programs if program in self.compiled), None)
+
+    def mixed(
+        self,
+        program: StepProgram,  # see `mixed_program`
+        slots: Sequence[int],
+        parts: Sequence[PromptPart],  # of other slots
+        *,
+        has_logprobs: bool = False,
+        has_tree: bool = False,
+        is_following: bool = True,
+    ) -> tuple[StepHandle, StepHandle]:
+        """Dispatch one program that makes a step of some slots and prefills parts of other slots' prompts, as `step`
+        and `prefill` do one after the other. Returns the results of each."""
+        if program.tree is not None or is_following:
+            self._catch_up(slots, program.tree, 1)
+        batches = self.shapes.batches
+        result, of_prompts = self.run(
+            program, batches.pad(slots, program.batch), *self._in_rows(parts, program.prompts)
+        )
+        asked = asked_parts(result, has_logprobs=has_logprobs, has_tree=has_tree)
+        step = StepHandle(asked, batches.rows(slots, program.batch), self.bounds.stepped(slots, program.tree))
+        return step, self._prefilled(parts, program.prompts, of_prompts, has_logprobs=has_logprobs)
 
     def step(
         self,

@@ -29,7 +29,7 @@ _FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set
 CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of several sequences larger than this,
 CPU_CHAIN, CPU_CHAIN_ROWS = 3, 64  # but for one chain on CPU, which pays in larger batches too (docs/log)
 LEAST_BATCH = 8  # sequences of a step on an accelerator, padding among them (`make_batch_sizes`)
-CONSTRAINED_DEPTH = 3  # programs of their own, so one way to speculate for each batch bucket
+ONLY_DEPTH = 3  # of steps beside prompts or with masks: programs of their own, so one way to speculate for each batch
 STEPS_AT_ONCE = 8  # of one kind; what the host does once for all of them is then little beside them
 DETERMINISTIC_DEPTH = 7  # every step verifies a chain of this length, whatever was proposed
 
@@ -52,6 +52,7 @@ class Shapes:
     num_ranks: int = 1  # data ranks: it divides slots, pages and every batch
     most_steps: int = 1  # steps that one call of a program makes, one after another
     prompt_tokens: int = 0  # of prompts side by side on a device, in one program; 0: one prompt
+    is_mixing: bool = False  # there are programs that make a step and prefill prompts
 
     @property
     def is_deterministic(self) -> bool:
@@ -143,6 +144,22 @@ class Shapes:
             for prompts in sorted({1, self.most_prompts(chunk)}):
                 yield self.prefill(width, chunk, prompts)
 
+    def mixed(self, batch_size: int, tree: Tree | None, prefill: StepProgram) -> StepProgram:
+        """The program that makes a step of so many sequences, and does what a prefill does for others."""
+        return dataclasses.replace(prefill, kind="mixed", batch=batch_size, tree=tree, prompts=prefill.batch)
+
+    @property
+    def mixed_sizes(self) -> tuple[int, ...]:
+        """The batch buckets of steps beside prompts: every other one, since padding is little beside a prompt."""
+        return self.batch_sizes[-1::-2][::-1] if self.is_mixing else ()
+
+    def mixed_programs(self) -> Iterator[StepProgram]:
+        """Yield the programs that make a step and prefill prompts, plainly and in the one other way (`only_tree`)."""
+        for size in self.mixed_sizes:
+            ways = dict.fromkeys((self.plain, self.only_tree(size) or self.plain))
+            for tree, prefill in itertools.product(ways, self.prefills(self.widths[-1])):
+                yield self.mixed(size, tree, prefill)
+
     def constrained_step(self, batch_size: int, tree: Tree) -> tuple[StepProgram, StepProgram]:
         """The proposal and the verification of a step with token masks."""
         sizes = batch_size, self.max_pages, tree
@@ -160,21 +177,23 @@ class Shapes:
     def label(self, program: StepProgram) -> str:
         """Return the name of a program for people, in logs and in the files of costs."""
         way, contexts = describe(program.tree), f"contexts up to {program.width * self.page_size}"
-        prompts = f"{program.batch // self.num_ranks} x " if program.batch > self.num_ranks else ""
+        rows = program.prompts or program.batch
+        prompts = f"{rows // self.num_ranks} x " if rows > self.num_ranks else ""
         return {
             "step": f"{way} for {program.batch}, {contexts}",
             "prefill": f"prefill of {prompts}{program.chunk}, {contexts}",
+            "mixed": f"{way} for {program.batch} beside a prefill of {prompts}{program.chunk}, {contexts}",
             "scoring": "scoring of prompts",
             "catch-up": f"catching up for {program.batch}",
             "proposal": f"constrained {way} for {program.batch}: proposal",
             "verification": f"constrained {way} for {program.batch}: verification",
         }.get("scoring" if program.is_scored else program.kind, program.kind)
 
-    def constrained_tree(self, batch_size: int) -> Tree | None:
-        """Return the tree of steps with a constrained sequence: the longest chain of up to CONSTRAINED_DEPTH, or else
-        the first way that is no plain step."""
+    def only_tree(self, batch_size: int) -> Tree | None:
+        """Return the tree of steps that have programs of their own, beside a prompt or with a constrained sequence: the
+        longest chain of up to ONLY_DEPTH, or else the first way that is no plain step."""
         trees = [tree for tree in self.trees_for(batch_size) if tree is not None]
-        chains = [tree for tree in trees if tree.top_k == 1 and tree.depth <= CONSTRAINED_DEPTH]
+        chains = [tree for tree in trees if tree.top_k == 1 and tree.depth <= ONLY_DEPTH]
         return max(chains, key=lambda tree: tree.depth) if chains else next(iter(trees), None)
 
 
@@ -232,7 +251,9 @@ def make_shapes(
         bounds = {"verified_depth": DETERMINISTIC_DEPTH, "accepts_nothing": trees[0] is None, "prompt_tokens": 0}
         return dataclasses.replace(shapes, **one_shape, **bounds)
     if reads_by_page(target, num_pages, page_size, mesh):  # with any width
-        return dataclasses.replace(shapes, widths=(max_pages,))
+        # a CPU computes the rows of a prompt and of a step in the time of both
+        is_mixing = program_platform() != "cpu" and not target.is_recurrent
+        return dataclasses.replace(shapes, widths=(max_pages,), is_mixing=is_mixing)
     return shapes
 
 

@@ -25,7 +25,7 @@ from specserve.serve.programs.shapes import STEPS_AT_ONCE
 from specserve.serve.programs.slot_bounds import SlotBounds
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.program import StepProgram
-from specserve.speculative.step import StepResult
+from specserve.speculative.slot_state import StepResult
 from specserve.speculative.tree import Tree, chain
 
 PARAMS = (

@@ -24,7 +24,7 @@ from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import make_shapes
 from specserve.serve.requests.request import FinishReason, SamplingParams
-from specserve.speculative.step import StepResult
+from specserve.speculative.slot_state import StepResult
 from specserve.speculative.tree import Tree
 from specserve.tokenizer import Tokenizer
 
@@ -102,6 +102,7 @@ def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
     assert engine.stats().num_late_compiles == 0
 
 
+@pytest.mark.parametrize("is_mixing", [False, True])
 def test_prompts_that_run_side_by_side_are_answered_as_alone(
     tiny_target: Target,
     tiny_head: Head,
@@ -109,27 +110,31 @@ def test_prompts_that_run_side_by_side_are_answered_as_alone(
     reference: Reference,
     kept: Path | None,
     monkeypatch: pytest.MonkeyPatch,
+    is_mixing: bool,
 ) -> None:
     """As on an accelerator, where one program takes several: short ones, parts of long ones, and two that begin alike,
-    of which the second finds in the cache what the first has computed."""
+    of which the second finds in the cache what the first has computed; alone, and beside sequences that go on."""
     sizes = {"num_slots": 4, "max_model_len": MAX_LEN, "page_size": PAGE_SIZE, "num_pages": 4 * MAX_LEN // PAGE_SIZE}
     shapes = make_shapes([TREE], tiny_target.config, **sizes)
-    runner = Runner(tiny_target, tiny_head, dataclasses.replace(shapes, chunks=(16, 64), prompt_tokens=64), folder=kept)
+    shapes = dataclasses.replace(shapes, chunks=(16, 64), prompt_tokens=64, is_mixing=is_mixing)
+    runner = Runner(tiny_target, tiny_head, shapes, folder=kept)
     assert [program.batch for program in runner.shapes.prefills(runner.shapes.max_pages)] == [1, 4, 1]
     compile_programs(runner)
-    rng, sides, prefill = random.Random(2), list[int](), runner.prefill
+    rng, sides, beside, prefill, mixed = random.Random(2), list[int](), list[int](), runner.prefill, runner.mixed
     prompts = [[rng.randrange(64) for _ in range(length)] for length in (3, 12, 20, 1, 9, 15, 20, 7, 30, 5)]
     prompts += [[*prompts[2][:17], 1, 2], [*prompts[2][:17], 3]]
     asks = [Ask(tuple(prompt), greedy(8, ignore_eos=True)) for prompt in prompts]
     asks = [ask for ask in asks if reference.is_firm(ask)]
     assert len(asks) > 8
     monkeypatch.setattr(runner, "prefill", lambda parts, **given: sides.append(len(parts)) or prefill(parts, **given))
+    monkeypatch.setattr(runner, "mixed", lambda *given, **asked: beside.append(len(given[2])) or mixed(*given, **asked))
     with _engine(runner, pydoc_tokenizer, max_queue=64) as engine:
         found = engine.generate([list(ask.prompt) for ask in asks], greedy(8, ignore_eos=True))
         check_idle(engine)
         assert engine.stats().num_late_compiles == 0
     assert [list(each.token_ids) for each in found] == [reference.answer(ask).token_ids for ask in asks]
     assert max(sides) > 1
+    assert (max(beside, default=0) > 1) == is_mixing
 
 
 def test_growing_into_wider_page_tables_changes_nothing(

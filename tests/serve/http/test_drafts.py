@@ -14,7 +14,7 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine.delivery import draft_tree
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import Delta, SamplingParams
-from specserve.speculative.step import StepResult
+from specserve.speculative.slot_state import StepResult
 
 PROMPTS = np.random.default_rng(4).integers(3, VOCAB, (12, 9)).tolist()
 

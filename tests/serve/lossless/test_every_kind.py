@@ -42,6 +42,7 @@ from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.controller import Estimate
+from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import Tree
 from specserve.train.acceptance import AcceptanceMeter, Arm
 
@@ -153,7 +154,7 @@ def served(request: pytest.FixtureRequest, shallow_target: Target, kept: Path | 
     if bits:
         head = replace(head, params=in_eight_bits(head.params, bits))
     assert head.drafter.name == kind
-    runner = make_runner(shallow_target, head, *WAYS, folder=kept)
+    runner = make_runner(shallow_target, head, *WAYS, is_mixing=True, folder=kept)
     compile_programs(runner)
     return Served(kind, shallow_target, head, runner)
 
@@ -185,42 +186,59 @@ def _asks() -> Iterator[Ask]:
             yield Ask(prompt, SamplingParams(**options), is_constrained=True)
 
 
-def test_speculation_changes_no_token(served: Served, reference: Reference) -> None:
+def test_speculation_changes_no_token(
+    served: Served, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of requests with options, greedy and sampled in one batch, over chains, trees, lookups beside the head and plain
-    steps in any order, where sequences must give up their pages. Beside a lookup no confidence is reported, nor in
-    steps with a grammar."""
+    steps in any order, alone and in one program with others' prompts, where sequences must give up their pages. Beside
+    a lookup no confidence is reported, nor in steps with a grammar."""
     asks, controller = list(reference.firm(_asks())), Noting(0)
     assert len(asks) > len(OPTIONS)
+    mixed, beside = served.runner.mixed, Counter[Tree | None]()
+
+    def noting(program: StepProgram, *given: Any, **asked: Any) -> Any:
+        beside[program.tree] += 1
+        return mixed(program, *given, **asked)
+
+    monkeypatch.setattr(served.runner, "mixed", noting)
     with serving(make_engine(served.runner, controller, num_pages=FEW_PAGES)) as engine:
         for ask, inbox in zip(asks, run(engine, asks), strict=True):
             reference.check(ask, inbox)
         assert engine.stats().num_preemptions > 0
+    assert {*beside} == {None, _tree(CHAIN)}, "prompts and steps are to have run in one program"
     trees = [tree for tree in served.runner.shapes.trees if tree]
     assert len(trees) == len(WAYS) - 1
     assert all(controller.accepted[tree] > 0 for tree in trees), "nothing was accepted, so nothing was tested"
     is_sure = {tree: {served.kind == "dspark" and not tree.lookup} for tree in trees}
     for size in served.runner.shapes.batch_sizes:  # steps with a grammar have one tree, and report none
-        is_sure[served.runner.shapes.constrained_tree(size)].add(False)
+        is_sure[served.runner.shapes.only_tree(size)].add(False)
     assert controller.is_sure == is_sure
+
+
+@pytest.fixture
+def unmixed(served: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
+    """With every step over the tree that is asked for: beside prompts it may be another one."""
+    monkeypatch.setattr(served.runner, "shapes", replace(served.runner.shapes, is_mixing=False))
+    return served
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_served_acceptance_is_measured_and_replayed(served: Served, temperature: float) -> None:
+def test_served_acceptance_is_measured_and_replayed(unmixed: Served, temperature: float) -> None:
     """By the meter of a training run and by the engine, which step, and from a recording, which does not."""
-    recorded = served.recorded(temperature)
+    recorded = unmixed.recorded(temperature)
     measured = [Arm(text, temperature) for text in (TREE, SHORTER)]
-    prompts = [Prompt(str(number), prompt) for number, prompt in enumerate(served.prompts)]
+    prompts = [Prompt(str(number), prompt) for number, prompt in enumerate(unmixed.prompts)]
     options: dict[str, Any] = {"max_new_tokens": MAX_NEW, "seed": FIRST_SEED}
-    meter = AcceptanceMeter(served.target, served.head.drafter, measured, prompts, **options)
+    meter = AcceptanceMeter(unmixed.target, unmixed.head.drafter, measured, prompts, **options)
     for arm in measured:
-        found = meter.measure(served.head.params, served.head.target_ids, arm).by_source
+        found = meter.measure(unmixed.head.params, unmixed.head.target_ids, arm).by_source
         for number, recording in recorded.items():
             assert found[str(number)] == recording.replay(_tree(arm.speculation)), f"{arm.name}, prompt {number}"
     for text in (TREE, CHAIN):
-        asked = [served.prompts[number] for number in recorded]
-        params = [served.params(temperature, number) for number in recorded]
-        with make_engine(served.runner, Fixed(_tree(text))) as engine:
+        asked = [unmixed.prompts[number] for number in recorded]
+        params = [unmixed.params(temperature, number) for number in recorded]
+        with make_engine(unmixed.runner, Fixed(_tree(text))) as engine:
             stats = [done.stats for done in engine.generate(asked, params)]
         replayed = sum((recording.replay(_tree(text)) for recording in recorded.values()), Acceptance())
         assert sum(stats, Acceptance()) == replayed
@@ -231,13 +249,13 @@ def test_served_acceptance_is_measured_and_replayed(served: Served, temperature:
     ("text", "temperature"),
     [(TREE, 2.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((CHAIN, 2.0), (CHAIN, 0.0), (TREE, 0.0)))],
 )
-def test_a_preemption_changes_no_acceptance(served: Served, text: str, temperature: float) -> None:
+def test_a_preemption_changes_no_acceptance(unmixed: Served, text: str, temperature: float) -> None:
     """A sequence that goes on draws its next token in prefill, so its steps have other roots from there on; each
     accepts what a step of that root accepts alone."""
-    recorded = served.recorded(temperature)
-    engine, asked = make_engine(served.runner, Fixed(_tree(text)), num_pages=FEW_PAGES), []
+    recorded = unmixed.recorded(temperature)
+    engine, asked = make_engine(unmixed.runner, Fixed(_tree(text)), num_pages=FEW_PAGES), []
     for number, recording in [*recorded.items()] * 2:
-        ask = Ask(tuple(served.prompts[number]), served.params(temperature, number))
+        ask = Ask(tuple(unmixed.prompts[number]), unmixed.params(temperature, number))
         asked.append((recording, submit(engine, ask)[1]))
     with serving(engine):
         for recording, inbox in asked:

@@ -16,7 +16,7 @@ from specserve.serve.programs.placement import bytes_per_token, state_bytes
 from specserve.serve.programs.shapes import Shapes
 from specserve.serve.settings import ServeRun
 from specserve.serve.sizes import FEW_SLOTS, MOST_SLOTS, Served, choose_sizes, largest_programs
-from specserve.speculative.step import StepConfig
+from specserve.speculative.slot_state import StepConfig
 from specserve.speculative.tree import Tree
 
 

@@ -25,7 +25,7 @@ from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import make_shapes
 from specserve.serve.settings import ServeRun
 from specserve.serve.startup import check_numbers, check_state_fits
-from specserve.speculative.step import init_state
+from specserve.speculative.slot_state import init_state
 
 
 def _runner_of(target: Target, head: Head | None, **sizes: Any) -> tuple[Any, Any]:

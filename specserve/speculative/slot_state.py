@@ -1,0 +1,204 @@
+"""The state of every sequence that is being served, on the device, and what a step returns of it.
+
+The invariant between steps, for a slot whose sequence is x[0..L]:
+
+  history                x[0..L]; x[L] is the root, emitted and not yet consumed by the target
+  seq_lens = L           the target has committed entries 0..L-1
+  draft                  what the drafter keeps, see `drafter`
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specserve.kernels.gather import take_rows
+from specserve.kernels.pages import share_out
+from specserve.models.cache import Cache
+from specserve.models.config import ModelConfig
+from specserve.pytree import pytree
+from specserve.speculative import sampling
+from specserve.speculative.drafter import Drafter, Sizes, SlotView
+from specserve.speculative.sampling import Logprobs, SamplerRows, Scores, TokenRows
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """The configuration of a step: everything that is known when it is compiled."""
+
+    target: ModelConfig
+    drafter: Drafter | None  # None: plain decoding
+    max_depth: int  # of any tree that runs on the state
+    is_coupled: bool = True  # the draft ranks with the target's noise; off only to measure what that brings
+    verified_depth: int = 0  # every step verifies a chain of this length, in one exact order of sums; 0: what it must
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.drafter.aux_layers if self.drafter else ()
+
+    @property
+    def max_pending(self) -> int:
+        """Return how many committed tokens may be pending, which means not consumed by the drafter yet. 0 means that
+        it is never behind."""
+        return self.drafter.max_pending(self.max_depth) if self.drafter else 0
+
+
+@pytree
+class SlotState:
+    """The state of every sequence that is being served, one slot each, and what the drafter keeps of finished ones."""
+
+    page_table: jax.Array  # [slot, max_pages] int32
+    seq_lens: jax.Array  # [slot] int32
+    history: jax.Array  # [slot, max_pages * page_size] int32
+    rows: SamplerRows  # [slot]
+    tokens: TokenRows  # [slot]
+    cache: Cache  # the target's
+    draft: Any | None  # the drafter's, by slot and by page; None without one
+
+
+@pytree
+class StepResult:
+    """The result of a step, on the device or read to the host, in arrays of NumPy. Row i belongs to the i-th of the
+    step's slots."""
+
+    counts: Any  # [batch, 2 + depth + 1] int32: draft tokens accepted, the source of the proposal, the tokens
+    logprobs: Logprobs | None  # of the tokens; read where they were asked for
+    prompt: Scores | None = None  # [batch, chunk], of the token after each of a scored prompt
+    node_ids: jax.Array | None = None  # [batch, node] int32, the proposed tokens and the root; None without a tree
+    parents: jax.Array | None = None  # [batch, node] int32, of the nodes; None of a chain, where they are known
+    confidence: jax.Array | None = None  # [batch, depth] float32, see `tree.Proposal`; None where the draft gives none
+
+    @property
+    def n_accepted(self) -> Any:  # [batch] int32
+        return self.counts[:, 0]
+
+    @property
+    def token_ids(self) -> Any:  # [batch, depth + 1] int32
+        return self.counts[:, 2:]
+
+    def emitted(self, row: int) -> list[int]:
+        """Return the tokens that the step adds to a sequence, once it is read: the accepted ones and the bonus
+        token."""
+        return self.counts[row, 2 : self.counts[row, 0] + 3].tolist()
+
+
+@pytree
+class Admission:
+    """The arrays that a slot is filled with when a sequence is admitted to it."""
+
+    page_row: jax.Array  # [max_pages] int32, allocated pages, then anything out of range
+    history: jax.Array  # [max_pages * page_size] int32, the prompt (and the answer so far, after a preemption)
+    num_cached: jax.Array  # [] int32, entries that are in its pages already, whole pages
+    rows: SamplerRows  # [1]
+    tokens: TokenRows  # [1]
+    promise: jax.Array  # [] float32, accepted tokens per step that the drafter's head promises
+
+
+@pytree
+class PromptChunks:
+    """The next tokens of prompts, that a prefill runs."""
+
+    slots: jax.Array  # [batch] int32
+    num_tokens: jax.Array  # [batch] int32, how many of the next `chunk` tokens of the history to run
+    is_last: jax.Array  # [batch] bool, whether they end the prompt: then the drawn token counts, it is the root
+
+
+def init_state(
+    config: StepConfig, *, num_slots: int, num_pages: int, page_size: int, max_pages: int, num_ranks: int = 1
+) -> SlotState:
+    """Make an empty state. `max_pages` bounds the pages of one sequence, `num_pages` those of all. With `num_ranks` the
+    mesh shares the pages out over so many data ranks (`kernels.pages`), and every batch of slots must be cut like
+    them."""
+    sizes = Sizes(num_slots, num_pages, page_size, max_pages, config.max_depth)
+    state = SlotState(
+        page_table=jnp.full((num_slots, max_pages), num_pages, jnp.int32),
+        seq_lens=jnp.zeros(num_slots, jnp.int32),
+        history=jnp.zeros((num_slots, max_pages * page_size), jnp.int32),
+        rows=SamplerRows.greedy(num_slots),
+        tokens=TokenRows.zeros(num_slots, config.target.vocab_size),
+        cache=Cache.zeros(config.target, num_slots=num_slots, num_pages=num_pages, page_size=page_size),
+        draft=config.drafter.init_state(config.target, sizes) if config.drafter else None,
+    )
+    return share_out(state, num_ranks)
+
+
+def admit(config: StepConfig, state: SlotState, slot: jax.Array, new: Admission) -> SlotState:
+    """Give a slot ([] int32) to a new sequence."""
+
+    def put(rows: jax.Array, row: jax.Array) -> jax.Array:
+        return rows.at[slot].set(row[0])
+
+    draft = state.draft
+    if config.drafter:
+        draft = config.drafter.admit(draft, slot, new.page_row, new.num_cached, new.promise)
+    return SlotState(
+        page_table=state.page_table.at[slot].set(new.page_row),
+        seq_lens=state.seq_lens.at[slot].set(new.num_cached),
+        history=state.history.at[slot].set(new.history),
+        rows=jax.tree.map(put, state.rows, new.rows),
+        tokens=jax.tree.map(put, state.tokens, new.tokens),
+        cache=state.cache.reset(slot),
+        draft=draft,
+    )
+
+
+@pytree
+class Now:
+    """The parts of the state that a step reads for its slots."""
+
+    view: SlotView
+    tokens: TokenRows
+
+    @property
+    def slots(self) -> jax.Array:
+        return self.view.slots
+
+    @property
+    def seq_lens(self) -> jax.Array:
+        return self.view.seq_lens
+
+    @property
+    def rows(self) -> SamplerRows:
+        return self.view.rows
+
+
+def gather(state: SlotState, slots: jax.Array, width: int) -> Now:
+    is_real = slots < state.seq_lens.shape[0]
+    table = jnp.where(is_real[:, None], take_rows(state.page_table, slots), state.cache.num_pages)
+    seq_lens = jnp.where(is_real, take_rows(state.seq_lens, slots), 0)
+    view = SlotView(
+        slots=slots,
+        page_table=table,
+        read_table=table[:, :width],
+        seq_lens=seq_lens,
+        root_ids=state.history.at[slots, seq_lens].get(mode="clip"),
+        history=take_rows(state.history, slots),
+        rows=take_rows(state.rows, slots),
+    )
+    return Now(view, take_rows(state.tokens, slots))
+
+
+def emit(
+    state: SlotState,
+    slots: jax.Array,
+    start: jax.Array,  # [batch] int32, index of the first token
+    token_ids: jax.Array,  # [batch, n] int32
+    is_emitted: jax.Array,  # [batch, n] bool
+) -> SlotState:
+    """Add emitted tokens to the history and to `TokenRows.seen`, and set `seq_lens`, so that all but the last token
+    counts as committed."""
+    index = start[:, None] + jnp.arange(token_ids.shape[1])
+    is_emitted = jnp.broadcast_to(is_emitted, index.shape)
+    column = jnp.where(is_emitted, index, state.history.shape[1])
+    row = jnp.broadcast_to(slots[:, None], index.shape)
+    entry = jnp.where(is_emitted, sampling.EMITTED, 0)
+    # the tokens of a chunk before the last are in the history; where nothing is emitted, `start` are committed
+    seq_lens = start + jnp.maximum(jnp.sum(is_emitted, axis=1) - 1, 0)
+    return dataclasses.replace(
+        state,
+        seq_lens=state.seq_lens.at[slots].set(seq_lens, mode="drop"),
+        history=state.history.at[row, column].set(token_ids, mode="drop"),
+        tokens=dataclasses.replace(state.tokens, seen=state.tokens.seen.at[row, token_ids].add(entry, mode="drop")),
+    )
