@@ -98,7 +98,7 @@ def _mixer_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mixer:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenGroup:
     """A group of tokens that run through the target: n new ones of each of some sequences."""
 
     token_ids: jax.Array  # [batch, n] int32
@@ -119,7 +119,7 @@ def forward(
     aux_layers: tuple[int, ...] = (),
 ) -> TargetOutput:
     """Run the decoder over n tokens of each sequence, which follow `prefix` where there is one."""
-    group = Tokens(token_ids, position_ids, mask, prefix)
+    group = TokenGroup(token_ids, position_ids, mask, prefix)
     [out] = forward_groups(params, config, [group], cache=cache, aux_layers=aux_layers)
     return out
 
@@ -127,7 +127,7 @@ def forward(
 def forward_groups(
     params: TargetParams,
     config: ModelConfig,
-    groups: Sequence[Tokens],
+    groups: Sequence[TokenGroup],
     *,
     cache: Cache | None = None,
     aux_layers: tuple[int, ...] = (),

@@ -11,7 +11,16 @@ from typing import Literal
 from specserve.speculative.tree import Tree
 
 Kind = Literal[
-    "step", "prefill", "mixed", "catch-up", "proposal", "verification", "admission", "page table", "recall", "empty state"
+    "step",
+    "prefill",
+    "mixed",
+    "catch-up",
+    "proposal",
+    "verification",
+    "admission",
+    "page table",
+    "recall",
+    "empty state",
 ]
 
 

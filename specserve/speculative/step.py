@@ -19,7 +19,7 @@ from specserve.kernels.gather import take_each
 from specserve.models import target as target_model
 from specserve.models.cache import Prefix
 from specserve.models.context import apart, side_by_side
-from specserve.models.target import TargetOutput, Tokens
+from specserve.models.target import TargetOutput, TokenGroup
 from specserve.speculative import sampling
 from specserve.speculative.drafter import After, Committed, Weights
 from specserve.speculative.sampling import Nodes, Scores
@@ -34,7 +34,7 @@ SCORED_AT_ONCE = 16  # positions of a prompt; divides every chunk
 class _Work:
     """The tokens of some slots that the target runs over, and what is made of its outputs."""
 
-    tokens: Tokens
+    tokens: TokenGroup
     sampled: jax.Array | None  # [batch, 1] int32, the token of each row whose logits are wanted; None: all
     # with the outputs and these logits: write what is to stay to the state
     finish: Callable[[SlotState, TargetOutput, jax.Array], tuple[SlotState, StepResult]]
@@ -124,7 +124,7 @@ def _prompts(
         return emit(state, slots, end, drawn, prompts.is_last[:, None]), result
 
     causal = (offset[:, None] >= offset)[None]
-    return _Work(Tokens(token_ids, index, causal, _prefix(config, now)), last, finish)
+    return _Work(TokenGroup(token_ids, index, causal, _prefix(config, now)), last, finish)
 
 
 @native.serving
@@ -171,7 +171,7 @@ def _plain(
         state = emit(state, slots, now.seq_lens + 1, drawn, jnp.ones_like(committed.is_kept))
         return state, _result(now, logits, drawn, none, none)
 
-    return _Work(Tokens(nodes.token_ids, index, jnp.ones((1, 1, 1), bool), _prefix(config, now)), None, finish)
+    return _Work(TokenGroup(nodes.token_ids, index, jnp.ones((1, 1, 1), bool), _prefix(config, now)), None, finish)
 
 
 @native.serving
@@ -313,7 +313,7 @@ def _verification(
         proposed = {"node_ids": proposal.token_ids, "parents": parents, "confidence": proposal.confidence}
         return state, dataclasses.replace(result, **proposed)
 
-    return _Work(Tokens(proposal.token_ids, position_ids, mask, _prefix(config, now)), None, finish)
+    return _Work(TokenGroup(proposal.token_ids, position_ids, mask, _prefix(config, now)), None, finish)
 
 
 def remember(

@@ -54,7 +54,8 @@ def test_emitted_tokens_have_the_targets_distribution(
         history = state.history.at[:, : len(PROMPT)].set(jnp.asarray(PROMPT, jnp.int32))
         state = dataclasses.replace(state, page_table=table, rows=rows, history=history)
         lens, is_last = jnp.full(NUM_SLOTS, len(PROMPT), jnp.int32), jnp.ones(NUM_SLOTS, bool)
-        return step.prefill(config, weights, state, slot_state.PromptChunks(slots, lens, is_last), chunk=len(PROMPT), width=2)
+        prompts = slot_state.PromptChunks(slots, lens, is_last)
+        return step.prefill(config, weights, state, prompts, chunk=len(PROMPT), width=2)
 
     @jax.jit
     def speculate(state: SlotState) -> tuple[SlotState, StepResult]:

@@ -26,7 +26,7 @@ from specserve.checkpoints.load import Target, load_target
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
-from specserve.models.target import TargetParams, Tokens, forward, forward_groups, fuse_for_cpu, logits
+from specserve.models.target import TargetParams, TokenGroup, forward, forward_groups, fuse_for_cpu, logits
 from specserve.speculative.tree import ancestor_mask
 
 TESTS = Path(__file__).parents[1]
@@ -268,8 +268,8 @@ def side_by_side(case: Case) -> Difference:
     depths = jnp.sum(mask, axis=2, dtype=jnp.int32) - 1
     token_ids, table = jnp.asarray(case.token_ids), jnp.asarray(TABLE)
     groups = [
-        Tokens(token_ids[at][:, None], at[:, None], jnp.ones((1, 1, 1), bool), Prefix(jnp.tile(table, (2, 1)), at)),
-        Tokens(token_ids[None, TREE_AT:], TREE_AT + depths, mask, Prefix(table, jnp.asarray([TREE_AT], jnp.int32))),
+        TokenGroup(token_ids[at][:, None], at[:, None], jnp.ones((1, 1, 1), bool), Prefix(jnp.tile(table, (2, 1)), at)),
+        TokenGroup(token_ids[None, TREE_AT:], TREE_AT + depths, mask, Prefix(table, jnp.asarray([TREE_AT], jnp.int32))),
     ]
 
     @functools.partial(jax.jit, compiler_options=QUICKLY)

@@ -269,9 +269,7 @@ class Rounds:
             handle = self.runner.step(slots, program.tree, num_steps=num_steps, **asked, is_following=is_following)
         return InFlight(handle, _awaiting(dict(enumerate(decode))), program, num_steps)
 
-    def _step_beside(
-        self, decode: list[Sequence], prefills: Seq[Seq[Chunk]]
-    ) -> tuple[InFlight, InFlight] | None:
+    def _step_beside(self, decode: list[Sequence], prefills: Seq[Seq[Chunk]]) -> tuple[InFlight, InFlight] | None:
         """Dispatch a step together with the first prefill, where one program does both. None: it does not."""
         sequences = [*decode, *(chunk.sequence for chunks in prefills for chunk in chunks)]
         if not prefills or any(each.request.token_mask is not None or each.is_scored for each in sequences):

@@ -147,9 +147,7 @@ class StepChoice:
             return speculative
         return self.controller.choose([self.estimate(sequence) for sequence in decode], (plain, speculative))
 
-    def choose_beside(
-        self, decode: Seq[Sequence], slots: Seq[int], parts: Seq[PromptPart]
-    ) -> StepProgram | None:
+    def choose_beside(self, decode: Seq[Sequence], slots: Seq[int], parts: Seq[PromptPart]) -> StepProgram | None:
         """Return the program that makes the next step of these sequences and prefills these parts of other prompts;
         None: none is compiled for what is chosen."""
         shapes = self._runner.shapes

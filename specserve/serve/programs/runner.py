@@ -111,8 +111,9 @@ class Runner:
     def compile(self, program: StepProgram) -> None:
         """Compile a program, on any thread. One that only adds a choice of steps is left out where the process can
         hardly map more memory."""
-        free, is_needed = host.free_memory_maps(), program.tree in (self.shapes.trees[0], self.shapes.plain)
-        if (program.kind == "mixed" or (program.kind == "step" and not is_needed)) and free is not None and free <= RESERVED_MAPS:
+        free = host.free_memory_maps()
+        is_choice = program.kind == "step" and program.tree not in (self.shapes.trees[0], self.shapes.plain)
+        if (is_choice or program.kind == "mixed") and free is not None and free <= RESERVED_MAPS:
             if not self.left_out:
                 logger.warning(
                     "this process may map only %d more pieces of memory, so no more ways to speculate are compiled; "
@@ -258,9 +259,7 @@ class Runner:
         rows = self.shapes.batches.rows([slot for slot, _, _ in parts], size)
         return StepHandle(asked_parts(result, has_logprobs=has_logprobs), rows)
 
-    def mixed_program(
-        self, slots: Sequence[int], tree: Tree | None, parts: Sequence[PromptPart]
-    ) -> StepProgram | None:
+    def mixed_program(self, slots: Sequence[int], tree: Tree | None, parts: Sequence[PromptPart]) -> StepProgram | None:
         """Return the smallest program that is compiled of those that make a step of these slots and prefill these parts
         of other slots' prompts; None: there is none."""
         shapes = self.shapes

@@ -186,9 +186,7 @@ def _asks() -> Iterator[Ask]:
             yield Ask(prompt, SamplingParams(**options), is_constrained=True)
 
 
-def test_speculation_changes_no_token(
-    served: Served, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_speculation_changes_no_token(served: Served, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of requests with options, greedy and sampled in one batch, over chains, trees, lookups beside the head and plain
     steps in any order, alone and in one program with others' prompts, where sequences must give up their pages. Beside
     a lookup no confidence is reported, nor in steps with a grammar."""
