@@ -50,6 +50,7 @@ def _runner(
         num_pages=pages_of_rank * ranks,
         has_constrained=has_constrained,
         mesh=mesh,
+        is_mixing=True,
         folder=folder,
     )
 
