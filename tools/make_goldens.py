@@ -44,9 +44,10 @@ def build(folder: Path, seed: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
             }
         (path / "config.json").write_text(json.dumps(raw))
         seeded.write_weights(path, shapes, seed)
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
+        model, report = loaded
     problems = {kind: names for kind, names in report.items() if names}
     if problems:
         raise ValueError(f"{folder.name}: transformers does not load what it saves: {problems}")

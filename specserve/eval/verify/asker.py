@@ -54,8 +54,9 @@ class ProofAnswers:
 
 
 def joined(runs: Sequence[ProofAnswers]) -> ProofAnswers:
-    """Return the first answers of several runs as those of one."""
-    return ProofAnswers([run.of[0] for run in runs], [run.drafts[0] for run in runs], runs[-1].stats)
+    """Return the answers of several runs as those of one, with the stats of the last."""
+    answers, drafts = [each for run in runs for each in run.of], [each for run in runs for each in run.drafts]
+    return ProofAnswers(answers, drafts, runs[-1].stats)
 
 
 class ProofProgress:

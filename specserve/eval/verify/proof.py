@@ -119,15 +119,15 @@ class Prover:
 
     def _number_in_all(self) -> int:
         """The tokens of all answers that the checks take, drawn ones included."""
-        requests = self.first, self.base, self.everything
-        first, base, everything = (sum(request.max_tokens for request in some) for some in requests)
+        requests = self.first, self.base, self.everything, _shorter(self.base), _shorter(self.everything)
+        first, base, everything, *again = (sum(request.max_tokens for request in some) for some in requests)
         drawn = num_answers(self.size.draws) * (1 + COUNTED_TOKENS)
         number = everything + base + self.size.draws + drawn  # plain ones
         for group in self.bench.groups:
-            number += everything
+            number += everything + again[1]
             for tree in group.trees:
                 alone = base + 2 * first if _is_by_head_alone(tree) else first
-                number += alone + 2 * base + everything + drawn
+                number += alone + 2 * base + again[0] + everything + drawn
         return number
 
     # Checks.
@@ -221,13 +221,20 @@ class Prover:
         self._in_few_pages(name, "preemption, all options", lambda: dice.choice(ways), self.everything)
 
     def _in_few_pages(self, way: str, check: str, script: Script, requests: Sequence[ProofRequest]) -> None:
-        """Check answers in so few pages that sequences give theirs back, wait, and go on later."""
-        pages = 1 + max(-(-request.num_tokens // self._asker.runner.shapes.page_size) for request in requests)
-        row, few = self._check(way, check, script, requests, is_caching=True, num_pages=pages)
-        where, ranks = f"{pages} pages", self._asker.runner.shapes.num_ranks
-        if ranks > 1:
-            where += f" of each of {ranks} data ranks"
-        _note_events(row, few.stats.num_preemptions, f"{few.stats.num_preemptions} preemptions in {where}")
+        """Check answers in so few pages that sequences give theirs back, wait, and go on later. The shorter half
+        is asked once more by itself, since pages for the longest request are enough for several short ones."""
+        shapes, shorter = self._asker.runner.shapes, _shorter(requests)
+        self._progress.begin(way, check)
+        runs, pages = [], []
+        for some, spare in ((shorter, 0), (requests, 1)):
+            pages.append(spare + max(-(-request.num_tokens // shapes.page_size) for request in some))
+            runs.append(self._asker.ask(script, some, is_caching=True, num_pages=pages[-1]))
+        row = self._compare(way, check, [*shorter, *requests], joined(runs))
+        number = sum(run.stats.num_preemptions for run in runs)
+        where = f"{' and '.join(map(str, pages))} pages"
+        if shapes.num_ranks > 1:
+            where += f" of each of {shapes.num_ranks} data ranks"
+        _note_events(row, number, f"{number} preemptions in {where}")
 
     def _check_stretch(self, tree: Tree, control: _Steps) -> None:
         """Check plain steps that are followed by speculative ones: the drafter must stand where it would if it had
@@ -314,6 +321,11 @@ def _note_events(row: Row, number: int, note: str) -> None:
     row.is_tested, row.note = number > 0, note
     if not number:
         row.note = f"not tested: {note}"
+
+
+def _shorter(requests: Sequence[ProofRequest]) -> list[ProofRequest]:
+    """Return the half of the requests that have the fewest tokens."""
+    return sorted(requests, key=lambda request: request.num_tokens)[: -(-len(requests) // 2)]
 
 
 def _is_by_head_alone(tree: Tree) -> bool:
