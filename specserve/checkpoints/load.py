@@ -18,14 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from specserve.checkpoints.quantized import (
-    DEFAULT_BLOCK,
-    UNUSED_SCALES,
-    LazyQuantized,
-    LazyTensor,
-    open_weight,
-    stored_block,
-)
+from specserve.checkpoints.lazy import LazyQuantized, LazyTensor
+from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_weight, read_storing
 from specserve.checkpoints.tensors import Index, TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
 from specserve.kernels.matmul import EightBits, QuantizedMatrix, dequantize, quantize
@@ -116,7 +110,7 @@ def load_target(
         skipped=skipped,
         rename=rename,
         quantization=quantization,
-        block=stored_block(raw, where),
+        storing=read_storing(raw, where),
     )
     if is_checked:
         check_weights(params, spec, str(folder))
@@ -160,17 +154,27 @@ def load_params(
     skipped: Mapping[str, str] | None = None,  # pattern of checkpoint tensors -> why they are left out
     rename: Callable[[str], str] = lambda name: name,  # our name -> the checkpoint's
     quantization: Quantization = "none",
-    block: tuple[int, int] = DEFAULT_BLOCK,  # outputs and inputs that share a scale, where scales are by block
+    storing: Storing = PLAIN,
 ) -> Tree:
     """Read every leaf of the spec tree, cast to `dtype` or quantised. Raises CheckpointError that lists all that does
     not fit, before anything is read."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(spec_tree, is_leaf=is_spec)
     places: Sequence[Sharding | None] = jax.tree.leaves(shardings) or [None] * len(leaves)
-    opened = _open_all([spec for _, spec in leaves], tensors, {**_SKIPPED, **(skipped or {})}, rename, block)
-    loaded = []
+    opened = _open_all([spec for _, spec in leaves], tensors, {**_SKIPPED, **(skipped or {})}, rename, storing)
+    loaded, widened = [], 0
     for (path, spec), weights, place in zip(leaves, opened, places, strict=True):
         how = quantization if is_product(path) else "none"
         loaded.append(_load(spec, weights, np.dtype(spec.dtype(dtype)), place, how))
+        if any(isinstance(weight, LazyQuantized) or weight.is_widened for weight in weights):
+            widened += loaded[-1].nbytes if isinstance(loaded[-1], jax.Array) else 0
+    if widened:
+        logger.info(
+            "%s: weights that are stored in few bits are %s here, %.2f GB of them%s",
+            tensors.folder,
+            dtype,
+            widened / 1e9,
+            "" if quantization == "stored" else "; --quantization stored keeps whole numbers of 8 bits where it can",
+        )
     return jax.tree.unflatten(structure, loaded)
 
 
@@ -179,7 +183,7 @@ def _open_all(
     tensors: TensorFolder,
     skipped: Mapping[str, str],
     rename: Callable[[str], str],
-    block: tuple[int, int],
+    storing: Storing,
 ) -> list[list[LazyTensor | LazyQuantized]]:
     """The stored tensors of every parameter. Raises CheckpointError unless all is there, and nothing else is."""
     problems: list[str] = []
@@ -190,7 +194,7 @@ def _open_all(
         for name in map(rename, spec.names):
             used.add(name)
             try:
-                weight, made_of = open_weight(tensors, name, block)
+                weight, made_of = open_weight(tensors, name, storing)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue

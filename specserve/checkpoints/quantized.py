@@ -7,101 +7,132 @@ quantizers of these names, and the OCP Microscaling Formats specification v1.0 f
 - mxfp4 (GPT-OSS): `X_blocks` uint8 [expert, out, in / 32, 16], two 4-bit floats in a byte, the lower half first, and
   `X_scales` uint8 [expert, out, in / 32], powers of two.
 
-Every one of them is values times scale. Scales of activations are not read: activations keep their precision here.
+Every one of them is values times scale; `packed` has those of which several share a word. Scales of activations are not
+read: activations keep their precision here.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from specserve.checkpoints.lazy import FLOAT32, LazyQuantized, LazyTensor, blocks_of, fp4_values
+from specserve.checkpoints.packed import Storing, open_packed
 from specserve.checkpoints.tensors import Index, TensorFolder
 from specserve.errors import CheckpointError
 
 FLOATS = frozenset(np.dtype(dtype) for dtype in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
 EIGHT_BITS = frozenset(np.dtype(dtype) for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8))
-DEFAULT_BLOCK = (128, 128)  # outputs, inputs
+STORED_BITS = EIGHT_BITS | {
+    np.dtype(np.uint8),
+    np.dtype(np.int32),
+    np.dtype(np.uint32),
+}  # of values, and of words of some
 UNUSED_SCALES = {  # patterns of tensors -> why weights do not need them
     r".*\.(input_scale|input_scale_ub|activation_scale)": "scales of activations, which are not quantised here",
     r".*\.[qkv]_scale": "scales of an 8-bit cache",
 }
-_FLOAT32 = np.dtype(np.float32)
 _FP4_BLOCK = 32
-_FP4_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # so they are integers
-_FP4_PAIRS = np.stack([_FP4_DOUBLED[np.arange(256) & 15], _FP4_DOUBLED[np.arange(256) >> 4]], axis=1)  # [byte, 2]
 
 
-@dataclass(frozen=True)
-class LazyTensor:
-    """A value that is read by slice: a tensor of a file, or what is computed from some."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    read: Callable[[Index], np.ndarray]  # whole indices: one for each axis
-
-    @property
-    def layout(self) -> object:
-        return None  # plain
+PLAIN = Storing()
 
 
-@dataclass(frozen=True)
-class LazyQuantized:
-    """A stored matrix of 8 bits or fewer: values, and one scale for each output and `block` inputs."""
+def read_storing(raw: Mapping[str, Any], where: str) -> Storing:
+    """Return how a checkpoint stores its weights, as config.json states. Raises CheckpointError for a quantisation that
+    is not read."""
+    text = raw.get("text_config")
+    for config in (raw, text if isinstance(text, Mapping) else {}):
+        stated = config.get("quantization_config") or config.get("compression_config")
+        if stated is None and "group_size" in (config.get("quantization") or {}):
+            stated = config["quantization"]
+            return Storing(packing="mlx", bits=_bits(stated, where, "mlx", (2, 4, 8)), group=_group(stated))
+        if stated:
+            return _storing(stated, where)
+    return PLAIN
 
-    values: LazyTensor  # [..., out, in] of 8 bits
-    scale: LazyTensor  # [..., out, in_blocks] float32
-    block: int
 
-    @property
-    def layout(self) -> object:
-        """The layout; matrices of one layout can be stacked."""
-        return self.values.dtype, self.scale.shape, self.block
-
-
-def stored_block(raw: Mapping[str, Any], where: str) -> tuple[int, int]:
-    """Return how many outputs and inputs of a weight share a scale where scales are by block, as config.json states.
-    Raises CheckpointError for a quantisation that is not read."""
-    stated = raw.get("quantization_config") or raw.get("compression_config") or {}
-    method = stated.get("quant_method")
-    if "config_groups" in stated:
-        method = stated.get("quant_method", "compressed-tensors")
-    if not stated or method in ("fbgemm_fp8", "mxfp4"):
-        return DEFAULT_BLOCK
+def _storing(stated: Mapping[str, Any], where: str) -> Storing:
+    method = stated.get("quant_method", "compressed-tensors" if "config_groups" in stated else None)
+    if method in ("fbgemm_fp8", "mxfp4"):
+        return PLAIN
+    if method == "modelopt" and stated.get("quant_algo") in ("FP8", "NVFP4"):
+        return PLAIN
     if method == "fp8":
-        return _pair(stated.get("weight_block_size"))
+        return Storing(_pair(stated.get("weight_block_size")))
+    if method == "awq" and str(stated.get("version", "gemm")).lower() == "gemm":
+        return Storing(packing="awq", bits=_bits(stated, where, method, (4,)), group=_group(stated))
+    if method == "gptq":
+        steps = {"gptq": 1, "gptq_v2": 0}
+        if (layout := stated.get("checkpoint_format", "gptq")) in steps:
+            bits = _bits(stated, where, method, (2, 4, 8))
+            return Storing(packing="gptq", bits=bits, group=_group(stated), zero_step=steps[layout])
     if method != "compressed-tensors":
-        raise CheckpointError(
-            f"{where}: weights are quantised by {method!r}; fp8, fbgemm_fp8, compressed-tensors of 8 bits and mxfp4 "
-            "can be read. Take the model as it was before it was quantised"
+        more = "".join(
+            f", {key} {stated[key]!r}" for key in ("version", "checkpoint_format", "quant_algo") if key in stated
         )
-    block = DEFAULT_BLOCK
+        raise CheckpointError(
+            f"{where}: weights are quantised by {method!r}{more}; fp8, fbgemm_fp8, modelopt (FP8, NVFP4), "
+            "compressed-tensors, awq (gemm), gptq (also gptq_v2), mxfp4 and MLX's can be read. Take the model as it "
+            "was before it was quantised"
+        )
+    return _compressed(stated, where)
+
+
+def _compressed(stated: Mapping[str, Any], where: str) -> Storing:
+    found = set()
     for group in (stated.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
-        layout = group.get("format") or stated.get("format")
-        kind = (weights.get("num_bits"), weights.get("strategy"), layout, weights.get("symmetric", True))
-        if kind[0] != 8 or kind[1] not in ("tensor", "channel", "block") or layout == "pack-quantized" or not kind[3]:
+        weights, layout = group.get("weights") or {}, group.get("format") or stated.get("format")
+        bits, strategy, symmetric = (weights.get(key) for key in ("num_bits", "strategy", "symmetric"))
+        is_packed = layout == "pack-quantized" and bits in (4, 8) and strategy in ("group", "channel", "tensor")
+        is_nvfp4 = layout == "nvfp4-pack-quantized" and bits == 4
+        is_plain = bits == 8 and strategy in ("tensor", "channel", "block") and symmetric is not False
+        if is_packed:
+            found.add(Storing(packing="compressed", bits=bits, group=_group(weights)))
+        elif is_nvfp4 or (is_plain and not str(layout).endswith("pack-quantized")):
+            found.add(Storing(_pair(weights.get("block_structure")) if strategy == "block" else PLAIN.block))
+        else:
             raise CheckpointError(
-                f"{where}: compressed-tensors of {kind[0]} bits by {kind[1]}, {layout}"
-                f"{'' if kind[3] else ', asymmetric'}; 8 bits by tensor, channel or block, symmetric and not packed, "
-                "can be read. Take the model as it was before it was quantised"
+                f"{where}: compressed-tensors of {bits} bits by {strategy}, {layout}"
+                f"{', asymmetric' if symmetric is False else ''}; 8 bits by tensor, channel or block, symmetric and "
+                "not packed, pack-quantized of 4 or 8 bits and nvfp4-pack-quantized can be read. Take the model as it "
+                "was before it was quantised"
             )
-        if kind[1] == "block":
-            block = _pair(weights.get("block_structure"))
-    return block
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{where}: config_groups of compressed-tensors store their weights in {len(found)} ways; one can be read"
+        )
+    return found.pop() if found else PLAIN
+
+
+def _group(stated: Mapping[str, Any]) -> int:
+    size = stated.get("group_size", stated.get("q_group_size"))
+    return size if isinstance(size, int) and size > 0 else 0
+
+
+def _bits(stated: Mapping[str, Any], where: str, method: str, allowed: tuple[int, ...]) -> int:
+    bits = stated.get("bits", stated.get("w_bit"))
+    if bits not in allowed:
+        raise CheckpointError(
+            f"{where}: {method} of {bits!r} bits; {' or '.join(map(str, allowed))} can be read. Take the model as it "
+            "was before it was quantised"
+        )
+    return bits
 
 
 def open_weight(
-    tensors: TensorFolder, name: str, block: tuple[int, int]
+    tensors: TensorFolder, name: str, storing: Storing
 ) -> tuple[LazyTensor | LazyQuantized, tuple[str, ...]]:
     """Open a weight as it is stored, and the tensors that it is made of. Raises CheckpointError where it is missing,
     or of a dtype that is no float and has no scale."""
     names = tensors.names()
     if f"{name}_blocks" in names and f"{name}_scales" in names:
         return _open_fp4(tensors, name), (f"{name}_blocks", f"{name}_scales")
+    if opened := open_packed(tensors, name, storing):
+        return opened
     if name not in names:
         raise CheckpointError(f"{name} is missing")
     shape, dtype = tensors.shape(name), tensors.dtype(name)
@@ -113,7 +144,7 @@ def open_weight(
         raise CheckpointError(f"{where} is {dtype}, expected a float, or a matrix of int8 or float8 with its scale")
     for scale_name in (f"{name}_scale_inv", f"{name}_scale"):
         if scale_name in names:
-            scale, inputs = _open_scale(tensors, scale_name, shape, block)
+            scale, inputs = _open_scale(tensors, scale_name, shape, storing.block)
             return LazyQuantized(values, scale, inputs), (name, scale_name)
     raise CheckpointError(f"{where} is {dtype}, but there is no {name}_scale_inv and no {name}_scale")
 
@@ -142,7 +173,7 @@ def _open_scale(
         whole = tensors.read(name).astype(np.float32).reshape(grid)  # a ten-thousandth of its weight
         return whole[places // rows][:, blocks]
 
-    return LazyTensor((num_out, grid[1]), _FLOAT32, read), inputs
+    return LazyTensor((num_out, grid[1]), FLOAT32, read), inputs
 
 
 def _open_fp4(tensors: TensorFolder, name: str) -> LazyQuantized:
@@ -157,9 +188,9 @@ def _open_fp4(tensors: TensorFolder, name: str) -> LazyQuantized:
 
     def read_values(index: Index) -> np.ndarray:
         *rest, inputs = index
-        blocks = _blocks(inputs, _FP4_BLOCK)
-        pairs = _FP4_PAIRS[tensors.read(f"{name}_blocks", (*rest, blocks, slice(None)))]
-        values = pairs.reshape(*pairs.shape[:-3], -1)
+        blocks = blocks_of(inputs, _FP4_BLOCK)
+        pairs = fp4_values(tensors.read(f"{name}_blocks", (*rest, blocks, slice(None))))
+        values = pairs.reshape(*pairs.shape[:-2], -1)
         offset = inputs.start - blocks.start * _FP4_BLOCK
         return values[..., offset : offset + inputs.stop - inputs.start]
 
@@ -168,16 +199,11 @@ def _open_fp4(tensors: TensorFolder, name: str) -> LazyQuantized:
         return powers.astype(np.float32) * np.float32(0.5)
 
     shape = (*scales[:-1], scales[-1] * _FP4_BLOCK)
-    values, scale = LazyTensor(shape, np.dtype(np.int8), read_values), LazyTensor(scales, _FLOAT32, read_scale)
+    values, scale = LazyTensor(shape, np.dtype(np.int8), read_values), LazyTensor(scales, FLOAT32, read_scale)
     return LazyQuantized(values, scale, _FP4_BLOCK)
-
-
-def _blocks(inputs: slice, block: int) -> slice:
-    """The blocks that some inputs lie in."""
-    return slice(inputs.start // block, -(-inputs.stop // block))
 
 
 def _pair(sizes: Any) -> tuple[int, int]:
     if not sizes:
-        return DEFAULT_BLOCK
+        return PLAIN.block
     return int(sizes[0]), int(sizes[1])

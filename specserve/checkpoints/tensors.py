@@ -243,7 +243,9 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 def read_json(path: Path) -> dict[str, object]:
     """Read a JSON object from disk. Raises CheckpointError when it is missing or malformed, or contradicts itself."""
     try:
-        value = json.loads(path.read_text(), object_pairs_hook=_stated_once)
+        value = json.loads(
+            path.read_text("utf-8-sig"), object_pairs_hook=_stated_once
+        )  # editors of Windows write a mark
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not there; is {path.parent} a model folder?") from None
     except (OSError, ValueError) as error:

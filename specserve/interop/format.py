@@ -99,9 +99,9 @@ class HeadFormat:
         )
         skipped = {re.escape(stored): AS_VOCABULARY for stored in tables.values()} | dict(self.skipped)
         places = drafter.place(mesh) if mesh is not None else None
-        block = stored_scales(read_json(folder / CONFIG), tensors, str(folder / CONFIG))
+        storing = stored_scales(read_json(folder / CONFIG), tensors, str(folder / CONFIG))
         params = load_params(
-            drafter.spec(), tensors, dtype, shardings=places, skipped=skipped, rename=rename, block=block
+            drafter.spec(), tensors, dtype, shardings=places, skipped=skipped, rename=rename, storing=storing
         )
         return Head(drafter, params, target_ids)
 

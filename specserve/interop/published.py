@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.quantized import DEFAULT_BLOCK, EIGHT_BITS, stored_block
+from specserve.checkpoints.quantized import PLAIN, STORED_BITS, Storing, read_storing
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
 from specserve.interop.keys import ACTIVATION, LAYER, QUANTIZATIONS, SIZES, find
@@ -216,24 +216,24 @@ def vocab_from_tensors(
     )
 
 
-def stored_scales(raw: Mapping[str, Any], tensors: TensorFolder, where: str) -> tuple[int, int]:
-    """Return how many outputs and inputs of a head's weights share a scale, where they are in 8 bits. Raises
+def stored_scales(raw: Mapping[str, Any], tensors: TensorFolder, where: str) -> Storing:
+    """Return how a head's weights are stored, where they are in 8 bits. Raises
     CheckpointError for a quantisation that is not read, and for one of which no tensor shows anything, because engines
     that go by config.json read other numbers then than those that go by the tensors."""
     stated = {path: value for path, value in find(raw, QUANTIZATIONS) if value}
     if odd := [path for path, value in stated.items() if not isinstance(value, Mapping)]:
         raise CheckpointError(f"{where}: {odd[0]} must be an object, got {stated[odd[0]]!r}")
-    blocks = {stored_block({"quantization_config": value}, f"{where}: {path}") for path, value in stated.items()}
-    if len(blocks) > 1:
+    found_ways = {read_storing({"quantization_config": value}, f"{where}: {path}") for path, value in stated.items()}
+    if len(found_ways) > 1:
         raise CheckpointError(f"{where}: {' and '.join(stated)} disagree; keep the one that the weights are in")
     dtypes = {tensors.dtype(name) for name in tensors.names() if not name.endswith((D2T, T2D))}
-    if stated and not dtypes & EIGHT_BITS:
+    if stated and not dtypes & STORED_BITS:
         found = listed(sorted(dtype.name for dtype in dtypes), 3)
         raise CheckpointError(
-            f"{where}: {', '.join(stated)} is stated, and no tensor is in 8 bits, but {found}; take it out if the "
-            "weights are whole, or download them again"
+            f"{where}: {', '.join(stated)} is stated, and no tensor is in 8 bits or packed, but {found}; take it out "
+            "if the weights are whole, or download them again"
         )
-    return blocks.pop() if blocks else DEFAULT_BLOCK
+    return found_ways.pop() if found_ways else PLAIN
 
 
 def target_embedding(target: Target, dtype: str) -> np.ndarray | None:  # [vocab, d_model]

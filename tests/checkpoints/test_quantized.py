@@ -19,7 +19,7 @@ from rounding import assert_same, assert_within, of_product, tolerance
 
 from specserve import mesh
 from specserve.checkpoints.load import Target, check_weights, load_params, load_target
-from specserve.checkpoints.quantized import stored_block
+from specserve.checkpoints.quantized import Storing, read_storing
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
 from specserve.errors import CheckpointError
@@ -87,10 +87,10 @@ def test_a_weight_is_its_values_times_its_scales(
             else:
                 factor = scale[row // block[0], column // block[1]]
             expected[column, row] = np.float32(values[row, column]) * factor
-    dense = _load(tmp_path, tensors, block=block)
+    dense = _load(tmp_path, tensors, storing=Storing(block))
     np.testing.assert_array_equal(dense["o"], expected)
     np.testing.assert_array_equal(dense["norm"], norm)
-    kept = _load(tmp_path, tensors, block=block, quantization="stored")
+    kept = _load(tmp_path, tensors, storing=Storing(block), quantization="stored")
     assert isinstance(kept["o"], QuantizedMatrix)
     assert kept["o"].values.dtype == dtype
     np.testing.assert_array_equal(dequantize(kept["o"], jnp.dtype("float32")), expected)
@@ -169,7 +169,7 @@ def test_a_spread_load_is_the_whole_one(
     tensors: Tensors = {"down_blocks": blocks, "down_scales": scales}
     for name in ("o.weight", "q.weight", *(f"{e}.up" for e in range(4))):
         tensors |= {name: _eight_bits(rng, (D_OUT, D_IN), FP8), f"{name}_scale_inv": _scales(rng, 4, 3)}
-    options: dict[str, Any] = {"block": (7, 8), "quantization": quantization}
+    options: dict[str, Any] = {"storing": Storing((7, 8)), "quantization": quantization}
     whole = _load(tmp_path, tensors, spec, **options)
     devices = mesh.make_mesh(tensor=tensor, expert=expert)
     shardings = {name: mesh.sharding(devices, each.axes) for name, each in spec.items()}
@@ -246,23 +246,33 @@ def test_the_blocks_of_scales_are_as_config_json_says() -> None:
         (_compressed(), (128, 128)),
         (_compressed(strategy="block", block_structure=[16, 8]), (16, 8)),
     ):
-        assert stored_block({"quantization_config": stated}, "config.json") == block
+        assert read_storing({"quantization_config": stated}, "config.json").block == block
+        assert read_storing({"text_config": {"quantization_config": stated}}, "config.json").block == block
 
 
 @pytest.mark.parametrize(
     ("stated", "words"),
     [
-        ({"quant_method": "awq"}, "quantised by 'awq'"),
+        ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "quantised by 'awq', version 'marlin'"),
+        ({"quant_method": "awq", "bits": 8}, "awq of 8 bits; 4 can be read"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits; 2 or 4 or 8 can"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'gptq', checkpoint_format 'marlin'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'modelopt', quant_algo 'W4A8_AWQ'"),
+        ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes'"),
         ({"bits": 4}, "quantised by None"),
         (_compressed(num_bits=4), "of 4 bits by channel"),
+        (
+            _compressed(num_bits=3, strategy="group") | {"format": "pack-quantized"},
+            "of 3 bits by group, pack-quantized",
+        ),
         (_compressed(strategy="group"), "of 8 bits by group"),
         (_compressed(symmetric=False), "asymmetric"),
-        (_compressed() | {"format": "pack-quantized"}, "pack-quantized"),
+        (_compressed(strategy="tensor_group") | {"format": "pack-quantized"}, "8 bits by tensor_group, pack-quantized"),
     ],
 )
 def test_quantisations_that_are_not_read_are_refused_by_name(stated: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
-        stored_block({"quantization_config": stated}, "config.json")
+        read_storing({"quantization_config": stated}, "config.json")
 
 
 def _is_quantized(node: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specserve.checkpoints.load import Target, load_params, renamer
-from specserve.checkpoints.quantized import stored_block
+from specserve.checkpoints.quantized import read_storing
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.mtp.config import Layout, MtpConfig
 from specserve.drafters.mtp.model import MtpParams, draft_spec
@@ -59,9 +59,9 @@ def read_layer(
     for name in map(name_of, shared_tables(config.layer, config.layout)):
         if name in names:
             left_out[re.escape(name)] = "a copy of the target's own"
-    block = stored_block(read_json(where), str(where))
+    storing = read_storing(read_json(where), str(where))
     return load_params(
-        draft_spec(config), tensors, dtype, shardings=places, skipped=left_out, rename=name_of, block=block
+        draft_spec(config), tensors, dtype, shardings=places, skipped=left_out, rename=name_of, storing=storing
     )
 
 

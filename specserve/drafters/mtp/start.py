@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specserve.checkpoints.load import Target, load_params, renamer
-from specserve.checkpoints.quantized import stored_block
+from specserve.checkpoints.quantized import read_storing
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.mtp.carried import is_carried, load_carried
 from specserve.drafters.mtp.config import MtpConfig, config_of
@@ -92,7 +92,7 @@ def _read_last(target: Target, dtype: str) -> Layer:
         dtype,
         skipped={".*": "layers below the last, whose outputs are not needed"},
         rename=renamer(tensors.names()),
-        block=stored_block(read_json(where), str(where)),
+        storing=read_storing(read_json(where), str(where)),
     )
 
 

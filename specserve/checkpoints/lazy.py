@@ -1,0 +1,50 @@
+"""Weights that are read by slice when they are put on a device, as they are or as whole numbers with scales."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from specserve.checkpoints.tensors import Index
+
+FLOAT32 = np.dtype(np.float32)
+_FP4_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # so they are integers
+_FP4_PAIRS = np.stack([_FP4_DOUBLED[np.arange(256) & 15], _FP4_DOUBLED[np.arange(256) >> 4]], axis=1)  # [byte, 2]
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A value that is read by slice: a tensor of a file, or what is computed from some."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[Index], np.ndarray]  # whole indices: one for each axis
+    is_widened: bool = False  # computed from numbers of fewer bits
+
+    @property
+    def layout(self) -> object:
+        return None  # plain
+
+
+@dataclass(frozen=True)
+class LazyQuantized:
+    """A stored matrix of 8 bits or fewer: values, and one scale for each output and `block` inputs."""
+
+    values: LazyTensor  # [..., out, in] of 8 bits
+    scale: LazyTensor  # [..., out, in_blocks] float32
+    block: int
+
+    @property
+    def layout(self) -> object:
+        """The layout; matrices of one layout can be stacked."""
+        return self.values.dtype, self.scale.shape, self.block
+
+
+def blocks_of(inputs: slice, block: int) -> slice:
+    """Return the blocks that some inputs lie in."""
+    return slice(inputs.start // block, -(-inputs.stop // block))
+
+
+def fp4_values(pairs: np.ndarray) -> np.ndarray:  # [..., n] uint8 -> [..., 2 n] int8
+    """Return the doubles of 4-bit floats (e2m1), of which each byte holds two, the first in its lower half."""
+    return _FP4_PAIRS[pairs].reshape(*pairs.shape[:-1], -1)
