@@ -18,17 +18,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from specserve import host
 from specserve.errors import ConfigError
 
-MESH_AXES = ("data", "sequence", "tensor", "expert")
+MESH_AXES = ("data", "fsdp", "sequence", "tensor", "expert")
 SERVING_AXES = ("data", "tensor", "expert")  # a step's few tokens of each sequence stay together
 LOGICAL_TO_MESH: dict[str | None, tuple[str, ...]] = {
     None: (),
     "vocab": ("tensor",),
-    "embed": (),
+    "embed": ("fsdp",),  # of a matrix, which devices gather when it is multiplied by: see `gathered`
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "experts": ("expert",),
-    "batch": ("data", "expert"),  # devices with different experts have different rows, too
+    "batch": ("data", "fsdp", "expert"),  # devices with different parameters have different rows, too
     "pages": ("data", "expert"),  # of a cache that data ranks share out: those of their own rows
     "sequence": ("sequence",),
 }
@@ -39,6 +39,7 @@ ACTIVATIONS = ("batch", "sequence")  # axes of what runs through a model: nothin
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+Tree = TypeVar("Tree")
 
 
 class Size(NamedTuple):
@@ -87,10 +88,10 @@ def num_devices(text: str, axes: tuple[str, ...] = MESH_AXES) -> int:
     return math.prod(mesh_sizes(text, axes).values())
 
 
-def make_mesh(data: int = 1, sequence: int = 1, tensor: int = 1, expert: int = 1) -> Mesh:
-    """A mesh with Auto axes over the first data * sequence * tensor * expert devices. Raises ConfigError when they are
-    too few."""
-    sizes = (data, sequence, tensor, expert)
+def make_mesh(data: int = 1, fsdp: int = 1, sequence: int = 1, tensor: int = 1, expert: int = 1) -> Mesh:
+    """A mesh with Auto axes over as many of the first devices as the sizes of its axes multiply to. Raises ConfigError
+    when they are too few."""
+    sizes = (data, fsdp, sequence, tensor, expert)
     needed = math.prod(sizes)
     if needed > jax.device_count():
         raise ConfigError(
@@ -165,6 +166,28 @@ def _entry(names: tuple[str, ...]) -> Any:
     if len(names) > 1:
         return names
     return next(iter(names), None)
+
+
+def gathered(mesh: Mesh) -> Mesh:
+    """The mesh by which parameters are cut while they are multiplied by, of which only the shape can be used: devices
+    along `fsdp` share parameters out, and gather those of a layer when it is computed (Rajbhandari et al. 2020, ZeRO,
+    arXiv 1910.02054, section 5.3)."""
+    sizes = tuple(1 if name == "fsdp" else size for name, size in mesh.shape.items())
+    return AbstractMesh(sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(sizes))  # type: ignore[return-value]
+
+
+def gather(tree: Tree, place: Callable[[Mesh], Any]) -> Tree:
+    """Have devices that share parameters out along `fsdp` gather them here, in a function that is traced: once, however
+    often they are multiplied by. `place` says where each lives on a mesh."""
+    mesh: Any = traced_mesh()
+    if num_parts(mesh, "embed") == 1:
+        return tree
+
+    def whole_along(leaf: jax.Array, at: NamedSharding) -> jax.Array:
+        kept = (None if entry in LOGICAL_TO_MESH["embed"] else entry for entry in at.spec)
+        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*kept))
+
+    return jax.tree.map(whole_along, tree, place(mesh))
 
 
 def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:

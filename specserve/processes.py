@@ -297,7 +297,8 @@ def shard_of(place: Sharding | None, shape: tuple[int, int]) -> tuple[int, int]:
     begin, end = min(start for start, _ in rows), max(stop for _, stop in rows)
     if begin % (end - begin) or shape[0] % (end - begin):
         raise ConfigError(
-            f"rows {begin} to {end} of {shape[0]} are no even share; let data x expert be a multiple of the hosts"
+            f"rows {begin} to {end} of {shape[0]} are no even share; let data x fsdp x expert be a multiple of the "
+            "hosts"
         )
     return begin // (end - begin), shape[0] // (end - begin)
 

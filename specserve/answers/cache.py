@@ -139,6 +139,7 @@ def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
     sizes = mesh_sizes(run.mesh)
     # an engine's sequences are not cut, so what trains on parts of rows answers different questions
     sizes["data"] = sizes.get("data", 1) * sizes.pop("sequence", 1)
+    sizes["tensor"] = sizes.get("tensor", 1) * sizes.pop("fsdp", 1)  # a step of few rows would wait for each layer
     mesh = parse_mesh(",".join(f"{axis}={size}" for axis, size in sizes.items()), SERVING_AXES)
     models = load_models(run.target, "", quantization=run.quantization, is_checked=run.check_weights, mesh=mesh)
     engine = answering_engine(

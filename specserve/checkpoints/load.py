@@ -23,10 +23,12 @@ from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_
 from specserve.checkpoints.tensors import Index, TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
 from specserve.kernels.matmul import EightBits, QuantizedMatrix, dequantize, quantize
+from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
 from specserve.models.sharding import check_fits, place_target, spread_kv_heads
+from specserve.models.stacked import stack_layers
 from specserve.models.target import TargetParams, target_spec
 from specserve.tokenizer import read_end_ids
 
@@ -85,6 +87,7 @@ def load_target(
     is_checked: bool = False,  # every value must be a number
     is_served: bool = False,  # each device of the mesh has a KV head of its own (`spread_kv_heads`)
     has_layers: bool = True,  # without them: embedding, final norm and output head alone
+    is_looped: bool = False,  # layers that repeat are stacked where that pays, for programs that run over rows
 ) -> Target:
     """Load a Hugging Face folder. Raises ConfigError or CheckpointError, before anything is read where the target
     cannot be spread like that or is larger than the memory."""
@@ -114,6 +117,8 @@ def load_target(
     )
     if is_checked:
         check_weights(params, spec, str(folder))
+    if is_looped and program_platform() != "cpu":
+        params = stack_layers(params, config)
     return Target(config, params, end_ids(config, folder), folder)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, Sharding
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.learning import Costs, Learning, Rollout, costs_of_matrices
-from specserve.mesh import put, shardings
+from specserve.mesh import gathered, put, shardings
 from specserve.models.config import ModelConfig
 from specserve.models.params import on_device
 from specserve.models.target import TargetParams
@@ -90,8 +90,9 @@ class TrainedDrafter(Learning, Drafter):
         return shardings(self.spec(), mesh, units)
 
     def spec_on(self, mesh: Mesh | None) -> Any:
-        """Return the `ParamSpec`s of the part of each parameter that one device of a mesh has; None: all of it."""
-        return self.spec() if mesh is None else on_device(self.spec(), self.place(mesh))
+        """Return the `ParamSpec`s of the part of each parameter that one device of a mesh multiplies by; None: all of
+        it."""
+        return self.spec() if mesh is None else on_device(self.spec(), self.place(gathered(mesh)))
 
     def init_params(self, target: Target, target_ids: np.ndarray, seed: int) -> Any:
         """Return parameters to begin training with. `target_ids` [draft_vocab] int32 are the tokens that it can

@@ -61,7 +61,7 @@ def apart(x: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:  
 def by_group(
     function: Callable[..., tuple[jax.Array, Any]],  # context, what it sees, arrays -> [batch, n, ...], what it leaves
     context: Context,
-    seen: Any,  # of each group, in a tuple, where there are several
+    seen: Any,  # of each group, in a list, where there are several; None: nothing
     *arrays: jax.Array,  # [batch, n, ...] or of groups side by side
 ) -> tuple[jax.Array, Any]:
     """Apply a function that looks across the tokens of a sequence, to each group by itself. Returns its outputs side by
@@ -69,7 +69,7 @@ def by_group(
     if not context.groups:
         return function(context, seen, *arrays)
     shapes = [group.position_ids.shape for group in context.groups]
-    parts = zip(*(apart(x, shapes) for x in arrays), strict=True)
+    parts, seen = zip(*(apart(x, shapes) for x in arrays), strict=True), seen or [None] * len(shapes)
     found = [function(group, own, *part) for group, own, part in zip(context.groups, seen, parts, strict=True)]
     return side_by_side([out for out, _ in found]), tuple(left for _, left in found)
 

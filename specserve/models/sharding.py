@@ -160,7 +160,7 @@ def check_fits(
 def _sizes(config: ModelConfig) -> list[Size]:
     kinds = [config.kind(i) for i in range(config.num_layers)]
     mixers = {kind.mixer for kind in kinds}
-    found = []
+    found = [Size("embed", "channels", config.d_model)]
     if mixers & {"attention", "latent"}:
         found.append(Size("heads", "attention heads", config.num_heads))
     if config.delta is not None:

@@ -26,6 +26,7 @@ from specserve.models.moe import Moe, moe, moe_spec
 from specserve.models.params import embedding_table, matrix, optional
 from specserve.models.recurrent import DeltaNet, LightningAttention
 from specserve.models.rope import rope_tables
+from specserve.models.stacked import Stack, each_layer
 from specserve.pytree import pytree
 
 Mixer = Attention | LatentAttention | DeltaNet | LightningAttention
@@ -44,7 +45,7 @@ class Layer:
 @pytree
 class TargetParams:
     embedding: jax.Array  # [vocab, d_model]
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer | Stack, ...]  # stacks where only rows are run over (`stacked.stack_layers`)
     norm: jax.Array  # [d_model]
     head: Weight | None  # [d_model, vocab]; None: the embedding is used (tied)
 
@@ -53,7 +54,7 @@ class TargetParams:
 class TargetOutput:
     hidden_states: jax.Array  # [batch, n, d_model], after the final norm
     aux_hidden_states: jax.Array | None  # [batch, n, taps * d_model], the tapped layers' outputs side by side
-    new: tuple[Any, ...]  # the entries of this call's tokens for the cache, layer by layer
+    new: tuple[Any, ...]  # the entries of this call's tokens for the cache, layer by layer; none of stacks
 
 
 def target_spec(config: ModelConfig) -> TargetParams:
@@ -140,13 +141,20 @@ def forward_groups(
     x = embed(params.embedding, config, side_by_side([group.token_ids for group in groups]))
     context = joined([make_context(config, group.position_ids, group.mask) for group in groups])
     taps: dict[int, jax.Array] = {}
-    new: list[Any] = []
-    for i, layer in enumerate(params.layers):
-        seen = [cache.layer(i, group.prefix) if cache and group.prefix else None for group in groups]
-        x, left = run_layer(layer, config, config.kind(i), x, seen if len(groups) > 1 else seen[0], context)
-        new.append(left if len(groups) > 1 else (left,))
-        if i in aux_layers:
-            taps[i] = x
+    new, i = list[Any](), 0  # by layer, then by group
+    for part in params.layers:
+        if isinstance(part, Stack) and cache is None:
+            x, found = _run_stack(part, config, i, x, context, aux_layers)
+            taps |= found
+            i += part.num_layers
+            continue
+        for layer in each_layer((part,)):
+            seen = [cache.layer(i, group.prefix) if cache and group.prefix else None for group in groups]
+            x, left = run_layer(layer, config, config.kind(i), x, seen if len(groups) > 1 else seen[0], context)
+            new.append(left if len(groups) > 1 else (left,))
+            if i in aux_layers:
+                taps[i] = x
+            i += 1
     hidden_states = apart(rms_norm(x, params.norm, config.norm_eps, offset=config.norm_offset), shapes)
     aux = [apart(taps[i], shapes) for i in aux_layers]  # by tap, then by group
     return [
@@ -157,6 +165,33 @@ def forward_groups(
         )
         for i, own in enumerate(hidden_states)
     ]
+
+
+def _run_stack(
+    stack: Stack, config: ModelConfig, first: int, x: jax.Array, context: Context, aux_layers: tuple[int, ...]
+) -> tuple[jax.Array, dict[int, jax.Array]]:  # [batch, n, d_model], and of the stack's own taps the same
+    """Loop over the turns of a stack whose first layer has this number. A layer that may be a tap writes its output to
+    the tap's slot, or to the last one, which is for no tap: so no output of another layer stays, and there is no
+    branch."""
+    taps = [i for i in dict.fromkeys(aux_layers) if first <= i < first + stack.num_layers]
+    period, slots = len(stack.layers), np.full(stack.num_layers, len(taps), np.int32)
+    slots[[i - first for i in taps]] = np.arange(len(taps))
+    tapped = {(i - first) % period for i in taps}
+    rates = [np.float32(config.kind(first + i).slope_scale) for i in range(stack.num_layers)]
+
+    def turn(carry: tuple[jax.Array, jax.Array], own: tuple[Any, ...]) -> tuple[Any, None]:
+        x, found = carry
+        for place, (layer, slot, rate) in enumerate(zip(*own, strict=True)):
+            kind: Any = dataclasses.replace(config.kind(first + place), slope_scale=rate)
+            x, _ = run_layer(layer, config, kind, x, None, context)
+            if place in tapped:
+                found = jax.lax.dynamic_update_index_in_dim(found, x, slot, 0)
+        return (x, found), None
+
+    begin = x, jnp.zeros((len(taps) + 1 if taps else 0, *x.shape), x.dtype)
+    of_turns = (stack.layers, slots.reshape(-1, period), np.reshape(rates, (-1, period)))
+    (x, found), _ = jax.lax.scan(turn, begin, of_turns)
+    return x, {i: found[slot] for slot, i in enumerate(taps)}
 
 
 def embed(table: jax.Array, config: ModelConfig, token_ids: jax.Array) -> jax.Array:  # [vocab, d_model], [...]
@@ -254,7 +289,7 @@ def fuse_for_cpu(params: TargetParams) -> TargetParams:
     """The same target with fewer, wider products. A tied output head gets a matrix of its own, because XLA's CPU
     backend would transpose the embedding at every call."""
 
-    def fuse(layer: Layer) -> Layer:
+    def fuse(layer: Any) -> Any:
         if isinstance(layer.attention, Attention):
             layer = dataclasses.replace(layer, attention=fuse_attention(layer.attention))
         if isinstance(layer.mlp, Mlp):

@@ -10,6 +10,8 @@ from jax.sharding import Mesh
 
 from specserve.kernels import rows
 from specserve.mesh import num_parts, on_each_device
+from specserve.models.sharding import place_target
+from specserve.plan.collectives import gathered_bytes, multiplied_by
 from specserve.plan.work import MemoryPart
 from specserve.train import chunked_loss
 from specserve.train.flops import StepShape
@@ -40,12 +42,30 @@ class Activations:
             MemoryPart("rollout", self.rollout(remat=rollout.remat), f"{rollout.length} steps, {again}"),
             MemoryPart("loss", self.loss(), "logits of a chunk of positions"),
             MemoryPart("workspace", max(self.target_layer(), self.draft_layer()), "of one layer"),
+            *self.gathers(),
         )
 
     @property
     def num_bytes(self) -> int:
         """The bytes of the estimate, all parts together."""
         return sum(part.num_bytes for part in self.parts())
+
+    def gathers(self) -> tuple[MemoryPart, ...]:
+        """Return what devices that share parameters out gather of them: of the head all, of the target's layers one."""
+        target, drafter = self.shape.target, self.shape.drafter
+        if num_parts(self.mesh, "embed") == 1:
+            return ()
+        size = gathered_bytes(drafter.spec(), drafter.dtype, drafter.place, self.mesh)
+        spec = multiplied_by(target)
+        rest = dataclasses.replace(spec, layers=())
+        size += gathered_bytes(rest, target.dtype, lambda mesh: place_target(target, rest, mesh), self.mesh)
+        if self.shape.has_layers:
+            alone = [dataclasses.replace(spec, embedding=None, norm=None, head=None, layers=(i,)) for i in spec.layers]
+            size += max(
+                gathered_bytes(one, target.dtype, lambda mesh, one=one: place_target(target, one, mesh), self.mesh)
+                for one in alone
+            )
+        return (MemoryPart("gathered", size, "parameters: the head's, the vocabularies, a layer of the target"),)
 
     def features(self) -> int:
         """The bytes of the taps in the target's dtype and in the head's, and of the last hidden state, which is there

@@ -1,4 +1,4 @@
-"""Whole programs of a server, compiled for devices that need not be here.
+"""Whole programs of a server and of training, compiled for devices that need not be here.
 
 XLA's compilers for NVIDIA GPUs and for TPUs are libraries, which run on any machine that has them. What they make of a
 program says how much memory it takes, what it copies and how many kernels it launches; time alone is not seen so.
@@ -22,11 +22,13 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.drafters.learning import Rows
 from specserve.errors import ConfigError
-from specserve.mesh import made_for, shardings
+from specserve.mesh import made_for, shardings, whole
 from specserve.models.config import ModelConfig
 from specserve.models.params import abstract
 from specserve.models.presets import PRESETS_FILE
+from specserve.models.stacked import stack_layers
 from specserve.models.target import target_spec
 from specserve.serve.programs.placement import Placement
 from specserve.serve.programs.runner import Runner
@@ -35,6 +37,9 @@ from specserve.speculative.drafter import DraftWeights
 from specserve.speculative.program import StepProgram
 from specserve.speculative.slot_state import SlotState
 from specserve.speculative.vocab import DraftVocab
+from specserve.train.optimizer import make_optimizer
+from specserve.train.settings import TrainSettings
+from specserve.train.step import TrainState, loss_config, make_step, place_rows, place_state
 
 # by platform: the module that has the compiler, and what to install
 COMPILERS = {
@@ -115,26 +120,54 @@ class Described:
     ) -> Runner:
         """Make a runner whose weights and state are shapes: its programs can be compiled, and none be run."""
         place, head = DescribedPlacement(mesh, device=self.devices[0]), None
-
-        def placed(spec: Any) -> Any:
-            shapes = abstract(spec, target.dtype)
-            places = shardings(spec, mesh) if mesh else jax.tree.map(lambda _shape: place.whole, shapes)
-            return jax.tree.map(
-                lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where), shapes, places
-            )
-
         with self.made_for():
             if drafter is not None:
                 ids: Any = place.shape(drafter.draft_vocab_size)
-                head = _DescribedHead(drafter, placed(drafter.spec()), ids)
-            described = Target(target, placed(target_spec(target)), (0,), Path())
+                head = _DescribedHead(drafter, self._placed(drafter.spec(), target.dtype, mesh), ids)
+            described = Target(target, self._placed(target_spec(target), target.dtype, mesh), (0,), Path())
             return Runner(described, head, shapes, mesh=mesh, place=place)
 
     def compile(self, runner: Runner, program: StepProgram) -> Counted:
         """Compile a program of a runner of these devices."""
+        return self._count(lambda: runner.call(program).lower())
+
+    def compile_training(
+        self, settings: TrainSettings, target: ModelConfig, drafter: TrainedDrafter, mesh: Mesh | None = None
+    ) -> Counted:
+        """Compile a training step whose target runs in it."""
+        place: Any = whole(mesh) or SingleDeviceSharding(self.devices[0])
+
+        def shape(*sizes: int, dtype: Any = np.int32, at: Any = place) -> Any:
+            return jax.ShapeDtypeStruct(sizes, dtype, sharding=at)
+
+        def lower() -> Any:
+            optimizer, config = make_optimizer(settings), loss_config(settings, target, drafter)
+            params = self._placed(drafter.spec(), "float32", mesh)
+            moments = jax.eval_shape(optimizer.init, params)
+            places = place_state(config.drafter, optimizer, mesh)
+            of_moments = places.optimizer if places else jax.tree.map(lambda _leaf: place, moments)
+            moments = jax.tree.map(lambda leaf, at: shape(*leaf.shape, dtype=leaf.dtype, at=at), moments, of_moments)
+            own = stack_layers(self._placed(target_spec(target), target.dtype, mesh), target)
+            sizes = settings.batch_size, settings.seq_len
+            ids = shape(*sizes, at=place_rows(mesh, sizes) or place)
+            rows = Rows(ids, shape(*sizes, dtype=np.bool_, at=ids.sharding), ids, ids)
+            vocab = DraftVocab(shape(drafter.draft_vocab_size))
+            step: Any = make_step(config, optimizer, mesh)
+            return step.lower(TrainState(params, moments, shape()), own, vocab, rows, shape(dtype=np.float32))
+
+        return self._count(lower)
+
+    def _placed(self, spec: Any, dtype: str, mesh: Mesh | None) -> Any:
+        """Describe the parameters of a spec where they live on these devices."""
+        shapes: Any = abstract(spec, dtype)
+        one = SingleDeviceSharding(self.devices[0])
+        places = shardings(spec, mesh) if mesh else jax.tree.map(lambda _shape: one, shapes)
+        return jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, places)
+
+    def _count(self, lower: Callable[[], Any]) -> Counted:
         with self.made_for(), _without_cache(), tempfile.TemporaryDirectory() as folder:
             own = {"xla_dump_to": folder} if self.platform == "gpu" else {}
-            compiled = runner.call(program).lower().compile({**self.options, **own})
+            compiled = lower().compile({**self.options, **own})
             memory: Any = compiled.memory_analysis()
             launches, parts = 0, 0
             if self.platform == "gpu":

@@ -8,16 +8,20 @@ of every rollout step by themselves. Keys and values along `sequence` are an est
 a position's width, such as the sums of a softmax whose vocabulary is cut, is left out.
 """
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from specserve.drafters.learning import Costs
-from specserve.mesh import LOGICAL_TO_MESH, MESH_AXES, num_parts, on_each_device
+from specserve.mesh import LOGICAL_TO_MESH, MESH_AXES, gathered, num_parts, on_each_device
 from specserve.models.config import ModelConfig
+from specserve.models.sharding import held_by_each, place_target, total_bytes
+from specserve.models.target import TargetParams, target_spec
 from specserve.train.flops import StepShape
 
 
@@ -34,7 +38,8 @@ def step_collectives(shape: StepShape, mesh: Mesh, gradient_bytes: int) -> tuple
     """Count what is sent in a step, axis by axis of the mesh. `gradient_bytes` are those of the head's gradient on each
     device."""
     target, costs, positions = shape.target, shape.costs(), shape.positions_of_each(mesh)
-    found = [_gradient(mesh, gradient_bytes * shape.accumulate), *_head(shape, costs, mesh, positions)]
+    found = [*_gradient(mesh, gradient_bytes * shape.accumulate), *_head(shape, costs, mesh, positions)]
+    found += _gathers(shape, mesh)
     if shape.has_layers:
         found += [_experts(target, mesh, positions), *_layers(target, mesh, positions)]
     if shape.has_logits and _is_cut(mesh, target.vocab_size):
@@ -71,10 +76,41 @@ def _sums(what: str, mesh: Mesh, size: float) -> Collective:
     return Collective(what, LOGICAL_TO_MESH["heads"], _summed(num_parts(mesh, "heads"), size))
 
 
-def _gradient(mesh: Mesh, size: int) -> Collective:
-    cut = {*LOGICAL_TO_MESH["batch"], *LOGICAL_TO_MESH["sequence"]}
-    axes = tuple(axis for axis in MESH_AXES if axis in cut)
-    return Collective("the head's gradient", axes, _summed(math.prod(mesh.shape[axis] for axis in axes), size))
+def _gradient(mesh: Mesh, size: int) -> list[Collective]:
+    """List the sums of the head's gradient: devices that share its parameters out get the sum of their own part."""
+    shared = LOGICAL_TO_MESH["embed"]
+    cut = {*LOGICAL_TO_MESH["batch"], *LOGICAL_TO_MESH["sequence"]} - {*shared}
+    axes, what = tuple(axis for axis in MESH_AXES if axis in cut), "the head's gradient"
+    return [
+        Collective(what, axes, _summed(math.prod(mesh.shape[axis] for axis in axes), size)),
+        Collective(what, shared, _gathered(num_parts(mesh, "embed"), size)),
+    ]
+
+
+def gathered_bytes(spec: Any, dtype: str, place: Callable[[Mesh], Any], mesh: Mesh) -> int:
+    """Return the bytes of a spec tree's parameters that a device lacks, and gathers, to multiply by them."""
+    whole, own = (total_bytes(held_by_each(spec, dtype, place(each))) for each in (gathered(mesh), mesh))
+    return whole - own
+
+
+def multiplied_by(target: ModelConfig) -> TargetParams:
+    """Return the spec of a target without an embedding of which rows are only looked up: these are sent, not all."""
+    spec = target_spec(target)
+    return spec if spec.head is None else dataclasses.replace(spec, embedding=None)  # type: ignore[arg-type]
+
+
+def _gathers(shape: StepShape, mesh: Mesh) -> list[Collective]:
+    """List the parameters that devices gather: the target's once, and the head's, which stay until they are learnt."""
+    target, drafter, axes = shape.target, shape.drafter, LOGICAL_TO_MESH["embed"]
+    spec = multiplied_by(target)
+    if not shape.has_layers:
+        spec = dataclasses.replace(spec, layers=())
+    of_target = gathered_bytes(spec, target.dtype, lambda mesh: place_target(target, spec, mesh), mesh)
+    of_head = gathered_bytes(drafter.spec(), drafter.dtype, drafter.place, mesh)
+    return [
+        Collective("the target's parameters", axes, of_target),
+        Collective("the head's parameters", axes, of_head),
+    ]
 
 
 def _head(shape: StepShape, costs: Costs, mesh: Mesh, positions: int) -> list[Collective]:

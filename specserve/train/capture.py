@@ -272,7 +272,7 @@ class Capturer:
         self._features, self._rows, self._size, self._mesh = features, rows, batch_size, mesh
         quantization: Any = features.manifest.quantization
         self._target = load_target(
-            folder, dtype=default_dtype(), quantization=quantization, mesh=mesh, is_checked=is_checked
+            folder, dtype=default_dtype(), quantization=quantization, mesh=mesh, is_checked=is_checked, is_looped=True
         )
         self._run = make_capture(features.manifest, self._target.config, mesh)
         self._vocab = jax.device_put(DraftVocab(jnp.asarray(ids)), whole(mesh))

@@ -17,7 +17,7 @@ from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.learning import Costs, Flops, Rollout
 from specserve.kernels import recurrence
 from specserve.kernels.rows import mean_keys
-from specserve.mesh import num_parts, on_each_device
+from specserve.mesh import gathered, num_parts, on_each_device
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.moe import experts_computed
 from specserve.models.params import is_matrix, num_params, on_device, specs
@@ -119,7 +119,7 @@ def _target(config: ModelConfig, seq: int, positions: int, platform: str, mesh: 
     which platform."""
     total, spec = Flops(0, 0), target_spec(config)
     if mesh is not None:
-        spec = on_device(spec, place_target(config, spec, mesh))
+        spec = on_device(spec, place_target(config, spec, gathered(mesh)))
     for i, layer in enumerate(spec.layers):
         together = positions * num_parts(
             mesh, "experts"

@@ -17,6 +17,7 @@ from specserve.data.loader import Loader
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.learning import Rows
 from specserve.mesh import whole
+from specserve.models.stacked import each_layer
 from specserve.models.target import target_spec
 from specserve.speculative.vocab import DraftVocab
 from specserve.train.features import FeatureSource
@@ -82,12 +83,13 @@ class Learner:
 
     def check_target(self) -> None:
         """Raises CheckpointError where the part of the target that is in memory has a weight that is not a number."""
-        params, spec = self.target.params, target_spec(self.target.config)
-        if not params.layers:
-            spec = dataclasses.replace(spec, layers=())
+        params, spec, where = self.target.params, target_spec(self.target.config), str(self.target.folder)
+        for own, layer in zip(spec.layers, each_layer(params.layers), strict=bool(params.layers)):
+            check_weights(layer, own, where)
+        params, spec = dataclasses.replace(params, layers=()), dataclasses.replace(spec, layers=())
         if params.head is None:
             spec = dataclasses.replace(spec, head=None)
-        check_weights(params, spec, str(self.target.folder))
+        check_weights(params, spec, where)
 
     def time_steps(self, seconds: float) -> StepSeconds:
         """Return the seconds that a step takes: the mean of as many steps as fit into `seconds`, after one that

@@ -161,7 +161,7 @@ class TrainRun:
     )
     mesh: str = setting(
         "",
-        help="devices by axis, such as data=2,tensor=4 (also sequence=N, expert=N); empty: one device",
+        help="devices by axis, such as data=2,tensor=4 (also fsdp=N, sequence=N, expert=N); empty: one device",
         rank=7,
     )
     budget: str = setting(

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.learning import Rollout, Rows
-from specserve.mesh import fitting, on_mesh, whole
+from specserve.mesh import fitting, gather, on_mesh, whole
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree
@@ -108,6 +108,7 @@ def rollout_loss(
     teach nothing, and count as misses. Where states count by the expected length of their block, the sum of all is
     divided by the number of blocks, which is n_positions[0]."""
     cast: Any = jax.tree.map(lambda leaf: leaf.astype(config.drafter.dtype), params)
+    cast = gather(cast, config.drafter.place)
     aux_hidden_states = outputs.aux_hidden_states.astype(config.drafter.dtype)
     states = config.drafter.learn(cast, target, rows, aux_hidden_states, config.rollout)
     decay, weigh = config.rollout_decay ** jnp.arange(config.rollout.length, dtype=jnp.float32), None

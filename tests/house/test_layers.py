@@ -57,6 +57,7 @@ MAY_JIT = (
     "train/acceptance.py",
     "eval/",
     "models/params.py",
+    "models/stacked.py",  # one array of a stack at a time, where its layers are
     "checkpoints/load.py",  # weights are dequantised and quantised without float32 copies on the way
 )
 FILES = sorted(PACKAGE.rglob("*.py"))

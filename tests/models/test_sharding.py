@@ -171,6 +171,7 @@ def test_nothing_that_is_cut_is_ever_whole_on_a_device(tmp_path: Path, monkeypat
     ("model", "text", "message"),
     [
         ("dense", "tensor=3", "the target has 8 attention heads, which tensor=3 does not divide; .* 1, 2, 4 or 8$"),
+        ("dense", "fsdp=5", "the target has 32 channels, which fsdp=5 does not divide; fsdp may be .* 16 or 32$"),
         ("dense", "expert=2", "the target has nothing that expert=2 would spread"),
         ("experts", "expert=3", "has 8 experts, which expert=3 does not divide; expert may be 1, 2, 4 or 8$"),
         ("delta nets", "tensor=8", "has 4 key heads of delta layers, which tensor=8 does not divide; .* 1, 2 or 4$"),
@@ -209,7 +210,7 @@ def test_what_a_head_or_a_vocabulary_does_not_divide_is_whole() -> None:
     places = head.drafter.place(mesh)
     assert places.layers[0].attention.q.is_fully_replicated
     assert places.head.is_fully_replicated
-    assert places.layers[0].mlp.up == meshes.sharding(mesh, (None, "mlp"))
+    assert places.layers[0].mlp.up == meshes.sharding(mesh, ("embed", "mlp"))
     config = dataclasses.replace(target_of("dense").config, vocab_size=66)
     assert place_target(config, target_spec(config), mesh).embedding.is_fully_replicated
 

@@ -115,9 +115,10 @@ def test_killed_at_other_moments_too(whole: Path, tmp_path: Path, tiny_target: T
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_other_devices(whole: Path, tmp_path: Path, tiny_target: Target) -> None:
+@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}], ids=str)
+def test_a_run_goes_on_on_other_devices(whole: Path, tmp_path: Path, tiny_target: Target, axes: dict[str, int]) -> None:
     """One device, then a mesh of eight, then one again."""
-    mesh = make_mesh(data=2, tensor=4)
+    mesh = make_mesh(**axes)
     spread = load_target(tiny_target.folder, dtype="float32", mesh=mesh)
     for target, on, until in ((tiny_target, None, 3), (spread, mesh, 6), (tiny_target, None, 0)):
         trainer = tiny_trainer(

@@ -24,6 +24,7 @@ from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.head import load_head
 from specserve.interop.notes import read_notes
 from specserve.mesh import make_mesh
+from specserve.models.stacked import stack_layers
 from specserve.train.evaluation import Measurement
 from specserve.train.optimizer import Schedule, learning_rate_scale
 from specserve.train.trainer import Progress
@@ -254,15 +255,23 @@ def _numbers(target: Target, output: Path) -> dict[str, np.ndarray]:
     return numbers(output)
 
 
+@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}], ids=str)
 def test_a_target_over_a_mesh_teaches_the_same(
-    finished: tuple[Path, list[Progress]], tmp_path: Path, tiny_target: Target
+    finished: tuple[Path, list[Progress]], tmp_path: Path, tiny_target: Target, axes: dict[str, int]
 ) -> None:
-    mesh = make_mesh(data=2, tensor=4)
+    """Along `fsdp` each device holds a part of every matrix: of the target, whose layers are looped over there, of the
+    head and of its moments."""
+    mesh = make_mesh(**axes)
     target = load_target(tiny_target.folder, dtype="float32", mesh=mesh)
+    if "fsdp" in axes:
+        target = dataclasses.replace(target, params=stack_layers(target.params, target.config))
     trainer = tiny_trainer(tmp_path, target, evaluator=NormEvaluator(), mesh=mesh)
     trainer.train()
     for leaf in jax.tree.leaves(trainer.learner.state):
         assert leaf.sharding.num_devices == 8
+    learned = jax.tree.leaves(trainer.learner.state)
+    for leaf in [*(x for x in learned if x.ndim > 1), *(x for x in jax.tree.leaves(target.params) if x.size > 1000)]:
+        assert leaf.addressable_shards[0].data.nbytes <= leaf.nbytes / axes.get("fsdp", 1)
     assert [row["step"] for row in metrics(tmp_path)] == [row["step"] for row in metrics(finished[0])]
     assert_same(numbers(tmp_path), numbers(finished[0]), noise_of(_numbers, tiny_target, tmp_path))
 

@@ -17,6 +17,7 @@ from specserve.errors import ConfigError
 from specserve.kernels.matmul import dequantize
 from specserve.models.config import ModelConfig
 from specserve.models.params import init_params, silenced
+from specserve.models.stacked import last_layer
 from specserve.models.target import Layer, head_columns, target_spec
 
 
@@ -68,7 +69,8 @@ def _from_last(config: MtpConfig, target: Target, seed: int) -> MtpParams:
     state = jnp.eye(config.layer.d_model, dtype=config.layer.dtype)
     halves = (state, jnp.zeros_like(state)) if config.layout.hidden_first else (jnp.zeros_like(state), state)
     norm = jnp.array(target.params.norm, config.layer.dtype)
-    last = target.params.layers[-1] if target.params.layers else _read_last(target, config.layer.dtype)
+    layers = target.params.layers
+    last = last_layer(layers) if layers else _read_last(target, config.layer.dtype)
     layer = _silenced(_copy(last, params.layer), config.layer)
     return dataclasses.replace(params, fc=jnp.concatenate(halves), layer=layer, norm=norm)
 

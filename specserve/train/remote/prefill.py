@@ -35,7 +35,12 @@ class Prefill:
         self._mesh = parse_mesh(spec.mesh)
         quantization: Any = spec.quantization
         target = load_target(
-            folder, dtype=spec.dtype, quantization=quantization, mesh=self._mesh, is_checked=spec.is_checked
+            folder,
+            dtype=spec.dtype,
+            quantization=quantization,
+            mesh=self._mesh,
+            is_checked=spec.is_checked,
+            is_looped=True,
         )
         self._params = target.params
         self._run = make_prefill(target.config, spec, self._mesh)

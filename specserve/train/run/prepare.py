@@ -171,6 +171,7 @@ def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = N
         mesh=mesh,
         is_checked=run.check_weights,
         has_layers=run.states_from == "layers",
+        is_looped=True,
     )
     tokenizer = Tokenizer.load(source.folder, parse_template_kwargs(run.data.template_kwargs))
     vocab_size = target.config.vocab_size

@@ -202,7 +202,8 @@ def _of_devices(settings: Mapping[str, Any], given: Mapping[str, Any], device: D
         settings = {**settings, "mesh": ""}
     mesh = given.get("mesh", settings["mesh"])
     sizes = mesh_sizes(mesh)
-    least = sizes.get("expert", 1) * given.get("train.accumulate", 1)  # rows of a batch, for each part along data
+    # rows of a batch, for each part along data
+    least = sizes.get("fsdp", 1) * sizes.get("expert", 1) * given.get("train.accumulate", 1)
     parts = sizes.get("data", 1)
     if not is_cpu and "mesh" not in given:
         parts = max(1, jax.device_count() // math.prod(sizes.values()))
