@@ -224,7 +224,8 @@ def check_specs(
 ) -> Iterator[Finding]:
     """Check that the tensors are those that config.json asks for."""
     used = {files.rename(name) for name in (D2T, T2D)}
-    for spec, name in ((each, name) for each in specs for name in each.names):
+    stored_specs = [spec.stored_in(files.names, files.rename) for spec in specs]
+    for spec, name in ((each, name) for each in stored_specs for name in each.names):
         stored, expected = files.rename(name), f"{list(spec.stored_shape)}"
         used.add(stored)
         if stored not in files.names:

@@ -1,6 +1,7 @@
 """A model's parameters as one tree of `ParamSpec`s, from which initialisation, loading, export and sharding derive."""
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +51,7 @@ class ParamSpec:
     init: str = "normal"  # normal (std fan_in ** -0.5) | embedding (std 0.02) | ones | zeros
     part: TensorPart | None = None  # where the tensor holds the outputs of other parameters too
     is_float32: bool = False  # in a model of any dtype: few numbers that decide much
+    instead: "ParamSpec | None" = None  # how other checkpoints of the same family keep it
 
     def dtype(self, model_dtype: str) -> str:
         if self.is_float32:
@@ -65,6 +67,11 @@ class ParamSpec:
         """The names of the tensors that the parameter is read from. Where there are several, they are in the order of
         its first axis."""
         return [self.name.format(e=e) for e in range(self.shape[0])] if self.is_per_expert else [self.name]
+
+    def stored_in(self, names: Collection[str], rename: Callable[[str], str]) -> "ParamSpec":
+        """Return how a checkpoint with tensors of these names keeps the parameter, where `rename` turns our names into
+        its own."""
+        return self.instead if self.instead and rename(self.instead.name) in names else self
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

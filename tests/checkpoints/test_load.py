@@ -221,6 +221,7 @@ def test_a_saved_target_of_every_family_is_the_loaded_one_bit_for_bit(
         ("deepseek-v3", {"e_score_correction_bias"}),
         ("minimax-m2", {"e_score_correction_bias"}),
         ("qwen3-next", {"A_log", "dt_bias", "conv1d"}),
+        ("qwen3-5", {"A_log", "dt_bias", "conv1d"}),
         ("ling-3", {"A_log", "dt_bias", "q_conv1d", "k_conv1d", "v_conv1d", "expert_bias"}),
     ],
 )
@@ -243,6 +244,7 @@ def test_few_numbers_that_decide_much_stay_float32(
         ("glm4-moe", "model.layers.{n}.mlp.experts.3.up_proj.weight", "multi-token prediction"),
         ("minimax-m2", "model.layers.{n}.self_attn.q_proj.weight", "multi-token prediction"),
         ("qwen3-next", "mtp.layers.0.self_attn.q_proj.weight", "multi-token prediction"),
+        ("qwen3-5", "mtp.fc.weight", "multi-token prediction"),
         ("qwen3-tied", "lm_head.weight", "tied to the embedding"),
         ("llama-llama3", "model.layers.0.self_attn.rotary_emb.inv_freq", "rotary buffers"),
     ],
