@@ -168,8 +168,7 @@ def load_params(
 ) -> Tree:
     """Read every leaf of the spec tree, cast to `dtype` or quantised. Raises CheckpointError that lists all that does
     not fit, before anything is read."""
-    names = tensors.names()
-    stored = jax.tree.map(lambda spec: spec.stored_in(names, rename), spec_tree, is_leaf=is_spec)
+    stored = jax.tree.map(lambda spec: spec.stored_in(shapes_in(tensors, rename)), spec_tree, is_leaf=is_spec)
     leaves, structure = jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_spec)
     places: Sequence[Sharding | None] = jax.tree.leaves(shardings) or [None] * len(leaves)
     opened = _open_all([spec for _, spec in leaves], tensors, {**_SKIPPED, **(skipped or {})}, rename, block)
@@ -178,6 +177,12 @@ def load_params(
         how = quantization if is_product(path) else "none"
         loaded.append(_load(spec, weights, np.dtype(spec.dtype(dtype)), place, how))
     return jax.tree.unflatten(structure, loaded)
+
+
+def shapes_in(tensors: TensorFolder, rename: Callable[[str], str]) -> Callable[[str], tuple[int, ...] | None]:
+    """Return a function from our names of tensors to their shapes in a folder, or to None where they are not there."""
+    names = tensors.names()
+    return lambda name: tensors.shape(rename(name)) if rename(name) in names else None
 
 
 def _open_all(

@@ -117,7 +117,7 @@ class Names:
     expert_up: str = "experts.{e}.up_proj"
     expert_down: str = "experts.{e}.down_proj"
     shared: str = "shared_experts"
-    # checkpoints may keep a layer's experts in one tensor, gate and up side by side; empty: they do not
+    # how the publisher keeps a layer's experts in one tensor, gate and up side by side; empty: only one by one
     stacked_experts: Literal["", "inputs first", "outputs first"] = ""
 
 

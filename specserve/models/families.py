@@ -15,7 +15,8 @@ from specserve.models.family_keys import Flags, Keys
 def model_config(raw: Mapping[str, Any], *, dtype: str, where: str = "config.json") -> ModelConfig:
     """Read a Hugging Face config.json. Raises ConfigError for an unknown family or an unsupported feature."""
     known = FAMILIES.keys() | ALIASES.keys()
-    if isinstance(text := raw.get("text_config"), Mapping) and raw.get("model_type") not in known:
+    text = raw.get("text_config")
+    if isinstance(text, Mapping) and (raw.get("model_type") not in known or text.get("model_type") in known):
         raw = {**text, **{key: raw[key] for key in ("tie_word_embeddings",) if key in raw}}
     family = str(raw.get("model_type"))
     if family not in known:
@@ -59,6 +60,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "qwen2": {"sliding_window": 4096},
     "qwen3": {"sliding_window": 4096, "head_dim": 128},
+    "qwen2_5_vl_text": {"sliding_window": 4096, "max_window_layers": 80, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "qwen3_vl_text": {"rope_theta": 500_000.0, "head_dim": 128},
+    "qwen3_vl_moe_text": {"rope_theta": 500_000.0, "tie_word_embeddings": True},
     "gemma2": {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {
         "vocab_size": 262_208,
@@ -83,12 +87,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 # checkpoints whose model is another family's; what more they hold goes by their own name
-ALIASES = {"mimo": "qwen2"}
+ALIASES = {"mimo": "qwen2", "qwen2_5_vl": "qwen2_5_vl_text"}
 FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "llama": families_dense.llama,
     "mistral": families_dense.mistral,
     "qwen2": families_dense.qwen2,
     "qwen3": families_dense.qwen3,
+    "qwen2_5_vl_text": families_dense.qwen2,
+    "qwen3_vl_text": families_dense.qwen3_vl,
     "gemma2": families_dense.gemma2,
     "gemma3_text": families_dense.gemma3,
     "glm": families_dense.glm,
@@ -96,6 +102,7 @@ FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "mixtral": families_sparse.mixtral,
     "qwen2_moe": families_sparse.qwen2_moe,
     "qwen3_moe": families_sparse.qwen3_moe,
+    "qwen3_vl_moe_text": families_sparse.qwen3_vl_moe,
     "gpt_oss": families_sparse.gpt_oss,
     "deepseek_v2": families_latent.deepseek_v2,
     "deepseek_v3": families_latent.deepseek_v3,

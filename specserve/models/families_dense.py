@@ -41,6 +41,11 @@ def qwen3(keys: Keys) -> Flags:
     return {"qk_norm": "head", **keys.bias(), "layers": layers}
 
 
+def qwen3_vl(keys: Keys) -> Flags:
+    """The flags of the text model of Qwen3-VL, which has no windows."""
+    return {"qk_norm": "head", **keys.bias()}
+
+
 def _gemma(keys: Keys) -> Flags:
     keys.must_be("hidden_activation", "gelu_pytorch_tanh")
     keys.must_be("use_bidirectional_attention", False)

@@ -53,6 +53,17 @@ def qwen3_moe(keys: Keys) -> Flags:
     }
 
 
+def qwen3_vl_moe(keys: Keys) -> Flags:
+    """The flags of the text model of Qwen3-VL-MoE."""
+    return {
+        "qk_norm": "head",
+        **keys.bias(),
+        "layers": _sparse_layers(keys, [0] * keys.num_layers),
+        "experts": _qwen_experts(keys, renormalize=True),
+        "names": Names(stacked_experts="inputs first"),
+    }
+
+
 _BLOCK_SPARSE = Names(
     experts="block_sparse_moe",
     expert_gate="experts.{e}.w1",

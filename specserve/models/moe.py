@@ -66,9 +66,10 @@ def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
         if not names.stacked_experts:
             return own
         name, part = stacked
-        is_turned = names.stacked_experts == "outputs first"
-        other = dataclasses.replace(own, name=f"{prefix}.{name}", transpose=is_turned, part=part)
-        return dataclasses.replace(own, instead=other)
+        # both orders are written, and where the sizes are equal the publisher's counts
+        orders = (names.stacked_experts == "outputs first", names.stacked_experts != "outputs first")
+        others = (dataclasses.replace(own, name=f"{prefix}.{name}", transpose=each, part=part) for each in orders)
+        return dataclasses.replace(own, instead=tuple(others))
 
     def bias(name: str, size: int, axis: str | None, part: TensorPart | None = None) -> Any:
         name = f"{prefix}.{name}_bias" if is_stacked else f"{prefix}.{name}.bias"

@@ -99,6 +99,14 @@ def test_the_text_half_of_a_multimodal_config() -> None:
     assert config.tie_embeddings
 
 
+def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
+    raw = CONFIGS["qwen2-5-vl"]
+    flat = _read(raw | {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}})
+    assert replace(flat, family="qwen2_5_vl_text") == _read(raw)
+    stale = {"model_type": "qwen2_5_vl", "hidden_size": 64, "text_config": raw}  # such as some versions repeat
+    assert _read(stale) == _read(raw)
+
+
 @pytest.mark.parametrize(
     ("case", "changes", "words"),
     [
