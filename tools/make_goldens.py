@@ -25,6 +25,17 @@ import seeded  # noqa: E402  # pyright: ignore[reportMissingImports]
 # logits and layers are kept at these positions: the first ones, and about the edges of the windows
 KEPT = (0, 1, 2, 3, 8, 11, 12, 13, 15, 16, 17, 24, 31, 32, 47, 63)
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # published under a model_type that transformers knows by another name
+# text models that transformers has only within a model that sees, whose vision is as small as it can be
+SEES = {f"{name}_text": name for name in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}
+VISION = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 1,
+    "fullatt_block_indexes": [],
+    "deepstack_visual_indexes": [],
+    "num_position_embeddings": 4,
+}
 
 
 def build(folder: Path, seed: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
@@ -32,11 +43,17 @@ def build(folder: Path, seed: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
     names that transformers saves and loads: the published ones."""
     raw = json.loads((folder / "config.json").read_text())
     raw["model_type"] = SAME_AS.get(raw["model_type"], raw["model_type"])
+    auto: Any = transformers.AutoModelForCausalLM
+    if raw["model_type"] in SEES:
+        auto, vision = transformers.AutoModelForImageTextToText, VISION | {"out_hidden_size": raw["hidden_size"]}
+        tied = raw.get("tie_word_embeddings", False)
+        name = SEES[raw["model_type"]]
+        raw = {"model_type": name, "tie_word_embeddings": tied, "text_config": raw, "vision_config": vision}
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch)
         (path / "config.json").write_text(json.dumps(raw))
         config = transformers.AutoConfig.from_pretrained(path)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        auto.from_config(config).save_pretrained(path)
         with safe_open(path / "model.safetensors", framework="numpy") as tensors:
             shapes = {
                 _published(name, tensors.keys()): tuple(tensors.get_slice(name).get_shape())
@@ -44,7 +61,7 @@ def build(folder: Path, seed: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
             }
         (path / "config.json").write_text(json.dumps(raw))
         seeded.write_weights(path, shapes, seed)
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
         model, report = loaded
@@ -70,7 +87,7 @@ def compute(model: Any, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def write_expected(folder: Path) -> None:
     model, shapes = build(folder, seed=0)
-    token_ids = seeded.tokens(model.config.vocab_size, seed=0)
+    token_ids = seeded.tokens(model.config.get_text_config().vocab_size, seed=0)
     logits, layers = compute(model, token_ids[None])
     np.savez_compressed(
         folder / "expected.npz",

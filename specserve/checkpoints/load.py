@@ -44,7 +44,11 @@ TIED, AS_VOCABULARY = "tied to the embedding", "read as the draft vocabulary"
 _COMPUTED = "rotary buffers, computed here"
 _NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED))  # reasons that a user need not know
 _SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, **UNUSED_SCALES}
-_FURTHER = {"qwen3_next": r"mtp\..*", "mimo": r"model\.mtp_layers\..*"}  # layers of multi-token prediction, by family
+# layers of multi-token prediction, by family
+_FURTHER = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), r"mtp\..*"),
+    "mimo": r"model\.mtp_layers\..*",
+}
 # families whose checkpoints append such layers to the model's own, and the key that counts them
 _PREDICTS_FURTHER = {
     "deepseek_v3": "num_nextn_predict_layers",
@@ -163,7 +167,8 @@ def load_params(
 ) -> Tree:
     """Read every leaf of the spec tree, cast to `dtype` or quantised. Raises CheckpointError that lists all that does
     not fit, before anything is read."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(spec_tree, is_leaf=is_spec)
+    stored = jax.tree.map(lambda spec: spec.stored_in(shapes_in(tensors, rename)), spec_tree, is_leaf=is_spec)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_spec)
     places: Sequence[Sharding | None] = jax.tree.leaves(shardings) or [None] * len(leaves)
     opened = _open_all([spec for _, spec in leaves], tensors, {**_SKIPPED, **(skipped or {})}, rename, storing)
     loaded, widened = [], 0
@@ -181,6 +186,12 @@ def load_params(
             "" if quantization == "stored" else "; --quantization stored keeps whole numbers of 8 bits where it can",
         )
     return jax.tree.unflatten(structure, loaded)
+
+
+def shapes_in(tensors: TensorFolder, rename: Callable[[str], str]) -> Callable[[str], tuple[int, ...] | None]:
+    """Return a function from our names of tensors to their shapes in a folder, or to None where they are not there."""
+    names = tensors.names()
+    return lambda name: tensors.shape(rename(name)) if rename(name) in names else None
 
 
 def _open_all(

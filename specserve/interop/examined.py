@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import Target, shapes_in
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, TensorFolder, read_json
 from specserve.errors import CheckpointError, SpecServeError
 from specserve.interop.findings import FLOATS, LAYERS, Copy, Finding, describe, put, put_tensors, read_checks
@@ -224,7 +224,8 @@ def check_specs(
 ) -> Iterator[Finding]:
     """Check that the tensors are those that config.json asks for."""
     used = {files.rename(name) for name in (D2T, T2D)}
-    for spec, name in ((each, name) for each in specs for name in each.names):
+    shape_of = shapes_in(files.tensors, files.rename)
+    for spec, name in ((each, name) for each in (spec.stored_in(shape_of) for spec in specs) for name in each.names):
         stored, expected = files.rename(name), f"{list(spec.stored_shape)}"
         used.add(stored)
         if stored not in files.names:

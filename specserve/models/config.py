@@ -98,6 +98,7 @@ class Names:
     layer: str = "model.layers.{i}"
     attention: str = "self_attn"
     linear_attention: str = "linear_attn"
+    delta_qkvz: str = "in_proj_qkvz"  # q, k, v and gate of a delta-net, by key head; empty: q, k and v, and the gate
     attention_norm: str = "input_layernorm"
     attention_out_norm: str = "post_attention_layernorm"  # where there is one
     mlp_norm: str = "post_attention_layernorm"
@@ -116,6 +117,8 @@ class Names:
     expert_up: str = "experts.{e}.up_proj"
     expert_down: str = "experts.{e}.down_proj"
     shared: str = "shared_experts"
+    # how the publisher keeps a layer's experts in one tensor, gate and up side by side; empty: only one by one
+    stacked_experts: Literal["", "inputs first", "outputs first"] = ""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Gated delta-net layers: those of Qwen3-Next, and Kimi delta attention as Ling 3 has it."""
+"""Gated delta-net layers: those of Qwen3-Next and Qwen3.5, and Kimi delta attention as Ling 3 has it."""
 
 from typing import Any
 
@@ -39,9 +39,9 @@ def delta_spec(config: ModelConfig, delta: DeltaSizes, prefix: str) -> DeltaNet:
 
 
 def _qwen_spec(config: ModelConfig, delta: DeltaSizes, prefix: str) -> DeltaNet:
-    """The parameters of Qwen3-Next's layers. Its checkpoints keep six projections in two tensors, ordered by key head.
-    One holds for each key head q, k, and the v and z of the value heads that share it; the other holds the b and a of
-    these value heads."""
+    """The parameters of Qwen's layers. Checkpoints of Qwen3-Next keep six projections in two tensors, ordered by key
+    head. One holds for each key head q, k, and the v and z of the value heads that share it; the other holds the b and
+    a of these value heads. Those of Qwen3.5 keep q, k and v side by side, and the others alone."""
     heads, axes = delta.num_v_heads, ("embed", "heads")
     share, v_size = heads // delta.num_k_heads, heads * delta.v_dim
     k_size = delta.num_k_heads * delta.k_dim
@@ -49,10 +49,17 @@ def _qwen_spec(config: ModelConfig, delta: DeltaSizes, prefix: str) -> DeltaNet:
     period = bounds[-1] + share * delta.v_dim
 
     def wide(i: int, size: int) -> Any:
+        if not config.names.delta_qkvz:
+            start = i * k_size
+            part = TensorPart(start, start + size, 2 * k_size + v_size, 2 * k_size + v_size) if i < 3 else None
+            name = "in_proj_qkv" if i < 3 else "in_proj_z"
+            return matrix(f"{prefix}.{name}.weight", config.d_model, size, axes, part=part)
         part = TensorPart(bounds[i], (*bounds, period)[i + 1], period, delta.num_k_heads * period)
-        return matrix(f"{prefix}.in_proj_qkvz.weight", config.d_model, size, axes, part=part)
+        return matrix(f"{prefix}.{config.names.delta_qkvz}.weight", config.d_model, size, axes, part=part)
 
     def narrow(i: int) -> Any:
+        if not config.names.delta_qkvz:
+            return matrix(f"{prefix}.in_proj_{'ba'[i]}.weight", config.d_model, heads, axes)
         part = TensorPart(i * share, (i + 1) * share, 2 * share, 2 * heads)
         return matrix(f"{prefix}.in_proj_ba.weight", config.d_model, heads, axes, part=part)
 

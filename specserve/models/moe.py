@@ -58,9 +58,18 @@ def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
         gate = up = names.gate_up
         parts = (TensorPart(0, 1, 2, 2 * d_ff), TensorPart(1, 2, 2, 2 * d_ff))
 
-    def weight(name: str, d_in: int, d_out: int, axes: tuple[str, str], part: TensorPart | None = None) -> Any:
+    halves = [TensorPart(start, start + d_ff, 2 * d_ff, 2 * d_ff) for start in (0, d_ff)]
+
+    def weight(name: str, d_in: int, d_out: int, axes: tuple[str, str], part: TensorPart | None, stacked: Any) -> Any:
         name = f"{prefix}.{name}" if is_stacked else f"{prefix}.{name}.weight"
-        return ParamSpec((n, d_in, d_out), ("experts", *axes), name, transpose=not is_stacked, part=part)
+        own = ParamSpec((n, d_in, d_out), ("experts", *axes), name, transpose=not is_stacked, part=part)
+        if not names.stacked_experts:
+            return own
+        name, part = stacked
+        # both orders are written, and where the sizes are equal the publisher's counts
+        orders = (names.stacked_experts == "outputs first", names.stacked_experts != "outputs first")
+        others = (dataclasses.replace(own, name=f"{prefix}.{name}", transpose=each, part=part) for each in orders)
+        return dataclasses.replace(own, instead=tuple(others))
 
     def bias(name: str, size: int, axis: str | None, part: TensorPart | None = None) -> Any:
         name = f"{prefix}.{name}_bias" if is_stacked else f"{prefix}.{name}.bias"
@@ -74,9 +83,9 @@ def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
         router=matrix(f"{prefix}.{names.router}.weight", d_model, n, ("embed", None)),
         router_bias=optional(experts.has_router_bias, per_expert(f"{names.router}.bias")),
         correction=optional(experts.has_correction, per_expert(names.correction, is_float32=True)),
-        gate=weight(gate, d_model, d_ff, ("embed", "mlp"), parts[0]),
-        up=weight(up, d_model, d_ff, ("embed", "mlp"), parts[1]),
-        down=weight(down, d_ff, d_model, ("mlp", "embed")),
+        gate=weight(gate, d_model, d_ff, ("embed", "mlp"), parts[0], ("experts.gate_up_proj", halves[0])),
+        up=weight(up, d_model, d_ff, ("embed", "mlp"), parts[1], ("experts.gate_up_proj", halves[1])),
+        down=weight(down, d_ff, d_model, ("mlp", "embed"), None, ("experts.down_proj", None)),
         gate_bias=bias(gate, d_ff, "mlp", parts[0]),
         up_bias=bias(up, d_ff, "mlp", parts[1]),
         down_bias=bias(down, d_model, None),

@@ -1,6 +1,7 @@
 """A model's parameters as one tree of `ParamSpec`s, from which initialisation, loading, export and sharding derive."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +51,7 @@ class ParamSpec:
     init: str = "normal"  # normal (std fan_in ** -0.5) | embedding (std 0.02) | ones | zeros
     part: TensorPart | None = None  # where the tensor holds the outputs of other parameters too
     is_float32: bool = False  # in a model of any dtype: few numbers that decide much
+    instead: tuple["ParamSpec", ...] = ()  # how other checkpoints of the same family keep it
 
     def dtype(self, model_dtype: str) -> str:
         if self.is_float32:
@@ -65,6 +67,11 @@ class ParamSpec:
         """The names of the tensors that the parameter is read from. Where there are several, they are in the order of
         its first axis."""
         return [self.name.format(e=e) for e in range(self.shape[0])] if self.is_per_expert else [self.name]
+
+    def stored_in(self, shape_of: Callable[[str], tuple[int, ...] | None]) -> "ParamSpec":
+        """Return how a checkpoint keeps the parameter: as one of `instead` does whose tensor is there in its shape, or
+        as this one. `shape_of` a name of ours is that of its tensor, or None where there is none."""
+        return next((other for other in self.instead if shape_of(other.name) == other.stored_shape), self)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -221,6 +221,7 @@ def test_a_saved_target_of_every_family_is_the_loaded_one_bit_for_bit(
         ("deepseek-v3", {"e_score_correction_bias"}),
         ("minimax-m2", {"e_score_correction_bias"}),
         ("qwen3-next", {"A_log", "dt_bias", "conv1d"}),
+        ("qwen3-5", {"A_log", "dt_bias", "conv1d"}),
         ("ling-3", {"A_log", "dt_bias", "q_conv1d", "k_conv1d", "v_conv1d", "expert_bias"}),
     ],
 )
@@ -243,6 +244,7 @@ def test_few_numbers_that_decide_much_stay_float32(
         ("glm4-moe", "model.layers.{n}.mlp.experts.3.up_proj.weight", "multi-token prediction"),
         ("minimax-m2", "model.layers.{n}.self_attn.q_proj.weight", "multi-token prediction"),
         ("qwen3-next", "mtp.layers.0.self_attn.q_proj.weight", "multi-token prediction"),
+        ("qwen3-5", "mtp.fc.weight", "multi-token prediction"),
         ("qwen3-tied", "lm_head.weight", "tied to the embedding"),
         ("llama-llama3", "model.layers.0.self_attn.rotary_emb.inv_freq", "rotary buffers"),
     ],
@@ -277,16 +279,57 @@ def test_as_many_layers_of_multi_token_prediction_are_skipped_as_there_are(
     assert [name in str(error.value) for name in further] == [i >= count for i in range(3)]
 
 
-@pytest.mark.parametrize(("own", "theirs"), [("", "language_model."), ("model.", "model.language_model.")])
-def test_the_text_model_of_a_multimodal_one_is_loaded(
-    tmp_path: Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture, own: str, theirs: str
+@pytest.mark.parametrize("is_turned", [False, True], ids=["inputs first", "outputs first"])
+@pytest.mark.parametrize("family", ["qwen3-vl-moe", "qwen3-5-moe"])
+def test_experts_in_one_tensor_are_those_one_by_one(
+    tmp_path: Path, rng: np.random.Generator, family: str, is_turned: bool
 ) -> None:
-    raw, tensors = _write_family(tmp_path, "gemma3", rng)
+    """Publishers and transformers write both orders."""
+    raw, tensors = _write_family(tmp_path, family, rng)
+    alone = load_target(tmp_path, dtype="bfloat16")
+    experts = [f"experts.{e}." for e in range(raw["num_experts"])]
+    for first in [name for name in tensors if name.endswith("experts.0.gate_proj.weight")]:
+        prefix = first.removesuffix("experts.0.gate_proj.weight")
+        gate, up, down = (
+            np.stack([tensors.pop(f"{prefix}{expert}{part}_proj.weight") for expert in experts])
+            for part in ("gate", "up", "down")
+        )
+        for name, value in (("gate_up", np.concatenate([gate, up], axis=1)), ("down", down)):
+            stored = value if is_turned else value.swapaxes(1, 2)
+            tensors[f"{prefix}experts.{name}_proj"] = np.ascontiguousarray(stored)
+    write_tensors(tmp_path / "model.safetensors", tensors)
+    stacked = load_target(tmp_path, dtype="bfloat16")
+    for one, other in zip(jax.tree.leaves(alone.params), jax.tree.leaves(stacked.params), strict=True):
+        _assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize(
+    ("family", "model_type", "own", "theirs", "vision"),
+    [
+        ("gemma3", "gemma3", "", "language_model.", "vision_tower.encoder.weight"),
+        ("gemma3", "gemma3", "model.", "model.language_model.", "vision_tower.encoder.weight"),
+        ("kimi-k2", "kimi_k25", "", "language_model.", "mm_projector.proj.0.weight"),
+        ("mistral", "mistral3", "", "language_model.", "multi_modal_projector.linear_1.weight"),
+        ("qwen3-vl-tied", "qwen3_vl", "model.", "model.language_model.", "model.visual.pos_embed.weight"),
+        ("qwen2-5-vl", "qwen2_5_vl", "model.", "model.", "visual.merger.ln_q.weight"),
+    ],
+)
+def test_the_text_model_of_a_multimodal_one_is_loaded(
+    tmp_path: Path,
+    rng: np.random.Generator,
+    caplog: pytest.LogCaptureFixture,
+    family: str,
+    model_type: str,
+    own: str,
+    theirs: str,
+    vision: str,
+) -> None:
+    raw, tensors = _write_family(tmp_path, family, rng)
     alone = load_target(tmp_path, dtype="bfloat16")
     wrapped = {re.sub(f"^{own}", theirs, name): value for name, value in tensors.items()}
-    wrapped["vision_tower.encoder.weight"] = np.zeros(1, np.float32)
+    wrapped[vision] = np.zeros(1, np.float32)
     write_tensors(tmp_path / "model.safetensors", wrapped)
-    write_json(tmp_path / "config.json", {"model_type": "gemma3", "text_config": raw})
+    write_json(tmp_path / "config.json", {"model_type": model_type, "text_config": raw})
     with caplog.at_level(logging.INFO):
         within = load_target(tmp_path, dtype="bfloat16")
     assert "1 (of a model that also sees or hears" in caplog.text

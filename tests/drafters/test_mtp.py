@@ -102,8 +102,9 @@ def _by_transformers(folder: Path, config: MtpConfig, raw: dict[str, Any], text:
     write_tensors(alone / "model.safetensors", own)
     model_type = {"mimo": "qwen2"}.get(raw["model_type"], raw["model_type"])
     changes = {"model_type": model_type, "num_hidden_layers": 1, "first_k_dense_replace": 0, "torch_dtype": "float32"}
+    attends = {"full_attention_interval": 1, "layer_types": ["full_attention"]}
     changes |= {  # transformers would not take these from the same config as we do
-        "qwen3_next": {"full_attention_interval": 1, "layer_types": ["full_attention"]},
+        **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), attends),
         "deepseek_v3": {"head_dim": raw.get("qk_rope_head_dim")},
         "glm4_moe": {"partial_rotary_factor": 0.5},
     }.get(model_type, {})
@@ -111,7 +112,7 @@ def _by_transformers(folder: Path, config: MtpConfig, raw: dict[str, Any], text:
     model = AutoModelForCausalLM.from_pretrained(alone, dtype=torch.float32, attn_implementation="eager").eval()
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
-        weight = read[f"{name}.weight"].astype(np.float64) + (model_type == "qwen3_next")
+        weight = read[f"{name}.weight"].astype(np.float64) + config.layer.norm_offset
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.layer.norm_eps) * weight
 
     token = norm(read["model.embed_tokens.weight"][text[1:]].astype(np.float64), layout.token_norm)
@@ -179,6 +180,8 @@ def test_the_forward_equals_ling_in_numpy(tmp_path: Path, rng: np.random.Generat
         pytest.param(carried.LATENT, id="deepseek_v3"),
         pytest.param(carried.GLM, id="glm4_moe"),
         pytest.param(carried.NEXT, id="qwen3_next"),
+        pytest.param(carried.NEXT_DENSE, id="qwen3_5"),
+        pytest.param(carried.NEXT_SPARSE, id="qwen3_5_moe"),
         pytest.param(carried.MIMO, id="mimo"),
     ],
 )

@@ -60,6 +60,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and some name
             "mtp.layers.0.mlp.shared_expert_gate.weight",
         ),
     ),
+    "qwen3_5_text": (carried.NEXT_DENSE, ("mtp.fc.weight", "mtp.layers.0.mlp.gate_proj.weight")),
+    "qwen3_5_moe_text": (carried.NEXT_SPARSE, ("mtp.fc.weight", "mtp.layers.0.mlp.experts.3.up_proj.weight")),
     "mimo": (
         carried.MIMO,
         (
@@ -114,6 +116,40 @@ def test_what_a_checkpoint_carries_is_written_back_in_its_own_names(family: str,
     assert read_drafter(tmp_path / "own", target.config, "it", dtype="float32") == head.drafter
     assert not examine(tmp_path / "own", target).findings
     assert not examine(tmp_path, target).findings
+
+
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["experts one by one", "experts in one tensor"])
+def test_the_layer_beside_a_multimodal_target_is_the_same(tmp_path: Path, is_stacked: bool) -> None:
+    """As checkpoints of Qwen3.5 are: the text model within, the layer outside, experts stacked in either or none."""
+    target, head = carried.models(tmp_path, carried.NEXT_SPARSE)
+
+    def wrap(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+        for prefix in (
+            "model.language_model.layers.0",
+            "model.language_model.layers.1",
+            *["mtp.layers.0"] * is_stacked,
+        ):
+            each = [f"{prefix}.mlp.experts.{e}." for e in range(4)]
+            parts = {
+                part: np.stack([tensors.pop(f"{e}{part}_proj.weight") for e in each]) for part in ("gate", "up", "down")
+            }
+            tensors[f"{prefix}.mlp.experts.gate_up_proj"] = np.concatenate([parts["gate"], parts["up"]], axis=1)
+            tensors[f"{prefix}.mlp.experts.down_proj"] = parts["down"]
+        tensors["model.visual.patch_embed.proj.weight"] = np.zeros(1, np.float32)
+
+    _edit(tmp_path, wrap)
+    text = {key: value for key, value in carried.NEXT_SPARSE.items() if key != "tie_word_embeddings"}
+    write_json(tmp_path / "config.json", {"model_type": "qwen3_5_moe", "text_config": text})
+    within = load_target(tmp_path, dtype="float32")
+    assert within.config == target.config
+    for leaf, same in zip(jax.tree.leaves(within.params), jax.tree.leaves(target.params), strict=True):
+        np.testing.assert_array_equal(leaf, same)
+    _assert_same(head, load_head(tmp_path, within, dtype="float32", kind=CARRIED))
+    assert not examine(tmp_path, within).findings
+    save_head(tmp_path / "own", head, within, dtype="float32", notes={})
+    _assert_same(head, load_head(tmp_path / "own", within, dtype="float32"))
 
 
 def _edit(folder: Path, change: Callable[[Tensors], object]) -> None:

@@ -99,6 +99,14 @@ def test_the_text_half_of_a_multimodal_config() -> None:
     assert config.tie_embeddings
 
 
+def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
+    raw = CONFIGS["qwen2-5-vl"]
+    flat = _read(raw | {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}})
+    assert replace(flat, family="qwen2_5_vl_text") == _read(raw)
+    stale = {"model_type": "qwen2_5_vl", "hidden_size": 64, "text_config": raw}  # such as some versions repeat
+    assert _read(stale) == _read(raw)
+
+
 @pytest.mark.parametrize(
     ("case", "changes", "words"),
     [
@@ -117,6 +125,9 @@ def test_the_text_half_of_a_multimodal_config() -> None:
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
         ("minimax-m2", {"scoring_func": "softmax"}, "scoring_func"),
+        ("qwen3-5", {"attn_output_gate": False}, "attn_output_gate"),
+        ("qwen3-5-moe", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
+        ("qwen3-5-moe", {"norm_topk_prob": False}, "norm_topk_prob"),
         ("ling-3", {"gated_attention_proj_granularity_type": "element_wise"}, "granularity"),
         ("ling-3", {"architectures": ["BailingMoeV4ForCausalLM"]}, "architectures"),
         ("ling-3", {"no_kda_lora": False}, "no_kda_lora"),

@@ -62,6 +62,8 @@ NEXT: dict[str, Any] = SMALL | {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+NEXT_DENSE: dict[str, Any] = NEXT | {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}
+NEXT_SPARSE: dict[str, Any] = NEXT_DENSE | {"model_type": "qwen3_5_moe_text"}
 LING: dict[str, Any] = bailing.CASES["ling-2"] | {"num_nextn_predict_layers": 1}
 LING_2_5: dict[str, Any] = bailing.CASES["ling-2.5"] | {"num_nextn_predict_layers": 1}
 MIMO: dict[str, Any] = SMALL | {"model_type": "mimo"}

@@ -17,6 +17,7 @@ from specserve.errors import CheckpointError
 from specserve.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
+_WITH_ONE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mimo")
 
 
 def is_carried(folder: Path, config: MtpConfig) -> bool:
@@ -66,11 +67,13 @@ def read_layer(
 
 
 def num_carried(raw: Mapping[str, Any]) -> int:
-    """Return how many layers of multi-token prediction a target's config.json counts. Where it counts none, Qwen3-Next
-    and MiMo have one."""
+    """Return how many layers of multi-token prediction a target's config.json counts. Where it counts none, Qwen3-Next,
+    Qwen3.5 and MiMo have one."""
     text = raw.get("text_config")
     raw = text if isinstance(text, Mapping) else raw
-    count = raw.get("num_nextn_predict_layers", int(raw.get("model_type") in ("qwen3_next", "mimo")))
+    count = raw.get(
+        "num_nextn_predict_layers", raw.get("mtp_num_hidden_layers", int(raw.get("model_type") in _WITH_ONE))
+    )
     return count if isinstance(count, int) else 0
 
 

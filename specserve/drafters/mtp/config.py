@@ -68,6 +68,14 @@ def of_its_own(architecture: str, prefix: str, *, hidden_first: bool = False, ta
     )
 
 
+_QWEN = Layout(
+    "Qwen3NextMTP",
+    layer="mtp.layers.0",
+    token_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    fc="mtp.fc",
+    norm="mtp.norm",
+)
 _LING = _appended("BailingMoeForCausalLMNextN", norm="final_layernorm", embedding="word_embeddings")
 OTHERS = _appended("MTPModel")  # of targets that come without such a layer, where one was trained for them
 LAYOUTS: Mapping[str, Layout] = {
@@ -80,14 +88,9 @@ LAYOUTS: Mapping[str, Layout] = {
     "bailing_moe_linear": _LING,
     "bailing_hybrid": _LING,
     "mimo": of_its_own("MiMoMTPModel", "model.mtp_layers.0", hidden_first=True, takes_raw=True),
-    "qwen3_next": Layout(
-        "Qwen3NextMTP",
-        layer="mtp.layers.0",
-        token_norm="mtp.pre_fc_norm_embedding",
-        hidden_norm="mtp.pre_fc_norm_hidden",
-        fc="mtp.fc",
-        norm="mtp.norm",
-    ),
+    "qwen3_next": _QWEN,
+    "qwen3_5_text": dataclasses.replace(_QWEN, architecture="Qwen3_5MTP"),
+    "qwen3_5_moe_text": dataclasses.replace(_QWEN, architecture="Qwen3_5MoeMTP"),
 }
 
 

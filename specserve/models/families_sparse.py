@@ -1,0 +1,196 @@
+"""The config.json of families with experts in layers that attend, or keep the state of a delta rule."""
+
+import dataclasses
+
+from specserve.models import families_latent
+from specserve.models.config import DeltaSizes, Experts, LayerKind, Names
+from specserve.models.families_dense import alternating, qwen_windows
+from specserve.models.family_keys import Flags, Keys
+
+
+def _sparse_layers(keys: Keys, windows: list[int]) -> tuple[LayerKind, ...]:
+    """Make the layers with these windows. By Qwen's rule every `decoder_sparse_step`-th one has experts, but not those
+    of `mlp_only_layers`."""
+    step, dense = keys.integer("decoder_sparse_step", 1), keys.raw.get("mlp_only_layers") or []
+    return tuple(
+        LayerKind(window=window, has_experts=i not in dense and (i + 1) % step == 0) for i, window in enumerate(windows)
+    )
+
+
+def _qwen_experts(keys: Keys, *, renormalize: bool, shared: int = 0) -> Experts:
+    # published as `num_experts`; transformers writes Qwen3-MoE's as `num_local_experts`
+    name = "num_local_experts" if "num_local_experts" in keys.raw else "num_experts"
+    return Experts(
+        num_experts=keys.integer(name),
+        top_k=keys.integer("num_experts_per_tok"),
+        d_ff=keys.integer("moe_intermediate_size"),
+        renormalize=keys.flag("norm_topk_prob", renormalize),
+        shared_d_ff=shared,
+        has_shared_gate=shared > 0,
+    )
+
+
+def qwen2_moe(keys: Keys) -> Flags:
+    """The flags of Qwen1.5-MoE and Qwen2-MoE."""
+    return {
+        "qkv_bias": keys.flag("qkv_bias", True),
+        "layers": _sparse_layers(keys, qwen_windows(keys, alternate=True)),
+        "experts": _qwen_experts(keys, renormalize=False, shared=keys.integer("shared_expert_intermediate_size", 5632)),
+        "names": Names(shared="shared_expert"),
+    }
+
+
+def qwen3_moe(keys: Keys) -> Flags:
+    """The flags of Qwen3-MoE."""
+    window = 0
+    if keys.flag("use_sliding_window"):
+        window = keys.integer("sliding_window", 0, least=0)
+    return {
+        "qk_norm": "head",
+        **keys.bias(),
+        "layers": _sparse_layers(keys, [window] * keys.num_layers),
+        "experts": _qwen_experts(keys, renormalize=False),
+    }
+
+
+def qwen3_vl_moe(keys: Keys) -> Flags:
+    """The flags of the text model of Qwen3-VL-MoE."""
+    return {
+        "qk_norm": "head",
+        **keys.bias(),
+        "layers": _sparse_layers(keys, [0] * keys.num_layers),
+        "experts": _qwen_experts(keys, renormalize=True),
+        "names": Names(stacked_experts="inputs first"),
+    }
+
+
+_BLOCK_SPARSE = Names(
+    experts="block_sparse_moe",
+    expert_gate="experts.{e}.w1",
+    expert_up="experts.{e}.w3",
+    expert_down="experts.{e}.w2",
+    correction="e_score_correction_bias",
+)
+
+
+def mixtral(keys: Keys) -> Flags:
+    """The flags of Mixtral."""
+    window = keys.integer("sliding_window", 0, least=0)
+    return {
+        "layers": (LayerKind(window=window, has_experts=True),) * keys.num_layers,
+        "experts": Experts(
+            num_experts=keys.integer("num_local_experts"),
+            top_k=keys.integer("num_experts_per_tok"),
+            d_ff=keys.integer("intermediate_size"),
+            renormalize=True,
+        ),
+        "names": _BLOCK_SPARSE,
+    }
+
+
+def minimax_m2(keys: Keys) -> Flags:
+    """The flags of MiniMax-M2."""
+    keys.must_be("qk_norm_type", "per_layer")
+    keys.must_be("scoring_func", "sigmoid")
+    flags, has_correction = mixtral(keys), keys.flag("use_routing_bias", True)
+    return flags | {
+        "qk_norm": "all" if keys.flag("use_qk_norm", True) else "",
+        "layers": (LayerKind(has_experts=True),) * keys.num_layers,
+        "experts": dataclasses.replace(flags["experts"], scoring="sigmoid", has_correction=has_correction),
+    }
+
+
+def gpt_oss(keys: Keys) -> Flags:
+    """The flags of GPT-OSS."""
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+    stated = keys.raw.get("rope_parameters") or keys.raw.get("rope_scaling") or yarn
+    head_dim = keys.integer("head_dim", 64)
+    keys.must_be("hidden_act", "silu")
+    keys.must_be("swiglu_alpha", 1.702)
+    keys.must_be("swiglu_limit", 7.0)
+    return {
+        "head_dim": head_dim,
+        **keys.bias(True),
+        "rope": keys.rope(head_dim, {"rope_parameters": stated}),
+        "has_sinks": True,
+        "activation": "clamped_swiglu",
+        "layers": tuple(LayerKind(window=window, has_experts=True) for window in alternating(keys, 2)),
+        "experts": Experts(
+            num_experts=keys.integer("num_local_experts"),
+            top_k=keys.integer("num_experts_per_tok", 4),
+            d_ff=keys.integer("intermediate_size"),
+            scoring="softmax_of_top",
+            has_router_bias=True,
+            has_bias=True,
+        ),
+        "names": Names(router="router", gate_up="experts.gate_up_proj", expert_down="experts.down_proj"),
+    }
+
+
+def glm4_moe(keys: Keys) -> Flags:
+    """The flags of GLM-4.5 to 4.7."""
+    n, dense = keys.num_layers, keys.integer("first_k_dense_replace", 1, least=0)
+    return {
+        "qkv_bias": keys.flag("attention_bias"),
+        "qk_norm": "head" if keys.flag("use_qk_norm") else "",
+        "layers": tuple(LayerKind(has_experts=i >= dense) for i in range(n)),
+        "experts": families_latent.routed(keys, scoring="sigmoid", group_score="top2"),
+    }
+
+
+def _qwen_delta(keys: Keys, layers: tuple[LayerKind, ...], names: Names) -> Flags:
+    """Return what Qwen3-Next and Qwen3.5 share: gated delta-nets, and attention behind a gate in each fourth layer."""
+    interval = keys.integer("full_attention_interval", 4)
+    return {
+        "head_dim": keys.integer("head_dim", 256),
+        **keys.bias(),
+        "qk_norm": "head",
+        "norm_offset": True,
+        "has_attention_gate": True,
+        "layers": families_latent.with_delta(keys, layers, interval, full="attention"),
+        "delta": DeltaSizes(
+            num_k_heads=keys.integer("linear_num_key_heads"),
+            num_v_heads=keys.integer("linear_num_value_heads"),
+            k_dim=keys.integer("linear_key_head_dim"),
+            v_dim=keys.integer("linear_value_head_dim"),
+            conv_width=keys.integer("linear_conv_kernel_dim", 4),
+        ),
+        "names": names,
+    }
+
+
+def qwen3_next(keys: Keys) -> Flags:
+    """The flags of Qwen3-Next."""
+    shared = keys.integer("shared_expert_intermediate_size", 512)
+    return _qwen_delta(keys, _sparse_layers(keys, [0] * keys.num_layers), Names(shared="shared_expert")) | {
+        "experts": _qwen_experts(keys, renormalize=True, shared=shared)
+    }
+
+
+def qwen3_5(keys: Keys) -> Flags:
+    """The flags of the text model of Qwen3.5 to 3.8."""
+    keys.must_be("attn_output_gate", True)
+    keys.must_be("output_gate_type", "swish")
+    keys.must_be("mtp_use_dedicated_embeddings", False)
+    return _qwen_delta(keys, (LayerKind(),) * keys.num_layers, Names(delta_qkvz=""))
+
+
+def qwen3_5_moe(keys: Keys) -> Flags:
+    """The flags of the same with experts in every layer. A draft head of the same width as what a token passes is as
+    wide as its experts together."""
+    keys.must_be("norm_topk_prob", True)
+    names = Names(delta_qkvz="", shared="shared_expert", stacked_experts="outputs first")
+    experts = _qwen_experts(keys, renormalize=True, shared=keys.integer("shared_expert_intermediate_size", 512))
+    return qwen3_5(keys) | {
+        "d_ff": experts.top_k * experts.d_ff + experts.shared_d_ff,
+        "layers": tuple(dataclasses.replace(kind, has_experts=True) for kind in qwen3_5(keys)["layers"]),
+        "experts": experts,
+        "names": names,
+    }
