@@ -4,10 +4,12 @@ A thin wrapper around transformers' tokenizer. Knows nothing of models or reques
 transformers is imported only when a tokenizer is loaded. The folder's chat template is `Tokenizer.template`.
 """
 
+import codecs
 import contextlib
 import json
 import logging
 import pickle
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -179,10 +181,35 @@ def _load_backend(folder: Path) -> Any:
     """Load the tokenizer of transformers. Raises CheckpointError."""
     backend_class = _import_class(folder)
     try:
-        # The length check of transformers would only log; lengths are the caller's business.
-        return backend_class.from_pretrained(str(folder), local_files_only=True, model_max_length=2**62)
+        with _without_marks(folder) as readable:
+            # The length check of transformers would only log; lengths are the caller's business.
+            return backend_class.from_pretrained(str(readable), local_files_only=True, model_max_length=2**62)
     except Exception as error:  # transformers raises whatever its parsers raise
         raise CheckpointError(f"{folder}: cannot read the tokenizer: {error}") from error
+
+
+@contextlib.contextmanager
+def _without_marks(folder: Path) -> Iterator[Path]:
+    """Give a folder of the same files, in which no JSON begins with the byte order mark that some editors write and
+    transformers does not read."""
+    files = [path for path in folder.iterdir() if path.is_file()]
+    marked = [path for path in files if path.suffix == ".json" and _begins_with_mark(path)]
+    if not marked:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        for path in files:
+            own = Path(scratch) / path.name
+            if path in marked:
+                own.write_bytes(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+            else:
+                own.symlink_to(path.resolve())
+        yield Path(scratch)
+
+
+def _begins_with_mark(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
 
 
 def _import_class(folder: Path) -> Any:
@@ -212,7 +239,7 @@ def _without_advice() -> Iterator[None]:
 
 def _is_generic(folder: Path) -> bool:
     try:
-        found = json.loads((folder / "tokenizer_config.json").read_text())
+        found = json.loads((folder / "tokenizer_config.json").read_text("utf-8-sig"))
         return found["tokenizer_class"] == GENERIC_CLASS and "auto_map" not in found
     except (OSError, ValueError, KeyError, TypeError):
         return False  # AutoTokenizer will report what is wrong

@@ -180,3 +180,16 @@ def test_a_folder_that_has_nothing_but_its_json_is_read_by_the_generic_class(tmp
         (tmp_path / "tokenizer_config.json").write_text(text)
         assert _import_class(tmp_path) is AutoTokenizer
     assert _import_class(tmp_path / "nowhere") is AutoTokenizer
+
+
+def test_files_that_begin_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+    for path in BUNDLED_FOLDER.iterdir():
+        if path.suffix in (".json", ".jinja"):
+            text = path.read_text()
+            (tmp_path / path.name).write_text(text, "utf-8-sig" if path.suffix == ".json" else None)
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(json.loads((BUNDLED_FOLDER / "tokenizer_config.json").read_text()) | {"tokenizer_class": "X"}),
+        "utf-8-sig",
+    )
+    chat = [{"role": "user", "content": "What is a list?"}]
+    assert Tokenizer.load(tmp_path).render_chat(chat) == PYDOC.render_chat(chat)
