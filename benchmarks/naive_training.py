@@ -24,7 +24,7 @@ from specserve.drafters.eagle3.model import (
     token_embedding,
 )
 from specserve.drafters.learning import Rows, loss_positions, shift
-from specserve.kernels.rows import NEG_INF, Documents
+from specserve.kernels.block import NEG_INF, Documents
 from specserve.models import target as target_model
 from specserve.models.attention import KV
 from specserve.models.target import TargetParams

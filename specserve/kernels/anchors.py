@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specserve.kernels import rows
-from specserve.kernels.rows import NEG_INF, attend_seen, part_length
+from specserve.kernels.block import NEG_INF, attend_seen
+from specserve.kernels.rows import part_length
 from specserve.mesh import num_parts, on_each_device, over_parts, partition, traced_mesh
 from specserve.pytree import pytree
 

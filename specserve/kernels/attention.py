@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specserve.kernels import native
+from specserve.kernels.block import NEG_INF
 from specserve.kernels.paged import PagedPrefix, attend_pages, take_pages
 from specserve.kernels.pages import quantize
-from specserve.kernels.rows import NEG_INF, Documents, Unrolled, attend_rows
+from specserve.kernels.rows import Documents, Unrolled, attend_rows
 
 
 def attend(

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels import native
+from specserve.kernels.block import NEG_INF
 from specserve.kernels.pages import Pages, in_ranks, own_pages
-from specserve.kernels.rows import NEG_INF
 from specserve.mesh import fitting_partition, over_parts, program_platform, traced_mesh
 from specserve.pytree import pytree, static
 

@@ -30,7 +30,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specserve.kernels.rows import NEG_INF
+from specserve.kernels.block import NEG_INF
 
 _MIN_TILE = 16  # Triton's products take no less
 _PROGRAMS = 512  # keep the 108 to 148 multiprocessors of a data-centre GPU busy with about four programs each

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from specserve.errors import ConfigError
-from specserve.kernels.rows import NEG_INF
+from specserve.kernels.block import NEG_INF
 
 _LANES = 128  # of a vector register; arrays of fewer channels take as many
 # Of one block; fewer where fast memory is short. More keys would be worked on in vain where a sequence is short, and

@@ -1,21 +1,34 @@
 """Attention within packed training rows (`attend_rows`), and with the later steps of a rollout (`attend_rollout`).
 
-No array has queries times keys of a whole row. Blocks of queries are computed one after the other, and again in the
-backward pass, and a block leaves out the keys after it, which none of its queries sees.
+No array has queries times keys of a whole row. On GPUs and TPUs a kernel keeps scores on the chip (`kernel_for`).
+Elsewhere blocks of queries are computed one after the other, and again in the backward pass, and a block leaves out the
+keys after it, which none of its queries sees.
 """
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from specserve.mesh import num_parts, on_each_device, over_parts, part_index, partition, traced_mesh
+from specserve.kernels import native
+from specserve.kernels.block import attend_seen
+from specserve.mesh import (
+    fitting_partition,
+    num_parts,
+    on_each_device,
+    over_parts,
+    part_index,
+    partition,
+    program_platform,
+    traced_mesh,
+)
 from specserve.pytree import pytree
 
-NEG_INF = -1e30  # finite: a position that sees nothing must stay free of NaN
 NUM_SEGMENTS = 8  # queries are cut into at most so many runs, each of which sees only the keys up to its own end
 MIN_SEGMENT = 128  # shorter runs cost more in dispatch than the keys they save
 SCORES_AT_ONCE = 1 << 25  # of all rows and heads that a device has: 128 MB in float32
@@ -69,16 +82,119 @@ def attend_rows(
 ) -> tuple[jax.Array, jax.Array]:  # [batch, seq, head, v_dim], and each softmax's log-sum-exp [batch, seq, head]
     """Causal attention within documents, with the options of `attention.attend`. Over a mesh that cuts the sequence,
     each device computes its own queries and gathers the keys of all devices."""
+    q, options = q * (scale or q.shape[3] ** -0.5), _Options(softcap, window)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)
+    if (kernel := kernel_for(q, v)) is None:
+        return _by_blocks(options, q, k, v, documents.ids, sinks)
+    return _by_kernel(options, kernel, q, k, v, documents.ids, sinks)
+
+
+@dataclass(frozen=True)
+class _Options:
+    softcap: float
+    window: int
+
+
+def kernel_for(q: jax.Array, v: jax.Array) -> ModuleType | None:
+    """Return the module with the kernel of the platform that a program is made for, where it takes arrays of these
+    shapes; None: blocks of scores go through memory. So it is on CPUs, and over a mesh that cuts rows."""
+    mesh = traced_mesh()
+    if native.are_left_out() or num_parts(mesh, "sequence") > 1:
+        return None
+    # Pallas takes a while to import, which other backends need not wait for
+    if program_platform() == "gpu":
+        from specserve.kernels import rows_gpu
+
+        return rows_gpu if rows_gpu.takes(q, v) else None
+    if program_platform() == "tpu":
+        from specserve.kernels import rows_tpu
+
+        return rows_tpu if rows_tpu.takes(q, v) else None
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _by_kernel(
+    options: _Options,
+    kernel: Any,
+    q: jax.Array,  # [batch, seq, head, head_dim], scaled
+    k: jax.Array,
+    v: jax.Array,
+    ids: jax.Array,  # [batch, seq] int32
+    sinks: jax.Array | None,  # [head] float32
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(options, kernel, q, k, v, ids, sinks)[0]
+
+
+def _forward(options: _Options, kernel: Any, *arrays: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    q, k, v, ids, sinks = arrays
+    run = functools.partial(kernel.attend, softcap=options.softcap)
+    out, lse = _on_each_device(run, (q, k, v, _firsts(ids, options.window), sinks), (_HEADS, _LSE))
+    return (out, lse.swapaxes(1, 2)), (*arrays, out, lse)
+
+
+def _backward(options: _Options, kernel: Any, kept: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
+    q, k, v, ids, sinks, out, lse = kept
+    if not hasattr(kernel, "gradients"):
+
+        def again(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> Any:
+            return _by_blocks(options, q, k, v, ids, sinks)
+
+        d_q, d_k, d_v, d_sinks = jax.vjp(again, q, k, v, sinks)[1](cotangents)
+        return d_q, d_k, d_v, None, d_sinks
+    d_out, d_lse = cotangents[0], cotangents[1].swapaxes(1, 2)
+    products = jnp.einsum("bnhv,bnhv->bhn", d_out, out, preferred_element_type=jnp.float32)
+    delta = products - d_lse
+    run = functools.partial(kernel.gradients, softcap=options.softcap)
+    given = q, k, v, _firsts(ids, options.window), lse, d_out, delta
+    d_q, d_k, d_v = _on_each_device(run, given, (_HEADS, _HEADS, _HEADS))
+    d_sinks = None if sinks is None else -jnp.sum(jnp.exp(sinks[:, None] - lse) * delta, axis=(0, 2))
+    return d_q, d_k, d_v, None, d_sinks
+
+
+_by_kernel.defvjp(_forward, _backward)
+_HEADS, _LSE, _ROWS = ("batch", None, "kv_heads"), ("batch", "kv_heads"), ("batch",)
+
+
+def _firsts(ids: jax.Array, window: int) -> jax.Array:  # [batch, seq] int32
+    """Return the first key of each row that a query sees: the first of its document, or of its window."""
+    index = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    firsts = index + 1 - Documents(ids).depths().astype(jnp.int32)
+    return jnp.maximum(firsts, index - window + 1) if window else firsts
+
+
+def _on_each_device(run: Callable[..., Any], arrays: tuple[Any, ...], results: tuple[tuple[Any, ...], ...]) -> Any:
+    """Call a kernel, on a mesh on every device with its own rows and KV heads, where the mesh divides them: the
+    compiler cannot cut a kernel."""
+    mesh = traced_mesh()
+    if mesh is None:
+        return run(*arrays)
+    (batch, seq), num_kv_heads = arrays[0].shape[:2], arrays[1].shape[2]
+    sizes = {"batch": batch, "kv_heads": num_kv_heads}
+
+    def cut(axes: tuple[str | None, ...]) -> Any:
+        return fitting_partition(mesh, axes, tuple(sizes.get(axis or "", seq) for axis in axes))
+
+    by_rank = {1: ("kv_heads",), 2: _ROWS, 3: _LSE, 4: _HEADS}  # sinks, numbers of rows, log-sum-exps, heads
+    partitions = tuple(None if array is None else cut(by_rank[array.ndim]) for array in arrays)
+    everywhere = ("batch", "kv_heads", "experts", "sequence")  # no axis is left to the compiler
+    return over_parts(run, everywhere, partitions, tuple(map(cut, results)))(*arrays)
+
+
+def _by_blocks(
+    options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """`attend_rows` of scaled queries by XLA's operations, with a block of scores in memory at a time."""
     batch, seq, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[2]
-    q = (q * (scale or head_dim**-0.5)).reshape(batch, seq, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    q = q.transpose(0, 2, 3, 1, 4)
+    q = q.reshape(batch, seq, num_kv_heads, num_heads // num_kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
-    block = jax.checkpoint(functools.partial(_block, softcap=softcap, window=window))
-    positions = _Positions(documents.ids, jnp.arange(seq))
+        sinks = sinks.reshape(num_kv_heads, -1)
+    block = jax.checkpoint(functools.partial(_block, softcap=options.softcap, window=options.window))
+    positions = _Positions(ids, jnp.arange(seq))
     if num_parts(traced_mesh(), "sequence") == 1:
-        out, lse = _by_segment(block, window, q, k, v, positions, sinks)
+        out, lse = _by_segment(block, options.window, q, k, v, positions, sinks)
     else:
 
         def own(
@@ -88,9 +204,9 @@ def attend_rows(
             return _by_block(block, q, positions.cut(part_index("sequence") * length, length), k, v, positions, sinks)
 
         cut = ("sequence",)
-        queries, ids, whole = partition((None,) * 3 + cut, cut), partition((None, *cut), cut), partition((), cut)
-        run = over_parts(own, cut, (queries, ids, whole, whole, whole, whole), (queries, queries))
-        out, lse = run(q, documents.ids, k, v, positions, sinks)
+        queries, of_ids, whole = partition((None,) * 3 + cut, cut), partition((None, *cut), cut), partition((), cut)
+        run = over_parts(own, cut, (queries, of_ids, whole, whole, whole, whole), (queries, queries))
+        out, lse = run(q, ids, k, v, positions, sinks)
     out, lse = jnp.moveaxis(out, 3, 1), jnp.moveaxis(lse, 3, 1)
     return out.reshape(batch, seq, num_heads, -1), lse.reshape(batch, seq, num_heads)
 
@@ -224,38 +340,6 @@ def _block(
     if window:
         is_seen &= distance < window
     return attend_seen(q, k, v, is_seen, sinks, softcap=softcap)
-
-
-def attend_seen(
-    q: jax.Array,  # [batch, kv_head, group, n, head_dim], scaled
-    k: jax.Array,  # [batch, m, kv_head, head_dim]
-    v: jax.Array,  # [batch, m, kv_head, v_dim]
-    is_seen: jax.Array,  # [batch, n, m] bool
-    sinks: jax.Array | None,  # [kv_head, group] float32
-    *,
-    softcap: float = 0.0,
-) -> tuple[jax.Array, jax.Array]:  # [batch, kv_head, group, n, v_dim], and each softmax's log-sum-exp
-    """Compute one block of attention, with all of its scores in memory at once. The log-sum-exp of a query that sees
-    nothing is about `NEG_INF`, and its values are finite."""
-    batch, num_kv_heads, group, n, head_dim = q.shape
-    # the queries of all heads that share keys are rows of one product
-    rows = q.reshape(batch, num_kv_heads, group * n, head_dim)
-    scores = jnp.einsum("bkrh,bmkh->bkrm", rows, k, preferred_element_type=jnp.float32)
-    scores = scores.reshape(batch, num_kv_heads, group, n, -1)
-    if softcap:
-        scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(is_seen[:, None, None], scores, NEG_INF)
-    largest = jnp.max(scores, axis=-1)
-    if sinks is not None:
-        largest = jnp.maximum(largest, sinks[:, :, None])
-    largest = jax.lax.stop_gradient(largest)
-    weights = jnp.exp(scores - largest[..., None])
-    total = jnp.sum(weights, axis=-1)
-    if sinks is not None:
-        total += jnp.exp(sinks[:, :, None] - largest)
-    weights = weights.astype(v.dtype).reshape(batch, num_kv_heads, group * n, -1)
-    out = jnp.einsum("bkrm,bmkh->bkrh", weights, v).reshape(batch, num_kv_heads, group, n, -1)
-    return out / total[..., None].astype(v.dtype), largest + jnp.log(total)
 
 
 def mean_keys(seq: int, window: int, mesh: Mesh | AbstractMesh | None = None) -> tuple[float, float]:

@@ -26,9 +26,9 @@ from rounding import UNIT, assert_within
 from specserve.errors import ConfigError
 from specserve.kernels import paged_tpu
 from specserve.kernels.attention import attend
+from specserve.kernels.block import NEG_INF
 from specserve.kernels.paged import PagedPrefix, reads_by_page
 from specserve.kernels.pages import Pages
-from specserve.kernels.rows import NEG_INF
 
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)
 BFLOAT16 = np.dtype(jnp.bfloat16)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rounding import assert_same
-from tiny_run import SETTINGS, NormEvaluator, curve, metrics, noise_of, numbers, resolved, tiny_trainer
+from tiny_run import SETTINGS, NormEvaluator, curve, metrics, noise_of, numbers, resolved, tiny_evaluator, tiny_trainer
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.tensors import SINGLE_FILE
@@ -274,6 +274,23 @@ def test_a_target_over_a_mesh_teaches_the_same(
         assert leaf.addressable_shards[0].data.nbytes <= leaf.nbytes / axes.get("fsdp", 1)
     assert [row["step"] for row in metrics(tmp_path)] == [row["step"] for row in metrics(finished[0])]
     assert_same(numbers(tmp_path), numbers(finished[0]), noise_of(_numbers, tiny_target, tmp_path))
+
+
+def test_a_stacked_target_begins_a_head_and_measures_it_as_a_separate_one_does(
+    tmp_path: Path, tiny_target: Target
+) -> None:
+    """A head that is a copy of the target's last layer, to the bit; and the answers, whose steps cut each layer out of
+    the stack."""
+    params = jax.tree.map(jnp.array, tiny_target.params)
+    stacked = dataclasses.replace(tiny_target, params=stack_layers(params, tiny_target.config))
+    both = [tiny_trainer(tmp_path / str(i), target, drafter="mtp") for i, target in enumerate((tiny_target, stacked))]
+    for each in both:
+        with each.folder:  # nothing is trained
+            pass
+    jax.tree.map(np.testing.assert_array_equal, *(each.learner.state.params for each in both))
+    found = [tiny_evaluator(each, None).measure(each.learner.state.params, is_last=False) for each in both]
+    assert found[0] == found[1]
+    assert any(found[0].arms[0].answers)
 
 
 def _assert_same(head: Head, other: Head) -> None:
