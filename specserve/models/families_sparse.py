@@ -178,7 +178,6 @@ def qwen3_5(keys: Keys) -> Flags:
     """The flags of the text model of Qwen3.5 to 3.8."""
     keys.must_be("attn_output_gate", True)
     keys.must_be("output_gate_type", "swish")
-    keys.must_be("mtp_use_dedicated_embeddings", False)
     return _qwen_delta(keys, (LayerKind(),) * keys.num_layers, Names(delta_qkvz=""))
 
 
