@@ -185,6 +185,8 @@ def qwen3_5_moe(keys: Keys) -> Flags:
     """The flags of the same with experts in every layer. A draft head of the same width as what a token passes is as
     wide as its experts together."""
     keys.must_be("norm_topk_prob", True)
+    keys.must_be("decoder_sparse_step", 1)
+    keys.must_be("mlp_only_layers", [])
     names = Names(delta_qkvz="", shared="shared_expert", stacked_experts="outputs first")
     experts = _qwen_experts(keys, renormalize=True, shared=keys.integer("shared_expert_intermediate_size", 512))
     return qwen3_5(keys) | {

@@ -143,6 +143,7 @@ def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "original_max_position_embeddings"),
         ("qwen3-5", {"attn_output_gate": False}, "attn_output_gate"),
         ("qwen3-5-moe", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("qwen3-5-moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
         ("ling-3", {"gated_attention_proj_granularity_type": "element_wise"}, "granularity"),
         ("ling-3", {"architectures": ["BailingMoeV4ForCausalLM"]}, "architectures"),
         ("ling-3", {"no_kda_lora": False}, "no_kda_lora"),
