@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
-from specserve.kernels.rowwise import as_heads, split_as_heads
+from specserve.kernels.rowwise import as_heads, rms_norm, split_as_heads
 from specserve.models.config import HeadShape, LayerKind, ModelConfig, Names
 from specserve.models.context import Context, Tables, by_group, join
 from specserve.models.layers import by_head, linear, norm_spec, side_by_side
@@ -109,9 +110,7 @@ def mix(
 ) -> tuple[jax.Array, KV]:
     """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and
     the tokens' own keys and values."""
-    tables = context.local_rope if kind.is_local else context.rope
-    assert tables is not None, "a local layer without local rotary embeddings"
-    own = project_qkv(params, config, x, tables)
+    own = _turned_qkv(params, config, kind, x, context)
 
     def attend_own(context: Context, seen: PagedPrefix | None, *own: jax.Array) -> tuple[jax.Array, KV]:
         q, k, v = own
@@ -134,6 +133,27 @@ def mix(
     if params.gate is not None:
         out = out * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias))
     return linear(out, params.o, params.o_bias, add=add), left
+
+
+def _turned_qkv(
+    params: Attention, config: ModelConfig, kind: LayerKind, x: jax.Array, context: Context
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute queries, keys and values as `project_qkv`, by the rules of this layer and of its family."""
+    tables = context.local_rope if kind.is_local else context.rope
+    assert tables is not None, "a local layer without local rotary embeddings"
+    if not kind.has_rope:  # a turn by no angle
+        tables = jnp.ones_like(tables[0]), jnp.zeros_like(tables[1])
+    if not config.norms_turned:
+        q, k, v = project_qkv(params, config, x, tables)
+    else:
+        q, k, v = project_qkv(dataclasses.replace(params, q_norm=None, k_norm=None), config, x, tables)
+        assert params.q_norm is not None
+        assert params.k_norm is not None
+        q, k = rms_norm(q, params.q_norm, config.norm_eps), rms_norm(k, params.k_norm, config.norm_eps)
+    if config.query_growth:
+        spans = (context.position_ids[:, -x.shape[1] :] // config.query_span).astype(jnp.float32)
+        q = q * (1 + config.query_growth * jnp.log1p(spans))[..., None, None].astype(q.dtype)
+    return q, k, v
 
 
 def project_qkv(

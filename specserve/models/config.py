@@ -21,6 +21,7 @@ class LayerKind:
     mixer: Mixer = "attention"
     window: int = 0  # tokens that a query sees, itself included; 0: all before it
     is_local: bool = False  # turns its heads by `local_rope`
+    has_rope: bool = True  # turns its heads by their position
     has_experts: bool = False
     slope_scale: float = 1.0  # lightning: of the rates at which its heads forget
 
@@ -143,6 +144,9 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["", "head", "all"] = ""  # over each head, or over all heads together
+    norms_turned: bool = False  # `qk_norm` is of heads that position has turned
+    query_growth: float = 0.0  # queries at position p are multiplied by 1 + growth * log(1 + p // query_span)
+    query_span: int = 0
     attention_scale: float = 0.0  # 0: head_dim ** -0.5
     attention_softcap: float = 0.0  # 0: none
     logit_softcap: float = 0.0
@@ -150,8 +154,13 @@ class ModelConfig:
     has_attention_gate: bool = False  # a sigmoid gate for each channel of the heads' outputs
     activation: Activation = "silu"
     norm_offset: bool = False  # norms multiply by 1 + weight
-    out_norms: bool = False  # also on what attention and the MLP add to the residual
+    centred_norms: bool = False  # but those of heads subtract the mean first: LayerNorm without a bias
+    in_norms: bool = True  # on what attention and the MLP take
+    out_norms: bool = False  # on what attention and the MLP add to the residual
+    is_parallel: bool = False  # the MLP takes what attention takes, and not what it gives
+    residual_scale: float = 1.0  # of what they add
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     tie_embeddings: bool = False
     latent: Latent | None = None
     experts: Experts | None = None

@@ -2,8 +2,10 @@
 
 import dataclasses
 
+from specserve.errors import ConfigError
 from specserve.models.config import LayerKind, Names
 from specserve.models.family_keys import Flags, Keys
+from specserve.models.rope import Rope
 
 
 def llama(keys: Keys) -> Flags:
@@ -44,6 +46,168 @@ def qwen3(keys: Keys) -> Flags:
 def qwen3_vl(keys: Keys) -> Flags:
     """The flags of the text model of Qwen3-VL, which has no windows."""
     return {"qk_norm": "head", **keys.bias()}
+
+
+def phi3(keys: Keys) -> Flags:
+    """The flags of Phi-3 and Phi-4: one matrix for queries, keys and values, one for gate and up."""
+    keys.must_be("attention_bias", False)
+    stated = dict(keys.raw.get("rope_parameters") or keys.raw.get("rope_scaling") or {})
+    kind = stated.pop("type", None)
+    stated.setdefault("rope_type", kind or "default")
+    if stated["rope_type"] in ("su", "yarn"):  # earlier names of the same
+        stated["rope_type"] = "longrope"
+    window = keys.integer("sliding_window", 0, least=0)
+    return {
+        "rope": keys.rope(keys.head_dim, {"rope_parameters": stated}),
+        "layers": (LayerKind(window=window),) * keys.num_layers,
+        "names": Names(qkv="qkv_proj", gate_up="gate_up_proj"),
+    }
+
+
+def smollm3(keys: Keys) -> Flags:
+    """The flags of SmolLM3: each fourth layer knows no positions."""
+    n, interval = keys.num_layers, keys.integer("no_rope_layer_interval", 4)
+    has_rope = [bool((i + 1) % interval) for i in range(n)]
+    if (stated := keys.integers("no_rope_layers", n)) is not None:  # 1 where there is one
+        has_rope = [flag != 0 for flag in stated]
+    window = keys.integer("sliding_window", 0, least=0) if keys.flag("use_sliding_window") else 0
+    kinds = keys.kinds(["full_attention" if has or not window else "sliding_attention" for has in has_rope])
+    layers = (
+        LayerKind(window=window if kind == "sliding_attention" else 0, has_rope=has)
+        for kind, has in zip(kinds, has_rope, strict=True)
+    )
+    return llama(keys) | {"layers": tuple(layers)}
+
+
+def seed_oss(keys: Keys) -> Flags:
+    """The flags of Seed-OSS."""
+    return {
+        "qkv_bias": keys.flag("attention_bias", True),
+        "o_bias": keys.flag("attention_out_bias"),
+        "mlp_bias": keys.flag("mlp_bias"),
+    }
+
+
+def ernie4_5(keys: Keys) -> Flags:
+    """The flags of the dense models of ERNIE 4.5, whose heads turn by neighbours."""
+    head_dim, has_bias = keys.integer("head_dim", 128), keys.flag("use_bias")
+    return {
+        "head_dim": head_dim,
+        "rope": dataclasses.replace(keys.rope(head_dim), is_interleaved=True),
+        **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), has_bias),
+    }
+
+
+def granite(keys: Keys) -> Flags:
+    """The flags of Granite 3 and 4's dense models: four multipliers."""
+    return llama(keys) | {
+        "embedding_scale": keys.number("embedding_multiplier", 1.0),
+        "attention_scale": keys.number("attention_multiplier", 1.0),
+        "residual_scale": keys.number("residual_multiplier", 1.0),
+        "logit_scale": 1 / keys.positive("logits_scaling", 1.0),
+    }
+
+
+_AFTER = Names(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
+
+
+def olmo3(keys: Keys) -> Flags:
+    """The flags of OLMo 3: norms after attention and MLP alone, windows in three layers of four, which turn by plain
+    rotary embeddings."""
+    raw, head_dim, windows = keys.raw, keys.head_dim, alternating(keys, 4)
+    nested = raw.get("rope_parameters") or {}
+    if "full_attention" in nested or "sliding_attention" in nested:
+        full, local = nested.get("full_attention") or {}, nested.get("sliding_attention") or {}
+    else:
+        full, local = raw.get("rope_scaling") or nested, {"rope_theta": nested.get("rope_theta")}
+    theta = raw.get("rope_theta")
+    full, local = (
+        {"rope_theta": theta} | {key: value for key, value in each.items() if value is not None}
+        for each in (full, local)
+    )
+    return {
+        **keys.bias(),
+        "qk_norm": "all",
+        "in_norms": False,
+        "out_norms": True,
+        "rope": keys.rope(head_dim, {"rope_parameters": full}),
+        "local_rope": keys.rope(head_dim, {"rope_parameters": local}),
+        "layers": tuple(LayerKind(window=window, is_local=window > 0) for window in windows),
+        "names": _AFTER,
+    }
+
+
+def exaone4(keys: Keys) -> Flags:
+    """The flags of EXAONE 4: norms after attention and MLP alone. Where there are windows, the layers without one know
+    no positions."""
+    keys.must_be("attention_bias", False)
+    window, n = keys.integer("sliding_window", 0, least=0), keys.num_layers
+    pattern = keys.raw.get("sliding_window_pattern", 4)
+    keys.must_be("sliding_window_pattern", pattern if isinstance(pattern, int) else "LLLG")
+    size = len(pattern) if isinstance(pattern, str) else keys.integer("sliding_window_pattern", 4, least=0)
+    kinds = (
+        keys.kinds(["full_attention"] * n) if not (window and size) else keys.kinds_in_groups("sliding_attention", size)
+    )
+    layers = (
+        LayerKind(window=window, has_rope=True) if kind == "sliding_attention" else LayerKind(has_rope=not window)
+        for kind in kinds
+    )
+    return {"qk_norm": "head", "in_norms": False, "out_norms": True, "layers": tuple(layers), "names": _AFTER}
+
+
+def hunyuan(keys: Keys) -> Flags:
+    """The flags of the dense models of Hunyuan: the norms of queries and keys come after the turn. A fixed `alpha`
+    stretches the rotary embedding's base."""
+    keys.must_be("use_qk_norm", True)
+    for key in ("use_cla", "mlp_bias"):
+        keys.must_be(key, False)
+    rope, stated = keys.rope(keys.head_dim), keys.raw.get("rope_parameters") or keys.raw.get("rope_scaling") or {}
+    alpha, dim = stated.get("alpha"), keys.head_dim
+    if rope.kind == "dynamic" and alpha:
+        rope = Rope(rope.theta * float(alpha) ** (dim / (dim - 2)))
+    return {
+        **keys.bias(),
+        "rope": rope,
+        "qk_norm": "head",
+        "norms_turned": True,
+        "names": Names(q_norm="query_layernorm", k_norm="key_layernorm"),
+    }
+
+
+def ministral3(keys: Keys) -> Flags:
+    """The flags of Ministral 3: queries grow with the logarithm of their position, as in Llama 4."""
+    keys.must_be("attention_bias", False)
+    stated = keys.raw.get("rope_parameters") or {}
+    window = keys.integer("sliding_window", 0, least=0)
+    growth, span = stated.get("llama_4_scaling_beta"), stated.get("original_max_position_embeddings")
+    if (growth or 0) and not span:
+        raise ConfigError(
+            f"{keys.where}: rope_parameters.llama_4_scaling_beta needs original_max_position_embeddings beside it"
+        )
+    return {
+        "layers": (LayerKind(window=window),) * keys.num_layers,
+        "query_growth": float(growth or 0.0),
+        "query_span": int(span or 0) if growth else 0,
+    }
+
+
+def cohere2(keys: Keys) -> Flags:
+    """The flags of Command R7B and A: attention and MLP side by side behind one LayerNorm. Layers with a window turn by
+    neighbours, the others know no positions."""
+    for key in ("use_parallel_block", "use_gated_activation"):
+        keys.must_be(key, True)
+    keys.must_be("use_qk_norm", False)
+    keys.must_be("position_embedding_type", "rope_gptj")
+    windows = alternating(keys, keys.integer("sliding_window_pattern", 4))
+    return {
+        **keys.bias(),
+        "norm_eps": keys.positive("layer_norm_eps", 1e-5),
+        "rope": dataclasses.replace(keys.rope(keys.head_dim), is_interleaved=True),
+        "centred_norms": True,
+        "is_parallel": True,
+        "logit_scale": keys.positive("logit_scale", 0.0625),
+        "layers": tuple(LayerKind(window=window, has_rope=window > 0) for window in windows),
+    }
 
 
 def _gemma(keys: Keys) -> Flags:

@@ -178,7 +178,6 @@ def qwen3_5(keys: Keys) -> Flags:
     """The flags of the text model of Qwen3.5 to 3.8."""
     keys.must_be("attn_output_gate", True)
     keys.must_be("output_gate_type", "swish")
-    keys.must_be("mtp_use_dedicated_embeddings", False)
     return _qwen_delta(keys, (LayerKind(),) * keys.num_layers, Names(delta_qkvz=""))
 
 
@@ -186,6 +185,8 @@ def qwen3_5_moe(keys: Keys) -> Flags:
     """The flags of the same with experts in every layer. A draft head of the same width as what a token passes is as
     wide as its experts together."""
     keys.must_be("norm_topk_prob", True)
+    keys.must_be("decoder_sparse_step", 1)
+    keys.must_be("mlp_only_layers", [])
     names = Names(delta_qkvz="", shared="shared_expert", stacked_experts="outputs first")
     experts = _qwen_experts(keys, renormalize=True, shared=keys.integer("shared_expert_intermediate_size", 512))
     return qwen3_5(keys) | {

@@ -55,6 +55,11 @@ class Keys:
             raise ConfigError(f"{self.where}: {key} must be a number, got {value!r}")
         return float(value)
 
+    def positive(self, key: str, default: float) -> float:
+        if (value := self.number(key, default)) <= 0:
+            raise ConfigError(f"{self.where}: {key} must be more than 0, got {value!r}")
+        return value
+
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):
@@ -79,6 +84,13 @@ class Keys:
         others are of this kind."""
         group = [kind] * (size - 1) + ["full_attention"]
         return self.kinds([group[i % size] for i in range(self.num_layers)])
+
+    def integers(self, key: str, count: int) -> list[int] | None:
+        """Return the entries of a list of whole numbers for each layer, or None where there is no list."""
+        value = self.strings(key, count)
+        if value is not None and not all(entry.lstrip("-").isdigit() for entry in value):
+            raise ConfigError(f"{self.where}: {key} must list whole numbers, got {self.raw[key]!r}")
+        return None if value is None else [int(entry) for entry in value]
 
     def strings(self, key: str, count: int) -> list[str] | None:
         value = self.raw.get(key)

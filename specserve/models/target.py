@@ -34,10 +34,10 @@ Mixer = Attention | LatentAttention | DeltaNet | LightningAttention
 
 @pytree
 class Layer:
-    attention_norm: jax.Array  # [d_model]
+    attention_norm: jax.Array | None  # [d_model]
     attention: Mixer
     attention_out_norm: jax.Array | None  # [d_model]
-    mlp_norm: jax.Array  # [d_model]
+    mlp_norm: jax.Array | None  # [d_model]
     mlp: Mlp | Moe
     mlp_out_norm: jax.Array | None  # [d_model]
 
@@ -79,10 +79,10 @@ def layer_spec(config: ModelConfig, i: int) -> Layer:
         return norm_spec(f"{prefix}.{name}", config.d_model, offset=config.norm_offset)
 
     return Layer(
-        attention_norm=norm(names.attention_norm),
+        attention_norm=optional(config.in_norms, norm(names.attention_norm)),
         attention=_mixer_spec(config, kind, prefix),
         attention_out_norm=optional(config.out_norms, norm(names.attention_out_norm)),
-        mlp_norm=norm(names.mlp_norm),
+        mlp_norm=optional(config.in_norms and not config.is_parallel, norm(names.mlp_norm)),
         mlp=moe_spec(config, prefix)
         if kind.has_experts
         else mlp_spec(config, f"{prefix}.{names.mlp}", fused=names.gate_up, has_bias=config.mlp_bias),
@@ -155,7 +155,7 @@ def forward_groups(
             if i in aux_layers:
                 taps[i] = x
             i += 1
-    hidden_states = apart(rms_norm(x, params.norm, config.norm_eps, offset=config.norm_offset), shapes)
+    hidden_states = apart(normed(config, x, params.norm), shapes)
     aux = [apart(taps[i], shapes) for i in aux_layers]  # by tap, then by group
     return [
         TargetOutput(
@@ -200,6 +200,17 @@ def embed(table: jax.Array, config: ModelConfig, token_ids: jax.Array) -> jax.Ar
     return x if config.embedding_scale == 1.0 else x * jnp.asarray(config.embedding_scale, x.dtype)
 
 
+def normed(config: ModelConfig, x: jax.Array, weight: jax.Array | None) -> jax.Array:  # [..., d_model]
+    """The norm of a residual stream, or the stream itself where there is none."""
+    if weight is None:
+        return x
+    if not config.centred_norms:
+        return rms_norm(x, weight, config.norm_eps, offset=config.norm_offset)
+    # a product, whose results do not depend on how many rows there are, unlike those of a sum
+    mean = matmul_float32(x, jnp.ones((x.shape[-1], 1), x.dtype)) / x.shape[-1]
+    return rms_norm(x.astype(jnp.float32) - mean, weight, config.norm_eps, offset=config.norm_offset).astype(x.dtype)
+
+
 def make_context(config: ModelConfig, position_ids: jax.Array, mask: Mask, earlier: Any = None) -> Context:
     """Make what every layer gets besides its input, for tokens at these positions, [batch, m], of which the first have
     run before where they left `earlier` (see `Context`)."""
@@ -223,20 +234,23 @@ def run_layer(
 ) -> tuple[jax.Array, Any]:
     """Compute one layer's output, and what its tokens would leave in the cache."""
 
-    def norm(x: jax.Array, weight: jax.Array | None) -> jax.Array:
-        return x if weight is None else rms_norm(x, weight, config.norm_eps, offset=config.norm_offset)
+    def scaled(x: jax.Array) -> jax.Array:
+        return x if config.residual_scale == 1.0 else x * jnp.asarray(config.residual_scale, x.dtype)
 
     # where nothing comes between, the last product of a block adds to the residual stream itself
-    add = x if params.attention_out_norm is None else None
-    out, left = _mix(params.attention, config, kind, norm(x, params.attention_norm), seen, context, add)
-    x = out if add is not None else x + norm(out, params.attention_out_norm)
-    normed = norm(x, params.mlp_norm)
+    adds_itself = not config.out_norms and config.residual_scale == 1.0
+    add = x if adds_itself else None
+    taken = normed(config, x, params.attention_norm)
+    out, left = _mix(params.attention, config, kind, taken, seen, context, add)
+    x = out if add is not None else x + scaled(normed(config, out, params.attention_out_norm))
+    if not config.is_parallel:
+        taken = normed(config, x, params.mlp_norm)
     block = params.mlp
     if isinstance(block, Moe):
-        return x + norm(moe(block, config, normed), params.mlp_out_norm), left
-    add = x if params.mlp_out_norm is None else None
-    out = mlp(block, normed, config.activation, add=add)
-    return out if add is not None else x + norm(out, params.mlp_out_norm), left
+        return x + scaled(normed(config, moe(block, config, taken), params.mlp_out_norm)), left
+    add = x if adds_itself else None
+    out = mlp(block, taken, config.activation, add=add)
+    return out if add is not None else x + scaled(normed(config, out, params.mlp_out_norm)), left
 
 
 def _mix(
@@ -258,15 +272,17 @@ def _mix(
 
 def logits(params: TargetParams, config: ModelConfig, hidden_states: jax.Array) -> jax.Array:
     """Compute the next-token logits of normed hidden states: [..., d_model] -> [..., vocab] float32."""
-    return _capped(config, head_logits(params, hidden_states))
+    return _scaled(config, head_logits(params, hidden_states))
 
 
 def logits_of(params: TargetParams, config: ModelConfig, hidden_states: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Compute the logits of some tokens by a product of their own: [..., d_model] -> [..., len(token_ids)] float32."""
-    return _capped(config, matmul_float32(hidden_states, head_columns(params, token_ids)))
+    return _scaled(config, matmul_float32(hidden_states, head_columns(params, token_ids)))
 
 
-def _capped(config: ModelConfig, logits: jax.Array) -> jax.Array:
+def _scaled(config: ModelConfig, logits: jax.Array) -> jax.Array:
+    if config.logit_scale != 1.0:
+        logits = logits * config.logit_scale
     return config.logit_softcap * jnp.tanh(logits / config.logit_softcap) if config.logit_softcap else logits
 
 
@@ -283,6 +299,13 @@ def head_columns(params: TargetParams, token_ids: jax.Array) -> jax.Array:  # [d
         return params.embedding[token_ids].T
     assert not isinstance(params.head, BlockedMatrix | PackedMatrix), "blocked and packed parameters are for serving"
     return dequantize(params.head[:, token_ids], params.embedding.dtype)
+
+
+def whole_norm(params: TargetParams, config: ModelConfig) -> jax.Array:  # [d_model]
+    """The final norm with which a draft's own begins training: such that the target's output head makes the target's
+    logits of it, with no offset or scale beside it."""
+    norm = params.norm + (1.0 if config.norm_offset else 0.0)
+    return jnp.array(norm) if config.logit_scale == 1.0 else norm * config.logit_scale
 
 
 def fuse_for_cpu(params: TargetParams) -> TargetParams:

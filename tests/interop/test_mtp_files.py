@@ -150,6 +150,10 @@ def test_the_layer_beside_a_multimodal_target_is_the_same(tmp_path: Path, is_sta
     assert not examine(tmp_path, within).findings
     save_head(tmp_path / "own", head, within, dtype="float32", notes={})
     _assert_same(head, load_head(tmp_path / "own", within, dtype="float32"))
+    own = {"mtp_use_dedicated_embeddings": True}
+    write_json(tmp_path / "config.json", {"model_type": "qwen3_5_moe", "text_config": text | own})
+    with pytest.raises(CheckpointError, match="mtp_use_dedicated_embeddings is true"):
+        load_head(tmp_path, within, dtype="float32", kind=CARRIED)
 
 
 def _edit(folder: Path, change: Callable[[Tensors], object]) -> None:

@@ -77,6 +77,8 @@ PUBLISHED = {
     "ring-mini-2.0": 16.26,
     "ling-flash-2.0": 103,
     "ring-mini-linear-2.0": 16.4,
+    "phi-4": 14.66,
+    "smollm3-3b": 3.08,
     "smollm2-135m": 0.1345,
     "smollm2-360m": 0.3618,
     "smollm2-1.7b": 1.711,

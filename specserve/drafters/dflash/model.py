@@ -171,6 +171,8 @@ def block_states(
 
     for i, layer in enumerate(params.layers):
         assert not isinstance(layer.mlp, Moe), "a head has no experts"
+        assert layer.attention_norm is not None
+        assert layer.mlp_norm is not None
         normed = rms_norm(x, layer.attention_norm, backbone.norm_eps)
         if params.convs:
             x = _convolved_layer(params.convs[i], config, layer, x, normed, lambda y, i=i: attended(i, y))
@@ -188,6 +190,7 @@ def _convolved_layer(
     assert not isinstance(layer.mlp, Moe), "a head has no experts"
     before, after = kernels(convs.attention, config, normed)
     x += convolve(config, attended(convolve(config, normed, before)), after)
+    assert layer.mlp_norm is not None
     normed = rms_norm(x, layer.mlp_norm, backbone.norm_eps)
     before, after = kernels(convs.mlp, config, normed)
     return x + convolve(config, mlp(layer.mlp, convolve(config, normed, before), backbone.activation), after)

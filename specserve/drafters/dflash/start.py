@@ -19,7 +19,7 @@ from specserve.kernels.matmul import Weight
 from specserve.models.config import LayerKind, ModelConfig, Names
 from specserve.models.params import init_params
 from specserve.models.rope import plain_rope
-from specserve.models.target import head_columns
+from specserve.models.target import head_columns, whole_norm
 
 BLOCK_SIZE = 8
 MOST_LAYERS, FEWEST_TAPS = 5, 3
@@ -156,7 +156,7 @@ def initial_params(config: DFlashConfig, target: Target, target_ids: np.ndarray,
         params = dataclasses.replace(params, markov=markov)
     convs = tuple(Convs(_passing(each.attention), _passing(each.mlp)) for each in params.convs)
     params = dataclasses.replace(params, convs=convs)
-    norm = jnp.array(target.params.norm + (1.0 if target.config.norm_offset else 0.0), dtype)
+    norm = whole_norm(target.params, target.config).astype(dtype)
     if params.head is None:
         return dataclasses.replace(params, norm=norm)
     columns = head_columns(target.params, jnp.asarray(target_ids)).astype(dtype)

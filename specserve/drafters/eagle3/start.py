@@ -14,7 +14,7 @@ from specserve.errors import ConfigError
 from specserve.models.config import ModelConfig
 from specserve.models.params import init_params, silenced
 from specserve.models.rope import plain_rope
-from specserve.models.target import head_columns
+from specserve.models.target import head_columns, whole_norm
 
 
 def new_config(settings: Any, config: ModelConfig, draft_vocab_size: int, *, num_layers: int = 1) -> Eagle3Config:
@@ -57,7 +57,7 @@ def initial_params(config: Eagle3Config, target: Target, target_ids: np.ndarray,
     params: Eagle3Params = init_params(draft_spec(config), jax.random.key(seed), config.dtype)
     params = dataclasses.replace(params, layers=silenced(params.layers))
     columns = head_columns(target.params, jnp.asarray(target_ids)).astype(config.dtype)
-    norm = jnp.array(target.params.norm + (1.0 if target.config.norm_offset else 0.0), config.dtype)
+    norm = whole_norm(target.params, target.config).astype(config.dtype)
     if config.d_model == config.target_d_model:
         state = jnp.eye(config.d_model, dtype=config.dtype)
         return dataclasses.replace(params, fc=_of_last(params.fc, state), head=columns, norm=norm)

@@ -51,6 +51,11 @@ def read_layer(
     """Read the layer's parameters from a folder, which may hold a whole target. Raises CheckpointError."""
     names, where = tensors.names(), tensors.folder / CONFIG
     left_out = dict(skipped or {})
+    if _text_of(read_json(where)).get("mtp_use_dedicated_embeddings"):
+        raise CheckpointError(
+            f"{where}: mtp_use_dedicated_embeddings is true; its layer of multi-token prediction has tables of its "
+            "own, which are not read. Serve the target without it, or with another head (--draft)"
+        )
     if is_whole(names, config.layer):
         if (count := num_carried(read_json(where))) > 1:
             logger.warning(
@@ -69,12 +74,17 @@ def read_layer(
 def num_carried(raw: Mapping[str, Any]) -> int:
     """Return how many layers of multi-token prediction a target's config.json counts. Where it counts none, Qwen3-Next,
     Qwen3.5 and MiMo have one."""
-    text = raw.get("text_config")
-    raw = text if isinstance(text, Mapping) else raw
+    raw = _text_of(raw)
     count = raw.get(
         "num_nextn_predict_layers", raw.get("mtp_num_hidden_layers", int(raw.get("model_type") in _WITH_ONE))
     )
     return count if isinstance(count, int) else 0
+
+
+def _text_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config.json that is of the model of text."""
+    text = raw.get("text_config")
+    return text if isinstance(text, Mapping) else raw
 
 
 def shared_tables(target: ModelConfig, layout: Layout) -> dict[str, str]:

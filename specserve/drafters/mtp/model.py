@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from specserve.drafters.mtp.config import MtpConfig
 from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
-from specserve.kernels.rowwise import rms_norm
 from specserve.models import target as target_model
 from specserve.models.context import Mask
 from specserve.models.layers import linear, norm_spec
@@ -118,4 +117,4 @@ def draft_logits(
 
 
 def _norm(config: MtpConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
-    return rms_norm(x, weight, config.layer.norm_eps, offset=config.layer.norm_offset)
+    return target_model.normed(config.layer, x, weight)

@@ -80,7 +80,8 @@ def _silenced(layer: Layer, config: ModelConfig) -> Layer:
     would make as much of small numbers as of large ones."""
     if not config.out_norms:
         return silenced(layer)
-    silent = jnp.full_like(layer.mlp_norm, -1.0 if config.norm_offset else 0.0)
+    assert layer.mlp_out_norm is not None
+    silent = jnp.full_like(layer.mlp_out_norm, -1.0 if config.norm_offset else 0.0)
     return dataclasses.replace(layer, attention_out_norm=silent, mlp_out_norm=jnp.array(silent))
 
 

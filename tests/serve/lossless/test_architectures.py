@@ -41,6 +41,20 @@ CASES: dict[str, dict[str, Any]] = {
     "latents": {"model_type": "deepseek_v3", **ROUTED, **LATENT},
     "windows and softcaps": {"model_type": "gemma2", "query_pre_attn_scalar": 8, "hidden_activation": None, **WINDOWS},
     "windows and sinks": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
+    "norms after, windows and no positions": {"model_type": "exaone4", "sliding_window_pattern": 2, **WINDOWS},
+    "blocks side by side": {"model_type": "cohere2", "sliding_window_pattern": 2, "logit_scale": 0.5, **WINDOWS},
+    "multipliers": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.25,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 2.0,
+    },
+    "norms of turned heads": {"model_type": "hunyuan_v1_dense", "attention_bias": True},
+    "growing queries": {
+        "model_type": "ministral3",
+        "rope_parameters": {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
+    },
     "delta nets": {
         "model_type": "qwen3_next",
         "num_experts": 4,
