@@ -3,8 +3,9 @@
 Queries see two groups of keys in one softmax. The committed prefix of their sequence lies in pages and is visible to
 every query. The new keys came with the call (tree nodes, a prefill chunk, a training row), and an n x m mask says which
 query sees which of them. The mask therefore never grows with the context. Each group is computed by itself, the prefix
-by whatever kernel the backend has (`paged`), and the two are merged by their log-sum-exps. Packed training rows give
-document ids in place of a mask (`rows`).
+by whatever kernel the backend has (`paged`), and the two are merged by their log-sum-exps. Packed training rows, and
+chunks of prompts, give document ids in place of a mask, and a kernel of their own computes them where there is one
+(`rows`).
 """
 
 import jax
@@ -16,6 +17,7 @@ from specserve.kernels.block import NEG_INF
 from specserve.kernels.paged import PagedPrefix, attend_pages, take_pages
 from specserve.kernels.pages import quantize
 from specserve.kernels.rows import Documents, Unrolled, attend_rows
+from specserve.kernels.rows import kernel_for as rows_kernel_for
 
 
 def attend(
@@ -46,8 +48,11 @@ def attend(
         assert prefix is None, "packed rows follow nothing"
         return mask.attend(q, k, v, scale=scale, softcap=softcap, sinks=sinks, window=window)
     if isinstance(mask, Documents):
-        assert prefix is None, "packed rows follow nothing"
-        return attend_rows(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, window=window)[0]
+        if prefix is None:
+            return attend_rows(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, window=window)[0]
+        if rows_kernel_for(q, v) is not None and not (prefix.pages.is_quantized or prefix.is_exact):
+            return _by_kernels(q, k, v, mask, prefix, scale or head_dim**-0.5, softcap, sinks, window, position_ids)
+        mask = mask.dense()
     assert mask.shape[-2:] == (n, k.shape[1]), f"mask {mask.shape} for {n} queries and {k.shape[1]} new keys"
     if prefix is not None and native.serves(q, k, prefix.pages.k):
         return _native(q, k, v, mask, prefix, scale or head_dim**-0.5, softcap, sinks, window, position_ids)
@@ -67,12 +72,10 @@ def _by_products(
     position_ids: jax.Array | None,  # [batch, m]
 ) -> jax.Array:  # [batch, n, head, v_dim]
     """Attention by XLA's operations over the new keys, merged with what the backend's kernel makes of the prefix."""
-    batch, n, num_heads, head_dim = q.shape
+    batch, n, num_heads, _ = q.shape
     num_kv_heads, v_dim = v.shape[2:]
-    # the query heads of a KV head are rows of one product: [batch, kv_head, group * n, head_dim]
     group = num_heads // num_kv_heads
-    q = (q * scale).reshape(batch, n, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
-    q = q.reshape(batch, num_kv_heads, group * n, head_dim)
+    q = _by_kv_head(q * scale, num_kv_heads)
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, group), n, axis=1)
     if window:
@@ -103,8 +106,53 @@ def _by_products(
         old_out, old_lse = attend_pages(q, prefix, positions, v_dim=v_dim, softcap=softcap, window=window)
         share, weights = _merge(old_lse, scores, sinks)
         out = share[..., None] * old_out + _sum_values(weights, v, v_scale, q.dtype)
-    out = out.astype(q.dtype).reshape(batch, num_kv_heads, group, n, v_dim)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, n, num_heads, v_dim)
+    return _by_head(out.astype(q.dtype), n)
+
+
+def _by_kv_head(x: jax.Array, num_kv_heads: int) -> jax.Array:  # [batch, n, head, ...] -> [batch, kv_head, row, ...]
+    """Make the query heads of each KV head rows of one product, group by group."""
+    batch, n, num_heads, *rest = x.shape
+    x = jnp.moveaxis(x.reshape(batch, n, num_kv_heads, num_heads // num_kv_heads, *rest), 1, 3)
+    return x.reshape(batch, num_kv_heads, -1, *rest)
+
+
+def _by_head(x: jax.Array, n: int) -> jax.Array:  # [batch, kv_head, row, ...] -> [batch, n, head, ...]
+    """Undo `_by_kv_head`."""
+    batch, num_kv_heads, _, *rest = x.shape
+    return jnp.moveaxis(x.reshape(batch, num_kv_heads, -1, n, *rest), 3, 1).reshape(batch, n, -1, *rest)
+
+
+def _by_kernels(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    documents: Documents,
+    prefix: PagedPrefix,
+    scale: float,
+    softcap: float,
+    sinks: jax.Array | None,
+    window: int,
+    position_ids: jax.Array | None,
+) -> jax.Array:  # [batch, n, head, v_dim]
+    """Attention of chunks that follow a prefix, by one kernel over the chunks and one over the pages: no score goes
+    through memory."""
+    batch, n, num_heads, _ = q.shape
+    num_kv_heads, v_dim = v.shape[2:]
+    documents = Documents(jnp.broadcast_to(documents.ids, (batch, n)))
+    own, own_lse = attend_rows(q, k, v, documents, scale=scale, softcap=softcap, window=window)
+    positions = None
+    if window:
+        assert position_ids is not None, "a window goes by positions"
+        positions = jnp.tile(position_ids[:, -n:], (1, num_heads // num_kv_heads))
+    rows = _by_kv_head(q * scale, num_kv_heads)
+    old, old_lse = (
+        _by_head(x, n) for x in attend_pages(rows, prefix, positions, v_dim=v_dim, softcap=softcap, window=window)
+    )
+    total = jnp.logaddexp(old_lse, own_lse)
+    if sinks is not None:
+        total = jnp.logaddexp(total, sinks.astype(jnp.float32))
+    old_share, own_share = jnp.exp(old_lse - total)[..., None], jnp.exp(own_lse - total)[..., None]
+    return (old_share * old + own_share * own.astype(jnp.float32)).astype(q.dtype)
 
 
 def _native(

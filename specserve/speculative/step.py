@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from specserve.kernels import native
 from specserve.kernels.gather import take_each
+from specserve.kernels.rows import Documents
 from specserve.models import target as target_model
 from specserve.models.cache import Prefix
 from specserve.models.context import apart, side_by_side
@@ -123,7 +124,9 @@ def _prompts(
             result = dataclasses.replace(result, prompt=_score(config, weights, out.hidden_states, next_ids))
         return emit(state, slots, end, drawn, prompts.is_last[:, None]), result
 
-    causal = (offset[:, None] >= offset)[None]
+    causal: Any = Documents(jnp.zeros((1, chunk), jnp.int32))
+    if config.target.is_recurrent:  # to whose layers documents are texts that follow nothing
+        causal = causal.dense()
     return _Work(TokenGroup(token_ids, index, causal, _prefix(config, now)), last, finish)
 
 
