@@ -201,7 +201,8 @@ def _without_marks(folder: Path) -> Iterator[Path]:
         for path in files:
             own = Path(scratch) / path.name
             if path in marked:
-                own.write_bytes(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+                with host.whole_file(own) as partial:
+                    partial.write_bytes(path.read_bytes().removeprefix(codecs.BOM_UTF8))
             else:
                 own.symlink_to(path.resolve())
         yield Path(scratch)
