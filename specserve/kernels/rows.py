@@ -136,13 +136,6 @@ def _forward(options: _Options, kernel: Any, *arrays: Any) -> tuple[tuple[jax.Ar
 
 def _backward(options: _Options, kernel: Any, kept: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
     q, k, v, ids, sinks, out, lse = kept
-    if not hasattr(kernel, "gradients"):
-
-        def again(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> Any:
-            return _by_blocks(options, q, k, v, ids, sinks)
-
-        d_q, d_k, d_v, d_sinks = jax.vjp(again, q, k, v, sinks)[1](cotangents)
-        return d_q, d_k, d_v, None, d_sinks
     d_out, d_lse = cotangents[0], cotangents[1].swapaxes(1, 2)
     products = jnp.einsum("bnhv,bnhv->bhn", d_out, out, preferred_element_type=jnp.float32)
     delta = products - d_lse

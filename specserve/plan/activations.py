@@ -107,18 +107,18 @@ class Activations:
             # devices with different experts send each other their tokens
             width = max(width, each * num_parts(self.mesh, "experts") + 3 * experts.shared_d_ff // parts)
         results = self.positions * (4 * config.d_model + width) * np.dtype(config.dtype).itemsize
-        return results + self._scores(config.num_heads, config.num_kv_heads, self.platform != "cpu")
+        return results + self._scores(config.num_heads, config.num_kv_heads)
 
     def draft_layer(self) -> int:
         """The bytes of the results of a layer of the head, and of their gradients."""
         costs = self.shape.costs()
         results = self.positions * costs.workspace * np.dtype(self.shape.drafter.dtype).itemsize
-        return results + self._scores(costs.num_heads, costs.num_kv_heads, self.platform == "gpu")
+        return results + self._scores(costs.num_heads, costs.num_kv_heads)
 
-    def _scores(self, num_heads: int, num_kv_heads: int, has_kernel: bool) -> int:
-        """The bytes of one block of attention's scores and weights, in float32. A kernel keeps them on the chip: that
-        of GPUs forward and backward, that of TPUs forward (`kernels.rows`)."""
-        if has_kernel and num_parts(self.mesh, "sequence") == 1:
+    def _scores(self, num_heads: int, num_kv_heads: int) -> int:
+        """The bytes of one block of attention's scores and weights, in float32. The kernels of accelerators keep them
+        on the chip (`kernels.rows`)."""
+        if self.platform != "cpu" and num_parts(self.mesh, "sequence") == 1:
             return 0
         seq = self.shape.seq
         num_heads = num_heads // num_kv_heads * on_each_device(self.mesh, "kv_heads", num_kv_heads)

@@ -296,7 +296,7 @@ def _forward(value: jax.Array, gradient: Any, argument: Any) -> tuple[jax.Array,
 
 
 def _backward(gradient: Any, cotangent: jax.Array) -> tuple[None, None, Any]:
-    return None, None, jax.tree.map(lambda x: (x * cotangent).astype(x.dtype), gradient)
+    return None, None, jax.tree.map(lambda x: (x.astype(jnp.float32) * cotangent).astype(x.dtype), gradient)
 
 
 _with_gradient.defvjp(_forward, _backward)

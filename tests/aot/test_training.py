@@ -53,7 +53,8 @@ def compiled(name: str, layers: int, fsdp: int = 1) -> Counted:
     if fsdp > 1:
         shape = [fsdp if axis == "fsdp" else 1 for axis in MESH_AXES]
         mesh = Mesh(np.array(described.devices).reshape(shape), MESH_AXES, (AxisType.Auto,) * len(shape))
-    return described.compile_training(SETTINGS, *models(layers), mesh)
+    with jax.numpy_dtype_promotion("standard"):  # optax promotes a count
+        return described.compile_training(SETTINGS, *models(layers), mesh)
 
 
 def layer_params() -> int:
@@ -69,21 +70,22 @@ def test_a_deeper_target_is_more_arguments_and_no_more_program(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_the_state_is_written_in_place_and_memory_is_what_a_plan_counts(name: str) -> None:
+def test_the_state_is_written_in_place_and_memory_is_no_more_than_a_plan_counts(name: str) -> None:
+    """Nor is it less than half of that."""
     found, (target, drafter) = compiled(name, 4), models(4)
     assert found.aliased_bytes >= 3 * 4 * num_params(drafter.spec())  # parameters and two moments
     shape = StepShape.of(SETTINGS, target, drafter.with_dtype(target.dtype), "layers")
     gradient = 4 * num_params(drafter.spec())
     planned = Activations(shape, abstract_mesh({}), devices(name).platform).num_bytes + gradient
-    assert 0.6 * planned < found.temporary_bytes < 1.4 * planned
+    assert planned / 2 < found.temporary_bytes <= planned
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_scores_stay_on_the_chip(name: str) -> None:
-    """The target's loop calls a kernel, and each step of the rollout one, which is computed again in the backward pass.
-    A GPU has kernels for that, too: one for queries and one for keys."""
+    """The target's loop calls a kernel, and each step of the rollout one, which is computed again in the backward pass,
+    and two for that: for queries and for keys."""
     found = re.findall(r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|tpu_custom_call)"', compiled(name, 4).text)
-    assert len(found) == 1 + SETTINGS.rollout * (4 if devices(name).platform == "gpu" else 2)
+    assert len(found) == 1 + 4 * SETTINGS.rollout
 
 
 @pytest.mark.parametrize("name", [pytest.param("h100", marks=GPU), pytest.param("v5e, eight", marks=TPU)])

@@ -24,14 +24,13 @@ CASES = {
 
 
 def _kernel(name: str) -> Any:
-    if name == "gpu":
-        attend, gradients = rows_gpu.attend, rows_gpu.gradients
-        return SimpleNamespace(
-            attend=lambda *args, **options: attend(*args, **options, interpret=True),
-            gradients=lambda *args, **options: gradients(*args, **options, interpret=True),
-        )
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    return SimpleNamespace(attend=lambda *args, **options: rows_tpu.attend(*args, **options, interpret=params))
+    kernel, how = rows_gpu, True
+    if name == "tpu":
+        kernel, how = rows_tpu, pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    return SimpleNamespace(
+        attend=lambda *args, **options: kernel.attend(*args, **options, interpret=how),
+        gradients=lambda *args, **options: kernel.gradients(*args, **options, interpret=how),
+    )
 
 
 def _arrays(rng: np.random.Generator, seq: int) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from specserve.kernels.matmul import dequantize
 from specserve.models.config import ModelConfig
 from specserve.models.params import init_params, silenced
 from specserve.models.stacked import last_layer
-from specserve.models.target import Layer, head_columns, target_spec
+from specserve.models.target import Layer, head_columns, layer_spec
 
 
 def new_config(settings: WidthSettings, target: ModelConfig, draft_vocab_size: int) -> MtpConfig:
@@ -90,7 +90,7 @@ def _read_last(target: Target, dtype: str) -> Layer:
     is loaded."""
     tensors, where = TensorFolder(target.folder), target.folder / CONFIG
     return load_params(
-        target_spec(target.config).layers[-1],
+        layer_spec(target.config, target.config.num_layers - 1),
         tensors,
         dtype,
         skipped={".*": "layers below the last, whose outputs are not needed"},
