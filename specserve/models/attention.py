@@ -150,8 +150,12 @@ def _turned_qkv(
         assert params.q_norm is not None
         assert params.k_norm is not None
         q, k = rms_norm(q, params.q_norm, config.norm_eps), rms_norm(k, params.k_norm, config.norm_eps)
-    if config.query_growth:
-        spans = (context.position_ids[:, -x.shape[1] :] // config.query_span).astype(jnp.float32)
+    if config.has_unit_norms and kind.has_rope:
+        unit = jnp.ones(config.head_dim, jnp.float32)
+        q, k = rms_norm(q, unit, config.norm_eps), rms_norm(k, unit, config.norm_eps)
+    if kind.has_growth:
+        positions = context.position_ids[:, -x.shape[1] :] + config.query_shift
+        spans = (positions // config.query_span).astype(jnp.float32)
         q = q * (1 + config.query_growth * jnp.log1p(spans))[..., None, None].astype(q.dtype)
     return q, k, v
 

@@ -22,6 +22,7 @@ class LayerKind:
     window: int = 0  # tokens that a query sees, itself included; 0: all before it
     is_local: bool = False  # turns its heads by `local_rope`
     has_rope: bool = True  # turns its heads by their position
+    has_growth: bool = False  # its queries grow with their position (`query_growth`)
     has_experts: bool = False
     slope_scale: float = 1.0  # lightning: of the rates at which its heads forget
 
@@ -60,6 +61,7 @@ class Experts:
     has_correction: bool = False  # a bias that is added to choose and not to weigh (DeepSeek-V3, section 2.1.2)
     has_router_bias: bool = False
     has_bias: bool = False  # on the experts' projections
+    scales_input: bool = False  # the weight is of what the one chosen expert takes, and not of what it gives
     shared_d_ff: int = 0  # of the expert that every token passes; 0: none
     has_shared_gate: bool = False
 
@@ -145,8 +147,11 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: Literal["", "head", "all"] = ""  # over each head, or over all heads together
     norms_turned: bool = False  # `qk_norm` is of heads that position has turned
-    query_growth: float = 0.0  # queries at position p are multiplied by 1 + growth * log(1 + p // query_span)
+    has_unit_norms: bool = False  # of heads that position has turned, without weights
+    # queries at position p are multiplied by 1 + growth * log(1 + (p + shift) // span)
+    query_growth: float = 0.0
     query_span: int = 0
+    query_shift: int = 0
     attention_scale: float = 0.0  # 0: head_dim ** -0.5
     attention_softcap: float = 0.0  # 0: none
     logit_softcap: float = 0.0

@@ -64,12 +64,17 @@ def phi3(keys: Keys) -> Flags:
     }
 
 
+def turned_layers(keys: Keys) -> list[bool]:
+    """Return which layers know positions: those with a 1 in `no_rope_layers`, or all but each fourth."""
+    if keys.raw.get("no_rope_layers"):
+        return [flag != 0 for flag in keys.integers("no_rope_layers", keys.num_layers) or []]
+    interval = keys.integer("no_rope_layer_interval", 4)
+    return [bool((i + 1) % interval) for i in range(keys.num_layers)]
+
+
 def smollm3(keys: Keys) -> Flags:
     """The flags of SmolLM3: each fourth layer knows no positions."""
-    n, interval = keys.num_layers, keys.integer("no_rope_layer_interval", 4)
-    has_rope = [bool((i + 1) % interval) for i in range(n)]
-    if (stated := keys.integers("no_rope_layers", n)) is not None:  # 1 where there is one
-        has_rope = [flag != 0 for flag in stated]
+    has_rope = turned_layers(keys)
     window = keys.integer("sliding_window", 0, least=0) if keys.flag("use_sliding_window") else 0
     kinds = keys.kinds(["full_attention" if has or not window else "sliding_attention" for has in has_rope])
     layers = (
@@ -185,7 +190,7 @@ def ministral3(keys: Keys) -> Flags:
             f"{keys.where}: rope_parameters.llama_4_scaling_beta needs original_max_position_embeddings beside it"
         )
     return {
-        "layers": (LayerKind(window=window),) * keys.num_layers,
+        "layers": (LayerKind(window=window, has_growth=bool(growth)),) * keys.num_layers,
         "query_growth": float(growth or 0.0),
         "query_span": int(span or 0) if growth else 0,
     }

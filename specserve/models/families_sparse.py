@@ -4,7 +4,7 @@ import dataclasses
 
 from specserve.models import families_latent
 from specserve.models.config import DeltaSizes, Experts, LayerKind, Names
-from specserve.models.families_dense import alternating, qwen_windows
+from specserve.models.families_dense import alternating, qwen_windows, turned_layers
 from specserve.models.family_keys import Flags, Keys
 
 
@@ -97,6 +97,49 @@ def minimax_m2(keys: Keys) -> Flags:
         "qk_norm": "all" if keys.flag("use_qk_norm", True) else "",
         "layers": (LayerKind(has_experts=True),) * keys.num_layers,
         "experts": dataclasses.replace(flags["experts"], scoring="sigmoid", has_correction=has_correction),
+    }
+
+
+def llama4(keys: Keys) -> Flags:
+    """The flags of the text model of Llama 4, for as many tokens as one of its chunks has: so far all of a chunk see
+    each other. Layers that know positions have norms without weights, and in the others queries grow."""
+    keys.must_be("num_experts_per_tok", 1)
+    n, has_rope, step = keys.num_layers, turned_layers(keys), keys.integer("interleave_moe_layer_step", 1)
+    sparse = keys.raw.get("moe_layers")
+    if sparse is None:
+        sparse = range(step - 1, n, step)
+    grows, d_ff = keys.flag("attn_temperature_tuning", True), keys.integer("intermediate_size")
+    length = keys.integer("max_position_embeddings", 131_072)
+    if "chunked_attention" in keys.kinds(["chunked_attention"]):
+        length = min(length, keys.integer("attention_chunk_size", length))
+    return {
+        **keys.bias(),
+        "max_len": length,
+        "d_ff": keys.integer("intermediate_size_mlp", 16_384),
+        "rope": dataclasses.replace(keys.rope(keys.head_dim), is_interleaved=True),
+        "has_unit_norms": keys.flag("use_qk_norm", True),
+        "query_growth": keys.number("attn_scale", 0.1) if grows else 0.0,
+        "query_span": keys.integer("floor_scale", 8192) if grows else 0,
+        "query_shift": int(grows),
+        "layers": tuple(
+            LayerKind(has_rope=has, has_growth=grows and not has, has_experts=i in sparse)
+            for i, has in enumerate(has_rope)
+        ),
+        "experts": Experts(
+            num_experts=keys.integer("num_local_experts", 16),
+            top_k=1,
+            d_ff=d_ff,
+            scoring="sigmoid",
+            scales_input=True,
+            shared_d_ff=d_ff,
+        ),
+        "names": Names(
+            mlp="feed_forward",
+            experts="feed_forward",
+            router="router",
+            shared="shared_expert",
+            stacked_experts="inputs first",
+        ),
     }
 
 

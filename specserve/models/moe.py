@@ -109,6 +109,8 @@ def moe(
         return route(params, config, rows)
 
     def compute(params: Moe, rows: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
+        if experts.scales_input:  # a weight of 0, for another device's expert, stays so
+            rows, weights = rows * weights.astype(rows.dtype), (weights > 0).astype(weights.dtype)
         chosen = form or best_form(params, experts, len(rows))
         return chosen(params, config.activation, rows, expert_ids, weights)
 

@@ -55,6 +55,12 @@ DEFAULTED = (
     "logits_scaling",
     "logit_scale",
     "layer_norm_eps",
+    "attention_chunk_size",
+    "floor_scale",
+    "attn_scale",
+    "attn_temperature_tuning",
+    "interleave_moe_layer_step",
+    "moe_layers",
 )
 
 
@@ -109,6 +115,12 @@ def test_the_text_half_of_a_multimodal_config() -> None:
     assert config.tie_embeddings
 
 
+def test_llama_4_is_of_one_chunk() -> None:
+    """Beyond it tokens of a chunk do not see those of the one before."""
+    raw = CONFIGS["llama4"]
+    assert (_read(raw).max_len, _read(raw | {"attention_chunk_size": None}).max_len) == (128, 256)
+
+
 def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
     raw = CONFIGS["qwen2-5-vl"]
     flat = _read(raw | {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}})
@@ -141,6 +153,7 @@ def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
         ("exaone4", {"sliding_window_pattern": "LG"}, "sliding_window_pattern"),
         ("hunyuan-dense", {"use_cla": True}, "use_cla"),
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "original_max_position_embeddings"),
+        ("llama4", {"num_experts_per_tok": 2}, "num_experts_per_tok"),
         ("qwen3-5", {"attn_output_gate": False}, "attn_output_gate"),
         ("qwen3-5-moe", {"norm_topk_prob": False}, "norm_topk_prob"),
         ("qwen3-5-moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),

@@ -46,7 +46,9 @@ QUICKLY = {"xla_backend_optimization_level": 0}  # compiling is nearly all of th
 def _choices(config: ModelConfig) -> set[Any]:
     """The features of a target that a cache or fused parameters can get wrong."""
     each = map(config.kind, range(3))
-    kinds = {(kind.mixer, kind.window > 0, kind.is_local, kind.has_rope, kind.has_experts) for kind in each}
+    kinds = {
+        (kind.mixer, kind.window > 0, kind.is_local, kind.has_rope, kind.has_growth, kind.has_experts) for kind in each
+    }
     return kinds | {("fused", bool(config.names.qkv), bool(config.names.gate_up))} | _flags(config, "")
 
 

@@ -55,6 +55,14 @@ CASES: dict[str, dict[str, Any]] = {
         "model_type": "ministral3",
         "rope_parameters": {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
     },
+    "experts of scaled inputs": {
+        "model_type": "llama4_text",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 48,
+        "no_rope_layer_interval": 2,
+        "floor_scale": 8,
+    },
     "delta nets": {
         "model_type": "qwen3_next",
         "num_experts": 4,
