@@ -3,7 +3,8 @@ take turns, and the share of what the machine can do.
 
 Run from the checkout: `python benchmarks/kernels.py --batch 1,8 --queries 1,16 --kv-cache-dtype int8`. The bound is the
 longer of two times: of the bytes that must be read and written, at the bandwidth of reductions over a large buffer, and
-of the operations, at the speed of a large matrix product. Mixtures of experts are timed by `experts.py`.
+of the operations, at the speed of a large matrix product. Of an empty list nothing is timed: `--rows ""` is without
+products. Mixtures of experts are timed by `experts.py`.
 """
 
 import argparse
@@ -92,6 +93,8 @@ def attention(shape: AttentionShape, batch: int, entries: int, n: int) -> Kernel
 
 def products(target: str, rows: Sequence[int]) -> Iterator[KernelWork]:
     """All products of one step of a target with random weights, one after another, in every format."""
+    if not rows:
+        return
     config, on_cpu = find_config(target)[0], jax.default_backend() == "cpu"
     params = init_params(target_spec(config), jax.random.key(0), "bfloat16")
     params = jax.tree.map(lambda leaf: leaf.astype(default_dtype()), params)
@@ -149,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     lists = {"--batch": [1, 8, 32], "--queries": [1, 4, 16, 64], "--entries": [256, 2048], "--rows": [1, 4, 16, 256]}
     for flag, usual in lists.items():
-        parser.add_argument(flag, default=usual, type=lambda text: [int(each) for each in text.split(",")])
+        parser.add_argument(flag, default=usual, type=lambda text: [int(each) for each in text.split(",") if each])
     for flag in ("--heads", "--kv-heads", "--head-dim", "--page-size", "--kv-cache-dtype"):
         usual = getattr(AttentionShape, flag[2:].replace("-", "_"))
         parser.add_argument(flag, default=usual, type=type(usual))

@@ -3,6 +3,7 @@
 Run from the checkout: `python benchmarks/steps.py`. The steps take turns, so that a noisy moment does not fall on one
 of them. To compare two commits, run it in a checkout of each, in turns. With `--target` a preset's shapes are run, with
 random weights and a random EAGLE-3 head, so that nothing is downloaded: a step's time does not depend on their values.
+With `--mesh` they are spread over several devices.
 """
 
 import argparse
@@ -12,31 +13,35 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import BUNDLED
+from specserve.devices import REFERENCE, find_device
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.drafters.speculation import describe, parse_speculation
-from specserve.mesh import default_dtype
+from specserve.errors import ConfigError
+from specserve.eval.bench.synthetic import draw_target
+from specserve.kernels.pages import default_page_size
+from specserve.mesh import SERVING_AXES, default_dtype, parse_mesh
 from specserve.models.config import ModelConfig
 from specserve.models.params import init_params
 from specserve.models.presets import PRESETS
-from specserve.models.target import target_spec
+from specserve.plan.ahead import Counted, here
 from specserve.plan.ahead import describe as describe_device
-from specserve.plan.ahead import here
+from specserve.plan.compiled import SLICES
 from specserve.serve.launch import Models, load_models
 from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import make_batch_sizes, make_shapes
 from specserve.speculative.program import StepProgram
 
-PAGE_SIZE, DRAFT_VOCAB = 16, 32_000
+DRAFT_VOCAB = 32_000
 
 
 @dataclass
@@ -55,31 +60,35 @@ def measure_steps(
     *,
     target: str = BUNDLED,
     num_layers: int = 0,
+    mesh: str = "",
     num_slots: int = 8,
     max_model_len: int = 1024,
+    page_size: int = 0,
     num_rounds: int = 60,
     least_batch: int = 0,
     burst: int = 0,
     has_prompts: bool = False,
 ) -> Iterator[StepCost]:
     """Compile a step of each way to speculate, for each number of sequences at the longest contexts, and time them over
-    sequences of padding. Of a preset the first layers are run; 0: all. `least_batch` and `burst` change the smallest
-    batch and the steps that a call may make; 0: as a server has them. With `has_prompts` prefill programs are timed,
-    and no steps."""
-    models = load_models("", "") if target == BUNDLED else random_models(target, num_layers)
+    sequences of padding. Of a preset the first layers are run; 0: all. `page_size`, `least_batch` and `burst` change
+    the tokens of a page, the smallest batch and the steps that a call may make; 0: as a server has them. With
+    `has_prompts` prefill programs are timed, and no steps."""
+    devices, page_size = parse_mesh(mesh, SERVING_AXES), page_size or default_page_size(jax.default_backend())
+    models = load_models("", "", mesh=devices) if target == BUNDLED else random_models(target, num_layers, devices)
     shapes = make_shapes(
         [parse_speculation(way) for way in ways],
         models.target.config,
+        devices,
         num_slots=num_slots,
         max_model_len=max_model_len,
-        page_size=PAGE_SIZE,
-        num_pages=num_slots * max_model_len // PAGE_SIZE,
+        page_size=page_size,
+        num_pages=num_slots * -(-max_model_len // page_size),
     )
     if least_batch:
-        shapes = dataclasses.replace(shapes, batch_sizes=make_batch_sizes(num_slots, least=least_batch))
+        shapes = dataclasses.replace(shapes, batch_sizes=make_batch_sizes(num_slots, shapes.num_ranks, least_batch))
     if burst:
         shapes = dataclasses.replace(shapes, most_steps=burst)
-    runner = Runner(models.target, models.head, shapes, has_constrained=False)
+    runner = Runner(models.target, models.head, shapes, has_constrained=False, mesh=devices)
     kind = "prefill" if has_prompts else "step"
     steps = [program for program in list_programs(runner) if program.kind == kind and not program.is_scored]
     costs = [_compile(runner, program) for program in steps if program.width == shapes.widths[-1]]
@@ -106,30 +115,44 @@ def preset_pair(name: str, num_layers: int, dtype: str) -> tuple[ModelConfig, Tr
     return config, make(dataclasses.replace(drafter.config, aux_layers=taps))
 
 
-def count_launches(way: str, *, target: str = "qwen3-8b", num_layers: int = 4) -> Iterator[tuple[str, int, int]]:
-    """Compile a step for the GPU that is here and for an H100 that is not, and yield for each its name, the kernels
-    that it launches, and the launches that the host makes."""
+def count_steps(way: str, *, target: str = "qwen3-8b", num_layers: int = 4) -> Iterator[tuple[str, Counted]]:
+    """Compile a step for the accelerator that is here, and for one of its kind that is not (an H100 in place of any
+    GPU), and yield for each its name and the figures of its program."""
     config, drafter = preset_pair(target, num_layers, "bfloat16")
-    for name, described in (("here", here()), ("without a device", describe_device("h100"))):
-        sizes: Any = {"num_slots": 8, "max_model_len": 4096, "page_size": 32, "num_pages": 1024}
+    for name, described in (("here", here()), ("without a device", describe_device(_alike(), 1))):
+        page_size = default_page_size(described.platform)
+        sizes: Any = {"num_slots": 8, "max_model_len": 4096, "page_size": page_size, "num_pages": 32768 // page_size}
         with described.made_for():
             shapes = make_shapes([parse_speculation(way)], config, **sizes)
         runner = described.runner(config, drafter, shapes)
-        counted = described.compile(runner, StepProgram(8, shapes.max_pages, parse_speculation(way)))
-        yield name, counted.launches, counted.parts
+        yield name, described.compile(runner, StepProgram(8, shapes.max_pages, parse_speculation(way)))
 
 
-def random_models(name: str, num_layers: int = 0) -> Models:
-    """Make a preset's target of random weights, cut to its first layers or whole, and a head as `train` would begin
-    with one for the whole."""
-    config, drafter = preset_pair(name, num_layers, default_dtype())
-    dtype = config.dtype
-    keys = jax.random.split(jax.random.key(0))
-    params, of_head = (
-        init_params(spec, key, dtype) for spec, key in zip((target_spec(config), drafter.spec()), keys, strict=True)
-    )
-    head = Head(drafter, of_head, np.arange(DRAFT_VOCAB, dtype=np.int32))
-    return Models(name, Target(config, params, (0,), Path()), head, None)
+def _alike() -> str:
+    """Return the name of devices like the one here, as `plan.ahead` knows those that are not here. Raises ConfigError
+    where it knows none."""
+    kind = jax.devices()[0].device_kind
+    device = REFERENCE if jax.default_backend() == "gpu" else find_device(kind)
+    if device is None or device.id not in SLICES:
+        raise ConfigError(f"{kind}: no such device is known that need not be here; known are {', '.join(SLICES)}")
+    return next(iter(SLICES[device.id].values()))
+
+
+def random_models(name: str, num_layers: int = 0, mesh: Mesh | None = None) -> Models:
+    """Make a preset's target of random weights, cut to its first layers or whole, and a random head for the whole."""
+    target, head = random_pair(name, num_layers, default_dtype(), mesh)
+    return Models(name, target, head, None, mesh=mesh)
+
+
+def random_pair(name: str, num_layers: int, dtype: str, mesh: Mesh | None = None) -> tuple[Target, Head]:
+    """Draw both at random, each parameter where the mesh has it; the head's in a dtype of its own. Raises ConfigError
+    where the device has no room for the target."""
+    config, drafter = preset_pair(name, num_layers, dtype)
+    target, spec = draw_target(name, config, mesh=mesh), drafter.spec()
+    params = init_params(spec, jax.random.key(0), dtype)
+    if mesh is not None:
+        params = jax.device_put(params, drafter.place(mesh))
+    return target, Head(drafter, params, np.arange(DRAFT_VOCAB, dtype=np.int32))
 
 
 def _compile(runner: Runner, program: StepProgram) -> StepCost:
@@ -148,8 +171,10 @@ def main() -> None:
     parser.add_argument("--target", default=BUNDLED, help="the bundled one, or a preset, with random weights")
     parser.add_argument("--layers", type=int, default=0, help="the first of a preset; 0: all")
     parser.add_argument("--speculation", default="off,chain:3,tree:3x3x8", help="ways to make a step, with commas")
+    parser.add_argument("--mesh", default="", help="devices to spread it over, as of `specserve serve`; empty: one")
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--page-size", type=int, default=0, help="tokens of a page; 0: as a server has them")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--least-batch", type=int, default=0, help="the smallest batch; 0: as a server has it")
     parser.add_argument("--burst", type=int, default=0, help="steps that one call may make; 0: as a server has it")
@@ -157,8 +182,9 @@ def main() -> None:
     given = parser.parse_args()
     print("| step | sequences | ms, median | ms, least | making, s | fusions | calls |\n|---|---|---|---|---|---|---|")
     ways, sizes = given.speculation.split(","), {"num_slots": given.slots, "max_model_len": given.max_model_len}
-    chosen = {"target": given.target, "num_layers": given.layers, "num_rounds": given.rounds}
-    changed = {"least_batch": given.least_batch, "burst": given.burst, "has_prompts": given.prompts}
+    chosen = {"target": given.target, "num_layers": given.layers, "mesh": given.mesh, "num_rounds": given.rounds}
+    changed = {"page_size": given.page_size, "least_batch": given.least_batch, "burst": given.burst}
+    changed["has_prompts"] = given.prompts
     for cost in measure_steps(ways, **chosen, **sizes, **changed):
         program = cost.program
         way = f"prefill of {program.chunk}" if given.prompts else describe(program.tree)

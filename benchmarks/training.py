@@ -1,8 +1,10 @@
 """How fast a head learns and what memory that takes, beside the naive formulation (`naive_training`) on the same
-conversations and shapes. The arms take turns in one process.
+conversations and shapes, whose arms take turns in one process; and a step alone, of a preset's shapes with random
+weights, for which nothing is downloaded.
 
 Run from the checkout: `python benchmarks/training.py time --rounds 4 --steps 6 --conversations 1500`, or `python
-benchmarks/training.py memory --target qwen3-8b`.
+benchmarks/training.py memory --target qwen3-8b`, or `python benchmarks/training.py step --target qwen3-8b --num-layers
+4`.
 """
 
 import statistics
@@ -19,6 +21,7 @@ import pydantic.dataclasses
 import typer
 from naive_training import NaiveTrainer, batches_of_every_length, naive_gradient, padded_batches
 from rich.table import Table
+from steps import random_pair
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import resolve_target
@@ -29,12 +32,12 @@ from specserve.config import RULES, setting
 from specserve.data import sources
 from specserve.data.documents import Document, tokenize
 from specserve.data.loader import Loader
-from specserve.data.packing import pack
+from specserve.data.packing import PackedRows, pack
 from specserve.drafters.learning import Rows
 from specserve.drafters.registry import DraftSettings
 from specserve.errors import ConfigError
 from specserve.eval.report import table
-from specserve.mesh import default_dtype
+from specserve.mesh import default_dtype, parse_mesh
 from specserve.models.config import ModelConfig
 from specserve.models.params import abstract
 from specserve.models.presets import PRESETS
@@ -44,9 +47,10 @@ from specserve.speculative.vocab import DraftVocab
 from specserve.tokenizer import Tokenizer
 from specserve.train.flops import StepShape, step_flops
 from specserve.train.head import new_drafter
+from specserve.train.learner import Learner, TrainingData
 from specserve.train.optimizer import make_optimizer
 from specserve.train.settings import TrainSettings
-from specserve.train.speed import matmul_peak
+from specserve.train.speed import device_bytes, matmul_peak, this_device
 from specserve.train.step import LossConfig, StepMetrics, TrainState, loss_config, make_step
 
 
@@ -276,6 +280,56 @@ def step_memory(config: LossConfig, settings: TrainSettings, *, batch: int, seq:
     return Memory(used.argument_size_in_bytes, live)
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """What the steps of a head beside a target of random weights took."""
+
+    making: float  # seconds of the first one, which compiles it
+    seconds: list[float]  # of each of the others
+    loss: float  # of the last one
+    positions: int  # of a step
+    flops: float  # useful ones of a step, over all devices
+    peak: float  # operations per second of all devices together, as their maker says or else as measured here
+    product: float  # the same as a large product reaches
+    device_bytes: int | None  # the most that was taken of a device; None: the device reports none
+
+    @property
+    def mfu(self) -> float:
+        """The share of the peak that the useful operations of a median step reach."""
+        return self.flops / statistics.median(self.seconds) / self.peak
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "mfu": self.mfu}
+
+
+def run_steps(target: str, settings: TrainSettings, *, num_layers: int, mesh: str, steps: int) -> StepReport:
+    """Train an EAGLE-3 head beside a preset's target, cut to its first layers (0: whole), on rows of random tokens
+    that all bear loss. Both have random weights, so that nothing is learnt; a step takes as long as with others."""
+    devices = parse_mesh(mesh)
+    models, head = random_pair(target, num_layers, "float32", devices)
+    shape = settings.batch_size, settings.seq_len
+    token_ids = np.random.default_rng(settings.seed).integers(0, models.config.vocab_size, shape, dtype=np.int32)
+    position_ids = np.broadcast_to(np.arange(settings.seq_len, dtype=np.int32), shape)
+    rows = PackedRows(token_ids, np.ones(shape, bool), np.ones(shape, np.int32), position_ids)
+    data = TrainingData(Loader(rows, settings.batch_size, settings.seed), head.target_ids, 1.0, head)
+    learner, seconds, metrics = Learner(settings, head.drafter, models, data, mesh=devices), [], None
+    for _ in range(1 + steps):
+        begin = time.perf_counter()
+        metrics = jax.block_until_ready(learner.step(1.0))
+        jax.block_until_ready(learner.state)
+        seconds.append(time.perf_counter() - begin)
+    assert metrics is not None
+    counted = StepShape.of(settings, models.config, head.drafter, "layers")
+    number = devices.size if devices is not None and jax.default_backend() != "cpu" else 1  # those of a CPU share it
+    return StepReport(
+        *(seconds[0], seconds[1:], float(metrics.loss), token_ids.size),
+        step_flops(counted, jax.default_backend(), devices).total.useful,
+        number * this_device().peak,
+        number * matmul_peak(models.config.dtype),
+        device_bytes(),
+    )
+
+
 def training_table(report: TrainBenchReport) -> Table:
     """Make the table of a report, one row per way to train, with medians over the rounds."""
     shown = table("a training step", ("",), ("useful\ntokens/s", "positions/s", "share of\nmatmul peak"))
@@ -293,6 +347,17 @@ def training_lines(report: TrainBenchReport) -> list[str]:
         f"useful tokens/s to the naive arm: {statistics.median(ratios):.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f})",
         f"packed rows have {report.padding_share:.1%} padding; the peak is {report.peak_gflops:.0f} GFLOP/s",
     ]
+
+
+def step_table(report: StepReport) -> Table:
+    """Make the table of a step of random weights."""
+    names = "first, s", "step, s", "least, s", "positions/s", "MFU", "of a product", "memory, GB"
+    shown, median = table("a training step of random weights", (), names), statistics.median(report.seconds)
+    memory = "" if report.device_bytes is None else f"{report.device_bytes / 1e9:.2f}"
+    times = f"{report.making:.1f}", f"{median:.4f}", f"{min(report.seconds):.4f}"
+    of_product = report.flops / median / report.product
+    shown.add_row(*times, f"{report.positions / median:,.0f}", f"{report.mfu:.1%}", f"{of_product:.1%}", memory)
+    return shown
 
 
 def memory_table(cells: Sequence[MemoryCell]) -> Table:
@@ -365,8 +430,7 @@ class MemoryRun:
 @command(MemoryRun)
 def compare_memory(run: MemoryRun) -> None:
     """Compile a training step of a target's shapes, and the naive formulation's, and say what memory they take."""
-    if run.target not in PRESETS:
-        raise ConfigError(f"--target {run.target}: not a preset; `specserve targets` lists them")
+    _check_preset(run.target)
     if 0 < run.num_layers < 5:
         raise ConfigError(f"--num-layers {run.num_layers}: a head taps three layers, so give 5 or more")
     target = replace(PRESETS[run.target].config(), dtype=default_dtype())
@@ -376,6 +440,38 @@ def compare_memory(run: MemoryRun) -> None:
     console.print(memory_table(cells))
     if run.output:
         write_json(Path(run.output), {"settings": asdict(run), "memory": [asdict(cell) for cell in cells]})
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=RULES)
+class StepRun:
+    """The settings of `step`."""
+
+    target: str = setting("qwen3-8b", help="preset, whose shapes are taken; nothing is loaded")
+    num_layers: int = setting(0, help="the first layers of the target; 0: all", ge=0)
+    mesh: str = setting("", help="devices to spread it over, as of train; empty: one device")
+    steps: int = setting(5, help="steps that are timed, after one that compiles", ge=1)
+    output: str = setting("", help="write the JSON report here")
+    train: TrainSettings = pydantic.Field(default_factory=TrainSettings)
+
+
+OF_STEP = {"train.batch_size": 1, "train.seq_len": 4096, "train.rollout": 7}  # where nothing else is given
+
+
+@app.command("step")
+@command(StepRun, fill=lambda _given: OF_STEP)
+def time_step(run: StepRun) -> None:
+    """Time a training step of a preset's shapes with random weights, and say what share of the device's peak it
+    reaches."""
+    _check_preset(run.target)
+    report = run_steps(run.target, run.train, num_layers=run.num_layers, mesh=run.mesh, steps=run.steps)
+    console.print(step_table(report))
+    if run.output:
+        write_json(Path(run.output), {"settings": asdict(run), **report.to_json(), "provenance": collect()})
+
+
+def _check_preset(target: str) -> None:
+    if target not in PRESETS:
+        raise ConfigError(f"--target {target}: not a preset; `specserve targets` lists them")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from specserve.kernels.paged_tpu import in_hbm
 
+_LANES = 128  # of a register
 _VMEM = 12 * 2**20  # bytes planned for a call; compilers grant 16 MiB on every generation unless asked for more
 
 
@@ -106,8 +107,7 @@ def _call(
         shape = (1, x.shape[1], tile, x.shape[3])
         return pl.BlockSpec(shape, lambda i, page, place, *_: (page[i], 0, place[i], 0))
 
-    count = len(arrays)
-    largest = max((x.shape[1] * x.shape[3], x.shape) for x in arrays)[1]
+    count, heads = len(arrays), max(x.shape[1] for x in arrays)
     (written,) = pl.pallas_call(
         functools.partial(_kernel, tile=tile, rows=rows, num_blocks=num_blocks),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -119,7 +119,7 @@ def _call(
                 [of_pages(x) for x in arrays],
             ],
             out_specs=[[of_pages(x) for x in arrays]],
-            scratch_shapes=[pltpu.VMEM((largest[1], 2 * tile, largest[3]), jnp.float32)],
+            scratch_shapes=[pltpu.VMEM((heads, 2 * tile, _LANES), jnp.float32)],
         ),
         out_shape=[[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]],
         input_output_aliases={len(scalars) + 2 * count + i: i for i in range(count)},
@@ -140,7 +140,7 @@ def _kernel(
     own: list[Any],
     old: list[Any],  # [1, kv_head, tile, channel] each
     new: list[Any],  # of the same shapes
-    both: Any,  # [kv_head, 2 * tile, channel] float32
+    both: Any,  # [kv_head, 2 * tile, _LANES] float32
     *,
     tile: int,
     rows: int,
@@ -154,9 +154,13 @@ def _kernel(
         first = tile - shift[jax.lax.div(step, jnp.int32(num_blocks))]
         for earlier, entries, kept, result in zip(before, own, old, new, strict=True):
             heads, channels = kept.shape[1], kept.shape[3]
-            both[:heads, :rows, :channels] = earlier[0].astype(jnp.float32)
-            both[:heads, tile : tile + rows, :channels] = entries[0].astype(jnp.float32)
-            moved = both[:heads, pl.ds(first, tile), :channels]
-            index = jax.lax.broadcasted_iota(jnp.int32, moved.shape, 1)
-            is_new = (index >= begin[step]) & (index < end[step])
-            result[0] = jnp.where(is_new, moved, kept[0].astype(jnp.float32)).astype(result.dtype)
+            for channel in range(0, channels, _LANES):  # of wider arrays Mosaic reads from aligned tokens on alone
+                width = min(_LANES, channels - channel)
+                part = slice(0, 1), slice(0, heads), slice(None), slice(channel, channel + width)
+                both[:heads, :rows, :width] = earlier[part][0].astype(jnp.float32)
+                both[:heads, tile : tile + rows, :width] = entries[part][0].astype(jnp.float32)
+                moved = both[:heads, pl.ds(first, tile), :width]
+                index = jax.lax.broadcasted_iota(jnp.int32, moved.shape, 1)
+                is_new = (index >= begin[step]) & (index < end[step])
+                mixed = jnp.where(is_new, moved, kept[part][0].astype(jnp.float32))
+                result[part] = mixed[None].astype(result.dtype)

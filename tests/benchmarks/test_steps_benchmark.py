@@ -1,7 +1,13 @@
 """The costs of steps that a benchmark reports are those of steps that run."""
 
+from types import SimpleNamespace
+
+import jax
 import pytest
+import steps
 from steps import measure_steps
+
+from specserve.errors import ConfigError
 
 
 @pytest.mark.slow
@@ -16,9 +22,22 @@ def test_each_way_is_timed_and_counted() -> None:
 
 @pytest.mark.slow
 def test_a_preset_is_run_with_random_weights() -> None:
-    sizes = {"num_slots": 2, "max_model_len": 64, "num_rounds": 1}
-    costs = list(measure_steps(["off", "chain:1"], target="smollm2-135m", num_layers=3, **sizes))
-    found = {(cost.program.tree is None, cost.program.batch) for cost in costs}
-    assert found == {(is_plain, batch) for is_plain in (True, False) for batch in (1, 2)}
-    assert len(costs) == 4
-    assert all(cost.seconds[0] > 0 for cost in costs)
+    sizes = {"num_slots": 2, "max_model_len": 64, "page_size": 16, "num_rounds": 1}
+    for mesh, batches in (("", (1, 2)), ("data=2", (2,))):
+        costs = list(measure_steps(["off", "chain:1"], target="smollm2-135m", num_layers=3, mesh=mesh, **sizes))
+        found = [(cost.program.tree is None, cost.program.batch) for cost in costs]
+        assert sorted(found) == sorted((is_plain, batch) for is_plain in (True, False) for batch in batches)
+        assert all(cost.seconds[0] > 0 for cost in costs)
+
+
+def test_an_accelerator_is_compared_with_one_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alike(backend: str, kind: str) -> str:
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+        monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
+        return steps._alike()
+
+    assert alike("gpu", "NVIDIA H200") == "h100"
+    assert alike("tpu", "TPU v5 lite") == "v5e:2x2"
+    assert alike("tpu", "TPU v6 lite") == "v6e:2x2"
+    with pytest.raises(ConfigError, match="TPU v4: no such device"):
+        alike("tpu", "TPU v4")

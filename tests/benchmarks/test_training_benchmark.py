@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from naive_training import padded_batches
-from training import NaiveArm, bench_config, memory_cells, run_bench
+from training import NaiveArm, bench_config, memory_cells, run_bench, run_steps
 
 from specserve.checkpoints.load import Target
 from specserve.data.documents import Document
@@ -71,3 +71,16 @@ def test_memory_is_less_than_the_naive_steps(tiny_target: Target) -> None:
     assert cell.again.live < 0.6 * cell.kept.live
     assert cell.again.live < 0.4 * cell.naive.live
     assert cell.again.arguments == cell.kept.arguments > cell.naive.arguments, "the naive step is without moments"
+
+
+@pytest.mark.slow
+def test_a_step_of_random_weights_is_the_same_over_a_mesh() -> None:
+    """First layers of a preset, of which no file is read; the losses differ by rounding alone."""
+    settings = TrainSettings(batch_size=2, seq_len=32, rollout=2)
+    one, two = (run_steps("smollm2-135m", settings, num_layers=3, mesh=mesh, steps=1) for mesh in ("", "data=2"))
+    assert one.loss == pytest.approx(two.loss, rel=1e-5)
+    assert (one.positions, one.flops) == (two.positions, two.flops)
+    assert one.positions == 64
+    for report in (one, two):
+        assert len(report.seconds) == 1
+        assert report.mfu == pytest.approx(report.flops / report.seconds[0] / report.peak)

@@ -1,5 +1,5 @@
 """What lies in tools/. `train_target.py`: from nothing to a folder that the package loads, resumable on the way;
-`draw_pictures.py`: the pictures of the documents."""
+`draw_pictures.py`: the pictures of the documents; `first_gpu.py` and `first_tpu.py`: what waits for a device."""
 
 import importlib.util
 import json
@@ -10,6 +10,7 @@ from types import ModuleType
 import jax
 import numpy as np
 import pytest
+from test_doc_commands import check_script, check_specserve
 
 from specserve.checkpoints.load import load_target
 from specserve.data.chat_masks import encode_chat
@@ -120,36 +121,59 @@ def test_bad_settings_are_config_errors(tool, corpus, tmp_path):
         tool.hf_config(tool.TargetRun(output=str(tmp_path), heads=3, kv_heads=2))
 
 
-def test_a_stage_of_the_first_gpu_that_fails_or_hangs_costs_no_other(tmp_path: Path) -> None:
-    first_gpu = _load("first_gpu")
+@pytest.fixture(scope="module")
+def first_device() -> ModuleType:
+    return _load("first_device")
 
+
+def test_a_stage_that_fails_or_hangs_costs_no_other(first_device: ModuleType, tmp_path: Path) -> None:
     def command(name: str, code: str, seconds: float = 60, **environment: str) -> object:
-        return first_gpu.Command(name, ("-c", code), seconds, environment)
+        return first_device.Command(name, ("-c", code), seconds, environment)
 
+    say = "import os, specserve; print('|1|'); print(os.environ['DEVICE'], os.environ['SWITCH'])"
     chosen = {
-        "good": [command("says", "import os, specserve; print('first'); print(os.environ['SWITCH'])", SWITCH="on")],
+        "good": [command("says", say, SWITCH="on")],
         "bad": [
             command("fails", "raise SystemExit('no such device')"),
             command("hangs", "input(__import__('time').sleep(99))", 1),
         ],
         "late": [command("waits", "print('never')")],
     }
-    results = list(first_gpu.run_stages(chosen, tmp_path, limit=60))
+    results = list(first_device.run_stages(chosen, tmp_path, limit=60, environment={"DEVICE": "tpu", "SWITCH": "off"}))
     found = [(each.stage, each.state, each.last) for each in results]
-    assert found[:3] == [("good", "ok", "on"), ("bad", "failed", "no such device"), ("bad", "out of time", "")]
-    assert (tmp_path / "good-says.log").read_text().splitlines() == ["first", "on"]
-    (not_begun,) = first_gpu.run_stages({"late": chosen["late"]}, tmp_path, limit=0)
+    assert found[:3] == [("good", "ok", "tpu on"), ("bad", "failed", "no such device"), ("bad", "out of time", "")]
+    assert results[0].lines == ["|1|", "tpu on"]
+    assert (tmp_path / "good-says.log").read_text().splitlines() == ["|1|", "tpu on"]
+    (not_begun,) = first_device.run_stages({"late": chosen["late"]}, tmp_path, limit=0)
     assert not_begun.state == "not begun"
 
 
-def test_the_commands_of_the_first_gpu_are_there_with_their_flags(tmp_path: Path) -> None:
-    first_gpu = _load("first_gpu")
-    every = [command for each in first_gpu.stages("./model", tmp_path).values() for command in each]
+@pytest.mark.parametrize("name", ["first_gpu", "first_tpu"])
+def test_the_commands_of_all_stages_are_there_with_their_flags(
+    name: str, first_device: ModuleType, tmp_path: Path
+) -> None:
+    models = first_device.Models("qwen3-8b", 2048, "tensor=4", "./model", tmp_path)
+    every = [command for each in _load(name).stages(models).values() for command in each]
     assert len({command.name for command in every}) == len(every)
     for command in every:
         script, *words = command.words
-        if script.startswith("-"):
-            assert script in ("-c", "-m")
-            continue
-        source = (ROOT / script).read_text()
-        assert all(f'"{word}"' in source for word in words if word.startswith("--"))
+        if script == "-c":
+            compile(words[0], command.name, "exec")
+        elif words[:1] == ["specserve.cli.main"]:
+            check_specserve(words[1:])
+        elif script == "-m":
+            assert words[0] == "pytest"
+        else:
+            check_script(script, words)
+
+
+def test_without_the_device_no_stage_runs_in_its_place(
+    first_device: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here there is a CPU, which the laws and figures of a TPU are not for."""
+    monkeypatch.setattr(sys, "argv", ["first_tpu.py", "--stages", "versions", "--output", str(tmp_path)])
+    assert first_device.main("first_tpu", "", "tpu", _load("first_tpu").stages) == 1
+    (found,) = json.loads((tmp_path / "first_tpu.json").read_text())
+    assert (found["stage"], found["state"]) == ("versions", "failed")
+    assert "tpu" in found["last"]
+    assert "| versions | versions | failed |" in capsys.readouterr().out

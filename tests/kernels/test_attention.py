@@ -183,6 +183,16 @@ def test_the_compiled_gpu_kernel_matches_reference_and_reads_nothing_else(seed: 
         _check(seed, layout="rows", is_kernel=True, **case)
 
 
+@pytest.mark.tpu
+@settings(max_examples=15)
+@given(**KERNEL_CASES | {"page_size": st.sampled_from([32, 64])})
+def test_the_compiled_tpu_kernel_matches_reference_and_reads_nothing_else(seed: int, **case: Any) -> None:
+    """The same on a TPU, whose pages fill registers."""
+    assert jax.default_backend() == "tpu", "run with JAX_PLATFORMS=tpu"
+    with jax.default_matmul_precision("highest"):
+        _check(seed, layout="rows", is_kernel=True, **case)
+
+
 @settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["int8", "float8_e4m3fn"]), st.sampled_from(["float32", "bfloat16"]))
 def test_quantised_entries_are_those_of_the_plain_twin(seed: int, stored: str, dtype: str) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 
 from specserve.kernels import pages as pages_module
@@ -101,6 +102,32 @@ CASES: dict[str, tuple[list[Row], int, str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_races_and_nothing_is_read_before_it_is_there(name: str) -> None:
     check(*CASES[name], channels=[128], interpret=CHECKED)
+
+
+SERVED = {"float32": [64, 128], "bfloat16": [256, 128], "int8": [576]}  # channels of heads, and of latents
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize("generation", ["v4:2x2x1", "v5e:2x2", "v6e:2x2", "tpu7x:2x2x1"])
+def test_served_pages_compile_for_tpus(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the compiler of real devices, which need not be there."""
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the network which device it has
+    place = jax.sharding.SingleDeviceSharding(topologies.get_topology_desc(generation, "tpu").devices[0])
+
+    def shape(*sizes: int, dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
+
+    for dtype, channels in SERVED.items():
+        arrays = [shape(NUM_PAGES, 8, 64, each, dtype=dtype) for each in channels]
+        entries = [shape(3, 5, 8, each, dtype=dtype) for each in channels]
+        jax.jit(pages_tpu.write_pages).lower(arrays, entries, *[shape(3, 5, dtype="int32")] * 2).compile()
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("dtype", SERVED)
+def test_compiled_for_this_tpu_it_is_the_same(dtype: str) -> None:
+    for rows, num_entries, _ in CASES.values():
+        check(rows, num_entries, dtype, heads=8, channels=SERVED[dtype], interpret=False)
 
 
 @pytest.mark.parametrize(("layout", "num_ranks"), [("rows", 2), ("joined", 1)])

@@ -42,8 +42,8 @@ def make_prefix(
 
 
 def attend_by_kernel(*args: Any, **kwargs: Any) -> jax.Array:
-    """`attend` as it runs on a GPU: compiled there, and elsewhere interpreted."""
-    if jax.default_backend() == "gpu":
+    """`attend` as it runs on an accelerator: compiled there, and on a CPU as on a GPU, interpreted."""
+    if jax.default_backend() != "cpu":
         return attend(*args, **kwargs)
 
     def interpreted(*args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ from specserve.eval.settings import BenchRun, LatencyRun, ThroughputRun
 from specserve.interop.head import load_head
 from specserve.kernels.matmul import quantize
 from specserve.mesh import SERVING_AXES, default_dtype, parse_mesh
+from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec, init_params, is_product, is_spec
 from specserve.models.sharding import check_fits, place_target
 from specserve.models.target import TargetParams, target_spec
@@ -60,8 +61,15 @@ def bench_models(run: BenchRun | LatencyRun | ThroughputRun) -> Models:
 def random_target(name: str, *, quantization: Quantization = "none", mesh: Mesh | None = None) -> Target:
     """A target of this preset's shapes, or of those of a folder's config.json, whose weights are random numbers of the
     checkpoint's dtype. No file but config.json is read, and no hub is asked. Raises ConfigError."""
+    return draw_target(name, find_config(name)[0], quantization=quantization, mesh=mesh)
+
+
+def draw_target(
+    name: str, config: ModelConfig, *, quantization: Quantization = "none", mesh: Mesh | None = None
+) -> Target:
+    """The same of a config that is given, such as the first layers of what the name stands for."""
     dtype = default_dtype()
-    config = dataclasses.replace(find_config(name)[0], dtype=dtype)
+    config = dataclasses.replace(config, dtype=dtype)
     spec = target_spec(config)
     places = None if mesh is None else place_target(config, spec, mesh)
     check_fits(name, spec, places, mesh, dtype, None if quantization == "none" else "int8")

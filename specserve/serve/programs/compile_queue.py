@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import jax
+
 from specserve import host
 from specserve.serve.programs.calls import Call
 from specserve.serve.programs.program_cache import ProgramCache
@@ -24,6 +26,9 @@ logger = logging.getLogger(__name__)
 MAX_THREADS = 8  # threads side by side: tracing is Python, so more would wait for each other
 LOG_SECONDS = 10.0
 CHECK_SECONDS = 0.2
+# of JAX's monitoring, with the program's identity: JAX reports what it compiles and not what it dispatches, and devices
+# of several processes wait for each other where these do not dispatch the same programs in the same order
+DISPATCH_EVENT = "/specserve/dispatch"
 
 
 class CompiledPrograms:
@@ -57,6 +62,7 @@ class CompiledPrograms:
         if compiled is None:
             self.num_missed += 1
             compiled = self.compile(call)
+        jax.monitoring.record_event(DISPATCH_EVENT, program=repr(call.program))
         return compiled(*call.arguments)
 
     def compile(self, call: Call) -> Any:

@@ -8,21 +8,23 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
+import dispatches
 import httpx
 import jax
 import numpy as np
 import pytest
 import tiny
 from engines import PATIENCE, Ask, Dice, Reference, compile_programs, make_engine, make_runner, submit, wait_until
-from served import SCRIPT, environment, free_ports, write_folder
+from served import write_folder
+from several import Several
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
@@ -62,7 +64,8 @@ def test_what_follows_has_the_same_state(
     tiny_target: Target, tiny_head: Head, kept: Path | None, rng: np.random.Generator
 ) -> None:
     """Bit for bit, though it gets nothing but messages: after every kind of step in any order, options, token masks,
-    prompts that are scored, requests that go away, and a cache that is flushed."""
+    prompts that are scored, requests that go away, and a cache that is flushed. It dispatches the same programs in the
+    same order."""
     ways = "tree:3x3x8", "chain:3", "static:2x1", "head+suffix:3", "off"
     tape = Tape()
     lead = functools.partial(LeadingRunner, tape)
@@ -78,7 +81,7 @@ def test_what_follows_has_the_same_state(
         {"logit_bias": {7: 3.0}, "min_tokens": 4},
         {"prompt_logprobs": 1, "speculation": 0},
     ]
-    with engine:
+    with dispatches.heard() as led, engine:
         for turn in range(2):
             asked = []
             for i in range(12):
@@ -91,7 +94,9 @@ def test_what_follows_has_the_same_state(
                 inbox.wait()
             engine.flush_cache()
     state = jax.tree.map(np.asarray, runner.state)
-    ranks.follow(twin, tape.frames())
+    with dispatches.heard() as followed:
+        ranks.follow(twin, tape.frames())
+    assert followed == led
     sent = [messages.read(*frame, runner.shapes.trees) for frame in tape.frames()]
     assert {word for word, _ in sent} == {"run", "forget_answers"}
     assert {values[0].kind for word, values in sent if word == "run"} == {*get_args(Kind)} - {"empty state"}
@@ -163,7 +168,7 @@ def test_processes_that_differ_are_refused_by_name() -> None:
 
 
 def test_flags_of_xla_must_be_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its flags, but for where it writes what it has compiled."""
+    """Its flags, but for where it writes what it has compiled; its version, and the kind of device."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
     first = ranks.facts_of(ServeRun())
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_dump_to=here")
@@ -173,7 +178,11 @@ def test_flags_of_xla_must_be_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ranks.facts_of(ServeRun()) != first
         monkeypatch.undo()
         monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
-    assert jax.devices()[0].client.platform_version in first.values()
+    device = jax.devices()[0]
+    for version, kind in ((device.client.platform_version, "another"), ("another", device.device_kind)):
+        other = SimpleNamespace(client=SimpleNamespace(platform_version=version), device_kind=kind)
+        monkeypatch.setattr(jax, "devices", lambda other=other: [other])
+        assert ranks.facts_of(ServeRun()) != first
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -205,63 +214,6 @@ def test_all_hear_which_process_has_ended() -> None:
         assert own.startswith("the first process has ended"), "it is closed on this side"
         for rank in (leader, followers[0], followers[2]):
             assert rank.reason(ValueError("a collective failed")) is rank.lost
-
-
-class Several:
-    """`specserve serve` as several processes with Gloo between them; `more` are flags of all of them."""
-
-    def __init__(
-        self,
-        folder: Path,
-        cache: Path,
-        *,
-        mesh: str = "tensor=2",
-        count: int = 2,
-        ids: Sequence[int] | None = None,  # of those that are started; None: all
-        host: str = "127.0.0.1",  # of the first one
-        changes: Sequence[str] = (),  # further flags of the last one
-        more: Sequence[str] = (),
-        inside: Callable[[int], list[str]] = lambda _number: [],  # the command that each is started by
-    ) -> None:
-        ports = free_ports(2)
-        self.url = f"http://{host}:{ports[0]}"
-        flags = ["--target", str(folder), "--speculation", "ngram:3", "--max-slots", "2", "--mesh", mesh]
-        flags += ["--max-model-len", "64", "--no-constrained", "--host", host, "--port", str(ports[0])]
-        flags += ["--coordinator", f"{host}:{ports[1]}", "--num-processes", str(count), "--drain-seconds", "60", *more]
-        self.ids = list(range(count)) if ids is None else list(ids)
-        command = [sys.executable, "-c", SCRIPT, "serve", *flags]
-        self.processes = [
-            subprocess.Popen(
-                [*inside(i), *command, "--process-id", str(i), *(changes if i == self.ids[-1] else ())],
-                env=environment(cache),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for i in self.ids
-        ]
-
-    def __enter__(self) -> "Several":
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        for each in self.processes:
-            each.kill()
-            each.communicate()
-
-    def wait_until_ready(self) -> None:
-        wait_until(lambda: self.status("/ready") == 200 or any(each.poll() is not None for each in self.processes))
-        assert self.status("/ready") == 200, self.end()
-
-    def status(self, path: str) -> int:
-        try:
-            return httpx.get(self.url + path, timeout=PATIENCE).status_code
-        except httpx.TransportError:
-            return 0
-
-    def end(self, seconds: float = PATIENCE) -> list[tuple[int, str]]:
-        """How each has ended, and what it has said."""
-        return [(each.returncode, said) for each in self.processes for said in [each.communicate(timeout=seconds)[0]]]
 
 
 Outcome = tuple[str, float]  # how a client's last request ended, and when
@@ -367,10 +319,13 @@ def _check_the_end(server: Several, left: Sequence[int], name: str, clients: Cli
 @pytest.mark.slow
 def test_two_processes_serve_as_one(folder: Path, cache: Path, plain: Reference, rng: np.random.Generator) -> None:
     """Tokens are those of one process, with clients that go away between them. A process that is asked to stop lets all
-    end in order; one that is killed ends all, with one error; and one of other settings is refused."""
-    with Several(folder, cache, changes=["--page-size", "16"]) as other:
+    end in order; one that is killed ends all, with one error; and one of other settings or flags of XLA is refused."""
+    flags = {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}
+    with Several(folder, cache, changes=["--page-size", "16"], variables=flags) as other:
         for code, said in other.end():
-            assert (code, "--page-size is 16 in process 1 and 32 in the first" in said) == (2, True), said
+            assert code == 2, said
+            assert "--page-size is 16 in process 1 and 32 in the first" in said
+            assert f"XLA_FLAGS is ['{flags['XLA_FLAGS']}'] in process 1 and [] in the first" in said
     with Several(folder, cache) as two:
         two.wait_until_ready()
         _storm(two, plain, rng)
