@@ -24,7 +24,8 @@ from specserve.drafters.eagle3.model import (
     token_embedding,
 )
 from specserve.drafters.learning import Rows, loss_positions, shift
-from specserve.kernels.block import NEG_INF, Documents
+from specserve.kernels.block import NEG_INF
+from specserve.kernels.rows import Documents
 from specserve.models import target as target_model
 from specserve.models.attention import KV
 from specserve.models.target import TargetParams
