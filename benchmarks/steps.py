@@ -144,11 +144,13 @@ def random_models(name: str, num_layers: int = 0, mesh: Mesh | None = None) -> M
     return Models(name, target, head, None, mesh=mesh)
 
 
-def random_pair(name: str, num_layers: int, dtype: str, mesh: Mesh | None = None) -> tuple[Target, Head]:
-    """Draw both at random, each parameter where the mesh has it; the head's in a dtype of its own. Raises ConfigError
-    where the device has no room for the target."""
+def random_pair(
+    name: str, num_layers: int, dtype: str, mesh: Mesh | None = None, *, is_looped: bool = False
+) -> tuple[Target, Head]:
+    """Draw both at random, each parameter where the mesh has it; the head's in a dtype of its own. Where it `is_looped`
+    the target is as it is trained beside. Raises ConfigError where the device has no room for it."""
     config, drafter = preset_pair(name, num_layers, dtype)
-    target, spec = draw_target(name, config, mesh=mesh), drafter.spec()
+    target, spec = draw_target(name, config, mesh=mesh, is_looped=is_looped), drafter.spec()
     params = init_params(spec, jax.random.key(0), dtype)
     if mesh is not None:
         params = jax.device_put(params, drafter.place(mesh))

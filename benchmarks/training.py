@@ -306,7 +306,7 @@ def run_steps(target: str, settings: TrainSettings, *, num_layers: int, mesh: st
     """Train an EAGLE-3 head beside a preset's target, cut to its first layers (0: whole), on rows of random tokens
     that all bear loss. Both have random weights, so that nothing is learnt; a step takes as long as with others."""
     devices = parse_mesh(mesh)
-    models, head = random_pair(target, num_layers, "float32", devices)
+    models, head = random_pair(target, num_layers, "float32", devices, is_looped=True)
     shape = settings.batch_size, settings.seq_len
     token_ids = np.random.default_rng(settings.seed).integers(0, models.config.vocab_size, shape, dtype=np.int32)
     position_ids = np.broadcast_to(np.arange(settings.seq_len, dtype=np.int32), shape)

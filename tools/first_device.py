@@ -8,7 +8,9 @@ Nothing is downloaded, and the bundled weights are not needed. `specserve` must 
 
 import argparse
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -69,24 +71,27 @@ class Models:
 
     preset: str
     context: int  # tokens of each of the preset's sequences
-    mesh: str  # devices that both are spread over; empty: one
+    mesh: str  # devices that the preset is spread over; empty: one
     target: str  # a folder; empty: none
     head: Path  # where the head for it goes
-
-    @property
-    def spread(self) -> Sequence[str]:
-        return ("--mesh", self.mesh) if self.mesh else ()
 
     @property
     def steps(self) -> Sequence[str]:
         """The words that time steps of the preset."""
         sizes = ("--slots", "32", "--max-model-len", str(self.context))
-        return ("benchmarks/steps.py", "--target", self.preset, *self.spread, *sizes)
+        return ("benchmarks/steps.py", "--target", self.preset, *(("--mesh", self.mesh) if self.mesh else ()), *sizes)
 
     @property
     def ways(self) -> Sequence[str]:
         """The same for plain steps and chains."""
         return (*self.steps, "--speculation", "off,chain:3", "--rounds", "30")
+
+    @property
+    def train(self) -> Sequence[str]:
+        """The words that time training steps: with a row for each device, which share the parameters out."""
+        number = math.prod(map(int, re.findall(r"=(\d+)", self.mesh)))
+        spread = ("--mesh", f"fsdp={number}", "--batch-size", str(number)) if self.mesh else ()
+        return ("benchmarks/training.py", "step", "--target", self.preset, *spread)
 
 
 Stages = Mapping[str, Sequence[Command]]
@@ -114,21 +119,19 @@ def checks(backend: str, mark: str) -> Stages:
 
 def training(models: Models) -> Stages:
     """The last stages on any device: prompts, training steps, and a head that is trained, served and timed."""
-    step = ("benchmarks/training.py", "step", "--target", models.preset, *models.spread)
     prompts = (*models.steps, "--speculation", "off", "--rounds", "10", "--prompts")
     found = {
         "prompts": [Command("prompts", prompts, 300)],
         "training": [
-            Command("four layers", (*step, "--num-layers", "4"), 300),
-            Command("all layers", step, 480),
+            Command("four layers", (*models.train, "--num-layers", "4"), 300),
+            Command("all layers", models.train, 480),
         ],
     }
     if models.target:
-        given = ("--target", models.target, *models.spread)
-        line = (*COMMAND, "train", *given, "--source", "self", "--budget", "10m", "--output", str(models.head))
-        pair = (*given, "--draft", str(models.head))
+        line = ("train", "--target", models.target, "--source", "self", "--budget", "10m", "--output", str(models.head))
+        pair = ("--target", models.target, "--draft", str(models.head))
         found["a head"] = [
-            Command("trained for ten minutes", line, 900),
+            Command("trained for ten minutes", (*COMMAND, *line), 900),
             Command("changes no token", (*COMMAND, "verify", *pair), 300),
             Command("tokens per second", (*COMMAND, "bench", "engine", *pair), 300),
         ]
@@ -180,7 +183,7 @@ def main(name: str, description: str, platform: str, stages: Callable[[Models], 
     parser.add_argument("--stages", help="some of them, with commas (all)")
     parser.add_argument("--preset", default="qwen3-8b", help="whose shapes are run with random weights (qwen3-8b)")
     parser.add_argument("--max-model-len", type=int, default=2048, help="tokens of each of 32 sequences (2048)")
-    parser.add_argument("--mesh", default="", help="devices to spread models over, such as tensor=4 (one)")
+    parser.add_argument("--mesh", default="", help="devices to spread its shapes over, such as tensor=4 (one)")
     parser.add_argument("--target", default="", help="folder of a chat model: a head for it is trained and served")
     parser.add_argument("--output", type=Path, default=Path(name), help=f"folder for logs and figures ({name})")
     parser.add_argument("--minutes", type=float, default=45, help="for all of them together (45)")

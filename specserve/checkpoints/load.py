@@ -23,12 +23,11 @@ from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_
 from specserve.checkpoints.tensors import Index, TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
 from specserve.kernels.matmul import EightBits, QuantizedMatrix, dequantize, quantize
-from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
 from specserve.models.sharding import check_fits, place_target, spread_kv_heads
-from specserve.models.stacked import stack_layers
+from specserve.models.stacked import looped
 from specserve.models.target import TargetParams, target_spec
 from specserve.tokenizer import read_end_ids
 
@@ -121,8 +120,8 @@ def load_target(
     )
     if is_checked:
         check_weights(params, spec, str(folder))
-    if is_looped and program_platform() != "cpu":
-        params = stack_layers(params, config)
+    if is_looped:
+        params = looped(params, config)
     return Target(config, params, end_ids(config, folder), folder)
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
 from specserve.pytree import pytree
 
@@ -69,6 +70,13 @@ def stack_layers(params: Params, config: ModelConfig) -> Params:
         first += period * turns
         stacked += own if turns == 1 else [Stack(tuple(_join(own[place::period]) for place in range(period)))]
     return dataclasses.replace(params, layers=tuple(stacked))
+
+
+def looped(params: Params, config: ModelConfig) -> Params:
+    """Return the parameters stacked where that pays: on accelerators."""
+    if program_platform() == "cpu":
+        return params
+    return stack_layers(params, config)
 
 
 def runs(keys: Sequence[Hashable]) -> list[tuple[int, int]]:

@@ -1,6 +1,7 @@
 """The programs that a process dispatches, in their order, as JAX's monitoring reports them."""
 
 import contextlib
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -43,6 +44,18 @@ def write_down() -> None:
 
     jax.monitoring.register_event_listener(_of_dispatches(write))
     jax.monitoring.register_event_duration_secs_listener(on_compiled)
+
+
+def mix() -> None:
+    """Have the server of this process run prompts side by side and beside steps, as on an accelerator."""
+    from specserve.serve import sizes
+
+    make = sizes.make_shapes
+
+    def mixing(*args: Any, **options: Any) -> Any:
+        return dataclasses.replace(make(*args, **options), is_mixing=True, prompt_tokens=64)
+
+    sizes.make_shapes = mixing
 
 
 def read(process: int) -> list[str]:

@@ -26,6 +26,7 @@ from specserve.mesh import SERVING_AXES, default_dtype, parse_mesh
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec, init_params, is_product, is_spec
 from specserve.models.sharding import check_fits, place_target
+from specserve.models.stacked import looped
 from specserve.models.target import TargetParams, target_spec
 from specserve.plan.serving import planned_head
 from specserve.serve.engine.interface import DraftInfo
@@ -65,7 +66,12 @@ def random_target(name: str, *, quantization: Quantization = "none", mesh: Mesh 
 
 
 def draw_target(
-    name: str, config: ModelConfig, *, quantization: Quantization = "none", mesh: Mesh | None = None
+    name: str,
+    config: ModelConfig,
+    *,
+    quantization: Quantization = "none",
+    mesh: Mesh | None = None,
+    is_looped: bool = False,  # layers that repeat are stacked, as `load_target` does
 ) -> Target:
     """The same of a config that is given, such as the first layers of what the name stands for."""
     dtype = default_dtype()
@@ -82,7 +88,8 @@ def draw_target(
             drawn = _quantize(drawn, to=quantization)
         params.append(drawn)
     whole: TargetParams = jax.tree.unflatten(structure, params)
-    return Target(config, whole, (), Path(name))
+    del params  # a stack takes the place of its layers
+    return Target(config, looped(whole, config) if is_looped else whole, (), Path(name))
 
 
 def random_head(name: str, target: Target, *, mesh: Mesh | None = None) -> Head:

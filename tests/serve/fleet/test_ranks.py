@@ -69,8 +69,8 @@ def test_what_follows_has_the_same_state(
     ways = "tree:3x3x8", "chain:3", "static:2x1", "head+suffix:3", "off"
     tape = Tape()
     lead = functools.partial(LeadingRunner, tape)
-    runner = make_runner(tiny_target, tiny_head, *ways, folder=kept, make=lead)
-    twin = make_runner(tiny_target, tiny_head, *ways, folder=kept)
+    runner = make_runner(tiny_target, tiny_head, *ways, folder=kept, is_mixing=True, make=lead)
+    twin = make_runner(tiny_target, tiny_head, *ways, folder=kept, is_mixing=True)
     compile_programs(runner)
     assert not tape.sent, "each process makes its own empty state"
     engine = make_engine(runner, Dice(3))

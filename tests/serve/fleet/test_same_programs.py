@@ -69,13 +69,14 @@ def test_all_processes_dispatch_the_same_programs_in_the_same_order(
 ) -> None:
     """Of servers that have done all that they can: every way to speculate, set by hand and chosen by what steps cost,
     every option, grammars, prefixes that are found, sequences that are preempted, requests that go away, a cache that
-    is flushed. Prompts of both processes' sequences are in one program."""
+    is flushed; with prompts side by side and beside steps, as accelerators have them. Each process has sequences of its
+    own."""
     folder, head = write_folder(shallow_target, tmp_path / "target"), tmp_path / "head"
     save_head(head, tiny.random_head(shallow_target.config, seed=1), shallow_target, dtype="float32", notes={})
     monkeypatch.setenv(dispatches.FOLDER, str(tmp_path))
     flags = ["--draft", str(head), "--speculation", speculation, "--constrained", "--allow-load-draft"]
     flags += itertools.chain.from_iterable((name, str(size)) for name, size in SIZES.items())
-    script = f"import dispatches; dispatches.write_down(); {SCRIPT}"
+    script = f"import dispatches; dispatches.write_down(); dispatches.mix(); {SCRIPT}"
     with Several(folder, tmp_path / "cache", mesh="data=2", more=flags, script=script) as two:
         two.wait_until_ready()
         for way in SERVERS[speculation]:
@@ -92,6 +93,7 @@ def test_all_processes_dispatch_the_same_programs_in_the_same_order(
     found = next((i for i, pair in enumerate(itertools.zip_longest(first, second)) if len({*pair}) > 1), None)
     assert found is None, f"dispatch {found} is {first[found:][:3]} in the first and {second[found:][:3]} in the other"
     kinds = {kind for kind in get_args(Kind) if any(f"kind='{kind}'" in line for line in first)}
+    assert any("kind='prefill'" in line and "batch=4" in line for line in first), "two prompts of each process"
     if speculation == "auto":  # which of its programs a step with a grammar takes depends on time
         assert kinds | OF_GRAMMARS == {*get_args(Kind)} - OF_ACCELERATORS
     else:
