@@ -230,22 +230,21 @@ def _open_compressed(parts: _Parts, name: str, storing: Storing) -> Opened:
             )
         num_in = stated[1]
     _, groups = parts.shape(scales, _SCALES, (num_out, None), "[out, groups]")
-    of_zeros: Callable[[slice | np.ndarray, slice], np.ndarray] | None = None
-    if parts.has(zeros):
+    if has_zeros := parts.has(zeros):
         parts.shape(zeros, _WORDS, (-(-num_out * bits // WORD), groups), f"[out / {WORD // bits}, groups]")
         made_of.append(zeros)
 
-        def of_zeros(out: slice | np.ndarray, of: slice) -> np.ndarray:
-            return _unpacked(lambda w: parts.read(zeros, (w, of)), out, bits, 0) - half
+    def of_zeros(out: slice | np.ndarray, of: slice) -> np.ndarray:
+        return _unpacked(lambda w: parts.read(zeros, (w, of)), out, bits, 0) - half
 
     matrix = _Grouped(
         (num_out, num_in),
         groups,
         storing.group_of(num_in, groups, parts.name),
         lambda out, ins: _unpacked(lambda w: parts.read(packed, (out, w)), ins, bits, 1) - half,
-        of_zeros,
+        of_zeros if has_zeros else None,
         lambda out, of: parts.read(scales, (out, of)),
-        fits_8_bits=bits < 8 or of_zeros is None,
+        fits_8_bits=bits < 8 or not has_zeros,
     )
     if parts.has(order):
         parts.shape(order, _WORDS, (num_in,), "[in]")

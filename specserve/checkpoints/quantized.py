@@ -86,7 +86,7 @@ def _compressed(stated: Mapping[str, Any], where: str) -> Storing:
     found = set()
     for group in (stated.get("config_groups") or {}).values():
         weights, layout = group.get("weights") or {}, group.get("format") or stated.get("format")
-        bits, strategy, symmetric = (weights.get(key) for key in ("num_bits", "strategy", "symmetric"))
+        bits, strategy, symmetric = weights.get("num_bits", 0), weights.get("strategy"), weights.get("symmetric")
         is_packed = layout == "pack-quantized" and bits in (4, 8) and strategy in ("group", "channel", "tensor")
         is_nvfp4 = layout == "nvfp4-pack-quantized" and bits == 4
         is_plain = bits == 8 and strategy in ("tensor", "channel", "block") and symmetric is not False

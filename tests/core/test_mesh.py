@@ -38,8 +38,8 @@ def test_logical_axes_spread_over_the_mesh() -> None:
 
 def test_what_does_not_divide_is_whole_everywhere() -> None:
     mesh = make_mesh(tensor=4, expert=2)
-    assert fitting(mesh, ("embed", "vocab"), (6, 12)) == sharding(mesh, (None, "vocab"))
-    assert fitting(mesh, ("embed", "vocab"), (6, 13)) == sharding(mesh, (None, None))
+    assert fitting(mesh, ("embed", "vocab"), (6, 12)) == sharding(mesh, ("embed", "vocab"))
+    assert fitting(mesh, ("embed", "vocab"), (6, 13)) == sharding(mesh, ("embed", None))
     tree = {
         "q": Spec((6, 32), ("embed", "heads")),
         "k": Spec((6, 16), ("embed", "kv_heads")),
@@ -48,9 +48,9 @@ def test_what_does_not_divide_is_whole_everywhere() -> None:
     # 16 divides, and yet no device would have a whole one of two KV heads
     places = shardings(tree, mesh, {"heads": 4, "kv_heads": 2})
     assert places == {
-        "q": sharding(mesh, (None, "heads")),
-        "k": sharding(mesh, (None, None)),
-        "up": sharding(mesh, ("experts", None, "mlp")),
+        "q": sharding(mesh, ("embed", "heads")),
+        "k": sharding(mesh, ("embed", None)),
+        "up": sharding(mesh, ("experts", "embed", "mlp")),
     }
 
 
@@ -61,20 +61,20 @@ def test_devices_add_up_in_the_order_of_the_mesh() -> None:
             added = over_parts(lambda x, cut=cut: sum_parts(x, cut), cut, PartitionSpec(), PartitionSpec())
             text = str(jax.make_jaxpr(added)(jax.numpy.ones(4)))
             (names,) = re.findall(r"psum\w*\[\s*axes=\(([^)]*)\)", text)
-            assert names == "'data', 'tensor', 'expert'", text
+            assert names == "'data', 'fsdp', 'tensor', 'expert'", text
 
 
 def test_meshes_are_read_in_any_order() -> None:
     mesh = parse_mesh("expert=2, tensor=4")
     assert mesh is not None
-    assert dict(mesh.shape) == {"data": 1, "sequence": 1, "tensor": 4, "expert": 2}
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "sequence": 1, "tensor": 4, "expert": 2}
     assert parse_mesh("") is parse_mesh("tensor=1,data=1") is None, "one device needs no mesh"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model=2", "--mesh model=2: got 'model=2', expected data=N, sequence=N, tensor=N, expert=N"),
+        ("model=2", "--mesh model=2: got 'model=2', expected data=N, fsdp=N, sequence=N, tensor=N, expert=N"),
         ("tensor", "got 'tensor', expected"),
         ("tensor=two", "got 'tensor=two', expected .* N a number of at least 1"),
         ("tensor=0", "got 'tensor=0', expected"),

@@ -55,7 +55,7 @@ class Several:
             each.kill()
             said, _ = each.communicate()
             if error is not None:
-                print(said)  # which pytest shows
+                print(said)  # pytest shows it
 
     def wait_until_ready(self) -> None:
         wait_until(lambda: self.status("/ready") == 200 or any(each.poll() is not None for each in self.processes))
