@@ -63,13 +63,15 @@ def best_tokens(
         scaled = sampling.scale(rows, logits)
         return scaled + sampling.noise(rows, position_ids[:, None], own_ids.astype(jnp.uint32))
 
-    ranked = jax.lax.cond(jnp.any(rows.temperature > 0), noisy, lambda: logits)
-    if top_k == 1:
-        index = argmax(ranked)[..., None]
-        best = jnp.max(ranked, axis=-1, keepdims=True)
-    else:
-        best, index = largest(ranked, top_k)
-    scores = best - jax.nn.logsumexp(ranked, axis=-1, keepdims=True)
+    def best(ranked: jax.Array) -> tuple[jax.Array, jax.Array]:  # scores and places among the draft's tokens
+        if top_k > 1:
+            found, index = largest(ranked, top_k)
+        else:
+            found, index = jnp.max(ranked, axis=-1, keepdims=True), argmax(ranked)[..., None]
+        return found - jax.nn.logsumexp(ranked, axis=-1, keepdims=True), index
+
+    # nothing of the logits' size leaves the choice, which would be written, and over a mesh be sent
+    scores, index = jax.lax.cond(jnp.any(rows.temperature > 0), lambda: best(noisy()), lambda: best(logits))
     if target_ids.ndim == 1:
         return scores, target_ids[index]
     return scores, take_each(target_ids, index.reshape(len(index), -1)).reshape(index.shape)

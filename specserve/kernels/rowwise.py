@@ -86,11 +86,14 @@ def apply_rope(
 
 
 def argmax(x: jax.Array) -> jax.Array:  # [..., size] -> [...] int32
-    """Find the first index of the largest value; of a row with NaN, any index of that row. Without the native kernel
-    these are two plain reductions, because CPUs do not vectorise `jnp.argmax`."""
+    """Find the first index of the largest value; of a row with NaN, any index of that row. A GPU reduces pairs of value
+    and index; elsewhere, without the native kernel, there are two plain reductions, because XLA does not vectorise one
+    of pairs on CPUs."""
     size = x.shape[-1]
     if native.serves(x):
         return jax.ffi.ffi_call("specserve_argmax", jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32))(x)
+    if program_platform() == "gpu":
+        return jax.lax.argmax(x, x.ndim - 1, jnp.int32)
     index = jnp.where(x == jnp.max(x, axis=-1, keepdims=True), jnp.arange(size, dtype=jnp.int32), size)
     return jnp.minimum(jnp.min(index, axis=-1), size - 1)
 
