@@ -126,6 +126,9 @@ def as_heads(
     is_interleaved: bool = False,
 ) -> jax.Array:  # [batch, seq, head, head_dim]
     """Split queries or keys into heads, with `rms_norm` (of each head, or of all together) and `apply_rope`."""
+    if program_platform() == "tpu" and x.shape[0] * x.shape[1] < x.shape[2]:
+        # or XLA makes the product that x is of by heads, and copies the matrix, which is larger, into another order
+        x = jax.lax.optimization_barrier(x)
     over_all = norm is not None and norm.shape[0] == x.shape[-1]  # with one head it is the same
     if norm is not None and over_all:
         x = rms_norm(x, norm, eps, offset=offset)
