@@ -269,6 +269,11 @@ def traced_mesh() -> AbstractMesh | None:
     return mesh
 
 
+def keep_whole(x: jax.Array) -> jax.Array:
+    """The array, which every device of the mesh that is traced for has whole, where the compiler might cut it."""
+    return x if traced_mesh() is None else jax.lax.with_sharding_constraint(x, PartitionSpec())
+
+
 def program_platform() -> str:
     """The platform that programs are made for here: "cpu", "gpu" or "tpu". It is that of the mesh's devices in a traced
     function that `on_mesh` has set one for; else the one of `made_for`; else that of JAX's default device."""
