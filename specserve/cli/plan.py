@@ -1,6 +1,7 @@
 """`specserve plan`: a fleet of servers on paper, and the devices that are known."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
@@ -24,6 +25,8 @@ OTHERS = 5  # meshes that are shown besides
 
 def serve(run: PlanServeRun) -> None:
     """Print what a load takes and brings. Raises ConfigError or CheckpointError."""
+    if run.compile:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA warns of what only a device could tell it
     plan = make_serve_plan(run)
     steps = compile_steps(plan) if run.compile else ()
     if run.json:
@@ -113,14 +116,18 @@ def _load(plan: ServePlan) -> Table:
 
 
 def _compiled(steps: Sequence[CompiledStep]) -> Table:
-    columns = ("at once", "reads", "beside its arguments", "launches", "ms at least", "of the bound")
+    columns = ("at once", "reads", "beside its arguments", "launches", "in parts", "ms at least", "of the bound")
     shown = make_table("Steps as XLA compiles them for these devices", "", *columns)
     for step in steps:
         shown.add_row(
             *(step.way, str(step.batch), in_bytes(step.read), in_bytes(step.counted.temporary_bytes)),
-            *(str(step.counted.launches or "-"), f"{1e3 * step.seconds:.2f}", f"{step.bound / step.seconds:.0%}"),
+            *(str(step.counted.launches or "-"), str(step.counted.parts or "-")),
+            *(f"{1e3 * step.seconds:.2f}", f"{step.bound / step.seconds:.0%}"),
         )
-    shown.caption = "the bound: weights, keys and values at the memory's full bandwidth"
+    shown.caption = (
+        "of each device; at once: sequences and padding; launches: kernels and copies; in parts: what the host starts; "
+        "the bound: weights, keys and values at the memory's full bandwidth"
+    )
     return shown
 
 

@@ -115,6 +115,14 @@ def largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:  # [..., size]
     return jnp.concatenate(values, axis=-1), jnp.concatenate(found, axis=-1)
 
 
+def by_head(x: jax.Array, num_heads: int) -> jax.Array:  # [batch, seq, head * dim] -> [batch, seq, head, dim]
+    """Split the results of a product into heads."""
+    if program_platform() == "tpu" and x.shape[0] * x.shape[1] < x.shape[2]:
+        # or XLA makes the product itself by heads, and copies the matrix, which is larger, into another order
+        x = jax.lax.optimization_barrier(x)
+    return x.reshape(*x.shape[:2], num_heads, -1)
+
+
 def as_heads(
     x: jax.Array,  # [batch, seq, size]: queries or keys of all heads side by side
     num_heads: int,
@@ -126,13 +134,10 @@ def as_heads(
     is_interleaved: bool = False,
 ) -> jax.Array:  # [batch, seq, head, head_dim]
     """Split queries or keys into heads, with `rms_norm` (of each head, or of all together) and `apply_rope`."""
-    if program_platform() == "tpu" and x.shape[0] * x.shape[1] < x.shape[2]:
-        # or XLA makes the product that x is of by heads, and copies the matrix, which is larger, into another order
-        x = jax.lax.optimization_barrier(x)
     over_all = norm is not None and norm.shape[0] == x.shape[-1]  # with one head it is the same
     if norm is not None and over_all:
         x = rms_norm(x, norm, eps, offset=offset)
-    x = x.reshape(*x.shape[:2], num_heads, -1)
+    x = by_head(x, num_heads)
     if norm is not None and not over_all:
         x = rms_norm(x, norm, eps, offset=offset)
     return apply_rope(x, tables, is_interleaved=is_interleaved)

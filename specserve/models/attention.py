@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
-from specserve.kernels.rowwise import as_heads, rms_norm, split_as_heads
+from specserve.kernels.rowwise import as_heads, by_head, rms_norm, split_as_heads
 from specserve.models.config import HeadShape, LayerKind, ModelConfig, Names
 from specserve.models.context import Context, Tables, by_group, join
-from specserve.models.layers import by_head, linear, norm_spec, side_by_side
+from specserve.models.layers import linear, norm_spec, side_by_side
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
 

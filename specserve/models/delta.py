@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from specserve.kernels.matmul import Weight
 from specserve.kernels.recurrence import New, State, convolve, recur
 from specserve.kernels.rows import Documents
-from specserve.kernels.rowwise import rms_norm
+from specserve.kernels.rowwise import by_head, rms_norm
 from specserve.models.config import DeltaSizes, ModelConfig
-from specserve.models.layers import by_head, linear, norm_spec
+from specserve.models.layers import linear, norm_spec
 from specserve.models.params import ParamSpec, TensorPart, matrix, vector
 from specserve.pytree import pytree
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.paged import PagedPrefix
-from specserve.kernels.rowwise import apply_rope, rms_norm
+from specserve.kernels.rowwise import apply_rope, by_head, rms_norm
 from specserve.models.config import ModelConfig
 from specserve.models.context import Context, by_group, join
-from specserve.models.layers import by_head, linear, norm_spec
+from specserve.models.layers import linear, norm_spec
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
 

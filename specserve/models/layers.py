@@ -59,10 +59,6 @@ def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None, *, add: 
     return y if add is None else add + y
 
 
-def by_head(x: jax.Array, num_heads: int) -> jax.Array:  # [batch, n, head * dim] -> [batch, n, head, dim]
-    return x.reshape(*x.shape[:2], num_heads, -1)
-
-
 def mlp(
     params: Mlp, x: jax.Array, activation: Activation = "silu", *, add: jax.Array | None = None
 ) -> jax.Array:  # [..., d_model] -> [..., d_model]

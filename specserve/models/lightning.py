@@ -11,10 +11,10 @@ import numpy as np
 from specserve.kernels.matmul import Weight
 from specserve.kernels.recurrence import New, State, recur
 from specserve.kernels.rows import Unrolled
-from specserve.kernels.rowwise import apply_rope, rms_norm
+from specserve.kernels.rowwise import apply_rope, by_head, rms_norm
 from specserve.models.config import Lightning, ModelConfig
 from specserve.models.context import Context
-from specserve.models.layers import by_head, linear, norm_spec
+from specserve.models.layers import linear, norm_spec
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
 

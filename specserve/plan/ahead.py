@@ -18,18 +18,20 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.learning import Rows
 from specserve.errors import ConfigError
+from specserve.host import GPU_SHARE
 from specserve.mesh import made_for, shardings, whole
 from specserve.models.config import ModelConfig
 from specserve.models.params import abstract
 from specserve.models.presets import PRESETS_FILE
 from specserve.models.stacked import stack_layers
 from specserve.models.target import target_spec
+from specserve.plan.hlo import Program
 from specserve.serve.programs.placement import Placement
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import Shapes
@@ -47,6 +49,7 @@ COMPILERS = {
     "tpu": ("libtpu", "libtpu"),
 }
 H100_FILE = PRESETS_FILE.with_name("h100.txtpb")  # the GPU as XLA knows one that is there
+SHARE_OF_ABSENT = 0.8  # of a described GPU's memory, which XLA plans programs for; of one that is there, what JAX has
 THUNKS = "*thunk_sequence_after_thunk_passes.txt"  # in what XLA dumps for a GPU
 
 
@@ -97,7 +100,7 @@ class Counted:
     argument_bytes: int
     aliased_bytes: int  # of the arguments, those in whose place results are written
     temporary_bytes: int
-    moved_bytes: float  # TPU: read and written by all operations; 0 where the compiler does not say
+    moved_bytes: int  # TPU: read and written in the large memory by all but kernels (`hlo`); GPU: 0
     text: str  # the optimised HLO
     launches: int = 0  # GPU: kernels and copies of a step in which no request has an option
     parts: int = 0  # GPU: what the host starts one after another; 1 where all of it is one CUDA graph
@@ -111,9 +114,15 @@ class Described:
     devices: tuple[Any, ...]
     options: dict[str, Any]  # of XLA, for each program
 
-    def made_for(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which shapes are chosen, and functions traced, for these devices."""
-        return made_for(self.platform)
+    @contextlib.contextmanager
+    def made_for(self) -> Iterator[None]:
+        """Have shapes chosen, and functions traced, for these devices within the context."""
+        first = self.devices[0]
+        cores = getattr(first, "num_cores" if self.platform == "tpu" else "core_count", None)
+        kind = AbstractDevice(device_kind=first.device_kind, num_cores=cores, platform=self.platform)
+        # from JAX 0.12 on, kernels are lowered for the device that the mesh names, also where that mesh has no axis
+        with made_for(self.platform), jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
+            yield
 
     def runner(
         self, target: ModelConfig, drafter: TrainedDrafter | None, shapes: Shapes, mesh: Mesh | None = None
@@ -169,13 +178,14 @@ class Described:
             own = {"xla_dump_to": folder} if self.platform == "gpu" else {}
             compiled = lower().compile({**self.options, **own})
             memory: Any = compiled.memory_analysis()
-            launches, parts = 0, 0
+            text, moved, launches, parts = compiled.as_text() or "", 0, 0, 0
             if self.platform == "gpu":
                 thunks = read_thunks(next(Path(folder).glob(THUNKS)).read_text())
                 launches, parts = sum(thunk.launches for thunk in thunks), len(thunks)
+            elif self.platform == "tpu":
+                moved = Program(text).moved_bytes()
         sizes = memory.argument_size_in_bytes, memory.alias_size_in_bytes, memory.temp_size_in_bytes
-        costs: Any = compiled.cost_analysis() or {}
-        return Counted(*sizes, costs.get("bytes accessed", 0.0), compiled.as_text() or "", launches, parts)
+        return Counted(*sizes, moved, text, launches, parts)
 
 
 @contextlib.contextmanager
@@ -206,12 +216,19 @@ def describe(name: str, number: int = 1) -> Described:
     if platform == "tpu":
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the network which device it has
         return Described("tpu", tuple(topologies.get_topology_desc(name, "tpu").devices[:number]), {})
-    slice_ = topologies.get_topology_desc(name, "cuda", target_config=H100_FILE.read_text(), topology=f"1x1x{number}")
+    facts = re.sub(r"(device_memory_size: )(\d+)", _as_if_there, H100_FILE.read_text())
+    slice_ = topologies.get_topology_desc(name, "cuda", target_config=facts, topology=f"1x1x{number}")
     toolkit = importlib.util.find_spec("nvidia.cu13")
     folder = next(iter(toolkit.submodule_search_locations or ()), "") if toolkit else ""
     return Described(
         "gpu", tuple(slice_.devices[:number]), {"xla_gpu_cuda_data_dir": folder, "xla_gpu_autotune_level": 0}
     )
+
+
+def _as_if_there(size: re.Match[str]) -> str:
+    """State so much memory that XLA plans for what a server's JAX has of it: where the arguments seem to fill the
+    device, XLA computes again what it could keep, in a fifth more kernels."""
+    return f"{size[1]}{round(int(size[2]) * float(GPU_SHARE) / SHARE_OF_ABSENT)}"
 
 
 def _is_there(module: str) -> bool:

@@ -1,8 +1,9 @@
 """The steps of a planned fleet as XLA's compiler makes them for its devices, beside the figures on paper.
 
 A step reads what `work` counts, at the memory's full bandwidth. On a GPU each kernel that is launched takes its own
-time besides; on a TPU the compiler says how many bytes it moves. What is left out is arithmetic, which bounds no step
-of few rows, and what devices send to each other.
+time besides; on a TPU the program's text says what its operations move (`hlo`), to which the keys and values are added
+that its kernels read. What is left out is arithmetic, which bounds no step of few rows, and what devices send to each
+other.
 """
 
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class CompiledStep:
     way: str
     batch: int  # rows of sequences, padding included
     read: float  # bytes of weights and of committed keys and values
+    cache: float  # of them, bytes of keys and values
     counted: Counted
     device: Device
 
@@ -52,7 +54,7 @@ class CompiledStep:
     @property
     def seconds(self) -> float:
         """The seconds that the compiled program cannot be under."""
-        moved = max(self.read, self.counted.moved_bytes)
+        moved = max(self.read, self.counted.moved_bytes + self.cache)
         return moved / self.device.bandwidth + self.counted.launches * LAUNCH_SECONDS
 
     def to_json(self) -> dict[str, Any]:
@@ -111,6 +113,6 @@ def compile_steps(plan: ServePlan) -> tuple[CompiledStep, ...]:
             work = [replica.forward(batch, shapes.num_nodes(tree), context)]
             work += replica.drafts(batch, tree, context) if tree else ()
             counted = described.compile(runner, StepProgram(batch, shapes.max_pages, tree))
-            read = sum(each.read for each in work)
-            found.append(CompiledStep(describe_tree(tree), batch, read, counted, order.device))
+            read, cache = sum(each.read for each in work), sum(each.cache for each in work)
+            found.append(CompiledStep(describe_tree(tree), batch, read, cache, counted, order.device))
     return tuple(found)

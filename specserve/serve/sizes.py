@@ -35,6 +35,7 @@ KEPT_BITS = 6  # of the number of pages: a little less memory at the next start 
 # seen, left by top-k, probabilities, the bits of both in their order, noise), and of a layer's scores of a chunk of a
 # prompt
 LOGITS_AT_ONCE, SCORES_AT_ONCE = 8, 4
+TILE_ROWS = 8  # of float32 on a TPU, at most; a sequence's rows of logits are filled up to whole tiles
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,11 @@ def estimated_temporaries(target: ModelConfig, shapes: Shapes, mesh: Mesh | None
     """Estimate the bytes that programs of these shapes need on each device beside their arguments. Accelerators read
     pages where they are, so no prompt's scores are of more than its own chunk."""
     step, prefill, *_ = largest_programs(shapes)
-    rows = step.batch // shapes.num_ranks * shapes.num_nodes(step.tree)
+    nodes = shapes.num_nodes(step.tree)
+    if program_platform() == "tpu":
+        tile = min(TILE_ROWS, 1 << (nodes - 1).bit_length())
+        nodes = -(-nodes // tile) * tile
+    rows = step.batch // shapes.num_ranks * nodes
     heads, chunk = on_each_device(mesh, "heads", target.num_heads), prefill.chunk
     return 4 * max(LOGITS_AT_ONCE * rows * target.vocab_size, SCORES_AT_ONCE * chunk * chunk * heads)
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 
 import pytest
+from compiled import collectives
 from typer.testing import CliRunner
 
 from specserve.cli.main import app
@@ -13,6 +14,7 @@ from specserve.errors import ConfigError
 from specserve.plan import compiled
 from specserve.plan.ahead import Counted, read_thunks
 from specserve.plan.compiled import CompiledStep, compile_steps
+from specserve.plan.hlo import Program
 from specserve.plan.serving import ServePlan, make_serve_plan
 from specserve.plan.settings import PlanServeRun
 
@@ -40,6 +42,54 @@ condition:
     013: kCopy [source | sink] kCopy
 """
 
+# weights of 2 MB, on a chip's own memory where the layout says S(1)
+HLO = """HloModule jit__steps, is_scheduled=true
+
+%gathered (p.0: bf16[1000,1000], p.1: s32[4]) -> bf16[4,1000] {
+  %p.0 = bf16[1000,1000]{1,0:T(8,128)(2,1)} parameter(0)
+  %p.1 = s32[4]{0:T(128)} parameter(1)
+  ROOT %gather.1 = bf16[4,1000]{1,0:T(8,128)(2,1)} gather(%p.0, %p.1), offset_dims={1}
+}
+
+%best (q.0: f32[4,1000]) -> s32[4] {
+  %q.0 = f32[4,1000]{1,0:T(8,128)} parameter(0)
+  ROOT %reduce.1 = s32[4]{0:T(128)} reduce(%q.0), dimensions={1}
+}
+
+%greedy (g.0: f32[4,1000]) -> s32[4] {
+  %g.0 = f32[4,1000]{1,0:T(8,128)} parameter(0)
+  ROOT %argmax.1 = s32[4]{0:T(128)S(1)} fusion(%g.0), kind=kLoop, calls=%best
+}
+
+%sampled (s.0: f32[4,1000]) -> s32[4] {
+  %s.0 = f32[4,1000]{1,0:T(8,128)} parameter(0)
+  %all-gather.7 = f32[4,8000]{1,0:T(8,128)} all-gather(%s.0), dimensions={1}
+  ROOT %draw.1 = s32[4]{0:T(128)S(1)} fusion(%all-gather.7), kind=kLoop, calls=%best
+}
+
+%body (b.0: (bf16[1000,1000], f32[4,1000])) -> (bf16[1000,1000], f32[4,1000]) {
+  %b.0 = (bf16[1000,1000]{1,0}, f32[4,1000]{1,0:T(8,128)}) parameter(0)
+  %weights = bf16[1000,1000]{1,0} get-tuple-element(%b.0), index=0
+  %logits = f32[4,1000]{1,0:T(8,128)} get-tuple-element(%b.0), index=1
+  %copy-start.1 = (bf16[1000,1000]{1,0:S(1)}, bf16[1000,1000]{1,0}, u32[]{:S(2)}) copy-start(%weights)
+  %copy-done.1 = bf16[1000,1000]{1,0:S(1)} copy-done(%copy-start.1)
+  %product = f32[4,1000]{1,0:T(8,128)S(1)} convolution(%copy-done.1, %copy-done.1), dim_labels=bf_io->bf
+  %all-reduce.1 = f32[4,1000]{1,0:T(8,128)S(1)} all-reduce(%product), to_apply=%greedy
+  %pages = bf16[1000,1000]{1,0} custom-call(%weights), custom_call_target="tpu_custom_call"
+  %drawn = s32[4]{0:T(128)S(1)} conditional(%flag, %logits, %logits), branch_computations={%greedy, %sampled}
+  ROOT %next = (bf16[1000,1000]{1,0}, f32[4,1000]{1,0:T(8,128)}) tuple(%weights, %logits)
+}
+
+ENTRY %main (a.0: bf16[1000,1000], a.1: s32[4]) -> f32[4,1000] {
+  %a.0 = bf16[1000,1000]{1,0} parameter(0)
+  %a.1 = s32[4]{0:T(128)S(1)} parameter(1)
+  %rows = bf16[4,1000]{1,0:T(8,128)(2,1)S(1)} fusion(%a.0, %a.1), kind=kLoop, calls=%gathered
+  %copy.1 = bf16[1000,1000]{0,1} copy(%a.0)
+  %loop = (bf16[1000,1000]{1,0}, f32[4,1000]{1,0:T(8,128)}) while(%a.0), condition=%greedy, body=%body
+  ROOT %out = f32[4,1000]{1,0:T(8,128)} get-tuple-element(%loop), index=1
+}
+"""
+
 
 @pytest.fixture(scope="module")
 def plan() -> ServePlan:
@@ -53,11 +103,22 @@ def test_launches_are_those_of_the_cheapest_branches() -> None:
     assert [thunk.launches for thunk in thunks] == [5, 0]
 
 
+def test_moved_is_what_crosses_the_border_of_the_large_memory() -> None:
+    """Four rows of a table, a copy, and in the loop's body once: a matrix fetched ahead, which is read on the chip, and
+    the logits of the branch that moves least. What a kernel is given does not count."""
+    rows, copy, fetched, logits = 4 * 2000, 2 * 2_000_000, 2_000_000, 4 * 4000
+    assert Program(HLO).moved_bytes() == rows + copy + fetched + logits
+
+
+def test_what_devices_send_is_that_of_the_branch_that_sends_nothing() -> None:
+    assert collectives(HLO) == {"f32[4,1000]": 4 * 4000}
+
+
 def test_a_step_takes_its_bytes_and_its_launches() -> None:
     (h100, _), (v6e, _) = (parse_devices(name) for name in ("h100-1", "tpu-v6e-1"))
-    on_gpu = CompiledStep("off", 8, 3.35e9, Counted(0, 0, 0, 0.0, "", launches=500), h100)
+    on_gpu = CompiledStep("off", 8, 3.35e9, 0, Counted(0, 0, 0, 0, "", launches=500), h100)
     assert on_gpu.seconds == pytest.approx(1e-3 + 500 * compiled.LAUNCH_SECONDS)
-    on_tpu = CompiledStep("off", 8, 1.64e9, Counted(0, 0, 0, 3.28e9, ""), v6e)
+    on_tpu = CompiledStep("off", 8, 1.64e9, 0.4e9, Counted(0, 0, 0, 2_880_000_000, ""), v6e)
     assert (on_tpu.bound, on_tpu.seconds) == pytest.approx((1e-3, 2e-3))
     assert on_tpu.to_json()["of_the_bound"] == pytest.approx(0.5)
 
@@ -82,7 +143,7 @@ def test_what_cannot_be_compiled_is_one_line(
 
 def test_the_command_prints_what_was_counted(plan: ServePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [
-        CompiledStep(way, batch, 1.6e10, Counted(10**10, 10**9, 4 * 10**7, 0.0, "", 820, 1), plan.order.device)
+        CompiledStep(way, batch, 1.6e10, 0, Counted(10**10, 10**9, 4 * 10**7, 0, "", 820, 1), plan.order.device)
         for way in ("off", "chain:3")
         for batch in (8, 32)
     ]

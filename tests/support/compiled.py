@@ -1,25 +1,197 @@
-"""What is found in the text of a compiled program."""
+"""Programs of a server as XLA's compilers make them for devices that need not be here, and what is found in them.
 
+The targets are a preset's first layers, the heads that draft are whole.
+"""
+
+import dataclasses
+import functools
+import json
+import math
 import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from typer.testing import CliRunner
 
-from specserve.kernels.pages import Pages
+from specserve.cli.main import app
+from specserve.devices import parse_devices
+from specserve.drafters.registry import DraftSettings, load_kind
+from specserve.drafters.speculation import parse_speculation
+from specserve.kernels.pages import Pages, default_page_size
+from specserve.mesh import MESH_AXES
+from specserve.models.presets import PRESETS
+from specserve.models.sharding import spread_kv_heads
+from specserve.plan.ahead import Counted, Described, describe
+from specserve.plan.hlo import Instruction, Program
+from specserve.plan.serving import MEMORY_SHARE
 from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import make_shapes
+from specserve.serve.sizes import estimated_temporaries
+from specserve.speculative.program import StepProgram
 
+SLOTS, CONTEXT, CHUNK = 8, 4096, 1024
+DRAFT_VOCAB = 32_000
+WAYS = ("off", "chain:3", "tree:5x4x16")
 COPIES = {"copy", "copy-start", "copy-done", "transpose", "slice-start", "dynamic-slice-start", "scatter"}
+COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"}
+NO_SPILLS = (
+    "xla_gpu_fail_ptx_compilation_on_register_spilling"  # XLA refuses a program of which a kernel spills registers
+)
 
 
-def copies_of_pages(text: str, runner: Runner) -> set[str]:
-    """The operations of an optimised program that make an array of the size of a layer's pages anew, of those that move
-    memory. A scatter is one on a TPU alone, whose compiler lays its result out otherwise than kernels do."""
-    layers = runner.state.cache.layers
-    arrays = [leaf for layer in layers if isinstance(layer, Pages) for leaf in (layer.k, layer.v) if leaf is not None]
-    own = {",".join(map(str, shape)) for shape in {_on_each(array) for array in arrays}}
-    made = {kind for shape in own for kind in re.findall(rf"= \(?\w+\[{shape}\]\S* (?:\S+ )*?([\w-]+)\(", text)}
-    return made & COPIES
+@dataclass(frozen=True)
+class Case:
+    """A program of a server on devices of one kind."""
+
+    devices: str  # as `describe` knows them
+    way: str  # the speculation of a step, or "prefill": a prompt's CHUNK tokens
+    preset: str = "qwen3-8b"
+    tensor: int = 1  # devices that share each layer
+    layers: int = 2
+
+    def __str__(self) -> str:
+        over = f" tensor={self.tensor}" if self.tensor > 1 else ""
+        return f"{self.devices.partition(':')[0]}{over} {self.preset.partition('-')[0]} {self.way}"
+
+    @property
+    def tree(self):
+        return None if self.way == "prefill" else parse_speculation(self.way)
+
+    @property
+    def described(self) -> Described:
+        return _described(self.devices, self.tensor)
+
+    @property
+    def runner(self) -> Runner:
+        return _runner(self.devices, self.preset, self.tensor, self.layers)
+
+    @property
+    def rows(self) -> int:
+        """The rows of the program's products."""
+        return CHUNK if self.way == "prefill" else SLOTS * self.runner.shapes.num_nodes(self.tree)
+
+    def compiled(self) -> Counted:
+        return _compiled(self)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes that each device holds of what sequences have left behind."""
+        leaves = jax.tree.leaves(self.runner.state)
+        return sum(math.prod(_on_each(leaf)) * leaf.dtype.itemsize for leaf in leaves)
+
+    @property
+    def set_aside(self) -> int:
+        """The bytes that a server of such programs alone keeps free for what they need beside their arguments."""
+        runner = self.runner
+        alone = dataclasses.replace(runner.shapes, trees=(self.tree,))
+        return estimated_temporaries(runner.config.target, alone, runner.place.mesh)
+
+    def copies_of_pages(self) -> set[str]:
+        """The operations that make an array of the size of a layer's pages anew, of those that move memory. On a TPU
+        a scatter is one of them, whose compiler lays its result out otherwise than kernels do."""
+        layers = self.runner.state.cache.layers
+        arrays = [
+            leaf for layer in layers if isinstance(layer, Pages) for leaf in (layer.k, layer.v) if leaf is not None
+        ]
+        own = {",".join(map(str, shape)) for shape in {_on_each(array) for array in arrays}}
+        text = self.compiled().text
+        made = {kind for shape in own for kind in re.findall(rf"= \(?\w+\[{shape}\]\S* (?:\S+ )*?([\w-]+)\(", text)}
+        return made & (COPIES if self.described.platform == "tpu" else COPIES - {"scatter"})
+
+    def copies_of_matrices(self) -> set[str]:
+        """The matrices of weights that the program writes anew to the large memory of a TPU, in another order."""
+        leaves = [leaf for leaf in jax.tree.leaves(self.runner.inputs.layouts.many) if leaf.ndim == 2]
+        own = {tuple(sorted(_on_each(leaf))) for leaf in leaves}
+
+        def copied(instruction: Instruction) -> int:
+            made = instruction.results[:1] if instruction.kind in ("copy", "copy-start", "transpose") else []
+            return sum(each.num_bytes for each in made if not each.is_on_chip)
+
+        found = filter(copied, Program(self.compiled().text).executed(copied))
+        return {each.results[0].text for each in found if tuple(sorted(each.results[0].sizes)) in own}
+
+
+def collectives(text: str) -> dict[str, int]:
+    """The arrays that devices send one another in one run of an optimised program, and the bytes of each."""
+
+    def sent(instruction: Instruction) -> int:
+        is_one = instruction.kind.removesuffix("-start") in COLLECTIVES
+        return sum(each.num_bytes for each in instruction.results) if is_one else 0
+
+    found = filter(sent, Program(text).executed(sent))
+    return {each.text: each.num_bytes for instruction in found for each in instruction.results}
+
+
+def dumped_to(folder: Path) -> dict[str, Any]:
+    """The options by which XLA leaves the kernels of a program for GPUs in a folder, as `spilled` reads them."""
+    return {"xla_dump_to": str(folder), "xla_dump_emitter_re": ".*ptx.*"}
+
+
+def spilled(folder: Path, described: Described) -> dict[str, int]:
+    """The bytes of registers that each of this package's kernels in a program spills, which is compiled again for it.
+    XLA's own are left out: of some of its sorts it knows none but a poor form for a GPU that is not here."""
+    found, ptxas = {}, Path(described.options["xla_gpu_cuda_data_dir"], "bin", "ptxas")
+    for path in folder.glob("*.ptx"):
+        for kernel in re.findall(r"\.entry ((?:attend|merge)_\w+)\(", path.read_text()):
+            command = [ptxas, "-v", "-arch=sm_90a", path, "-o", folder / "out"]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            found[kernel] = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+    return found
 
 
 def _on_each(array: jax.Array) -> tuple[int, ...]:
     """The shape of an array's part on one device."""
     return array.sharding.shard_shape(array.shape)
+
+
+@functools.cache
+def _described(devices: str, tensor: int) -> Described:
+    return describe(devices, tensor)
+
+
+@functools.cache
+def _runner(devices: str, preset: str, tensor: int, layers: int) -> Runner:
+    full, described, mesh = PRESETS[preset].config(), _described(devices, tensor), None
+    target = dataclasses.replace(full, num_layers=layers, layers=full.layers[:layers], dtype="bfloat16")
+    head = load_kind("eagle3").new(DraftSettings(), full, DRAFT_VOCAB).with_dtype("bfloat16")
+    drafter = type(head)(dataclasses.replace(head.config, aux_layers=(0, 1, 1)))
+    if tensor > 1:
+        shape = [tensor if axis == "tensor" else 1 for axis in MESH_AXES]
+        mesh = Mesh(np.array(described.devices).reshape(shape), MESH_AXES, (AxisType.Auto,) * len(shape))
+        target = spread_kv_heads(target, mesh)
+    page = default_page_size(described.platform)
+    with described.made_for():
+        sizes = {"num_slots": SLOTS, "max_model_len": CONTEXT, "page_size": page, "num_pages": SLOTS * CONTEXT // page}
+        shapes = make_shapes([parse_speculation(way) for way in WAYS], target, mesh, **sizes)
+    return described.runner(target, drafter, shapes, mesh)
+
+
+@functools.cache
+def _compiled(case: Case) -> Counted:
+    runner = case.runner
+    width = runner.shapes.max_pages
+    program = runner.shapes.prefill(width, CHUNK) if case.way == "prefill" else StepProgram(SLOTS, width, case.tree)
+    return case.described.compile(runner, program)
+
+
+def planned(devices: str, *arguments: str) -> list[dict[str, Any]]:
+    """The steps of `specserve plan serve --compile` for Qwen3-8B, whose memory is what the plan counts: the arguments
+    of each are its parts, and token masks, the head's token ids and the slots, which it leaves out; what a step takes
+    beside them has room in what the plan leaves free."""
+    line = ["plan", "serve", "--target", "qwen3-8b", "--devices", devices, *arguments, "--compile", "--json"]
+    shown = CliRunner().invoke(app, line, catch_exceptions=False).stdout
+    found, (device, _), target = json.loads(shown), parse_devices(devices), PRESETS["qwen3-8b"].config()
+    parts, steps = found["fleet"]["bytes_per_device"], found["compiled"]
+    for step in steps:
+        head, ids, masks = parts["head"], 4 * DRAFT_VOCAB, 0
+        if step["way"] == "off":
+            head, ids, masks = 0, 0, step["batch"] * (target.vocab_size // 8)
+        uncounted = step["bytes_of_arguments"] - (sum(parts.values()) - parts["head"] + head)
+        assert ids + masks <= uncounted <= ids + masks + 4096, step
+        assert step["bytes_beside"] <= (1 - MEMORY_SHARE) * device.memory, step
+    return steps
