@@ -26,7 +26,7 @@ OTHERS = 5  # meshes that are shown besides
 def serve(run: PlanServeRun) -> None:
     """Print what a load takes and brings. Raises ConfigError or CheckpointError."""
     if run.compile:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA warns of what only a device could tell it
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA warns of facts that only a device has
     plan = make_serve_plan(run)
     steps = compile_steps(plan) if run.compile else ()
     if run.json:
