@@ -111,7 +111,7 @@ class Program:
         if kind in _FREE or kind == "custom-call" or kind.endswith("-done"):
             return 0
         results, taken = instruction.results, [each for operand in instruction.operands for each in operand.results]
-        if kind.endswith("-start"):  # whose results are those of the whole, its operands, and where it stands
+        if kind.endswith("-start"):  # the results are those of the whole, its operands, and where it stands
             result = results[0 if kind == "copy-start" else min(len(taken), len(results) - 1)]
             return result.num_bytes * (any(not each.is_on_chip for each in taken) + (not result.is_on_chip))
         if kind in _SLICES:
@@ -119,7 +119,7 @@ class Program:
         return _large(results) + (sum(self._read_by_fusion(instruction)) if kind == "fusion" else _large(taken))
 
     def _read_by_fusion(self, fusion: Instruction) -> Iterator[int]:
-        """What a fusion reads of each operand, less what it does not write of a result that is the operand's own."""
+        """Count what a fusion reads of each operand, less the part of a result that is the operand's own and stays."""
         body = self.computation(fusion.called[0])
         parameters = {int(each.rest.partition(")")[0]): each for each in body.values() if each.kind == "parameter"}
         for i, operand in enumerate(fusion.operands):
