@@ -116,6 +116,16 @@ class Case:
         return {each.results[0].text for each in found if tuple(sorted(each.results[0].sizes)) in own}
 
 
+def copies_of_pages(text: str, runner: Runner) -> set[str]:
+    """The operations of an optimised program that make an array of the size of a layer's pages anew, of those that move
+    memory. A scatter is one on a TPU alone, whose compiler lays its result out otherwise than kernels do."""
+    layers = runner.state.cache.layers
+    arrays = [leaf for layer in layers if isinstance(layer, Pages) for leaf in (layer.k, layer.v) if leaf is not None]
+    own = {",".join(map(str, shape)) for shape in {_on_each(array) for array in arrays}}
+    made = {kind for shape in own for kind in re.findall(rf"= \(?\w+\[{shape}\]\S* (?:\S+ )*?([\w-]+)\(", text)}
+    return made & COPIES
+
+
 def collectives(text: str) -> dict[str, int]:
     """The arrays that devices send one another in one run of an optimised program, and the bytes of each."""
 
