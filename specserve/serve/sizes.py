@@ -7,6 +7,7 @@ may be as long as the target allows.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,16 @@ from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.speculation import drafter_for
 from specserve.errors import ConfigError
 from specserve.kernels.pages import default_page_size
-from specserve.mesh import free_memory, in_equal_parts, num_parts, on_each_device, program_platform
+from specserve.mesh import (
+    LOGICAL_TO_MESH,
+    SERVING_AXES,
+    free_memory,
+    in_equal_parts,
+    mesh_sizes,
+    num_parts,
+    on_each_device,
+    program_platform,
+)
 from specserve.models.config import ModelConfig
 from specserve.serve.programs.placement import bytes_per_page, state_bytes
 from specserve.serve.programs.shapes import LEAST_BATCH, Shapes, make_shapes
@@ -84,6 +94,13 @@ def page_size(run: ServeRun) -> int:
 def is_filled(run: ServeRun) -> bool:
     """Return whether the cache takes all memory that is left."""
     return program_platform() != "cpu" and not (run.max_slots or run.cache_tokens or run.cache_gb or run.cache_fraction)
+
+
+def most_slots(run: ServeRun) -> int:
+    """Return the slots that a server of these settings has at most, on whatever devices. Raises ConfigError where
+    `--mesh` names none."""
+    devices = mesh_sizes(run.mesh, SERVING_AXES)
+    return run.max_slots or MOST_SLOTS * math.prod(devices.get(axis, 1) for axis in LOGICAL_TO_MESH["batch"])
 
 
 def longest_sequence(config: ModelConfig, max_model_len: int) -> int:
