@@ -326,7 +326,9 @@ def make_runner(
 ) -> Runner:
     """Give the device the models, and slots and a cache as the settings say, for steps over these trees. Nothing is
     compiled yet, but the largest programs where the cache takes all memory that they leave."""
-    models = with_cache_dtype(models, run)
+    models, num_layers = with_cache_dtype(models, run), models.target.config.num_layers
+    if wrong := [layer for layer in run.hidden_states if not 0 <= layer < num_layers]:
+        raise ConfigError(f"--hidden-states {wrong[0]}: {models.name} has the layers 0 to {num_layers - 1}")
     served = Served(models.target.config, models.head.drafter if models.head else None, trees, models.mesh)
     make = functools.partial(LeadingRunner, rank) if isinstance(rank, Leader) else Runner
 

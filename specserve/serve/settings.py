@@ -199,6 +199,12 @@ class ServeRun:
         scope=PROGRAM,
         help="take grammars (JSON schemas and the like); their speculative steps are programs of their own",
     )
+    hidden_states: tuple[int, ...] = setting(
+        (),
+        scope=PROGRAM,
+        help="layers of the target, from 0, behind which /v1/hidden_states returns the hidden states of prompts; "
+        "empty: none",
+    )
     enable_per_request_metrics: bool = setting(
         False, help="put times into the replies: in the queue, to the first token, of generation; and tokens per second"
     )
@@ -253,6 +259,7 @@ class EngineSettings(TypedDict, total=False):
     max_queue: int
     deterministic: bool
     constrained: bool
+    hidden_states: tuple[int, ...]
     early_ready: bool
     watchdog_seconds: float
 

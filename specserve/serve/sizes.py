@@ -83,6 +83,7 @@ class Served:
             page_size=page_size(run),
             num_pages=sizes.num_pages,
             is_deterministic=run.deterministic,
+            kept_layers=run.hidden_states,
         )
 
 

@@ -33,6 +33,7 @@ class StepConfig:
     drafter: Drafter | None  # None: plain decoding
     max_depth: int  # of any tree that runs on the state
     is_coupled: bool = True  # the draft ranks with the target's noise; off only to measure what that brings
+    kept_layers: tuple[int, ...] = ()  # those behind which a scored prompt's residual stream is returned
     verified_depth: int = 0  # every step verifies a chain of this length, in one exact order of sums; 0: what it must
 
     @property
@@ -67,6 +68,8 @@ class StepResult:
     counts: Any  # [batch, 2 + depth + 1] int32: draft tokens accepted, the source of the proposal, the tokens
     logprobs: Logprobs | None  # of the tokens; read where they were asked for
     prompt: Scores | None = None  # [batch, chunk], of the token after each of a scored prompt
+    # [batch, chunk, (layers + 1) * d_model] of a scored prompt: behind the kept layers, and what the logits are made of
+    hidden_states: Any = None
     node_ids: jax.Array | None = None  # [batch, node] int32, the proposed tokens and the root; None without a tree
     parents: jax.Array | None = None  # [batch, node] int32, of the nodes; None of a chain, where they are known
     confidence: jax.Array | None = None  # [batch, depth] float32, see `tree.Proposal`; None where the draft gives none

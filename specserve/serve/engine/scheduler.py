@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.pages import PagePool
@@ -38,6 +39,7 @@ class Sequence:
     output: OutputStream
     output_ids: list[int] = field(default_factory=list)  # emitted and read
     prompt: list[PromptToken] = field(default_factory=list)  # the scored tokens so far of a prompt that is scored
+    hidden_states: list[Any] = field(default_factory=list)  # the same, of its chunks
     estimate: Estimate | None = None  # how many draft tokens it accepts; None before its first admission
     acceptance: Acceptance = field(default_factory=Acceptance)
     drafts: list[tuple[int, int]] = field(default_factory=list)  # see `SpeculationStats`
@@ -96,8 +98,9 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Return whether the log-probabilities of its prompt are still to be returned."""
-        return self.request.params.prompt_logprobs is not None and not self.output_ids
+        """Return whether log-probabilities or hidden states of its prompt are still to be returned."""
+        params = self.request.params
+        return (params.prompt_logprobs is not None or params.hidden_states) and not self.output_ids
 
     @property
     def is_prefilling(self) -> bool:

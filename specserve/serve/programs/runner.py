@@ -70,6 +70,7 @@ class Runner:
             drafter_for(shapes.trees, head.drafter if head else None),
             shapes.max_depth,
             is_coupled=is_coupled,
+            kept_layers=shapes.kept_layers,
             verified_depth=shapes.verified_depth,
         )
         if check is not None:
@@ -220,15 +221,19 @@ class Runner:
         *,
         has_logprobs: bool = False,
         is_scored: bool = False,
+        has_states: bool = False,
         allowed: np.ndarray | None = None,
     ) -> StepHandle:
         """Run the next tokens of prompts, of each data rank at most as many as there is a program for. The drawn token
-        counts after the last. With `is_scored` the result has the log-probabilities of the prompts' own tokens.
-        `allowed` ([part, 1, bytes] uint8, as `TokenMask.masks`) are the tokens that may be drawn."""
+        counts after the last. With `is_scored` the result has the log-probabilities of the prompts' own tokens, with
+        `has_states` the hidden states of the kept layers too. `allowed` ([part, 1, bytes] uint8, as `TokenMask.masks`)
+        are the tokens that may be drawn."""
         slots, batches = [slot for slot, _, _ in parts], self.shapes.batches
         program = self.compiled.first(self._prefills(parts, is_scored=is_scored))
         bits = batches.fill_masks(slots, allowed, program.batch)
         result = self.run(program, *self._in_rows(parts, program.batch), bits)
+        if not has_states:
+            result = dataclasses.replace(result, hidden_states=None)
         return self._prefilled(parts, program.batch, result, has_logprobs=has_logprobs)
 
     def _prefills(self, parts: Sequence[PromptPart], *, is_scored: bool = False) -> Iterator[StepProgram]:

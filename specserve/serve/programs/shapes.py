@@ -52,6 +52,7 @@ class Shapes:
     num_ranks: int = 1  # data ranks: it divides slots, pages and every batch
     most_steps: int = 1  # steps that one call of a program makes, one after another
     prompt_tokens: int = 0  # of prompts side by side on a device, in one program; 0: one prompt
+    kept_layers: tuple[int, ...] = ()  # layers of which requests may ask for hidden states
     is_mixing: bool = False  # there are programs that make a step and prefill prompts
 
     @property
@@ -217,6 +218,7 @@ def make_shapes(
     page_size: int,
     num_pages: int,
     is_deterministic: bool = False,
+    kept_layers: tuple[int, ...] = (),
 ) -> Shapes:
     """Choose the shapes of a server's steps for a target on the default backend. `trees` are the ways to make a step,
     None being plain decoding. Deterministic steps take one tree at most, a chain of at most DETERMINISTIC_DEPTH. Raises
@@ -238,6 +240,7 @@ def make_shapes(
         chunks=chunks,
         max_rows=CPU_ROWS if program_platform() == "cpu" else DEVICE_ROWS,
         num_ranks=num_ranks,
+        kept_layers=kept_layers,
         # XLA makes a GPU's host drive loops unless its flags put them into CUDA graphs (+WHILE), which no GPU has timed
         most_steps=1 if program_platform() == "gpu" else STEPS_AT_ONCE,
         # a CPU computes prompts one after another in the same time, and the first is done sooner

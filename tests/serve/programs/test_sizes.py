@@ -134,6 +134,11 @@ def test_what_is_set_decides_on_an_accelerator_too(models: Models, filled: Any) 
         choose_sizes(served(models), ServeRun(max_model_len=513))
 
 
+def test_layers_that_are_not_there_are_not_kept(headless: Models) -> None:
+    with pytest.raises(ConfigError, match=r"--hidden-states 6: .* has the layers 0 to 5"):
+        make_runner(headless, ServeRun(hidden_states=(5, 6)), [None])
+
+
 def test_a_cpu_keeps_room_for_others(models: Models) -> None:
     chosen = choose_sizes(served(models), ServeRun())
     assert (chosen.num_slots, chosen.max_model_len, chosen.num_pages) == (FEW_SLOTS, 512, FEW_SLOTS * 512 // 32)
