@@ -209,8 +209,8 @@ def make_engine(
     A measurement can have the draft rank without the target's noise, to see what that brings."""
     if watcher is not None and models.target.config.is_recurrent:
         raise ConfigError(
-            f"--kv-events-endpoint tells what the prefix cache has, and there is none for {models.name}: no page keeps "
-            "the state of its recurrent layers"
+            f"--kv-events-endpoint tells which pages can be hit, and those of {models.name} need the state of its "
+            "recurrent layers besides"
         )
     runner = _make_runner(models, run, leader, is_coupled=is_coupled)
     programs = program_list.list_programs(runner, has_scoring=has_scoring)

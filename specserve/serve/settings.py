@@ -173,6 +173,13 @@ class ServeRun:
         ge=0,
         lt=1,
     )
+    kept_states: int = setting(
+        0,
+        scope=PROGRAM,
+        help="of a target with recurrent layers: prefixes whose states are kept, without which none can be hit; 0: a "
+        "quarter of the slots, at least 8",
+        ge=0,
+    )
     prefix_cache: bool = setting(
         True, scope=ENGINE, help="keep the pages of finished sequences for prompts that begin alike"
     )
@@ -253,6 +260,7 @@ class EngineSettings(TypedDict, total=False):
     cache_tokens: int
     cache_gb: float
     cache_fraction: float
+    kept_states: int
     prefix_cache: bool
     schedule: Literal["fcfs", "longest-prefix"]
     prefill_tokens: int

@@ -84,7 +84,14 @@ class Served:
             num_pages=sizes.num_pages,
             is_deterministic=run.deterministic,
             kept_layers=run.hidden_states,
+            kept_states=num_kept_states(self.target, sizes.num_slots, run.kept_states) if run.prefix_cache else 0,
         )
+
+
+def num_kept_states(target: ModelConfig, num_slots: int, asked: int = 0) -> int:
+    """Return how many recurrent states of prefixes a server of so many slots keeps where prefixes are cached: as many
+    as its settings ask for, unless these are 0."""
+    return (asked or max(FEW_SLOTS, num_slots // 4)) if target.is_recurrent else 0
 
 
 def page_size(run: ServeRun) -> int:
@@ -163,7 +170,13 @@ def _filled(served: Served, run: ServeRun, longest: int, set_aside: int | None) 
         shapes = served.shapes(run, sizes)
         if aside is None:
             aside = estimated_temporaries(served.target, shapes, served.mesh)
-        config = StepConfig(served.target, drafter, shapes.max_depth, verified_depth=shapes.verified_depth)
+        config = StepConfig(
+            served.target,
+            drafter,
+            shapes.max_depth,
+            kept_states=shapes.kept_states,
+            verified_depth=shapes.verified_depth,
+        )
         of_slots = state_bytes(config, served.mesh, each * ranks, 0, page_size=tokens, max_pages=whole)
         left = free - round(UNPLANNED * free) - aside - of_slots
         pages = left // max(1, per_page)

@@ -34,6 +34,7 @@ class StepConfig:
     max_depth: int  # of any tree that runs on the state
     is_coupled: bool = True  # the draft ranks with the target's noise; off only to measure what that brings
     kept_layers: tuple[int, ...] = ()  # those behind which a scored prompt's residual stream is returned
+    kept_states: int = 0  # recurrent states of prefixes that the state has room for beside those of its slots
     verified_depth: int = 0  # every step verifies a chain of this length, in one exact order of sums; 0: what it must
 
     @property
@@ -98,6 +99,7 @@ class Admission:
     rows: SamplerRows  # [1]
     tokens: TokenRows  # [1]
     promise: jax.Array  # [] float32, accepted tokens per step that the drafter's head promises
+    kept: jax.Array | None = None  # [] int32, the place of the recurrent state behind the cached entries; -1: zeros
 
 
 @pytree
@@ -122,7 +124,13 @@ def init_state(
         history=jnp.zeros((num_slots, max_pages * page_size), jnp.int32),
         rows=SamplerRows.greedy(num_slots),
         tokens=TokenRows.zeros(num_slots, config.target.vocab_size),
-        cache=Cache.zeros(config.target, num_slots=num_slots, num_pages=num_pages, page_size=page_size),
+        cache=Cache.zeros(
+            config.target,
+            num_slots=num_slots,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kept=config.kept_states,
+        ),
         draft=config.drafter.init_state(config.target, sizes) if config.drafter else None,
     )
     return share_out(state, num_ranks)
@@ -143,9 +151,14 @@ def admit(config: StepConfig, state: SlotState, slot: jax.Array, new: Admission)
         history=state.history.at[slot].set(new.history),
         rows=jax.tree.map(put, state.rows, new.rows),
         tokens=jax.tree.map(put, state.tokens, new.tokens),
-        cache=state.cache.reset(slot),
+        cache=state.cache.reset(slot, new.kept),
         draft=draft,
     )
+
+
+def keep(_config: StepConfig, state: SlotState, slot: jax.Array, place: jax.Array) -> SlotState:
+    """Copy the recurrent state of a slot to a place, both [] int32, from which `admit` takes it."""
+    return dataclasses.replace(state, cache=state.cache.keep(slot, place))
 
 
 @pytree

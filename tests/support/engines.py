@@ -186,6 +186,7 @@ def make_runner(
     folder: Path | None = None,
     widths: Sequence[int] = (),  # empty: the widest alone
     is_mixing: bool = False,  # as on an accelerator: steps and prompts in one program
+    kept_states: int = 0,  # recurrent ones, of prefixes
     kept_layers: tuple[int, ...] = (),  # layers of which hidden states may be asked for
     make: Callable[..., Runner] = Runner,
 ) -> Runner:
@@ -199,6 +200,7 @@ def make_runner(
         page_size=PAGE_SIZE,
         num_pages=num_pages or num_slots * MAX_LEN // PAGE_SIZE,
         kept_layers=kept_layers,
+        kept_states=kept_states,
     )
     few = dataclasses.replace(
         shapes, batch_sizes=(num_slots,), widths=(*widths, shapes.widths[-1]), chunks=(chunk,), max_rows=1024

@@ -321,6 +321,9 @@ class Rounds:
             has_logprobs=_asked(lasts.values())["has_logprobs"],
             allowed=self._masks_of_prompts(lasts, len(chunks)),
         )
+        for chunk in chunks:
+            if chunk.keep is not None:
+                self.runner.keep_state(chunk.sequence.slot, chunk.keep)
         return _prompts_in_flight(handle, chunks)
 
     def _masks_of_prompts(self, lasts: dict[int, Sequence], batch: int) -> np.ndarray | None:
@@ -355,7 +358,11 @@ class Rounds:
             token_rows(request, sequence.output_ids, sorted(request.stop_ids), request.bad_sequences, vocab_size),
             promise=self.choice.controller.expected_tokens([estimate], deepest) - 1.0,
             ends=self.runner.eos_ids <= request.stop_ids,
+            kept=sequence.kept,
         )
+        if sequence.kept >= 0:
+            assert self.scheduler.pool.kept is not None
+            self.scheduler.pool.kept.was_read(sequence.kept)
 
     def _read(self) -> None:
         """Read the oldest round and hand out its tokens."""

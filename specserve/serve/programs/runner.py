@@ -44,6 +44,7 @@ RESERVED_MAPS = 6000  # memory maps that optional programs leave to others
 PromptPart = tuple[int, int, bool]
 EMPTY_STATE, ADMISSION = StepProgram(kind="empty state"), StepProgram(kind="admission")
 PAGE_TABLE, RECALL = StepProgram(kind="page table"), StepProgram(kind="recall")
+KEEPING = StepProgram(kind="kept state")
 
 
 class Runner:
@@ -71,6 +72,7 @@ class Runner:
             shapes.max_depth,
             is_coupled=is_coupled,
             kept_layers=shapes.kept_layers,
+            kept_states=shapes.kept_states,
             verified_depth=shapes.verified_depth,
         )
         if check is not None:
@@ -201,11 +203,16 @@ class Runner:
         tokens: TokenRows | None,  # None: no option names a token
         promise: float = 0.0,  # accepted tokens per step that the head promises
         ends: bool = False,  # with no `tokens`: the target's own ids end it, so that no step is made behind them
+        kept: int = -1,  # the place of the recurrent state behind the cached tokens
     ) -> None:
         """Start a sequence, of which the first `num_cached` tokens are in its pages already."""
         ids, own_pages = (np.array(numbers, np.int32) for numbers in (token_ids, pages))  # sent faster than lists
-        self.run(ADMISSION, slot, ids, own_pages, num_cached, rows, tokens, promise, ends)
+        self.run(ADMISSION, slot, ids, own_pages, num_cached, rows, tokens, promise, ends, kept)
         self.bounds.begin(slot, num_cached)
+
+    def keep_state(self, slot: int, place: int) -> None:
+        """Copy the recurrent state of a sequence to a place, where `admit` finds it."""
+        self.run(KEEPING, slot, place)
 
     def extend(self, new_pages: Sequence[tuple[int, int, int]]) -> None:
         """Give sequences more pages: (slot, which page of the sequence, page)."""
