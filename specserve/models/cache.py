@@ -114,7 +114,7 @@ class Cache:
         def clear(layer: Pages | State, kept: State | None) -> Pages | State:
             if isinstance(layer, Pages):
                 return layer
-            if place is None:
+            if kept is None:
                 return jax.tree.map(lambda x: x.at[slot].set(0), layer)
             return jax.tree.map(lambda x, own: x.at[slot].set(_at(own, place)), layer, kept)
 
@@ -130,9 +130,9 @@ class Cache:
         return dataclasses.replace(self, kept=tuple(map(copy, self.layers, self.kept)))
 
 
-def _at(kept: jax.Array, place: jax.Array) -> jax.Array:
-    """Return the part of a kept state at a place; below 0 zeros."""
-    return jnp.where(place >= 0, kept[place], 0)
+def _at(kept: jax.Array, place: jax.Array | None) -> jax.Array:
+    """Return what is kept at a place; zeros where it is below 0, or none."""
+    return jnp.zeros_like(kept[0]) if place is None else jnp.where(place >= 0, kept[place], 0)
 
 
 def _rows(state: State, slots: jax.Array | None) -> State:
