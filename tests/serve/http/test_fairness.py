@@ -23,7 +23,7 @@ from specserve.serve.engine.admission import Queue
 from specserve.serve.http import service
 from specserve.serve.http.app import create_app
 from specserve.serve.http.openai import fields as bodies
-from specserve.serve.http.openai import streaming
+from specserve.serve.http.openai import replies, streaming
 from specserve.serve.http.transport import json_codec, threads
 from specserve.serve.http.transport.json_codec import MAX_AT_ONCE, MAX_CONTAINERS, MAX_VALUES, read_json
 from specserve.serve.http.transport.server import HttpServer
@@ -199,7 +199,7 @@ def test_no_body_holds_the_event_loop(
         monkeypatch.setattr(owner, name, watched)
 
     for owner, name in [
-        *[(service, "parse_body"), (service, "write_json"), (streaming, "write_json"), (json_codec, "write_json")],
+        *[(service, "parse_body"), (service, "write_json"), (replies, "write_json"), (json_codec, "write_json")],
         *[(fake_engine.tokenizer, "encode"), (fake_engine, "submit")],
     ]:
         watch(owner, name)
