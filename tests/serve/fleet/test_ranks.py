@@ -22,9 +22,22 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from engines import PATIENCE, Ask, Dice, Reference, compile_programs, make_engine, make_runner, submit, wait_until
+from engines import (
+    PATIENCE,
+    Ask,
+    Dice,
+    Reference,
+    compile_programs,
+    greedy,
+    make_engine,
+    make_runner,
+    run,
+    submit,
+    wait_until,
+)
 from served import write_folder
 from several import Several
+from spread import target_of
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
@@ -99,9 +112,32 @@ def test_what_follows_has_the_same_state(
     assert followed == led
     sent = [messages.read(*frame, runner.shapes.trees) for frame in tape.frames()]
     assert {word for word, _ in sent} == {"run", "forget_answers"}
-    assert {values[0].kind for word, values in sent if word == "run"} == {*get_args(Kind)} - {"empty state"}
-    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(twin.state), strict=True):
-        assert np.array_equal(ours, np.asarray(theirs), equal_nan=True)
+    kinds = {values[0].kind for word, values in sent if word == "run"}
+    assert kinds == {*get_args(Kind)} - {"empty state", "kept state"}
+    _check_same(state, twin.state)
+
+
+def _check_same(ours: Any, theirs: Any) -> None:
+    for own, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert np.array_equal(own, np.asarray(other), equal_nan=True)
+
+
+def test_what_follows_keeps_the_same_recurrent_states(kept: Path | None) -> None:
+    tape = Tape()
+    made: dict[str, Any] = {"kept_states": 2, "folder": kept, "has_constrained": False}
+    runner = make_runner(target_of("delta nets"), None, "off", make=functools.partial(LeadingRunner, tape), **made)
+    twin = make_runner(target_of("delta nets"), None, "off", **made)
+    compile_programs(runner)
+    prompt = tuple(range(3, 50))
+    with make_engine(runner) as engine:
+        for start, number in ((47, 0), (40, 9), (40, 4), (20, 9)):
+            run(engine, [Ask((*prompt[:start], *prompt[:number]), greedy(5))])
+        assert engine.stats().num_prefix_hits
+    state = jax.tree.map(np.asarray, runner.state)
+    ranks.follow(twin, tape.frames())
+    sent = [messages.read(*frame, runner.shapes.trees) for frame in tape.frames()]
+    assert "kept state" in {values[0].kind for word, values in sent if word == "run"}
+    _check_same(state, twin.state)
 
 
 @contextlib.contextmanager
