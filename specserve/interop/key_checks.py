@@ -2,13 +2,13 @@
 once, and asks for what is computed here. Loaders refuse what they find, and the draft doctor reports it."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from specserve.checkpoints.tensors import CONFIG
 from specserve.errors import ConfigError
-from specserve.interop.findings import Finding, read_checks
-from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY, SCALING, Stated, architectures
+from specserve.interop.findings import LAYERS, Finding, put, read_checks
+from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY, SCALING, SLIDING, Stated, architectures
 from specserve.interop.repairs import write_rope
 from specserve.models.rope import Rope
 
@@ -27,6 +27,14 @@ uncomputed error: {key} asks for what is not computed here
   we refuse the head rather than run another one; engines that do not know the key run another one
   by hand: take it out if the head was trained without, or serve it with an engine that computes it
   refused: {key} is {got}, which is not computed here; expected {expected}
+windows error: windows that make no sense
+  they cannot be computed
+  by hand: write layer_types with an entry for each layer, and sliding_window, no shorter than a block whose
+    positions see what follows them
+  refused: {got}
+forgotten-window error: use_sliding_window is not true, beside layers that slide
+  transformers forgets the window then, and what reads the config with it runs without
+  fix: write true
 rope-spellings error: the spellings of the rotary settings disagree, or cannot be read
   older and newer engines turn by different angles: acceptance falls with the position
   fix: write the one that is the target's in both spellings
@@ -80,6 +88,19 @@ def check_computed(stated: Stated) -> Iterator[Finding]:
 def uncomputed(path: str, value: Any, expected: str) -> Finding:
     """Return the fault of a value that is not computed here."""
     return CHECKS["uncomputed"].found(f"{CONFIG}: {path}", expected, repr(value), key=path)
+
+
+def check_windows(stated: Stated, read: Callable[[Stated], object]) -> Iterator[Finding]:
+    """Check that the windows can be read, and that no reader forgets them. `read` raises ConfigError."""
+    try:
+        read(stated)
+    except ConfigError as error:
+        got = str(error).removeprefix(f"{stated.where}: ")
+        yield CHECKS["windows"].found(CONFIG, "a window for every layer that slides", got)
+        return
+    if SLIDING in stated.get("layer_types", ()) and not stated.get("use_sliding_window", False):
+        got, fix = repr(stated.get("use_sliding_window")), put(LAYERS, use_sliding_window=True)
+        yield CHECKS["forgotten-window"].found(f"{CONFIG}: use_sliding_window", "true", got, fix)
 
 
 def check_rotary(stated: Stated, required: Rope | None = None) -> Iterator[Finding]:

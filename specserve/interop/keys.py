@@ -15,16 +15,7 @@ from specserve.models.rope import Rope, rope_from_hf
 
 LAYER = "transformer_layer_config"  # the object in which speculators keeps the settings of a head's layers
 ROPE, OLD_ROPE = "rope_parameters", "rope_scaling"  # the objects of rotary settings, in the new and the old spelling
-ACTIVATION = "silu"  # of the MLP; every engine that runs draft heads computes this one
 FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers
-SIZES: Mapping[str, str] = {  # keys of a layer's settings, and our names
-    "hidden_size": "d_model",
-    "intermediate_size": "d_ff",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-}
 
 
 @dataclass(frozen=True)
@@ -170,6 +161,10 @@ class Stated:
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of a key, wherever it stands."""
         return next(iter(self.found.get(name, {}).values()), default)
+
+    def path(self, name: str) -> str:
+        """Return where the value of a key stands."""
+        return next(iter(self.found.get(name, {})), name)
 
     def fields(self, *names: str) -> dict[str, Any]:
         """Return these fields of the head's config, as the keys that set them state."""

@@ -18,6 +18,7 @@ from same_head import assert_same_head
 from tiny_run import metrics, tiny_trainer
 
 from specserve.checkpoints.load import Target
+from specserve.drafters.layers import windowed
 from specserve.drafters.learning import Rollout, Rows, loss_positions
 from specserve.drafters.peagle import rollout as training
 from specserve.drafters.peagle.drafter import look_ahead
@@ -69,7 +70,7 @@ def _by_anchor(drafter: Any, rows: Rows, logits: list[jax.Array]) -> dict[tuple[
 DEEP = {"num_layers": 2, "d_model": 24, "has_embedding": True, "fc_norm": True}
 
 
-@pytest.mark.parametrize("shape", [pytest.param({}, marks=pytest.mark.slow), DEEP])
+@pytest.mark.parametrize("shape", [pytest.param({}, marks=pytest.mark.slow), DEEP, DEEP | {"layers": windowed((2, 5))}])
 def test_slots_of_training_are_those_of_serving(
     tiny_target: Target, rng: np.random.Generator, shape: dict[str, Any]
 ) -> None:
@@ -222,7 +223,7 @@ def test_a_resumed_run_learns_what_a_whole_one_does(tmp_path: Path, tiny_target:
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm", "speculators"])
-@pytest.mark.parametrize("shape", [{}, DEEP | {"draft_vocab_size": 64, "aux_layers": (0, 3)}])
+@pytest.mark.parametrize("shape", [{"layers": windowed((9,))}, DEEP | {"draft_vocab_size": 64, "aux_layers": (0, 3)}])
 def test_export_then_import_is_bit_exact(
     tmp_path: Path, tiny_target: Target, dialect: Dialect, shape: dict[str, Any]
 ) -> None:

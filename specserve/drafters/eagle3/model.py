@@ -17,6 +17,7 @@ from specserve.drafters.eagle3.config import Eagle3Config
 from specserve.drafters.follow import FIRST_ENTRY, Tables
 from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight, matmul_float32
+from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import rms_norm
 from specserve.models.attention import KV, Attention, attention_spec, project_kv, project_q
 from specserve.models.cache import Cache, Pages, Prefix
@@ -84,7 +85,7 @@ def _layer_spec(config: Eagle3Config, i: int) -> DraftLayer:
         input_norm=vector(f"{prefix}.{'hidden_norm' if i else 'input_layernorm'}.weight", config.d_model),
         attention=attention_spec(config, f"{prefix}.self_attn", config.d_model if i else 2 * config.d_model),
         mlp_norm=vector(f"{prefix}.post_attention_layernorm.weight", config.d_model),
-        mlp=mlp_spec(config, f"{prefix}.mlp"),
+        mlp=mlp_spec(config, f"{prefix}.mlp", has_bias=config.mlp_bias),
     )
 
 
@@ -139,6 +140,20 @@ def token_embedding(params: Eagle3Params, target_embedding: jax.Array) -> jax.Ar
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
+def attend_by_window(
+    config: Eagle3Config,
+    layer: int,
+    q: jax.Array,  # [batch, n, head, head_dim]
+    k: jax.Array,  # [batch, m, kv_head, head_dim]
+    v: jax.Array,
+    mask: jax.Array,  # [batch or 1, n, m] bool
+    seen: PagedPrefix,
+    position_ids: jax.Array,  # [batch, m] int32, of the entries in k; the last n of them are the queries' own
+) -> jax.Array:  # [batch, n, head, head_dim]
+    """Attend in a layer of the head, no further back than its window reaches (`attention.attend`)."""
+    return attend(q, k, v, mask, seen, window=config.kind(layer).window, position_ids=position_ids)
+
+
 def draft_entries(
     params: Eagle3Params, config: Eagle3Config, inputs: DraftInputs, attend: Attend
 ) -> tuple[DraftInputs, tuple[KV, ...]]:
@@ -185,8 +200,8 @@ def _leave(
     residual: jax.Array,  # [batch, n, d_model]
     out: jax.Array,  # [batch, n, head, head_dim], what attention found
 ) -> jax.Array:  # [batch, n, d_model], the residual stream after the layer
-    x = linear(out.reshape(*residual.shape[:2], -1), layer.attention.o, add=residual)
-    return mlp(layer.mlp, rms_norm(x, layer.mlp_norm, config.norm_eps), add=x)
+    x = linear(out.reshape(*residual.shape[:2], -1), layer.attention.o, layer.attention.o_bias, add=residual)
+    return mlp(layer.mlp, rms_norm(x, layer.mlp_norm, config.norm_eps), config.activation, add=x)
 
 
 def draft_logits(
@@ -248,9 +263,11 @@ def extend(
     mask = (offset[:, None] >= offset) & is_entry[:, None]
     page_table, read_table = tables
     before = Prefix(read_table, index[:, 0], FIRST_ENTRY)
-    top, entries = draft_entries(
-        draft.params, config, inputs, lambda i, q, k, v: attend(q, k, v, mask, pages.attended(i, before))
-    )
+
+    def see(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend_by_window(config, i, q, k, v, mask, pages.attended(i, before), index)
+
+    top, entries = draft_entries(draft.params, config, inputs, see)
     is_kept = is_valid & is_entry
     if config.num_layers > 1:
         # always true, but known only once the lower layers have run: see `speculative.step._has_run`

@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from specserve.drafters.eagle3.config import Eagle3Config
 from specserve.drafters.eagle3.model import Eagle3Params, draft_forward, draft_inputs, fuse_features
+from specserve.drafters.layers import windows_of
 from specserve.drafters.learning import (
     Costs,
     Flops,
@@ -50,7 +51,7 @@ def _one_step(
     inputs = draft_inputs(params, config, embedding, token_ids, hidden, position_ids)
 
     def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return Unrolled(documents, [entries[i] for entries in kv]).attend(q, k, v)
+        return Unrolled(documents, [entries[i] for entries in kv]).attend(q, k, v, window=config.kind(i).window)
 
     return draft_forward(params, config, inputs, attend)
 
@@ -83,10 +84,10 @@ def _flops(config: Eagle3Config, spec: Eagle3Params, rollout: Rollout, seq_len: 
     if not config.norm_output:
         again -= num_params(spec.layers[-1].mlp.down)
     num_heads = on_each_device(mesh, "heads", config.num_heads)
-    width = config.num_layers * num_heads * 2 * config.head_dim
-    seen, computed = row_kernels.mean_keys(seq_len, 0, mesh)
-    attention = attention_flops(width, seen, computed, remat=rollout.remat)
-    of_step = Flops(6 * layers, 6 * layers + 2 * again * rollout.num_repeats) + attention
+    of_step = Flops(6 * layers, 6 * layers + 2 * again * rollout.num_repeats)
+    for window in windows_of(config):
+        seen, computed = row_kernels.mean_keys(seq_len, window, mesh)
+        of_step += attention_flops(num_heads * 2 * config.head_dim, seen, computed, remat=rollout.remat)
     return fusing_flops(spec, 0) + of_step * rollout.length
 
 

@@ -3,11 +3,11 @@
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
-from specserve.drafters.settings import WidthSettings
+from specserve.drafters.settings import WidthSettings, WindowSettings
 
 
 @dataclass(frozen=True, config=RULES)
-class NetworkSettings(WidthSettings):
+class NetworkSettings(WidthSettings, WindowSettings):
     """The switches of the network."""
 
     fc_norm: bool = setting(False, help="normalise each tapped state before fusing (version 3.1)")

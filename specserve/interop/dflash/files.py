@@ -10,6 +10,7 @@ from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.drafters.layers import windows_of
 from specserve.errors import CheckpointError
 from specserve.interop.dflash import dialects
 from specserve.interop.dflash.catalogue import KEYS
@@ -77,7 +78,7 @@ class DFlashFormat(HeadFormat):
         if dialect == "vllm":
             found = {"scales of its embedding or its logits": (config.embedding_scale, config.output_scale) != (1, 1)}
         elif dialect == "speculators":  # vLLM reads these too, and makes all layers causal where windows are
-            is_mixed = len({*config.is_causal}) > 1 and len({*dialects.list_windows(config)}) > 1
+            is_mixed = len({*config.is_causal}) > 1 and len({*windows_of(config.backbone)}) > 1
             found = {"layers that see all beside causal ones": is_mixed}
         elif dialect == "sglang-jax" and config.name == "dflash2":
             found = {"convolutions and the choice among candidates": True}

@@ -3,36 +3,21 @@ the draft doctor reports. `dialects` and `checks` look for them, and `tools/list
 docs/checkpoints.md of the faults."""
 
 from specserve.interop.findings import read_checks
-from specserve.interop.keys import ACTIVATION, COMMON, FULL, Key, KeyTable, counts, flag, only
+from specserve.interop.keys import Key, KeyTable, counts, flag, only
+from specserve.interop.layers import LAYER_KEYS
 
 EAGLE, TAP_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
 
 
-def _see_all(kinds: object) -> bool:
-    return isinstance(kinds, list) and all(kind == FULL for kind in kinds)
-
-
 KEYS = KeyTable(
     [
-        *counts("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", is_required=True),
-        *counts("num_hidden_layers", "num_key_value_heads", "max_position_embeddings"),
-        Key("head_dim", ("attention_head_dim",), is_count=True),
-        # the draft vocabulary was called truncated in SpecForge's early days
-        Key("draft_vocab_size", ("truncated_vocab_size",), is_count=True),
-        *counts("target_hidden_size", "num_aux_hidden_states"),
+        *LAYER_KEYS,
+        *counts("num_hidden_layers", "num_aux_hidden_states"),
         *(flag(name, sets=name) for name in FLAGS),
         Key(TAP_IDS),
-        only("hidden_act", ACTIVATION),
-        only("attention_bias", False),
-        only("mlp_bias", False),
-        # windows; `dialects.check_windows` reads the last
-        only("use_sliding_window", False),
         only("use_swa", False),
-        Key("layer_types", fits=_see_all, expected=f"{FULL} alone"),
-        Key("sliding_window", ("swa_window_size",)),
         # Model-Optimizer's and AngelSlim's
-        only("use_aux_hidden_state", True),
         only("use_input_layernorm_in_first_layer", True),
         only("use_last_layernorm", True),
         only("use_mtp_layernorm", False),
@@ -44,7 +29,6 @@ KEYS = KeyTable(
         only("norm_type", "rms"),
         only("use_rotary_pos_emb", True),
         only("logit_scale", 1),
-        *COMMON,
     ],
     classes=frozenset(
         (

@@ -14,6 +14,7 @@ from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, listed
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.eagle3.model import draft_spec
+from specserve.drafters.layers import windows_of
 from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.catalogue import CHECKS, FLAGS, KEYS, TAP_IDS
 from specserve.interop.examined import (
@@ -124,7 +125,7 @@ class EagleFiles(ExaminedFiles):
         }
         flags = [flag for flag in FLAGS if getattr(config, flag)]
         return facts | {
-            "layers": str(config.num_layers),
+            "layers": f"{config.num_layers}{_windows(config)}",
             "width": f"{config.d_model}, MLP {config.d_ff}, {config.num_heads} heads of {config.head_dim} "
             f"({config.num_kv_heads} KV), target {config.target_d_model}",
             "vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,}; {reading[vocab.reading]}",
@@ -134,6 +135,16 @@ class EagleFiles(ExaminedFiles):
             "embedding": "its own" if config.has_embedding else "the target's",
             "output head": "its own" if config.has_own_head else "the target's",
         }
+
+
+def _windows(config: Eagle3Config) -> str:
+    """Describe the layers that see no further than a window."""
+    windows = windows_of(config)
+    if not any(windows):
+        return ""
+    those = [str(i) for i, window in enumerate(windows) if window]
+    which = "" if all(windows) else f", of layers {', '.join(those)}"
+    return f"; a window of {max(windows):,} tokens{which}"
 
 
 def check_names(files: EagleFiles) -> Iterator[Finding]:
@@ -154,7 +165,7 @@ def check_keys(files: EagleFiles) -> Iterator[Finding]:
     """Check the keys as loaders do, and that config.json states as many rows and layers as there are tensors of."""
     stated, counted = files.stated, files.counted
     for check in dialects.OF_KEYS:
-        yield from check(counted if check is dialects.check_sizes else stated)
+        yield from check(counted if check in (dialects.check_sizes, dialects.check_masks) else stated)
     rows, paths = counted.get("draft_vocab_size"), stated.found.get("draft_vocab_size", {})
     is_named = any(path.endswith("draft_vocab_size") for path in paths)
     if is_count(rows) and not is_named and (paths or rows != stated.get("vocab_size")):

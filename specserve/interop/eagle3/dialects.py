@@ -15,6 +15,7 @@ import numpy as np
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
+from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
 from specserve.interop.eagle3.catalogue import CHECKS, EAGLE, FLAGS, TAP_IDS
 from specserve.interop.findings import Dialect, Finding, refuse
@@ -24,10 +25,12 @@ from specserve.interop.key_checks import (
     check_named,
     check_rotary,
     check_stated_once,
+    check_windows,
     uncomputed,
 )
-from specserve.interop.keys import LAYER, Stated, find
-from specserve.interop.published import D2T, EMBEDDING, OUTPUT, layer_to_hf, nested_config, sizes_from_hf
+from specserve.interop.keys import LAYER, SLIDING, Stated, find
+from specserve.interop.layers import layer_kinds, layer_to_hf, layers_from_hf, nested_config, sized_windows
+from specserve.interop.published import D2T, EMBEDDING, OUTPUT
 from specserve.models.config import ModelConfig
 
 ARCHITECTURES: dict[Dialect, str] = {
@@ -79,12 +82,27 @@ def _as_vllm(name: str) -> str:
     return _FURTHER_NORM.sub(r"\1input_layernorm.", name.replace("midlayer.", "layers.0.", 1))
 
 
-def check_windows(stated: Stated) -> Iterator[Finding]:
-    """Check that a window, where one has a size, is said to be that of no layer. No head on this network is computed
-    with windows here."""
-    if stated.get("use_sliding_window") is None and stated.get("layer_types") is None:
-        for path, window in stated.found.get("sliding_window", {}).items():
-            yield uncomputed(path, window, "null, or use_sliding_window false beside it")
+def read_windows(stated: Stated) -> tuple[int, ...]:
+    """Read the window of each layer (`layers.sized_windows`). Engines go by `layer_types` alone: a window that is
+    stated otherwise may have been trained with or not. Raises ConfigError."""
+    num_layers, slides = stated.get("num_hidden_layers", 1), stated.get("use_sliding_window")
+    if (kinds := layer_kinds(stated, num_layers)) is not None:
+        if SLIDING in kinds and slides is False:
+            raise ConfigError(f"{stated.where}: {stated.path('use_sliding_window')} is False, and layer_types {kinds}")
+        return sized_windows(stated, kinds)
+    for name in ("use_sliding_window", "sliding_window"):
+        if slides is not False and (value := stated.get(name)) is not None:
+            raise ConfigError(
+                f"{stated.where}: {stated.path(name)} is {value!r}, and no layer_types state of which layers; expected "
+                "them, or use_sliding_window false"
+            )
+    return (0,) * num_layers
+
+
+def check_masks(stated: Stated) -> Iterator[Finding]:
+    """Check that every layer that slides has a window."""
+    if not stated.bad_counts():
+        yield from check_windows(stated, read_windows)
 
 
 def tap_ids(stated: Stated) -> list[int]:
@@ -123,7 +141,7 @@ OF_KEYS = (
     check_known,
     check_stated_once,
     check_computed,
-    check_windows,
+    check_masks,
     check_sizes,
 )  # loaders make them too
 
@@ -141,17 +159,15 @@ def draft_config_from_hf(
     if (count := stated.get("num_aux_hidden_states", len(aux_layers))) != len(aux_layers):
         raise ConfigError(f"{stated.where}: num_aux_hidden_states is {count}, the taps are layers {aux_layers}")
     target_width = target.d_model if target else stated.get("hidden_size")
-    sizes, rename = sizes_from_hf(stated.get, target), renamer(names)
-    draft_vocab_size = stated.get("draft_vocab_size", sizes["vocab_size"])
+    layers, rename = layers_from_hf(stated, target, read_windows(stated), dtype=dtype), renamer(names)
+    draft_vocab_size = stated.get("draft_vocab_size", layers["vocab_size"])
     return Eagle3Config(
-        **sizes,
+        **layers,
         target_d_model=stated.get("target_hidden_size", target_width),
         draft_vocab_size=draft_vocab_size,
         aux_layers=aux_layers,
-        rope=stated.rope(),
         has_embedding=rename(EMBEDDING) in names,
-        has_own_head=rename(OUTPUT) in names or draft_vocab_size != sizes["vocab_size"],
-        dtype=dtype,
+        has_own_head=rename(OUTPUT) in names or draft_vocab_size != layers["vocab_size"],
         **stated.fields(*FLAGS),
     )
 
@@ -161,7 +177,7 @@ def draft_config_to_hf(
 ) -> dict[str, Any]:
     """Write the config.json of a head, with both spellings of the rotary settings. Only speculators names the
     target."""
-    layer = layer_to_hf(config, target, model_type="llama", dtype=dtype)
+    layer = layer_to_hf(config, target, model_type="llama", dtype=dtype, has_windows=any(windows_of(config)))
     head: dict[str, Any] = {"architectures": [ARCHITECTURES[dialect]], "target_hidden_size": config.target_d_model}
     if config.has_own_head or dialect == "speculators":  # SGLang shares the target's head where there is no such key
         head["draft_vocab_size"] = config.draft_vocab_size

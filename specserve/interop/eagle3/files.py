@@ -10,6 +10,7 @@ from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.drafters.layers import windows_of
 from specserve.errors import CheckpointError
 from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.catalogue import FLAGS, KEYS
@@ -79,6 +80,9 @@ class Eagle3Format(HeadFormat):
         if dialect == "speculators":  # vLLM reads this layout too, and computes both
             found["a width that is not the target's"] = config.d_model != config.target_d_model
             found["fc_norm with norm_before_fc"] = config.fc_norm and config.norm_before_fc
+        if dialect in ("sglang", "sglang-jax"):
+            window = max(windows_of(config))
+            found[f"a window that config.json states (SGLang: --speculative-draft-window-size {window})"] = window
         if dialect == "sglang-jax":
             found |= {flag: getattr(config, flag) for flag in FLAGS}
             found[f"{config.num_layers} layers"] = config.num_layers > 1

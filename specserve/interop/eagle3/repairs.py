@@ -9,12 +9,22 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
+from specserve.drafters.layers import windows_of
 from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.catalogue import EAGLE, FLAGS, TAP_IDS
 from specserve.interop.eagle3.checks import EagleFiles
 from specserve.interop.findings import Copy, Dialect, Fix, Repair
 from specserve.interop.keys import LAYER
-from specserve.interop.repairs import change, exchanged, of_target, put_everywhere, short_name, tap_layers, tap_order
+from specserve.interop.repairs import (
+    change,
+    exchanged,
+    of_target,
+    of_windows,
+    put_everywhere,
+    short_name,
+    tap_layers,
+    tap_order,
+)
 
 _NORMS = (
     "midlayer.input_layernorm.weight",
@@ -41,6 +51,7 @@ def list_repairs(files: EagleFiles) -> Iterator[Repair]:
     if target.num_layers >= 5:
         choices.append(default_taps(target))
     yield from tap_layers(taps, choices, target.num_layers, functools.partial(_set_taps, files.dialect))
+    yield from of_windows(windows_of(config), files.stated, EAGLE)
     yield from of_target(config.norm_eps, config.rope, target, _put)
 
 

@@ -1,4 +1,4 @@
-"""A head of two layers and of its own width, served: no token changes, a prefix hit accepts what a miss does, and the
+"""A head of two layers, one with a window, and of its own width, served: no token changes, a prefix hit accepts what a miss does, and the
 acceptance that a training run measures is the one that is served."""
 
 import random
@@ -23,6 +23,7 @@ from engines import (
 from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
 from specserve.drafters.interface import Head
+from specserve.drafters.layers import windowed
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import SamplingParams
@@ -37,7 +38,8 @@ PARAMS = [SamplingParams(max_tokens=30, seed=seed, temperature=2.0, ignore_eos=T
 
 @pytest.fixture(scope="module")
 def deep_head(tiny_target: Target) -> Head:
-    return tiny.random_head(tiny_target.config, seed=1, num_layers=2, d_model=24, has_embedding=True)
+    layers = windowed((0, 11))
+    return tiny.random_head(tiny_target.config, seed=1, num_layers=2, d_model=24, has_embedding=True, layers=layers)
 
 
 @pytest.fixture(scope="module")
