@@ -28,6 +28,14 @@ FLAGS = {"norm_output": True, "fc_norm": True, "norm_before_residual": True, "no
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"layers": windowed((5,))},
+    "norms, biases and GELU": {
+        "num_layers": 2,
+        "qk_norm": "head",
+        "activation": "gelu_tanh",
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+    },
     "windows": {"num_layers": 3, "layers": windowed((0, 6, 6))} | FLAGS,
 }
 

@@ -284,8 +284,8 @@ def test_published_spellings_are_read(folder: Path, tiny_target: Target, changes
     [
         ({"selector_rank": 16}, "unknown-key", "selector_rank: not known"),
         ({"dflash_config": {"causal": True}}, "unknown-key", "dflash_config.causal"),
-        ({"sliding_window": 2048}, "uncomputed", "sliding_window is 2048"),
-        ({"attention_bias": True}, "uncomputed", "attention_bias is True"),
+        ({"sliding_window": 2048}, "windows", "sliding_window is 2048"),
+        ({"attention_bias": True}, "missing-tensor", "q_proj.bias"),
         (NO_MASK, "mask-token", "token of masked slots is not stated"),
         ({"pard_token": 5}, "stated-twice", "pard_token: 5"),
         ({"mask_token_id": 64, "ptd_token_id": 64}, "mask-token", r"expected a token of the target's, 0\.\.63"),
@@ -330,7 +330,7 @@ def test_a_chain_deeper_than_its_slots_is_refused(tiny_target: Target) -> None:
 @pytest.mark.parametrize(
     ("settings", "listed"),
     [
-        ({"norm_output": True, "window": 8}, r"no use for draft\.window 8, draft\.norm_output True"),
+        ({"norm_output": True, "rank": 8}, r"no use for draft\.rank 8, draft\.norm_output True"),
         ({"block_size": 1}, "without a masked slot"),
         ({"mask_token": 64}, r"tokens 0\.\.63"),
     ],

@@ -312,7 +312,7 @@ def _add(name: str) -> Callable[[Tensors], object]:
         (_cut("midlayer.hidden_norm.weight"), r"midlayer.hidden_norm.weight has shape \(31,\)"),
         (_drop("midlayer.mlp.up_proj.weight"), "midlayer.mlp.up_proj.weight is missing"),
         (_drop("d2t"), "d2t is missing"),
-        (_add("midlayer.self_attn.q_norm.weight"), "q_norm.weight is not part of this architecture"),
+        (_add("midlayer.self_attn.gate_proj.weight"), "gate_proj.weight is not part of this architecture"),
         (_absolute, "absolute ids instead of offsets"),
         (_swap, "sorted, unique"),
         (_cut("d2t"), "does not hold 48 offsets"),

@@ -15,6 +15,7 @@ from dflash_case import MARKOV, SELECTOR
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import write_json, write_tensors
 from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.drafters.layers import windowed
 from specserve.errors import SpecServeError
 from specserve.interop import doctor
 from specserve.interop.dflash.catalogue import KEYS as BLOCK_KEYS
@@ -263,13 +264,17 @@ def test_rotary_settings_that_disagree_or_are_not_known_are_refused(files: Files
 
 
 WINDOWS: list[tuple[Raw, str]] = [
-    ({"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention"]}, "use_sliding_window"),
-    ({"layer_types": ["sliding_attention"]}, "layer_types"),
-    ({"layer_types": "full_attention"}, "layer_types"),
-    ({"sliding_window": 16}, "sliding_window"),
-    ({"swa_window_size": 16}, "swa_window_size"),
-    ({"use_swa": True}, "use_swa"),
-    ({"use_sliding_window": True}, "use_sliding_window"),
+    ({"layer_types": ["sliding_attention"]}, "windows without a size: sliding_window is None"),
+    ({"layer_types": ["sliding_attention"], "sliding_window": 0}, "{at}sliding_window is 0"),
+    ({"layer_types": ["sliding_attention"], "sliding_window": 8.0}, "{at}sliding_window is 8.0"),
+    ({"layer_types": "full_attention"}, "{at}layer_types is 'full_attention'; expected a list"),
+    ({"layer_types": ["chunked_attention"]}, "{at}layer_types is ['chunked_attention']; expected a list"),
+    ({"layer_types": ["full_attention"] * 2}, "{at}layer_types has 2 entries for 1 layers"),
+    ({"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": False}, "use_sliding_window is"),
+    ({"sliding_window": 16}, "{at}sliding_window is 16, and no layer_types"),
+    ({"swa_window_size": 16}, "{at}swa_window_size is 16, and no layer_types"),
+    ({"use_swa": True}, "{at}use_swa is True"),
+    ({"use_sliding_window": True, "sliding_window": 8}, "{at}use_sliding_window is True, and no layer_types"),
 ]
 NO_WINDOWS: list[Raw] = [
     {"sliding_window": 16, "use_sliding_window": False},
@@ -279,13 +284,16 @@ NO_WINDOWS: list[Raw] = [
 
 
 @pytest.mark.parametrize("files", [case for case in CASES if "eagle" in case[0]], indirect=True, ids="-".join)
-def test_a_window_that_is_not_computed_is_refused_in_each_place(files: Files) -> None:
+def test_windows_are_those_of_the_kinds_of_layers_and_others_are_refused(files: Files) -> None:
     for place in files.places:
-        for stated, name in WINDOWS:
+        at = "".join(f"{name}." for name in place)
+        for stated, words in WINDOWS:
             error = files.error(_with(files.raw, place, **stated), is_examined=place == ())
-            assert f"{'.'.join((*place, name))} is " in error
+            assert words.format(at=at) in error
         for stated in NO_WINDOWS:
             assert files.read(_with(files.raw, place, **stated)) == files.drafter
+        own: Any = files.read(_with(files.raw, place, layer_types=["sliding_attention"], sliding_window=16))
+        assert own.shape == dataclasses.replace(files.drafter.shape, layers=windowed((16,)))
 
 
 @pytest.mark.parametrize("files", [case for case in CASES if case[0] == "dflash"], indirect=True, ids="-".join)
@@ -297,7 +305,7 @@ def test_windows_of_block_drafters_are_those_of_qwen3_where_no_kinds_are_stated(
         assert [backbone.kind(i).window for i in range(2)] == [16 * (i >= first) for i in range(2)]
 
 
-def test_the_heads_of_specforge_and_model_optimizer_are_read(tmp_path: Path, tiny_target: Target) -> None:
+def test_the_heads_of_specforge_model_optimizer_and_deepspec_are_read(tmp_path: Path, tiny_target: Target) -> None:
     """Their own keys say what is computed, or that nothing else is asked for."""
     dspark = Files(tmp_path / "dspark", tiny_target, "dspark", "vllm")
     own = {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0}
@@ -318,9 +326,26 @@ def test_the_heads_of_specforge_and_model_optimizer_are_read(tmp_path: Path, tin
         "parallel_draft_heads_num_layers": None,
     }
     assert eagle.read(_with(eagle.raw, ("eagle_config",), **switches)) == eagle.drafter
+    assert files_of_deepspec(tmp_path / "deepspec", tiny_target).aux_layers == (0, 2, 4)
     for name, value in switches.items():
         if value is not None:
             assert f"{name} is " in eagle.error(_with(eagle.raw, ("eagle_config",), **{name: _other(value)}))
+
+
+def files_of_deepspec(folder: Path, target: Target) -> Any:
+    """Return a head as DeepSpec saves it: a Qwen3's config.json with keys of its own, and a head for all tokens."""
+    head = tiny.random_head(target.config, 1, aux_layers=(0, 2, 4), qk_norm="head", draft_vocab_size=64)
+    tensors, raw = head_files(head, target, dtype="float32", dialect="vllm", target_name="tiny")
+    folder.mkdir()
+    write_tensors(folder / "model.safetensors", {n: value for n, value in tensors.items() if n not in ("d2t", "t2d")})
+    ours = ("eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "draft_vocab_size", "target_hidden_size")
+    own = {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [0, 2, 4], "layer_types": ["full_attention"]}
+    own |= {"ttt_length": 7, "step_loss_decay": 0.8, "draft_num_hidden_layers": 1, "num_target_layers": 6}
+    own |= {"target_model_name_or_path": "tiny", "use_sliding_window": False, "max_window_layers": 6}
+    write_json(folder / "config.json", without(raw, ours) | own)
+    found = load_head(folder, target, dtype="float32").drafter
+    assert found == head.drafter
+    return found
 
 
 @pytest.mark.parametrize("files", [case for case in CASES if case[0] == "mtp"], indirect=True, ids="-".join)

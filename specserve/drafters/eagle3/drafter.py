@@ -57,6 +57,7 @@ class OnEagle(FollowingDrafter):
         return {
             **facts_of(self.shape),
             "vocab_size": self.draft_vocab_size,
+            "qk_norm": bool(self.shape.qk_norm),
             **{name: getattr(self.shape, name) for name in own},
         }
 

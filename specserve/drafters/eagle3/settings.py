@@ -10,6 +10,7 @@ from specserve.drafters.settings import WidthSettings, WindowSettings
 class NetworkSettings(WidthSettings, WindowSettings):
     """The switches of the network."""
 
+    qk_norm: bool = setting(False, help="norm queries and keys, as the layers of a Qwen3 do")
     fc_norm: bool = setting(False, help="normalise each tapped state before fusing (version 3.1)")
 
 

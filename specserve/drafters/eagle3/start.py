@@ -26,6 +26,7 @@ def new_config(settings: Any, config: ModelConfig, draft_vocab_size: int, *, num
         d_model=d_model,
         target_d_model=config.d_model,
         **layers_like(config, settings, settings.num_layers or num_layers),
+        qk_norm="head" if settings.qk_norm else "",
         draft_vocab_size=draft_vocab_size,
         aux_layers=aux_layers,
         has_embedding=d_model != config.d_model,

@@ -3,19 +3,23 @@ the draft doctor reports. `dialects` and `checks` look for them, and `tools/list
 docs/checkpoints.md of the faults."""
 
 from specserve.interop.findings import read_checks
-from specserve.interop.keys import Key, KeyTable, counts, flag, only
+from specserve.interop.keys import HARMLESS, Key, KeyTable, counts, flag, only
 from specserve.interop.layers import LAYER_KEYS
 
 EAGLE, TAP_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
+OUTPUT_TAPS = "target_layer_ids"  # DeepSpec's, of outputs in every layout
 FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
 
 
+NORMED_CLASSES = frozenset(  # with norms of queries and keys: vLLM's, and DeepSpec's
+    ("Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM", "Qwen3Eagle3Model")
+)
 KEYS = KeyTable(
     [
         *LAYER_KEYS,
         *counts("num_hidden_layers", "num_aux_hidden_states"),
         *(flag(name, sets=name) for name in FLAGS),
-        Key(TAP_IDS),
+        *map(Key, (TAP_IDS, OUTPUT_TAPS)),
         only("use_swa", False),
         # Model-Optimizer's and AngelSlim's
         only("use_input_layernorm_in_first_layer", True),
@@ -35,10 +39,13 @@ KEYS = KeyTable(
             *("Eagle3DraftModel", "Eagle3Speculator"),  # speculators', now and in its early days
             *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
             *("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"),  # vLLM's, of the same head
+            *("Eagle3Qwen3ForCausalLM", "Qwen3Eagle3Model"),
         )
     ),
     model_types=frozenset({"eagle3"}),
     places=frozenset({EAGLE}),
+    # of DeepSpec's training, and of the target
+    harmless=HARMLESS | {"ttt_length", "step_loss_decay", "draft_num_hidden_layers", "num_target_layers"},
 )
 
 CHECKS = read_checks("""
@@ -80,6 +87,9 @@ names error: {count} tensors have another engine's names
 norm-flag error: the tensors of {flag} are there, the flag is not
   the head is computed without norms that it was trained with: nearly nothing is accepted
   fix: write {flag}: true
+normed-class error: norms of queries and keys are there, the class that is named has none
+  vLLM refuses the head, others run it without
+  fix: name the class of a Qwen3's layers
 weight-dtype error: weights that are no 16 or 32 bit floats
   EAGLE-3 loaders would read the numbers as they stand, without scales
   by hand: export the head again in bfloat16

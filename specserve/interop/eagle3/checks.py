@@ -16,7 +16,7 @@ from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.eagle3.model import draft_spec
 from specserve.drafters.layers import windows_of
 from specserve.interop.eagle3 import dialects
-from specserve.interop.eagle3.catalogue import CHECKS, FLAGS, KEYS, TAP_IDS
+from specserve.interop.eagle3.catalogue import CHECKS, FLAGS, KEYS, OUTPUT_TAPS, TAP_IDS
 from specserve.interop.examined import (
     ExaminedFiles,
     check_length,
@@ -48,6 +48,7 @@ from specserve.interop.published import (
     OUTPUT,
     T2D,
     count_layers,
+    present,
     read_vocab,
 )
 from specserve.interop.repairs import write_rope
@@ -65,6 +66,7 @@ class EagleFiles(ExaminedFiles):
     """The files of a head on this network."""
 
     architectures: ClassVar[Mapping[Dialect, str]] = dialects.ARCHITECTURES  # the name of its kind in each layout
+    normed: ClassVar[Mapping[Dialect, str]] = dialects.NORMED  # with norms of queries and keys
     keys: ClassVar[KeyTable] = KEYS
     renamer = staticmethod(dialects.renamer)
 
@@ -112,7 +114,9 @@ class EagleFiles(ExaminedFiles):
         ids = dialects.tap_ids(self.stated)
         named = f"{_COUNTED[dialects.COUNTED_FROM[self.dialect]]} of layers"
         taps = f"{named} {tuple(ids)}"
-        if not ids:
+        if outputs := dialects.tap_ids(self.stated, OUTPUT_TAPS):
+            taps = f"outputs of layers {tuple(outputs)}"
+        elif not ids:
             taps = "the default"
             if self.target and self.target.config.num_layers >= 5:
                 taps += f": outputs of layers {config.aux_layers}"
@@ -123,7 +127,9 @@ class EagleFiles(ExaminedFiles):
             "mask": "no d2t: as t2d says",
             "unsound": "d2t makes no sense",
         }
-        flags = [flag for flag in FLAGS if getattr(config, flag)]
+        options = {"norms of queries and keys": config.qk_norm, "attention biases": config.qkv_bias}
+        options |= {"MLP biases": config.mlp_bias, config.activation: config.activation != "silu"}
+        flags = [flag for flag in FLAGS if getattr(config, flag)] + present(options)
         return facts | {
             "layers": f"{config.num_layers}{_windows(config)}",
             "width": f"{config.d_model}, MLP {config.d_ff}, {config.num_heads} heads of {config.head_dim} "
@@ -212,6 +218,13 @@ def check_tensors(files: EagleFiles, config: Eagle3Config) -> Iterator[Finding]:
         asking = (flag for flag, pattern in _FLAG_TENSORS.items() if re.fullmatch(pattern, spec.name))
         return next((f"nothing, though {flag} is true" for flag in asking), "nothing")
 
+    if config.qk_norm and not dialects.is_normed(files.stated):
+        where, expected, fix = f"{CONFIG}: {LAYER}.model_type", "qwen3", put(LAYERS, model_type="qwen3")
+        if files.dialect != "speculators":
+            where, expected = f"{CONFIG}: architectures", files.normed.get(files.dialect, "")
+            fix = put(architectures=[expected])
+        if expected:  # SGLang's layout has no such class
+            yield CHECKS["normed-class"].found(where, expected, "another class", fix)
     yield from check_specs(files, files.specs(config), _BUFFERS.fullmatch, instead)
 
 

@@ -17,7 +17,7 @@ from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
-from specserve.interop.eagle3.catalogue import CHECKS, EAGLE, FLAGS, TAP_IDS
+from specserve.interop.eagle3.catalogue import CHECKS, EAGLE, FLAGS, NORMED_CLASSES, OUTPUT_TAPS, TAP_IDS
 from specserve.interop.findings import Dialect, Finding, refuse
 from specserve.interop.key_checks import (
     check_computed,
@@ -28,7 +28,7 @@ from specserve.interop.key_checks import (
     check_windows,
     uncomputed,
 )
-from specserve.interop.keys import LAYER, SLIDING, Stated, find
+from specserve.interop.keys import LAYER, SLIDING, Stated, architectures, find, inner
 from specserve.interop.layers import layer_kinds, layer_to_hf, layers_from_hf, nested_config, sized_windows
 from specserve.interop.published import D2T, EMBEDDING, OUTPUT
 from specserve.models.config import ModelConfig
@@ -39,6 +39,8 @@ ARCHITECTURES: dict[Dialect, str] = {
     "speculators": "Eagle3DraftModel",
     "sglang-jax": "LlamaForCausalLMEagle3",
 }
+NORMED: Mapping[Dialect, str] = {"vllm": "Eagle3Qwen3ForCausalLM"}  # with norms of queries and keys
+_QWEN3 = "qwen3"  # in the names of classes whose layers have those norms
 SPECULATIVE_TOKENS = 3  # a speculators config suggests so many to vLLM; a flag of the server overrides it
 COUNTED_FROM: Mapping[Dialect, int] = {"sglang": 0, "sglang-jax": 0, "vllm": 1, "speculators": 1}  # of layer 0's output
 _D2T_NAMES = (D2T, "draft_id_to_target_id")
@@ -105,17 +107,28 @@ def check_masks(stated: Stated) -> Iterator[Finding]:
         yield from check_windows(stated, read_windows)
 
 
-def tap_ids(stated: Stated) -> list[int]:
+def is_normed(stated: Stated) -> bool:
+    """Return whether the model class that a head names norms queries and keys, as a Qwen3's layers do. In a flat layout
+    trainers leave the target's own `model_type`, which says nothing."""
+    kind = inner(stated.raw, LAYER).get("model_type")
+    return kind == _QWEN3 or any(_QWEN3 in name.lower() for name in architectures(stated.raw) & NORMED_CLASSES)
+
+
+def tap_ids(stated: Stated, key: str = TAP_IDS) -> list[int]:
     """Read the layer ids as they are written; none where the taps are the default. Raises ConfigError."""
-    ids = stated.get(TAP_IDS, [])
+    ids = stated.get(key, [])
     if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-        raise ConfigError(f"config.json: {TAP_IDS} must list layers, got {ids!r}")
+        raise ConfigError(f"config.json: {key} must list layers, got {ids!r}")
     return ids
 
 
 def read_taps(stated: Stated, names: frozenset[str]) -> tuple[int, ...]:
     """Return the layers whose outputs are tapped; none where they are the default. Raises ConfigError."""
-    return tuple(i - COUNTED_FROM[dialect_of(stated.raw, names)] for i in tap_ids(stated))
+    first = COUNTED_FROM[dialect_of(stated.raw, names)]
+    taps, outputs = tuple(i - first for i in tap_ids(stated)), tuple(tap_ids(stated, OUTPUT_TAPS))
+    if taps and outputs and taps != outputs:
+        raise ConfigError(f"config.json: {TAP_IDS} names the outputs of layers {taps}, and {OUTPUT_TAPS} of {outputs}")
+    return taps or outputs
 
 
 def check_sizes(stated: Stated) -> Iterator[Finding]:
@@ -161,8 +174,10 @@ def draft_config_from_hf(
     target_width = target.d_model if target else stated.get("hidden_size")
     layers, rename = layers_from_hf(stated, target, read_windows(stated), dtype=dtype), renamer(names)
     draft_vocab_size = stated.get("draft_vocab_size", layers["vocab_size"])
+    has_norms = rename("midlayer.self_attn.q_norm.weight") in names or is_normed(stated)
     return Eagle3Config(
         **layers,
+        qk_norm="head" if has_norms else "",
         target_d_model=stated.get("target_hidden_size", target_width),
         draft_vocab_size=draft_vocab_size,
         aux_layers=aux_layers,
@@ -177,8 +192,15 @@ def draft_config_to_hf(
 ) -> dict[str, Any]:
     """Write the config.json of a head, with both spellings of the rotary settings. Only speculators names the
     target."""
-    layer = layer_to_hf(config, target, model_type="llama", dtype=dtype, has_windows=any(windows_of(config)))
-    head: dict[str, Any] = {"architectures": [ARCHITECTURES[dialect]], "target_hidden_size": config.target_d_model}
+    layer = layer_to_hf(
+        config,
+        target,
+        model_type=_QWEN3 if config.qk_norm else "llama",
+        dtype=dtype,
+        has_windows=any(windows_of(config)),
+    )
+    name = NORMED.get(dialect, ARCHITECTURES[dialect]) if config.qk_norm else ARCHITECTURES[dialect]
+    head: dict[str, Any] = {"architectures": [name], "target_hidden_size": config.target_d_model}
     if config.has_own_head or dialect == "speculators":  # SGLang shares the target's head where there is no such key
         head["draft_vocab_size"] = config.draft_vocab_size
     flags = {flag: getattr(config, flag) for flag in FLAGS}

@@ -77,11 +77,16 @@ class Eagle3Format(HeadFormat):
         """List what of a head the engine of a dialect does not compute, as its public code reads today."""
         config = drafter.config
         found: dict[str, object] = {}
+        if dialect != "speculators":
+            found["another activation than silu"] = config.activation != "silu"
         if dialect == "speculators":  # vLLM reads this layout too, and computes both
             found["a width that is not the target's"] = config.d_model != config.target_d_model
             found["fc_norm with norm_before_fc"] = config.fc_norm and config.norm_before_fc
         if dialect in ("sglang", "sglang-jax"):
             window = max(windows_of(config))
+            found["norms of queries and keys"] = config.qk_norm
+            found["biases of attention"] = config.qkv_bias
+            found["biases of the MLP"] = config.mlp_bias
             found[f"a window that config.json states (SGLang: --speculative-draft-window-size {window})"] = window
         if dialect == "sglang-jax":
             found |= {flag: getattr(config, flag) for flag in FLAGS}

@@ -1,5 +1,5 @@
-"""A head of two layers, one with a window, and of its own width, served: no token changes, a prefix hit accepts what a miss does, and the
-acceptance that a training run measures is the one that is served."""
+"""A head of two layers, one with a window, and of its own width, served: no token changes, a prefix hit accepts what a
+miss does, and the acceptance that a training run measures is the one that is served."""
 
 import random
 from pathlib import Path
