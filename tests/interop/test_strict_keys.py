@@ -24,6 +24,7 @@ from specserve.interop.format import Dialect
 from specserve.interop.head import head_files, load_head, read_drafter
 from specserve.interop.keys import HARMLESS, LAYER, OLD_ROPE, ROPE, ROTARY, KeyTable, without
 from specserve.interop.peagle.dialects import KEYS as PEAGLE_KEYS
+from specserve.models.rope import yarn_magnitude
 
 Raw = dict[str, Any]
 Make = Callable[[Target], Head]
@@ -222,6 +223,10 @@ ROPES: list[tuple[Raw, Raw]] = [  # keys of config.json, and the fields of the r
     ({ROPE: {"rope_type": "default", "partial_rotary_factor": 0.25}}, {"rotary_dim": 2}),
     ({"partial_rotary_factor": 0.5, ROPE: {"rope_type": "mrope", "mrope_section": [1, 1, 2]}}, {"rotary_dim": 4}),
     ({"rotary_dim": 4, ROPE: {"partial_rotary_factor": 0.5, "mrope_interleaved": True}}, {"rotary_dim": 4}),
+    (  # as Model-Optimizer stretches heads at export
+        {"rope_theta": 5e5, OLD_ROPE: {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}},
+        {"theta": 5e5, "kind": "yarn", "factor": 32.0, "original_max_len": 2048, "magnitude": yarn_magnitude(32.0)},
+    ),
     ({OLD_ROPE: {"type": "linear", "factor": 2.0}, ROPE: {"rope_type": "linear"}}, {"kind": "linear", "factor": 2.0}),
 ]
 
