@@ -68,6 +68,8 @@ HEADS: dict[str, dict[str, str]] = {  # by kind: the classes that a config.json 
         "Eagle3Qwen2_5vlForCausalLM": "for vLLM",
         "Eagle3Qwen3vlForCausalLM": "for vLLM",
         "Qwen3Eagle3Model": "DeepSpec",
+        "Eagle3DeepseekV2ForCausalLM": "specserve, Model-Optimizer, TorchSpec",
+        "Eagle3DeepseekV3ForCausalLM": "for vLLM",
     },
     "p-eagle": {
         "PEagleDraftModel": "specserve, speculators, SpecForge",
@@ -108,6 +110,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "biases of attention": {"qkv_bias": True, "o_bias": True},
     "biases of the MLP": {"mlp_bias": True},
     "GELU by tanh": {"activation": "gelu_tanh"},
+    "latent attention": tiny.LATENTS,
     "another width than the target's": {"d_model": 16, "has_embedding": True},
     "`norm_output`, `fc_norm`": {"norm_output": True, "fc_norm": True},
     "the target's output head": {"has_own_head": False},
@@ -161,7 +164,7 @@ def heads() -> str:
 
 
 def head_options() -> str:
-    """Return the table of options of the layers of EAGLE-3 and P-EAGLE heads, by the engines that compute them."""
+    """Return the table of options of an EAGLE-3 head, by the engines that compute them."""
     rows: list[Any] = [f"| option | specserve | {' | '.join(get_args(Dialect))} |", "|" + "---|" * 6]
     for option, changes in OPTIONS.items():
         drafter = _drafter("eagle3").with_shape(**changes)

@@ -20,12 +20,15 @@ from specserve.errors import SpecServeError
 from specserve.interop import doctor
 from specserve.interop.dflash.catalogue import KEYS as BLOCK_KEYS
 from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
+from specserve.interop.eagle3.dialects import draft_config_from_hf
 from specserve.interop.format import Dialect
 from specserve.interop.head import head_files, load_head, read_drafter
 from specserve.interop.keys import HARMLESS, LAYER, OLD_ROPE, ROPE, ROTARY, KeyTable, without
 from specserve.interop.peagle.dialects import KEYS as PEAGLE_KEYS
+from specserve.models.families import model_config
 from specserve.models.rope import yarn_magnitude
 
+TESTS = Path(__file__).parents[1]
 Raw = dict[str, Any]
 Make = Callable[[Target], Head]
 
@@ -351,6 +354,23 @@ def files_of_deepspec(folder: Path, target: Target) -> Any:
     found = load_head(folder, target, dtype="float32").drafter
     assert found == head.drafter
     return found
+
+
+def test_latent_attention_is_read_as_that_of_its_target(tmp_path: Path, tiny_target: Target) -> None:
+    """A config.json of Model-Optimizer's is the target's own, with the keys of its experts."""
+    raw = json.loads((TESTS / "goldens" / "kimi-k2" / "config.json").read_text())
+    raw |= {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "num_hidden_layers": 1, "draft_vocab_size": 8}
+    expected = model_config(raw, dtype="float32")
+    found = draft_config_from_hf(EAGLE3_KEYS.read(raw, "config.json"), None, frozenset(), dtype="float32")
+    for name in ("latent", "rope", "attention_scale", "head_dim", "num_heads", "num_kv_heads", "d_ff", "max_len"):
+        assert getattr(found, name) == getattr(expected, name), name
+    eagle = Files(tmp_path / "eagle", tiny_target, "eagle3", "vllm")
+    sizes = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    assert "kv_lora_rank 12" in eagle.error(eagle.raw | sizes)
+    named = eagle.raw | {"architectures": ["Eagle3DeepseekV3ForCausalLM"]}
+    assert "v_head_dim None, q_lora_rank None; expected all but q_lora_rank" in eagle.error(
+        named | sizes | {"v_head_dim": None}
+    )
 
 
 @pytest.mark.parametrize("files", [case for case in CASES if case[0] == "mtp"], indirect=True, ids="-".join)

@@ -1,5 +1,5 @@
-"""A plain NumPy twin of EAGLE-3 and P-EAGLE heads, from their files in the layout of speculators: one entry after the
-other, each over a list of those before it, in float64. It knows no pages, no masks and none of our code."""
+"""A plain NumPy twin of EAGLE-3 and P-EAGLE heads, from their files in the layout of speculators, or of vLLM: one entry
+after the other, each over a list of those before it, in float64. It knows no pages, no masks and none of our code."""
 
 import itertools
 from collections.abc import Mapping
@@ -13,7 +13,8 @@ Memory = list[list[tuple[int, np.ndarray, np.ndarray]]]  # layer by layer: posit
 
 class DenseHead:
     def __init__(self, raw: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
-        self.raw, self.layer = raw, raw["transformer_layer_config"]
+        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        self.raw, self.layer = dict.fromkeys(flags, False) | raw, raw.get("transformer_layer_config", raw)
         self.tensors = {name: value.astype(np.float64) for name, value in tensors.items()}
 
     def drafts(self, aux: np.ndarray, token_ids: np.ndarray, at: int, steps: int) -> list[np.ndarray]:
@@ -68,16 +69,32 @@ class DenseHead:
         return self.layer["sliding_window"] if kinds and kinds[i] == "sliding_attention" else np.inf
 
     def _attend(self, name: str, x: np.ndarray, position: int, window: float, entries: list[Any]) -> np.ndarray:
-        q, k, v = (self._linear(x, f"{name}.{part}_proj").reshape(-1, self.layer["head_dim"]) for part in "qkv")
-        if self.layer["model_type"] == "qwen3":
-            q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
-        entries.append((position, self._turn(k, position), v))
+        if "kv_lora_rank" in self.layer:
+            q, k, v = self._from_latents(name, x, position)
+        else:
+            q, k, v = (self._linear(x, f"{name}.{part}_proj").reshape(-1, self.layer["head_dim"]) for part in "qkv")
+            if self.layer["model_type"] == "qwen3":
+                q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
+            q, k = self._turn(q, position), self._turn(k, position)
+        entries.append((position, k, v))
         seen = [(keys, values) for there, keys, values in entries if position - there < window]
         group, out = len(q) // len(k), []
-        for head, query in enumerate(self._turn(q, position)):
+        for head, query in enumerate(q):
             scores = np.array([query @ keys[head // group] for keys, _ in seen]) / np.sqrt(len(query))
             out.append(softmax(scores) @ np.stack([values[head // group] for _, values in seen]))
         return self._linear(np.concatenate(out), f"{name}.o_proj")
+
+    def _from_latents(self, name: str, x: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Queries, keys and values of every head (DeepSeek-V2, arXiv 2405.04434, section 2.1). Neighbours turn against
+        each other."""
+        num_heads, nope, rank = (self.layer[key] for key in ("num_attention_heads", "qk_nope_head_dim", "kv_lora_rank"))
+        q = self._linear(self._norm(self._linear(x, f"{name}.q_a_proj"), f"{name}.q_a_layernorm"), f"{name}.q_b_proj")
+        down = self._linear(x, f"{name}.kv_a_proj_with_mqa")
+        up = self._linear(self._norm(down[:rank], f"{name}.kv_a_layernorm"), f"{name}.kv_b_proj")
+        q, up = q.reshape(num_heads, -1), up.reshape(num_heads, -1)
+        shared = np.broadcast_to(self._turn(_apart(down[None, rank:]), position), (num_heads, len(down) - rank))
+        q = np.concatenate([q[:, :nope], self._turn(_apart(q[:, nope:]), position)], axis=1)
+        return q, np.concatenate([up[:, :nope], shared], axis=1), up[:, nope:]
 
     def _turn(self, x: np.ndarray, position: int) -> np.ndarray:  # [head, head_dim]
         half = x.shape[1] // 2
@@ -105,6 +122,11 @@ class DenseHead:
     def _logits(self, state: np.ndarray) -> np.ndarray:
         normed = state if self.raw["norm_output"] else self._norm(state, "norm")
         return normed @ self.tensors["lm_head.weight"].T
+
+
+def _apart(x: np.ndarray) -> np.ndarray:
+    """Put neighbours that turn against each other as far apart as `_turn` has them."""
+    return np.concatenate([x[:, ::2], x[:, 1::2]], axis=1)
 
 
 def spans(lengths: tuple[int, ...]) -> list[slice]:

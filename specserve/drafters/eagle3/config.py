@@ -23,6 +23,15 @@ class Eagle3Config(ModelConfig):
     fc_norm: bool = False  # 3.1: an RMS norm on each tapped state
     norm_before_fc: bool = False  # 3.1: one RMS norm over the concatenated taps
     norm_output: bool = False  # 3.1: the state handed on is the normed one
+    yarn_scales: tuple[float, float] = (0.0, 0.0)  # of latents: mscale and mscale_all_dim, as they are stated
+
+    @property
+    def entry_dims(self) -> tuple[int, int, int]:
+        """The sizes of a layer's entry: its KV heads, and the width of a key and of a value. An entry of latents is its
+        key, the first channels of which are its value."""
+        if self.latent is None:
+            return self.num_kv_heads, self.head_dim, self.head_dim
+        return 1, self.latent.cache_dim, self.latent.kv_rank
 
 
 def default_taps(target: ModelConfig) -> tuple[int, int, int]:

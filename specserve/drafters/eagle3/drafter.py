@@ -190,9 +190,10 @@ class _Level:
     def of_root(cls, config: Eagle3Config, hidden: jax.Array) -> "_Level":
         """Return the level that is the root alone, [batch, 1, d_model], whose own entry is in the pages."""
         batch = hidden.shape[0]
-        empty = jnp.zeros((batch, 0, config.num_kv_heads, config.head_dim), config.dtype)
+        num_heads, *widths = config.entry_dims
+        k, v = (jnp.zeros((batch, 0, num_heads, width), config.dtype) for width in widths)
         none = jnp.zeros((batch, 0), jnp.int32)
-        return cls(hidden, ((empty, empty),) * config.num_layers, none, jnp.zeros((batch, 1, 0), bool))
+        return cls(hidden, ((k, v),) * config.num_layers, none, jnp.zeros((batch, 1, 0), bool))
 
 
 class _Expander:

@@ -127,7 +127,8 @@ class EagleFiles(ExaminedFiles):
             "mask": "no d2t: as t2d says",
             "unsound": "d2t makes no sense",
         }
-        options = {"norms of queries and keys": config.qk_norm, "attention biases": config.qkv_bias}
+        options: dict[str, object] = {"latent attention": config.latent}
+        options |= {"norms of queries and keys": config.qk_norm, "attention biases": config.qkv_bias}
         options |= {"MLP biases": config.mlp_bias, config.activation: config.activation != "silu"}
         flags = [flag for flag in FLAGS if getattr(config, flag)] + present(options)
         return facts | {

@@ -8,6 +8,7 @@ SGLang and `input_layernorm` in vLLM and speculators, none of which miss the one
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,16 @@ from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
-from specserve.interop.eagle3.catalogue import CHECKS, EAGLE, FLAGS, NORMED_CLASSES, OUTPUT_TAPS, TAP_IDS
+from specserve.interop.eagle3.catalogue import (
+    CHECKS,
+    EAGLE,
+    FLAGS,
+    LATENT_CLASSES,
+    LATENT_KEYS,
+    NORMED_CLASSES,
+    OUTPUT_TAPS,
+    TAP_IDS,
+)
 from specserve.interop.findings import Dialect, Finding, refuse
 from specserve.interop.key_checks import (
     check_computed,
@@ -28,10 +38,11 @@ from specserve.interop.key_checks import (
     check_windows,
     uncomputed,
 )
-from specserve.interop.keys import LAYER, SLIDING, Stated, architectures, find, inner
+from specserve.interop.keys import LAYER, OLD_ROPE, ROPE, SLIDING, Stated, architectures, find, inner
 from specserve.interop.layers import layer_kinds, layer_to_hf, layers_from_hf, nested_config, sized_windows
-from specserve.interop.published import D2T, EMBEDDING, OUTPUT
-from specserve.models.config import ModelConfig
+from specserve.interop.published import D2T, EMBEDDING, OUTPUT, rope_keys
+from specserve.models.config import Latent, ModelConfig
+from specserve.models.families_latent import scale_of
 
 ARCHITECTURES: dict[Dialect, str] = {
     "sglang": "LlamaForCausalLMEagle3",
@@ -114,6 +125,44 @@ def is_normed(stated: Stated) -> bool:
     return kind == _QWEN3 or any(_QWEN3 in name.lower() for name in architectures(stated.raw) & NORMED_CLASSES)
 
 
+def latent_from_hf(stated: Stated) -> dict[str, Any]:
+    """Read the fields of a head with latent attention; none of another one. Raises ConfigError."""
+    is_latent, stated_sizes = bool(architectures(stated.raw) & LATENT_CLASSES), [*map(stated.get, LATENT_KEYS)]
+    required = stated_sizes[:-1]  # queries may be projected in one matrix
+    if None in required if is_latent else any(stated_sizes):
+        given = ", ".join(f"{key} {stated.get(key)}" for key in LATENT_KEYS)
+        classes = " or ".join(sorted(LATENT_CLASSES))
+        raise ConfigError(
+            f"{stated.where}: {given}; expected all but q_lora_rank in a head of {classes}, and none in others"
+        )
+    if not is_latent:
+        return {}
+    latent = Latent(**{ours: stated.get(key, 0) for key, ours in LATENT_KEYS.items()})
+    rope = replace(stated.rope(), is_interleaved=stated.get("rope_interleave", True))
+    scales = stated.get("mscale", 0.0), stated.get("mscale_all_dim", 0.0)
+    return {
+        "latent": latent,
+        "head_dim": latent.rope_dim,
+        "num_kv_heads": 1,
+        "rope": rope,
+        "yarn_scales": scales,
+        "attention_scale": scale_of(latent, rope, scales[1]),
+    }
+
+
+def latent_to_hf(config: Eagle3Config) -> dict[str, Any]:
+    """Write what `latent_from_hf` reads; nothing of a head with plain attention."""
+    if config.latent is None:
+        return {}
+    rope = rope_keys(config.rope, config.head_dim)
+    scales = {key: value for key, value in zip(("mscale", "mscale_all_dim"), config.yarn_scales, strict=True) if value}
+    for spelling in (OLD_ROPE, ROPE):
+        rope[spelling] = rope[spelling] and {**rope[spelling], **scales}
+    sizes = {key: getattr(config.latent, ours) or None for key, ours in LATENT_KEYS.items()}
+    of_heads = {"num_key_value_heads": config.num_heads, "head_dim": None}
+    return {**rope, **sizes, **of_heads, "rope_interleave": config.rope.is_interleaved}
+
+
 def tap_ids(stated: Stated, key: str = TAP_IDS) -> list[int]:
     """Read the layer ids as they are written; none where the taps are the default. Raises ConfigError."""
     ids = stated.get(key, [])
@@ -172,7 +221,8 @@ def draft_config_from_hf(
     if (count := stated.get("num_aux_hidden_states", len(aux_layers))) != len(aux_layers):
         raise ConfigError(f"{stated.where}: num_aux_hidden_states is {count}, the taps are layers {aux_layers}")
     target_width = target.d_model if target else stated.get("hidden_size")
-    layers, rename = layers_from_hf(stated, target, read_windows(stated), dtype=dtype), renamer(names)
+    layers = layers_from_hf(stated, target, read_windows(stated), dtype=dtype) | latent_from_hf(stated)
+    rename = renamer(names)
     draft_vocab_size = stated.get("draft_vocab_size", layers["vocab_size"])
     has_norms = rename("midlayer.self_attn.q_norm.weight") in names or is_normed(stated)
     return Eagle3Config(
@@ -195,11 +245,14 @@ def draft_config_to_hf(
     layer = layer_to_hf(
         config,
         target,
-        model_type=_QWEN3 if config.qk_norm else "llama",
+        model_type="deepseek_v3" if config.latent else _QWEN3 if config.qk_norm else "llama",
         dtype=dtype,
         has_windows=any(windows_of(config)),
     )
+    layer |= latent_to_hf(config)
     name = NORMED.get(dialect, ARCHITECTURES[dialect]) if config.qk_norm else ARCHITECTURES[dialect]
+    if config.latent:
+        name = min(LATENT_CLASSES)
     head: dict[str, Any] = {"architectures": [name], "target_hidden_size": config.target_d_model}
     if config.has_own_head or dialect == "speculators":  # SGLang shares the target's head where there is no such key
         head["draft_vocab_size"] = config.draft_vocab_size

@@ -58,6 +58,8 @@ class Eagle3Format(HeadFormat):
         """Return the tensors and the config.json of a head in a dialect. Heads in the layout of speculators bring an
         embedding along; where one is shared that is the target's. Raises CheckpointError where it cannot be read."""
         config = head.drafter.config
+        if dialect == "speculators" and config.latent:
+            raise CheckpointError("a head with latent attention cannot be written for speculators, which has none")
         tensors = to_numpy(head.params, head.drafter.spec(), dtype)
         tensors |= vocab_to_tensors(head.target_ids, config.vocab_size)
         for table in (EMBEDDING_TABLE, OUTPUT_TABLE) if dialect == "speculators" else ():
@@ -82,6 +84,8 @@ class Eagle3Format(HeadFormat):
         if dialect == "speculators":  # vLLM reads this layout too, and computes both
             found["a width that is not the target's"] = config.d_model != config.target_d_model
             found["fc_norm with norm_before_fc"] = config.fc_norm and config.norm_before_fc
+        if dialect != "vllm":
+            found["latent attention"] = config.latent
         if dialect in ("sglang", "sglang-jax"):
             window = max(windows_of(config))
             found["norms of queries and keys"] = config.qk_norm

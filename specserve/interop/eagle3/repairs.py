@@ -42,8 +42,9 @@ def list_repairs(files: EagleFiles) -> Iterator[Repair]:
     if config is None or files.target is None:
         return
     yield from _flags(config)
-    yield from _heads(config, files.target.config.head_dim)
-    yield from _products(config)
+    if config.latent is None:
+        yield from _heads(config, files.target.config.head_dim)
+        yield from _products(config)
     yield from exchanged(dialects.renamer, _NORMS, short_name)
     yield from _tap_orders(config)
     target, taps = files.target.config, config.aux_layers

@@ -63,6 +63,8 @@ def num_slots(stated: Stated) -> Any:
 
 def config_from_hf(stated: Stated, network: Eagle3Config) -> PEagleConfig:
     """Read what a config.json says beside the network. Raises ConfigError."""
+    if network.latent:
+        raise ConfigError(f"{stated.where}: latent attention is not computed in a head with masked slots")
     where, mask_token_id, slots = stated.where, stated.get(MASK.name), num_slots(stated)
     if mask_token_id is None:
         raise ConfigError(

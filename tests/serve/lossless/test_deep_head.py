@@ -36,10 +36,10 @@ PROMPT = tuple(random.Random(8).choices(range(3, VOCAB), k=41))
 PARAMS = [SamplingParams(max_tokens=30, seed=seed, temperature=2.0, ignore_eos=True) for seed in range(4)]
 
 
-@pytest.fixture(scope="module")
-def deep_head(tiny_target: Target) -> Head:
-    layers = windowed((0, 11))
-    return tiny.random_head(tiny_target.config, seed=1, num_layers=2, d_model=24, has_embedding=True, layers=layers)
+@pytest.fixture(scope="module", params=[{}, pytest.param(tiny.LATENTS, marks=pytest.mark.slow)], ids=["", "latents"])
+def deep_head(request: pytest.FixtureRequest, tiny_target: Target) -> Head:
+    shape = {"num_layers": 2, "d_model": 24, "has_embedding": True, "layers": windowed((0, 11))}
+    return tiny.random_head(tiny_target.config, seed=1, **shape, **request.param)
 
 
 @pytest.fixture(scope="module")
