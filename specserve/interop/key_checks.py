@@ -2,12 +2,12 @@
 once, and asks for what is computed here. Loaders refuse what they find, and the draft doctor reports it."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from specserve.checkpoints.tensors import CONFIG
 from specserve.errors import ConfigError
-from specserve.interop.findings import LAYERS, Finding, put, read_checks
+from specserve.interop.findings import LAYERS, Finding, put, read_checks, refuse
 from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY, SCALING, SLIDING, Stated, architectures
 from specserve.interop.repairs import write_rope
 from specserve.models.rope import Rope
@@ -27,6 +27,10 @@ uncomputed error: {key} asks for what is not computed here
   we refuse the head rather than run another one; engines that do not know the key run another one
   by hand: take it out if the head was trained without, or serve it with an engine that computes it
   refused: {key} is {got}, which is not computed here; expected {expected}
+config-keys error: the shape is not stated
+  no loader can build the head
+  by hand: copy them from the config that the head was trained with; a block_size counts the anchor's slot too
+  refused: {named}; expected {expected}. Is this the config.json of such a head?
 windows error: windows that make no sense
   they cannot be computed
   by hand: write layer_types with an entry for each layer, and sliding_window, no shorter than a block whose
@@ -90,6 +94,16 @@ def uncomputed(path: str, value: Any, expected: str) -> Finding:
     return CHECKS["uncomputed"].found(f"{CONFIG}: {path}", expected, repr(value), key=path)
 
 
+def check_sizes(wrong: Mapping[str, Any], expected: str = "positive whole numbers") -> Iterator[Finding]:
+    """Check that no key is wrong from which the head's shape follows; None is a missing one."""
+    if wrong:
+        got = ", ".join(f"{key}: {value!r}" for key, value in wrong.items())
+        named = ", ".join(
+            f"{key} is missing" if value is None else f"{key} is {value!r}" for key, value in wrong.items()
+        )
+        yield CHECKS["config-keys"].found(CONFIG, expected, got, named=named)
+
+
 def check_windows(stated: Stated, read: Callable[[Stated], object]) -> Iterator[Finding]:
     """Check that the windows can be read, and that no reader forgets them. `read` raises ConfigError."""
     try:
@@ -101,6 +115,15 @@ def check_windows(stated: Stated, read: Callable[[Stated], object]) -> Iterator[
     if SLIDING in stated.get("layer_types", ()) and not stated.get("use_sliding_window", False):
         got, fix = repr(stated.get("use_sliding_window")), put(LAYERS, use_sliding_window=True)
         yield CHECKS["forgotten-window"].found(f"{CONFIG}: use_sliding_window", "true", got, fix)
+
+
+OF_ALL = (check_named, check_known, check_stated_once, check_computed)
+
+
+def refuse_keys(stated: Stated, checks: Iterable[Callable[[Stated], Iterable[Finding]]]) -> None:
+    """Raise ConfigError for the first fault with which loaders refuse a head."""
+    for check in (*checks, check_rotary):
+        refuse(check(stated), stated.where)
 
 
 def check_rotary(stated: Stated, required: Rope | None = None) -> Iterator[Finding]:

@@ -50,10 +50,6 @@ KEYS = KeyTable(
 
 CHECKS = read_checks("""
 [block drafters: keys]
-block-sizes error: the shape is not stated
-  no loader can build the head
-  by hand: copy the keys from the config that the head was trained with; block_size counts the anchor's slot too
-  refused: {named}; expected positive whole numbers. Is it the config.json of a DFlash head?
 mask-token error: the mask token is none of the target's tokens
   every slot but the anchor's is filled with the embedding of something else, or of nothing
   by hand: write the id that it was trained with; for Qwen3 that is a padding row behind the tokenizer's tokens

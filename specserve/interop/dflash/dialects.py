@@ -16,14 +16,12 @@ from specserve.drafters.dflash.start import NAMES, default_taps
 from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
 from specserve.interop.dflash.catalogue import ARCHITECTURES, CHECKS, INPUT_TAPS, KEYS, OWN, SELECTOR, TAPS
-from specserve.interop.findings import Finding, refuse
+from specserve.interop.findings import Finding
 from specserve.interop.key_checks import (
-    check_computed,
-    check_known,
-    check_named,
-    check_rotary,
-    check_stated_once,
+    OF_ALL,
+    check_sizes,
     check_windows,
+    refuse_keys,
     stated_twice,
     uncomputed,
 )
@@ -62,7 +60,7 @@ def layout_of(stated: Stated) -> Layout:
 def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[str], *, dtype: str) -> DFlashConfig:
     """Read a head's config.json; `names` are those of its tensors. Without a target the number of its layers is not
     known, and where no taps are stated, only their number is right. Raises ConfigError."""
-    refuse_keys(stated)
+    refuse_keys(stated, OF_KEYS)
     windows = read_windows(stated)
     backbone = ModelConfig(
         family="qwen3",
@@ -94,13 +92,9 @@ def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[
     )
 
 
-def check_sizes(stated: Stated) -> Iterator[Finding]:
+def check_shape(stated: Stated) -> Iterator[Finding]:
     """Check that the head's shape is stated."""
-    if wrong := bad_sizes(stated):
-        got = ", ".join(f"{key}: {value!r}" for key, value in wrong.items())
-        named = ", ".join(f"{key} is {value!r}" for key, value in wrong.items())
-        expected = "positive whole numbers, block_size at least 2"
-        yield CHECKS["block-sizes"].found(CONFIG, expected, got, named=named)
+    yield from check_sizes(bad_sizes(stated), "positive whole numbers, block_size at least 2")
 
 
 def check_kind(stated: Stated) -> Iterator[Finding]:
@@ -133,14 +127,7 @@ def check_anchor(stated: Stated) -> Iterator[Finding]:
         yield stated_twice(" and ".join(values), values)
 
 
-OF_KEYS = (check_named, check_known, check_stated_once, check_computed, check_kind, check_sizes, check_mask_token)
-OF_KEYS += (check_masks, check_anchor)
-
-
-def refuse_keys(stated: Stated) -> None:
-    """Raise ConfigError for the first fault of the keys."""
-    for check in (*OF_KEYS, check_rotary):
-        refuse(check(stated), stated.where)
+OF_KEYS = (*OF_ALL, check_kind, check_shape, check_mask_token, check_masks, check_anchor)
 
 
 def read_foresees_anchor(stated: Stated) -> bool:

@@ -18,6 +18,7 @@ from specserve.interop.dflash.checks import OF_BLOCKS, BlockFiles
 from specserve.interop.dflash.repairs import list_repairs
 from specserve.interop.findings import Dialect
 from specserve.interop.format import EMBEDDING_TABLE, OUTPUT_TABLE, HeadFormat
+from specserve.interop.key_checks import refuse_keys
 from specserve.interop.notes import other_target
 from specserve.interop.published import present, vocab_to_tensors
 from specserve.models.config import ModelConfig
@@ -37,7 +38,7 @@ class DFlashFormat(HeadFormat):
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         names, stated = TensorFolder(folder).names(), KEYS.read(read_json(folder / CONFIG), str(folder / CONFIG))
-        dialects.refuse_keys(stated)
+        refuse_keys(stated, dialects.OF_KEYS)
         got = dialects.sizes_of_target(stated, target)
         if got != (target.vocab_size, target.d_model, target.num_layers):
             theirs = "vocabulary {}, width {} and {} layers".format(*got)

@@ -72,10 +72,6 @@ KEYS = KeyTable(
 
 CHECKS = read_checks("""
 [keys]
-config-keys error: the shape is not stated
-  no loader can build the head
-  by hand: copy them from the config that the head was trained with
-  refused: {named}
 draft-vocab-size error: draft_vocab_size is not stated
   loaders take the head's rows for the target's whole vocabulary
   fix: write the number of rows of lm_head.weight

@@ -172,7 +172,7 @@ def check_keys(files: EagleFiles) -> Iterator[Finding]:
     """Check the keys as loaders do, and that config.json states as many rows and layers as there are tensors of."""
     stated, counted = files.stated, files.counted
     for check in dialects.OF_KEYS:
-        yield from check(counted if check in (dialects.check_sizes, dialects.check_masks) else stated)
+        yield from check(counted if check in (dialects.check_shape, dialects.check_masks) else stated)
     rows, paths = counted.get("draft_vocab_size"), stated.found.get("draft_vocab_size", {})
     is_named = any(path.endswith("draft_vocab_size") for path in paths)
     if is_count(rows) and not is_named and (paths or rows != stated.get("vocab_size")):

@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
 from specserve.interop.eagle3.catalogue import (
-    CHECKS,
     EAGLE,
     FLAGS,
     LATENT_CLASSES,
@@ -28,14 +26,12 @@ from specserve.interop.eagle3.catalogue import (
     OUTPUT_TAPS,
     TAP_IDS,
 )
-from specserve.interop.findings import Dialect, Finding, refuse
+from specserve.interop.findings import Dialect, Finding
 from specserve.interop.key_checks import (
-    check_computed,
-    check_known,
-    check_named,
-    check_rotary,
-    check_stated_once,
+    OF_ALL,
+    check_sizes,
     check_windows,
+    refuse_keys,
     uncomputed,
 )
 from specserve.interop.keys import LAYER, OLD_ROPE, ROPE, SLIDING, Stated, architectures, find, inner
@@ -180,14 +176,9 @@ def read_taps(stated: Stated, names: frozenset[str]) -> tuple[int, ...]:
     return taps or outputs
 
 
-def check_sizes(stated: Stated) -> Iterator[Finding]:
+def check_shape(stated: Stated) -> Iterator[Finding]:
     """Check that the head's shape is stated."""
-    if wrong := stated.bad_counts():
-        got = ", ".join(f"{key}: {value!r}" for key, value in wrong.items())
-        named = ", ".join(f"{key} is {value!r}" for key, value in wrong.items()) + "; expected positive whole numbers"
-        if missing := [key for key, value in wrong.items() if value is None]:
-            named = f"{', '.join(missing)} missing; is this the config.json of an EAGLE-3 head?"
-        yield CHECKS["config-keys"].found(CONFIG, "positive whole numbers", got, named=named)
+    yield from check_sizes(stated.bad_counts())
 
 
 def check_output(stated: Stated, names: frozenset[str]) -> Iterator[Finding]:
@@ -198,14 +189,7 @@ def check_output(stated: Stated, names: frozenset[str]) -> Iterator[Finding]:
                 yield uncomputed(path, value, f"false in a head without {OUTPUT}")
 
 
-OF_KEYS = (
-    check_named,
-    check_known,
-    check_stated_once,
-    check_computed,
-    check_masks,
-    check_sizes,
-)  # loaders make them too
+OF_KEYS = (*OF_ALL, check_masks, check_shape)  # loaders make them too
 
 
 def draft_config_from_hf(
@@ -213,8 +197,7 @@ def draft_config_from_hf(
 ) -> Eagle3Config:
     """Read a head's config.json against its target. Without one the taps are only as many as they should be. Raises
     ConfigError."""
-    for check in (*OF_KEYS, check_rotary):
-        refuse(check(stated), stated.where)
+    refuse_keys(stated, OF_KEYS)
     aux_layers = read_taps(stated, names) or (default_taps(target) if target else _NO_TAPS)
     if target and any(not 0 <= i < target.num_layers for i in aux_layers):
         raise ConfigError(f"{stated.where}: taps layers {aux_layers}, the target has layers 0..{target.num_layers - 1}")
