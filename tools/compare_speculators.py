@@ -21,9 +21,11 @@ import os
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+import jax
 import numpy as np
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -67,6 +69,7 @@ from speculators_case import (  # noqa: E402  # pyright: ignore[reportMissingImp
 )
 
 from specserve.checkpoints.tensors import TensorFolder  # noqa: E402
+from specserve.drafters.interface import Head  # noqa: E402
 from specserve.interop.convert import describe_target, export_head, import_head  # noqa: E402
 from specserve.interop.head import load_head, save_head  # noqa: E402
 from specserve.interop.published import vocab_to_tensors  # noqa: E402
@@ -181,10 +184,20 @@ def compare_carried(folder: Path, name: str) -> bool:
 def export_ours(folder: Path, name: str) -> Path:
     """A random head of ours as `specserve export --to speculators` writes it."""
     target = describe_target(Path("tiny"))
-    head = tiny.random_head(target.config, seed=1, has_embedding=True, **CASES[name])
+    head = with_biases(tiny.random_head(target.config, seed=1, has_embedding=True, **CASES[name]))
     save_head(folder / "ours", head, target, dtype="float32", notes={})
     export_head(folder / "ours", folder / "exported", target, target_name="tiny", dialect="speculators")
     return folder / "exported"
+
+
+def with_biases(head: Head) -> Head:
+    """Biases are to matter, which begin as nothing."""
+    rng = np.random.default_rng(1)
+
+    def fill(x: jax.Array) -> jax.Array:
+        return x if np.any(x) else (0.1 * rng.standard_normal(x.shape)).astype(x.dtype)
+
+    return replace(head, params=jax.tree.map(fill, head.params))
 
 
 def make_theirs(folder: Path) -> Path:

@@ -31,6 +31,8 @@ TARGET_HELP = "Preset, folder or hub id; left out: the one that the head was tra
 RUN_LIMIT, RUN_TOKENS = 16, 64  # questions and tokens of an answer, where a head is run
 COLORS = {"error": "red", "warning": "yellow"}
 LIMIT_HELP = f"With --prompts: so many questions, evenly spread (default: {RUN_LIMIT})."
+FACTOR_HELP = "Stretch its rotary embedding by YaRN, for texts so many times longer than it was trained on."
+LENGTH_HELP = "With --rope-factor: tokens of the rows that it was trained on."
 LONGEST_HELP = f"With --prompts: longest answer (default: {RUN_TOKENS})."
 
 
@@ -46,12 +48,19 @@ def export(
     target: Annotated[str, typer.Option(help=TARGET_HELP)] = "",
     dtype: Annotated[Dtype, typer.Option(help="Of the weights; left out: as they are stored.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+    rope_factor: Annotated[float | None, typer.Option(help=FACTOR_HELP, min=1.0)] = None,
+    rope_length: Annotated[int | None, typer.Option(help=LENGTH_HELP, min=1)] = None,
 ) -> None:
     """Write `folder` in the layout of the engine `to`, and warn of what that engine does not compute."""
+    if (rope_factor is None) != (rope_length is None):
+        raise ConfigError("--rope-factor and --rope-length go together: give both, or neither")
+    stretch = None if rope_factor is None or rope_length is None else (rope_factor, rope_length)
     given, folder = folder, _existing(folder)
     name, described = _target(folder, target, needs_weights=to == "speculators" and not _has_embedding(folder))
     output = output or given.expanduser().with_name(f"{folder.resolve().name}-{to}")
-    head = exchange.export_head(folder, output, described, target_name=name, dialect=to, dtype=dtype, is_forced=force)
+    head = exchange.export_head(
+        folder, output, described, target_name=name, dialect=to, dtype=dtype, is_forced=force, stretch=stretch
+    )
     console = Console(soft_wrap=True)
     for what in format_for(head.drafter.name).unknown_to(to, head.drafter):
         console.print(f"[yellow]warning:[/] {to} does not compute {what}: it will accept less", highlight=False)

@@ -71,7 +71,11 @@ class TrainedDrafter(Learning, Drafter):
 
     def with_dtype(self: Own, dtype: str) -> Own:
         """Return the same drafter, computed in another dtype."""
-        shape = dataclasses.replace(self.shape, dtype=dtype)
+        return self.with_shape(dtype=dtype)
+
+    def with_shape(self: Own, **changes: Any) -> Own:
+        """Return the drafter with other values of `shape`."""
+        shape = dataclasses.replace(self.shape, **changes)
         return type(self)(dataclasses.replace(self.config, **{self.part: shape}) if self.part else shape)  # type: ignore[call-arg]
 
     def facts(self) -> Mapping[str, Any]:

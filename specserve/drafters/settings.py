@@ -33,6 +33,14 @@ class HeadSettings:
 
 
 @dataclass(frozen=True, config=RULES)
+class WindowSettings(HeadSettings):
+    """The settings of a head whose layers may see no further back than a window."""
+
+    window: int = setting(0, help="tokens that a position of the head sees, its own among them; 0: all", ge=0)
+    window_layers: tuple[int, ...] = setting((), help="the head's layers with that window; empty: all")
+
+
+@dataclass(frozen=True, config=RULES)
 class WidthSettings(HeadSettings):
     """The settings of a head that may be narrower or wider than its target."""
 

@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ from specserve.checkpoints.tensors import (
     write_tensors,
 )
 from specserve.drafters.interface import Head
-from specserve.errors import CheckpointError
+from specserve.drafters.registry import CARRIED
+from specserve.errors import CheckpointError, ConfigError
 from specserve.interop import doctor
 from specserve.interop.findings import Dialect, stored_dtype
 from specserve.interop.formats import format_for
 from specserve.interop.head import head_files, load_head
 from specserve.interop.notes import read_notes
 from specserve.models.families import model_config
+from specserve.models.rope import yarn_magnitude
 from specserve.models.target import target_spec
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -60,15 +62,30 @@ def export_head(
     dialect: Dialect,
     dtype: str = "",  # of the file; empty: as it is stored
     is_forced: bool = False,
+    stretch: tuple[float, int] | None = None,  # (factor, length), see `stretched`
 ) -> Head:
     """Write a head as another engine reads it, beside what was noted of it. Raises ConfigError or CheckpointError."""
     check_output(folder, output, is_forced=is_forced)
     dtype = dtype or stored_dtype(TensorFolder(folder))
     head = load_head(folder, target, dtype=dtype)
+    if stretch is not None:
+        head = stretched(head, *stretch)
     tensors, raw = head_files(head, target, dtype=dtype, dialect=dialect, target_name=target_name)
     notes = read_notes(folder)
     write_folder(output, lambda partial: write_head(partial, tensors, raw, notes))
     return head
+
+
+def stretched(head: Head, factor: float, length: int) -> Head:
+    """Return a head whose rotary embedding YaRN stretches by a factor (Peng et al. 2023, arXiv 2309.00071), so that it
+    follows texts longer than the `length` tokens that it was trained on, as NVIDIA's Model-Optimizer exports heads.
+    Raises ConfigError where it is stretched already, or is the target's own layer."""
+    rope = head.drafter.shape.rope
+    if rope.kind != "default" or head.drafter.name == CARRIED:
+        why = f"turns by {rope.kind} already" if rope.kind != "default" else "has the rotary settings of its target"
+        raise ConfigError(f"--rope-factor is for a head with plain rotary embeddings, and this one {why}; leave it out")
+    yarn = replace(rope, kind="yarn", factor=factor, original_max_len=length, magnitude=yarn_magnitude(factor))
+    return Head(head.drafter.with_shape(rope=yarn), head.params, head.target_ids)
 
 
 def import_head(

@@ -2,13 +2,13 @@
 once, and asks for what is computed here. Loaders refuse what they find, and the draft doctor reports it."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from specserve.checkpoints.tensors import CONFIG
 from specserve.errors import ConfigError
-from specserve.interop.findings import Finding, read_checks
-from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY, SCALING, Stated, architectures
+from specserve.interop.findings import LAYERS, Finding, put, read_checks, refuse
+from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY, SCALING, SLIDING, Stated, architectures
 from specserve.interop.repairs import write_rope
 from specserve.models.rope import Rope
 
@@ -27,6 +27,18 @@ uncomputed error: {key} asks for what is not computed here
   we refuse the head rather than run another one; engines that do not know the key run another one
   by hand: take it out if the head was trained without, or serve it with an engine that computes it
   refused: {key} is {got}, which is not computed here; expected {expected}
+config-keys error: the shape is not stated
+  no loader can build the head
+  by hand: copy them from the config that the head was trained with; a block_size counts the anchor's slot too
+  refused: {named}; expected {expected}. Is this the config.json of such a head?
+windows error: windows that make no sense
+  they cannot be computed
+  by hand: write layer_types with an entry for each layer, and sliding_window, no shorter than a block whose
+    positions see what follows them
+  refused: {got}
+forgotten-window error: use_sliding_window is not true, beside layers that slide
+  transformers forgets the window then, and what reads the config with it runs without
+  fix: write true
 rope-spellings error: the spellings of the rotary settings disagree, or cannot be read
   older and newer engines turn by different angles: acceptance falls with the position
   fix: write the one that is the target's in both spellings
@@ -80,6 +92,38 @@ def check_computed(stated: Stated) -> Iterator[Finding]:
 def uncomputed(path: str, value: Any, expected: str) -> Finding:
     """Return the fault of a value that is not computed here."""
     return CHECKS["uncomputed"].found(f"{CONFIG}: {path}", expected, repr(value), key=path)
+
+
+def check_sizes(wrong: Mapping[str, Any], expected: str = "positive whole numbers") -> Iterator[Finding]:
+    """Check that no key is wrong from which the head's shape follows; None is a missing one."""
+    if wrong:
+        got = ", ".join(f"{key}: {value!r}" for key, value in wrong.items())
+        named = ", ".join(
+            f"{key} is missing" if value is None else f"{key} is {value!r}" for key, value in wrong.items()
+        )
+        yield CHECKS["config-keys"].found(CONFIG, expected, got, named=named)
+
+
+def check_windows(stated: Stated, read: Callable[[Stated], object]) -> Iterator[Finding]:
+    """Check that the windows can be read, and that no reader forgets them. `read` raises ConfigError."""
+    try:
+        read(stated)
+    except ConfigError as error:
+        got = str(error).removeprefix(f"{stated.where}: ")
+        yield CHECKS["windows"].found(CONFIG, "a window for every layer that slides", got)
+        return
+    if SLIDING in stated.get("layer_types", ()) and not stated.get("use_sliding_window", False):
+        got, fix = repr(stated.get("use_sliding_window")), put(LAYERS, use_sliding_window=True)
+        yield CHECKS["forgotten-window"].found(f"{CONFIG}: use_sliding_window", "true", got, fix)
+
+
+OF_ALL = (check_named, check_known, check_stated_once, check_computed)
+
+
+def refuse_keys(stated: Stated, checks: Iterable[Callable[[Stated], Iterable[Finding]]]) -> None:
+    """Raise ConfigError for the first fault with which loaders refuse a head."""
+    for check in (*checks, check_rotary):
+        refuse(check(stated), stated.where)
 
 
 def check_rotary(stated: Stated, required: Rope | None = None) -> Iterator[Finding]:

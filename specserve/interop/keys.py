@@ -15,16 +15,7 @@ from specserve.models.rope import Rope, rope_from_hf
 
 LAYER = "transformer_layer_config"  # the object in which speculators keeps the settings of a head's layers
 ROPE, OLD_ROPE = "rope_parameters", "rope_scaling"  # the objects of rotary settings, in the new and the old spelling
-ACTIVATION = "silu"  # of the MLP; every engine that runs draft heads computes this one
 FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers
-SIZES: Mapping[str, str] = {  # keys of a layer's settings, and our names
-    "hidden_size": "d_model",
-    "intermediate_size": "d_ff",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-}
 
 
 @dataclass(frozen=True)
@@ -117,6 +108,7 @@ mrope_section mrope_interleaved
 
 target_model_type modal_type org_vocab_size decoder_sparse_step output_router_logits router_aux_loss_coef use_mrope
 add_classification_head class_num pool_type dense_list cla_share_factor
+target_model_name_or_path
 speculators_model_type speculators_version speculators_config embed_requires_grad num_anchors max_anchors
 loss_decay_gamma auf ce_loss_alpha l1_loss_alpha confidence_head_alpha lambda_base_start lambda_base_decay_ratio
 down_sample_ratio down_sample_ratio_min
@@ -170,6 +162,10 @@ class Stated:
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of a key, wherever it stands."""
         return next(iter(self.found.get(name, {}).values()), default)
+
+    def path(self, name: str) -> str:
+        """Return where the value of a key stands."""
+        return next(iter(self.found.get(name, {})), name)
 
     def fields(self, *names: str) -> dict[str, Any]:
         """Return these fields of the head's config, as the keys that set them state."""

@@ -1,10 +1,9 @@
-"""The common parts of the published layouts of draft heads: the keys of their layers, the tables of the draft
-vocabulary, rotary settings in both spellings, and copies of the target's tensors. It is the only file that knows how
-`d2t` and `t2d` are meant."""
+"""The common parts of the published layouts of draft heads: the tables of the draft vocabulary, rotary settings in both
+spellings, and copies of the target's tensors. It is the only file that knows how `d2t` and `t2d` are meant."""
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,10 +12,9 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.quantized import PLAIN, STORED_BITS, Storing, read_storing
-from specserve.checkpoints.tensors import CONFIG, TensorFolder, listed, read_json
+from specserve.checkpoints.tensors import TensorFolder, listed
 from specserve.errors import CheckpointError
-from specserve.interop.keys import ACTIVATION, LAYER, QUANTIZATIONS, SIZES, find
-from specserve.models.config import ModelConfig
+from specserve.interop.keys import QUANTIZATIONS, find
 from specserve.models.rope import Rope, rope_to_hf
 
 D2T, T2D = "d2t", "t2d"
@@ -39,63 +37,10 @@ def rope_keys(rope: Rope, head_dim: int) -> dict[str, Any]:
     }
 
 
-def sizes_from_hf(get: Callable[[str], Any], target: ModelConfig | None) -> dict[str, Any]:
-    """Read the sizes that `layer_to_hf` writes; `get` returns None for a key that is left out."""
-    sizes = {ours: get(key) for key, ours in SIZES.items()}
-    return sizes | {
-        "num_layers": sizes["num_layers"] or 1,
-        "num_kv_heads": sizes["num_kv_heads"] or sizes["num_heads"],
-        "head_dim": sizes["head_dim"] or sizes["d_model"] // sizes["num_heads"],
-        "norm_eps": get("rms_norm_eps") or 1e-6,
-        "vocab_size": get("vocab_size"),
-        "max_len": get("max_position_embeddings") or (target.max_len if target else 2048),
-    }
-
-
 def count_layers(names: frozenset[str]) -> int:
     """Count the layers of a head that there are tensors of, by their names; the first may be `midlayer`."""
     found = [re.match(r"(?:model\.)?(?:layers\.(\d+)|midlayer)\.", name) for name in names]
     return max((1 + int(match[1] or 0) for match in found if match), default=0)
-
-
-def layer_to_hf(
-    config: Any,  # with sizes by our names, `norm_eps`, `rope`
-    target: Target,
-    *,
-    model_type: str,
-    dtype: str,
-    has_bias: bool = False,
-    **masks: object,  # keys about what a position sees
-) -> dict[str, Any]:
-    """Write the part of a config.json that describes a head's own layers, in the keys of a Llama or a Qwen3."""
-    bos_id = read_json(target.folder / CONFIG).get("bos_token_id")
-    return {
-        "model_type": model_type,
-        **{key: getattr(config, ours) for key, ours in SIZES.items()},
-        "hidden_act": ACTIVATION,
-        "rms_norm_eps": config.norm_eps,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_len,
-        **rope_keys(config.rope, config.head_dim),
-        **masks,
-        "attention_bias": has_bias,
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
-        "bos_token_id": bos_id if isinstance(bos_id, int) else None,
-        "eos_token_id": next(iter(target.eos_ids), None),
-    }
-
-
-def nested_config(
-    layer: dict[str, Any], algorithm: str, num_tokens: int, target: Target, target_name: str
-) -> dict[str, Any]:
-    """Write the part of a config.json in the layout of speculators that is alike for all kinds: the settings of the
-    layers (`layer_to_hf`), and what vLLM reads of the target and of how many tokens a head proposes. Its readers came
-    after transformers renamed `torch_dtype`."""
-    layer["dtype"] = layer.pop("torch_dtype")
-    raw = read_json(target.folder / CONFIG)
-    proposal = speculators_config(algorithm, num_tokens, target_name, raw, verifier_accept_k=1, accept_tolerance=0.0)
-    return {"tie_word_embeddings": False, "dtype": layer["dtype"], LAYER: layer, "speculators_config": proposal}
 
 
 def speculators_config(

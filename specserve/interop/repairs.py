@@ -9,7 +9,7 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.interop.findings import Copy, Fix, Renamer, Repair
-from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY
+from specserve.interop.keys import FULL, OLD_ROPE, ROPE, ROTARY, SLIDING, Stated, is_count
 from specserve.interop.published import rope_keys
 from specserve.models.config import ModelConfig
 from specserve.models.rope import Rope, plain_rope
@@ -114,6 +114,30 @@ def tap_layers(
     for layers in dict.fromkeys(choices):
         if layers != taps and all(0 <= i < num_layers for i in layers):
             yield Repair(f"the taps are the outputs of layers {list(layers)}", write(layers))
+
+
+def of_windows(windows: Sequence[int], stated: Stated, *nested: str) -> Iterator[Repair]:
+    """List repairs of how far back the layers see, which is stated at the top or in the objects of these names."""
+
+    def set_window(window: int) -> Fix:
+        kinds = [SLIDING if window else FULL] * len(windows)
+        keys = {"use_sliding_window": window > 0, "sliding_window": window or None, "layer_types": kinds}
+
+        def fix(repaired: Copy) -> None:
+            places = [place for place in (repaired.raw, *map(repaired.raw.get, nested)) if isinstance(place, dict)]
+            for place, key in itertools.product(places, (*keys, "use_swa", "swa_window_size")):
+                place.pop(key, None)
+            repaired.layer.update(keys)
+
+        return fix
+
+    window = stated.get("sliding_window")
+    if any(windows):
+        yield Repair("its layers see all that is committed", set_window(0))
+        for window in (max(windows) - 1, max(windows) + 1):
+            yield Repair(f"its windows are of {window} tokens", set_window(window))
+    elif is_count(window):
+        yield Repair(f"its layers have windows of {window} tokens", set_window(window))
 
 
 def of_target(norm_eps: float, rope: Rope, target: ModelConfig, write: Callable[..., Fix]) -> Iterator[Repair]:

@@ -10,7 +10,7 @@ from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import as_heads, by_head, rms_norm, split_as_heads
-from specserve.models.config import HeadShape, LayerKind, ModelConfig, Names
+from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context, Tables, by_group, join
 from specserve.models.layers import linear, norm_spec, side_by_side
 from specserve.models.params import TensorPart, matrix, optional, vector
@@ -36,16 +36,12 @@ class Attention:
     sinks: jax.Array | None  # [head]
 
 
-def attention_spec(config: ModelConfig | HeadShape, prefix: str, d_in: int) -> Attention:
+def attention_spec(config: ModelConfig, prefix: str, d_in: int) -> Attention:
     """The parameters of one attention layer as `ParamSpec`s. `d_in` is the width of the projections' input: d_model in
-    a target, twice that in the first layer of a draft head. A draft head (`HeadShape`) has none of the options of
-    `ModelConfig`."""
-    flags, names = None, Names()
-    if isinstance(config, ModelConfig):
-        flags, names = config, config.names
+    a target, twice that in the first layer of a draft head."""
+    names, has_gate = config.names, config.has_attention_gate
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    has_gate = flags is not None and flags.has_attention_gate
-    head_dim, times = config.head_dim, flags.kv_repeats if flags else 1
+    head_dim, times = config.head_dim, config.kv_repeats
     stored = kv_size // times
     if names.qkv:
         total = q_size + 2 * stored
@@ -60,9 +56,7 @@ def attention_spec(config: ModelConfig | HeadShape, prefix: str, d_in: int) -> A
         q_part = optional(has_gate, TensorPart(0, head_dim, 2 * head_dim, 2 * q_size))
         k_part = v_part = optional(times > 1, TensorPart(0, stored, stored, stored, head_dim, times))
     gate_part = TensorPart(head_dim, 2 * head_dim, 2 * head_dim, 2 * q_size)
-    has_bias = flags is not None and flags.qkv_bias
-    offset = flags is not None and flags.norm_offset
-    qk_norm = flags is not None and flags.qk_norm
+    has_bias, offset, qk_norm = config.qkv_bias, config.norm_offset, config.qk_norm
     q_norm_size, k_norm_size = q_size, kv_size
     if qk_norm == "head":
         q_norm_size = k_norm_size = head_dim
@@ -74,14 +68,12 @@ def attention_spec(config: ModelConfig | HeadShape, prefix: str, d_in: int) -> A
         q_bias=optional(has_bias, vector(f"{q}.bias", q_size, "heads", init="zeros", part=q_part)),
         k_bias=optional(has_bias, vector(f"{k}.bias", kv_size, "kv_heads", init="zeros", part=k_part)),
         v_bias=optional(has_bias, vector(f"{v}.bias", kv_size, "kv_heads", init="zeros", part=v_part)),
-        o_bias=optional(flags and flags.o_bias, vector(f"{prefix}.{names.o}.bias", config.d_model, init="zeros")),
+        o_bias=optional(config.o_bias, vector(f"{prefix}.{names.o}.bias", config.d_model, init="zeros")),
         q_norm=optional(qk_norm, norm_spec(f"{prefix}.{names.q_norm}", q_norm_size, offset=offset)),
         k_norm=optional(qk_norm, norm_spec(f"{prefix}.{names.k_norm}", k_norm_size, offset=offset)),
         gate=optional(has_gate, matrix(f"{q}.weight", d_in, q_size, ("embed", "heads"), part=gate_part)),
         gate_bias=optional(has_gate and has_bias, vector(f"{q}.bias", q_size, "heads", init="zeros", part=gate_part)),
-        sinks=optional(
-            flags and flags.has_sinks, vector(f"{prefix}.{names.sinks}", config.num_heads, "heads", init="zeros")
-        ),
+        sinks=optional(config.has_sinks, vector(f"{prefix}.{names.sinks}", config.num_heads, "heads", init="zeros")),
     )
 
 
@@ -162,7 +154,7 @@ def _turned_qkv(
 
 def project_qkv(
     params: Attention,
-    config: ModelConfig | HeadShape,
+    config: ModelConfig,
     x: jax.Array,  # [batch, n, d_in]
     rope: Tables,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # q [batch, n, head, head_dim], k and v [batch, n, kv_head, head_dim]
@@ -179,7 +171,7 @@ def project_qkv(
 
 def project_q(
     params: Attention,
-    config: ModelConfig | HeadShape,
+    config: ModelConfig,
     x: jax.Array,  # [batch, n, d_in]
     rope: Tables,
 ) -> jax.Array:  # [batch, n, head, head_dim]
@@ -188,7 +180,7 @@ def project_q(
 
 def project_kv(
     params: Attention,
-    config: ModelConfig | HeadShape,
+    config: ModelConfig,
     x: jax.Array,  # [batch, n, d_in]
     rope: Tables,
 ) -> KV:
@@ -198,10 +190,10 @@ def project_kv(
     return k, by_head(linear(x, params.v, params.v_bias), config.num_kv_heads)
 
 
-def _rules(config: ModelConfig | HeadShape) -> dict[str, Any]:
+def _rules(config: ModelConfig) -> dict[str, Any]:
     """Return how queries and keys are normed and rotated, as keyword arguments for the kernels."""
     return {
         "eps": config.norm_eps,
-        "offset": isinstance(config, ModelConfig) and config.norm_offset,
+        "offset": config.norm_offset,
         "is_interleaved": config.rope.is_interleaved,
     }

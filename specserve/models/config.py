@@ -6,7 +6,7 @@ never edited.
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from specserve.kernels.rowwise import Activation
 from specserve.models.rope import Rope
@@ -195,28 +195,3 @@ class ModelConfig:
         (`Rope.for_length`)."""
         local = self.local_rope and self.local_rope.for_length(length)
         return dataclasses.replace(self, rope=self.rope.for_length(length), local_rope=local)
-
-
-class HeadShape(Protocol):
-    """The fields that a drafter's config must have so that its layers can be built of the target's parts."""
-
-    @property
-    def d_model(self) -> int: ...
-
-    @property
-    def d_ff(self) -> int: ...
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def norm_eps(self) -> float: ...
-
-    @property
-    def rope(self) -> Rope: ...

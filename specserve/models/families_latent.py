@@ -7,7 +7,7 @@ from typing import Literal
 from specserve.errors import ConfigError
 from specserve.models.config import DeltaSizes, Experts, Latent, LayerKind, Lightning, Mixer, Names
 from specserve.models.family_keys import Flags, Keys
-from specserve.models.rope import yarn_magnitude
+from specserve.models.rope import Rope, yarn_magnitude
 
 
 def _deepseek(keys: Keys) -> Flags:
@@ -31,20 +31,21 @@ def _deepseek(keys: Keys) -> Flags:
     sparse = [i >= dense for i in range(n)]
     if types:
         sparse = [kind == "sparse" for kind in types]
-    # DeepSeek scales the softmax by the square of YaRN's attention factor
-    mscale_all_dim = float(stated.get("mscale_all_dim") or 0)
-    stretch = 1.0
-    if rope.kind == "yarn" and mscale_all_dim:
-        stretch = yarn_magnitude(rope.factor, mscale_all_dim)
     return {
         "head_dim": latent.rope_dim,
         "num_kv_heads": 1,
         "latent": latent,
         "layers": tuple(LayerKind("latent", has_experts=has_experts) for has_experts in sparse),
         "rope": dataclasses.replace(rope, is_interleaved=keys.flag("rope_interleave", True)),
-        "attention_scale": (latent.nope_dim + latent.rope_dim) ** -0.5 * stretch**2,
+        "attention_scale": scale_of(latent, rope, float(stated.get("mscale_all_dim") or 0)),
         **keys.bias(),
     }
+
+
+def scale_of(latent: Latent, rope: Rope, mscale_all_dim: float) -> float:
+    """Return the scale of attention's products, which DeepSeek multiplies by the square of a factor of YaRN's."""
+    stretch = yarn_magnitude(rope.factor, mscale_all_dim) if rope.kind == "yarn" and mscale_all_dim else 1.0
+    return (latent.nope_dim + latent.rope_dim) ** -0.5 * stretch**2
 
 
 def routed(keys: Keys, *, scoring: Literal["softmax", "sigmoid"], group_score: Literal["max", "top2"]) -> Experts:

@@ -18,7 +18,7 @@ from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import apply_rope, by_head, rms_norm
 from specserve.models.config import ModelConfig
-from specserve.models.context import Context, by_group, join
+from specserve.models.context import Context, Tables, by_group, join
 from specserve.models.layers import linear, norm_spec
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
@@ -43,10 +43,12 @@ class LatentAttention:
     gate: Weight | None  # [d_model, head]
 
 
-def latent_spec(config: ModelConfig, prefix: str) -> LatentAttention:
+def latent_spec(config: ModelConfig, prefix: str, d_in: int) -> LatentAttention:
+    """The parameters of one layer's attention as `ParamSpec`s. `d_in` is the width of what it takes, see
+    `attention.attention_spec`."""
     latent, d_model, num_heads = config.latent, config.d_model, config.num_heads
     assert latent is not None
-    q_in = latent.q_rank or d_model
+    q_in = latent.q_rank or d_in
     q = f"{prefix}.{'q_b_proj' if latent.q_rank else 'q_proj'}.weight"
     q_dim, kv_dim = latent.nope_dim + latent.rope_dim, latent.nope_dim + latent.v_dim
     q_total, kv_total = num_heads * q_dim, num_heads * kv_dim
@@ -55,19 +57,19 @@ def latent_spec(config: ModelConfig, prefix: str) -> LatentAttention:
     q_axes, up_axes = (None if latent.q_rank else "embed", "heads"), (None, "heads")
     has_q_bias = config.qkv_bias and latent.q_rank > 0
     return LatentAttention(
-        q_down=optional(latent.q_rank, matrix(f"{prefix}.q_a_proj.weight", d_model, latent.q_rank, ("embed", None))),
+        q_down=optional(latent.q_rank, matrix(f"{prefix}.q_a_proj.weight", d_in, latent.q_rank, ("embed", None))),
         q_down_bias=optional(has_q_bias, vector(f"{prefix}.q_a_proj.bias", latent.q_rank, init="zeros")),
         q_norm=optional(latent.q_rank, norm_spec(f"{prefix}.q_a_layernorm", latent.q_rank)),
         q_nope=matrix(q, q_in, num_heads * nope, q_axes, part=TensorPart(0, nope, q_dim, q_total)),
         q_rope=matrix(q, q_in, num_heads * rope, q_axes, part=TensorPart(nope, q_dim, q_dim, q_total)),
-        kv_down=matrix(f"{prefix}.kv_a_proj_with_mqa.weight", d_model, rank + rope, ("embed", None)),
+        kv_down=matrix(f"{prefix}.kv_a_proj_with_mqa.weight", d_in, rank + rope, ("embed", None)),
         kv_down_bias=optional(config.qkv_bias, vector(f"{prefix}.kv_a_proj_with_mqa.bias", rank + rope, init="zeros")),
         kv_norm=norm_spec(f"{prefix}.kv_a_layernorm", rank),
         k_up=matrix(kv_up, rank, num_heads * nope, up_axes, part=TensorPart(0, nope, kv_dim, kv_total)),
         v_up=matrix(kv_up, rank, num_heads * latent.v_dim, up_axes, part=TensorPart(nope, kv_dim, kv_dim, kv_total)),
         o=matrix(f"{prefix}.{config.names.o}.weight", num_heads * latent.v_dim, d_model, ("heads", "embed")),
         o_bias=optional(config.o_bias, vector(f"{prefix}.{config.names.o}.bias", d_model, init="zeros")),
-        gate=optional(latent.has_gate, matrix(f"{prefix}.g_proj.weight", d_model, num_heads, ("embed", "heads"))),
+        gate=optional(latent.has_gate, matrix(f"{prefix}.g_proj.weight", d_in, num_heads, ("embed", "heads"))),
     )
 
 
@@ -81,20 +83,8 @@ def mix(
 ) -> tuple[jax.Array, tuple[jax.Array, None]]:
     """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and
     the tokens' latents, [batch, n, 1, cache_dim]."""
-    latent = config.latent
-    assert latent is not None
-    q_in = x
-    if params.q_down is not None:
-        assert params.q_norm is not None
-        q_in = rms_norm(linear(x, params.q_down, params.q_down_bias), params.q_norm, NORM_EPS)
-    is_interleaved = config.rope.is_interleaved
-    q_nope = by_head(linear(q_in, params.q_nope), config.num_heads)
-    q_rope = by_head(linear(q_in, params.q_rope), config.num_heads)
-    q_rope = apply_rope(q_rope, context.rope, is_interleaved=is_interleaved)
-    down = linear(x, params.kv_down, params.kv_down_bias)
-    compressed = rms_norm(down[..., : latent.kv_rank], params.kv_norm, NORM_EPS)[:, :, None]
-    k_rope = apply_rope(down[:, :, None, latent.kv_rank :], context.rope, is_interleaved=is_interleaved)
-    new = jnp.concatenate([compressed, k_rope], axis=-1)
+    q_nope, q_rope = project_queries(params, config, x, context.rope)
+    new = project_latents(params, config, x, context.rope)
 
     def attend_own(context: Context, seen: PagedPrefix | None, *own: jax.Array) -> tuple[jax.Array, Any]:
         q_nope, q_rope, new = own
@@ -107,6 +97,34 @@ def mix(
     if params.gate is not None:
         out = out * jax.nn.sigmoid(linear(x, params.gate))[..., None]
     return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias, add=add), left
+
+
+def project_queries(
+    params: LatentAttention,
+    config: ModelConfig,
+    x: jax.Array,  # [batch, n, d_in]
+    rope: Tables,
+) -> tuple[jax.Array, jax.Array]:  # [batch, n, head, nope_dim], and turned [batch, n, head, rope_dim]
+    q_in = x
+    if params.q_down is not None:
+        assert params.q_norm is not None
+        q_in = rms_norm(linear(x, params.q_down, params.q_down_bias), params.q_norm, NORM_EPS)
+    q_nope = by_head(linear(q_in, params.q_nope), config.num_heads)
+    q_rope = by_head(linear(q_in, params.q_rope), config.num_heads)
+    return q_nope, apply_rope(q_rope, rope, is_interleaved=config.rope.is_interleaved)
+
+
+def project_latents(
+    params: LatentAttention,
+    config: ModelConfig,
+    x: jax.Array,  # [batch, n, d_in]
+    rope: Tables,
+) -> jax.Array:  # [batch, n, 1, cache_dim]
+    assert config.latent is not None
+    rank, down = config.latent.kv_rank, linear(x, params.kv_down, params.kv_down_bias)
+    compressed = rms_norm(down[..., :rank], params.kv_norm, NORM_EPS)[:, :, None]
+    k_rope = apply_rope(down[:, :, None, rank:], rope, is_interleaved=config.rope.is_interleaved)
+    return jnp.concatenate([compressed, k_rope], axis=-1)
 
 
 def expanded(
@@ -138,12 +156,26 @@ def absorbed(
 ) -> jax.Array:  # [batch, n, head, v_dim]
     """Attention over committed latents and new ones, in the absorbed form."""
     assert config.latent is not None
-    if len(params.k_up.shape) == 2:
-        params = split_by_head(params, config.num_heads)
-    rank = config.latent.kv_rank
-    q = jnp.concatenate([_each_head(q_nope, params.k_up), q_rope], axis=-1)
-    out = attend(q, new, new[..., :rank], context.mask, seen, scale=config.attention_scale)
-    return _each_head(out, params.v_up)
+    q, values = absorb(params, config, q_nope, q_rope), new[..., : config.latent.kv_rank]
+    return release(params, config, attend(q, new, values, context.mask, seen, scale=config.attention_scale))
+
+
+def absorb(
+    params: LatentAttention, config: ModelConfig, q_nope: jax.Array, q_rope: jax.Array
+) -> jax.Array:  # [batch, n, head, cache_dim]
+    """Return queries of latents. The latents are their keys, and the first `kv_rank` channels of these their values."""
+    return jnp.concatenate([_each_head(q_nope, _split(params, config).k_up), q_rope], axis=-1)
+
+
+def release(
+    params: LatentAttention, config: ModelConfig, out: jax.Array
+) -> jax.Array:  # [batch, n, head, kv_rank] -> [batch, n, head, v_dim]
+    """Return the values of what attention over latents found."""
+    return _each_head(out, _split(params, config).v_up)
+
+
+def _split(params: LatentAttention, config: ModelConfig) -> LatentAttention:
+    return split_by_head(params, config.num_heads) if len(params.k_up.shape) == 2 else params
 
 
 def split_by_head(params: LatentAttention, num_heads: int) -> LatentAttention:

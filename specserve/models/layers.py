@@ -10,7 +10,7 @@ import numpy as np
 
 from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.rowwise import Activation, gated
-from specserve.models.config import HeadShape, ModelConfig
+from specserve.models.config import ModelConfig
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
 
@@ -25,9 +25,7 @@ class Mlp:
     down_bias: jax.Array | None
 
 
-def mlp_spec(
-    config: ModelConfig | HeadShape, prefix: str, *, d_ff: int = 0, fused: str = "", has_bias: bool = False
-) -> Mlp:
+def mlp_spec(config: ModelConfig, prefix: str, *, d_ff: int = 0, fused: str = "", has_bias: bool = False) -> Mlp:
     """The parameters of one MLP as `ParamSpec`s. `d_ff` is the config's unless given. `fused` names a checkpoint's
     tensor that holds gate and up together."""
     d_ff = d_ff or config.d_ff

@@ -94,7 +94,7 @@ def _mixer_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mixer:
     if kind.mixer in ("delta", "lightning"):
         return recurrent.spec(config, kind, f"{prefix}.{config.names.linear_attention}")
     if kind.mixer == "latent":
-        return latent_spec(config, f"{prefix}.{config.names.attention}")
+        return latent_spec(config, f"{prefix}.{config.names.attention}", config.d_model)
     return attention_spec(config, f"{prefix}.{config.names.attention}", config.d_model)
 
 

@@ -63,6 +63,23 @@ def test_the_shipped_head_goes_out_and_comes_back(tmp_path: Path, flavour: str) 
         np.testing.assert_array_equal(value.view(np.uint8), theirs[name].view(np.uint8))
 
 
+def test_a_head_goes_out_stretched_for_longer_texts(tmp_path: Path) -> None:
+    """By YaRN, in the keys of Model-Optimizer; once, with both sizes, and no head that is the target's own layer."""
+    ways = "--rope-factor", "8", "--rope-length", "512"
+    out = run("export", BUNDLED_EAGLE3, "--to", "vllm", "--output", tmp_path / "out", *ways)
+    assert out.exit_code == 0, out.output
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    expected = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+    assert expected.items() <= raw["rope_scaling"].items()
+    assert expected.items() <= raw["rope_parameters"].items()
+    for folder, given, words in (
+        (tmp_path / "out", ways, "turns by yarn already"),
+        (BUNDLED_HEADS["pydoc-mtp"], ways, "has the rotary settings of its target"),
+        (BUNDLED_EAGLE3, ways[:2], "--rope-factor and --rope-length go together"),
+    ):
+        assert words in str(refused("export", folder, "--to", "vllm", "--output", tmp_path / "other", *given))
+
+
 def test_a_sick_head_is_reported_and_repaired(sick: Path, tmp_path: Path) -> None:
     report = json.loads(run("inspect", sick, "--json").stdout)
     assert [finding["code"] for finding in report["findings"]] == ["absolute-d2t", "max-positions"]

@@ -20,6 +20,7 @@ from specserve.drafters.eagle3.model import Eagle3Params, draft_logits, token_em
 from specserve.drafters.eagle3.rollout import rollout_states
 from specserve.drafters.follow import FIRST_ENTRY, Pending
 from specserve.drafters.interface import Head
+from specserve.drafters.layers import windowed
 from specserve.drafters.learning import DraftTargets, Rollout, Rows, all_weights, loss_positions, shift
 from specserve.mesh import make_mesh, on_mesh, whole
 from specserve.models.cache import Prefix
@@ -78,6 +79,9 @@ def test_the_loss_mask_moves_with_the_step(rng: np.random.Generator) -> None:
         {},
         {"norm_output": True, "fc_norm": True, "norm_before_residual": True, "norm_before_fc": True},
         {"num_layers": 2, "norm_output": True, "d_model": 24, "has_embedding": True},
+        {"num_layers": 2, "layers": windowed((3, 0))},
+        {"layers": windowed((5,))},
+        {"num_layers": 2, **tiny.LATENTS},
     ],
 )
 def test_rollout_step_k_equals_servings_kth_draft_step(

@@ -18,6 +18,7 @@ from same_head import assert_same_head
 from tiny_run import metrics, tiny_trainer
 
 from specserve.checkpoints.load import Target
+from specserve.drafters.layers import windowed
 from specserve.drafters.learning import Rollout, Rows, loss_positions
 from specserve.drafters.peagle import rollout as training
 from specserve.drafters.peagle.drafter import look_ahead
@@ -69,7 +70,7 @@ def _by_anchor(drafter: Any, rows: Rows, logits: list[jax.Array]) -> dict[tuple[
 DEEP = {"num_layers": 2, "d_model": 24, "has_embedding": True, "fc_norm": True}
 
 
-@pytest.mark.parametrize("shape", [pytest.param({}, marks=pytest.mark.slow), DEEP])
+@pytest.mark.parametrize("shape", [pytest.param({}, marks=pytest.mark.slow), DEEP, DEEP | {"layers": windowed((2, 5))}])
 def test_slots_of_training_are_those_of_serving(
     tiny_target: Target, rng: np.random.Generator, shape: dict[str, Any]
 ) -> None:
@@ -222,7 +223,7 @@ def test_a_resumed_run_learns_what_a_whole_one_does(tmp_path: Path, tiny_target:
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm", "speculators"])
-@pytest.mark.parametrize("shape", [{}, DEEP | {"draft_vocab_size": 64, "aux_layers": (0, 3)}])
+@pytest.mark.parametrize("shape", [{"layers": windowed((9,))}, DEEP | {"draft_vocab_size": 64, "aux_layers": (0, 3)}])
 def test_export_then_import_is_bit_exact(
     tmp_path: Path, tiny_target: Target, dialect: Dialect, shape: dict[str, Any]
 ) -> None:
@@ -283,8 +284,8 @@ def test_published_spellings_are_read(folder: Path, tiny_target: Target, changes
     [
         ({"selector_rank": 16}, "unknown-key", "selector_rank: not known"),
         ({"dflash_config": {"causal": True}}, "unknown-key", "dflash_config.causal"),
-        ({"sliding_window": 2048}, "uncomputed", "sliding_window is 2048"),
-        ({"attention_bias": True}, "uncomputed", "attention_bias is True"),
+        ({"sliding_window": 2048}, "windows", "sliding_window is 2048"),
+        ({"attention_bias": True}, "missing-tensor", "q_proj.bias"),
         (NO_MASK, "mask-token", "token of masked slots is not stated"),
         ({"pard_token": 5}, "stated-twice", "pard_token: 5"),
         ({"mask_token_id": 64, "ptd_token_id": 64}, "mask-token", r"expected a token of the target's, 0\.\.63"),
@@ -329,7 +330,7 @@ def test_a_chain_deeper_than_its_slots_is_refused(tiny_target: Target) -> None:
 @pytest.mark.parametrize(
     ("settings", "listed"),
     [
-        ({"norm_output": True, "window": 8}, r"no use for draft\.window 8, draft\.norm_output True"),
+        ({"norm_output": True, "rank": 8}, r"no use for draft\.rank 8, draft\.norm_output True"),
         ({"block_size": 1}, "without a masked slot"),
         ({"mask_token": 64}, r"tokens 0\.\.63"),
     ],

@@ -1,17 +1,28 @@
-"""docs/support.md: which model family runs, is compiled or is measured on which device, with which weights.
+"""docs/support.md: which model family runs, is compiled or is measured on which device, with which weights, and which
+published heads.
 
 What is of a family follows from its cases (`parity`, `bailing`), and what is of a device from the parts that the family
-is made of. `python tests/house/test_docs.py` writes it.
+is made of. What is of a head follows from its reader and its writer. `python tests/house/test_docs.py` writes it.
 """
 
 import json
 from typing import Any, get_args
 
 import bailing
-from parity import RAWS
+import tiny
+from parity import RAWS, TESTS
 
 from specserve.checkpoints.load import Quantization
 from specserve.checkpoints.source import BUNDLED_FOLDER
+from specserve.drafters.interface import TrainedDrafter
+from specserve.drafters.layers import windowed
+from specserve.drafters.registry import DraftSettings, load_kind
+from specserve.interop.dflash.catalogue import ARCHITECTURES as BLOCK_CLASSES
+from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
+from specserve.interop.findings import Dialect
+from specserve.interop.formats import format_for, format_of
+from specserve.interop.mtp.layouts import ARCHITECTURES as MTP_CLASSES
+from specserve.interop.peagle.dialects import OWN as PEAGLE_CLASSES
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.families import FAMILIES, model_config
 
@@ -46,6 +57,65 @@ WEIGHTS: dict[str, tuple[str, str, str, str]] = {  # --quantization: what it rea
     "fp8": ("rounded to FP8 (e4m3) at load, with a scale for each output", "runs", EXPERTS_ALONE, EXPERTS_ALONE),
 }
 
+EARLY = "speculators in its early days"
+HEADS: dict[str, dict[str, str]] = {  # by kind: the classes that a config.json may name, and their writers
+    "eagle3": {
+        "LlamaForCausalLMEagle3": "specserve, SpecForge, SpecJAX, EAGLE, AngelSlim, Model-Optimizer",
+        "Eagle3DraftModel": "speculators",
+        "Eagle3Speculator": EARLY,
+        "Eagle3LlamaForCausalLM": "for vLLM",
+        "Eagle3Qwen3ForCausalLM": "for vLLM",
+        "Eagle3Qwen2_5vlForCausalLM": "for vLLM",
+        "Eagle3Qwen3vlForCausalLM": "for vLLM",
+        "Qwen3Eagle3Model": "DeepSpec",
+        "Eagle3DeepseekV2ForCausalLM": "specserve, Model-Optimizer, TorchSpec",
+        "Eagle3DeepseekV3ForCausalLM": "for vLLM",
+    },
+    "p-eagle": {
+        "PEagleDraftModel": "specserve, speculators, SpecForge",
+        "PEagleSpeculator": EARLY,
+        "LlamaForCausalLMPeagle": "for vLLM",
+        "PeagleLlamaForCausalLM": "for vLLM",
+        "PeagleQwen3ForCausalLM": "for vLLM",
+    },
+    "dflash": {"DFlashDraftModel": "specserve, z-lab, speculators, SpecForge", "DFlashSpeculator": EARLY},
+    "dspark": {
+        "Qwen3DSparkModel": "specserve, DeepSpec",
+        "DSparkDraftModel": "speculators, SpecForge",
+        "DSparkSpeculator": EARLY,
+    },
+    "dflash2": {"DFlash2DraftModel": "specserve, z-lab, speculators"},
+    "mtp": {
+        **dict.fromkeys(sorted(MTP_CLASSES - {"MTPDraftModel"}), "the target's checkpoint, specserve"),
+        "MTPDraftModel": "speculators",
+    },
+}
+CLASSES: dict[str, frozenset[str]] = {  # that are read
+    "eagle3": EAGLE3_KEYS.classes,
+    "p-eagle": PEAGLE_CLASSES,
+    **{kind: frozenset(names) for kind, names in BLOCK_CLASSES.items()},
+    "mtp": MTP_CLASSES,
+}
+# beside packages, of the same tensors: tests/drafters/test_dense_twin.py, and the oracle of test_mtp.py
+TWINS: dict[str, str] = {
+    **dict.fromkeys((*EAGLE3_KEYS.classes, *PEAGLE_CLASSES), "NumPy"),
+    **dict.fromkeys(("DeepSeekMTPModel", "Glm4MoeMTPModel", "MTPModel", "MTPDraftModel"), "transformers"),
+    **dict.fromkeys(("Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP", "MiMoMTPModel"), "transformers"),
+}
+OF_SPECULATORS = ("MTPDraftModel", "Qwen3NextMTP")  # layers that it has a layout for, beside a Qwen3's
+OPTIONS: dict[str, dict[str, Any]] = {
+    "several layers": {"num_layers": 2},
+    "windows": {"layers": windowed((8,))},
+    "norms of queries and keys": {"qk_norm": "head"},
+    "biases of attention": {"qkv_bias": True, "o_bias": True},
+    "biases of the MLP": {"mlp_bias": True},
+    "GELU by tanh": {"activation": "gelu_tanh"},
+    "latent attention": tiny.LATENTS,
+    "another width than the target's": {"d_model": 16, "has_embedding": True},
+    "`norm_output`, `fc_norm`": {"norm_output": True, "fc_norm": True},
+    "the target's output head": {"has_own_head": False},
+}
+
 
 def families() -> str:
     """Return the table of families, one row a `model_type`."""
@@ -71,6 +141,57 @@ def weights() -> str:
     """Return the table of weights formats, one row an option of `--quantization`."""
     rows: list[Any] = [f"| `{how}` | {' | '.join(WEIGHTS[how])} |" for how in get_args(Quantization)]
     return "\n".join(["| `--quantization` | weights | CPU | GPU | TPU |", "|---|---|---|---|---|", *rows]) + "\n"
+
+
+def heads() -> str:
+    """Return the table of published heads, one row a class that a config.json may name."""
+    saved = _saved_by()
+    rows = ["| kind | class | written by | loads | equals | trains | exports to |", "|" + "---|" * 7]
+    for kind, classes in HEADS.items():
+        drafter = _drafter(kind)
+        exports = [name for name in get_args(Dialect) if not format_for(kind).unknown_to(name, drafter)]
+        own = CLASSES[kind]
+        assert own == classes.keys(), f"{kind}: {sorted(own ^ classes.keys())} are read or listed, and not both"
+        for name, writer in classes.items():
+            masks = {"mask_token_id": 1} if kind == "p-eagle" else {}
+            assert format_of({"architectures": [name], **masks}) is format_for(kind), f"{name} is not read as {kind}"
+            equals = ", ".join([*saved.get(name, ()), *([TWINS[name]] if name in TWINS else ())]) or "not by itself"
+            engines = ", ".join(exports)
+            if kind == "mtp" and name not in OF_SPECULATORS:
+                engines = engines.replace("speculators, ", "")
+            rows.append(f"| `{kind}` | `{name}` | {writer} | yes | {equals} | `--drafter {kind}` | {engines} |")
+    return "\n".join(rows) + "\n"
+
+
+def head_options() -> str:
+    """Return the table of options of an EAGLE-3 head, by the engines that compute them."""
+    rows: list[Any] = [f"| option | specserve | {' | '.join(get_args(Dialect))} |", "|" + "---|" * 6]
+    for option, changes in OPTIONS.items():
+        drafter = _drafter("eagle3").with_shape(**changes)
+        plain = _drafter("eagle3")
+        cells = []
+        for dialect in get_args(Dialect):
+            known = format_for("eagle3").unknown_to(dialect, plain)
+            more = [what for what in format_for("eagle3").unknown_to(dialect, drafter) if what not in known]
+            cells.append("no" if more else "yes")
+        rows.append(f"| {option} | yes | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _drafter(kind: str) -> TrainedDrafter:
+    """A drafter of the kind, of its own shape beside the tests' tiny target."""
+    target = model_config(tiny.TARGET, dtype="float32")
+    return load_kind(kind).new(DraftSettings(), target, target.vocab_size)
+
+
+def _saved_by() -> dict[str, list[str]]:
+    """The packages whose own forward the tests compare heads of each class with."""
+    found: dict[str, set[str]] = {}
+    for path in (TESTS / "goldens").glob("*/*/config.json"):
+        package = "dflash" if path.parent.name.startswith("dflash-") else "speculators"
+        for name in json.loads(path.read_text())["architectures"]:
+            found.setdefault(name, set()).add(f"`{package}`")
+    return {name: sorted(packages) for name, packages in found.items()}
 
 
 def _parts(kind: LayerKind) -> set[str]:

@@ -35,6 +35,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "commands": lambda: commands({of: place(f"settings of {name}").name for name, of in SCHEMAS.items()}),
     "families": partial(_support, "families"),
     "weights": partial(_support, "weights"),
+    "heads": partial(_support, "heads"),
+    "options of heads": partial(_support, "head_options"),
     **{f"settings of {name}": partial(settings_table, schema) for name, schema in SCHEMAS.items()},
 }
 

@@ -71,7 +71,7 @@ HEADS: dict[str, Raw] = {
     "taps": {"aux_layers": (1, 3)},
 }
 FOUND: list[tuple[str, str, Plant, bool]] = [  # head, code, fault, and whether it is repaired
-    ("plain", "block-sizes", put(block_size=0), False),
+    ("plain", "config-keys", put(block_size=0), False),
     ("plain", "unknown-key", put(window_size=3), False),
     ("plain", "unknown-key", own(gamma=3), False),
     ("plain", "stated-twice", own(block_size=16), False),

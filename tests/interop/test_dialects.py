@@ -16,6 +16,7 @@ from same_head import assert_same_head
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.eagle3.config import default_taps
+from specserve.drafters.layers import windowed
 from specserve.errors import CheckpointError
 from specserve.interop import published
 from specserve.interop.convert import describe_target, export_head, import_head
@@ -40,7 +41,7 @@ def described(tiny_target: Target) -> Target:
         ({"has_embedding": True, "norm_before_residual": True}, "float32"),
         (ODD, "bfloat16"),
         ({"draft_vocab_size": 64, "aux_layers": (1, 4)}, "float16"),
-        ({"num_layers": 3}, "bfloat16"),
+        ({"num_layers": 3, "qk_norm": "head", "layers": windowed((0, 9, 9))}, "bfloat16"),
         ({"num_layers": 2, "d_model": 24, "has_embedding": True, "fc_norm": True}, "float32"),
     ],
 )

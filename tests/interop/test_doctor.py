@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -20,6 +21,7 @@ from test_dialects import Tensors
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import BUNDLED_FOLDER, BUNDLED_HEADS
 from specserve.drafters.interface import Head
+from specserve.drafters.layers import windowed
 from specserve.errors import SpecServeError
 from specserve.interop import doctor
 from specserve.interop.convert import describe_target, export_head, write_head
@@ -152,6 +154,31 @@ def test_what_can_be_repaired_comes_back_as_it_was(
     assert len(report.changes) == len(codes)
 
 
+OF_LAYERS: list[tuple[Dialect, str, Plant]] = [  # faults of the options of a head's layers
+    ("speculators", "forgotten-window", drop("use_sliding_window")),
+    ("speculators", "normed-class", lambda raw, tensors: raw["transformer_layer_config"].update(model_type="llama")),
+    ("vllm", "normed-class", lambda raw, tensors: raw.update(architectures=["LlamaForCausalLMEagle3"])),
+]
+
+
+@pytest.mark.parametrize(("dialect", "code", "plant"), OF_LAYERS)
+def test_options_of_layers_that_engines_would_miss_are_written(
+    tmp_path: Path, described: Target, dialect: Dialect, code: str, plant: Plant
+) -> None:
+    shape = {"has_embedding": True, "qk_norm": "head", "qkv_bias": True, "o_bias": True, "layers": windowed((16,))}
+    head = tiny.random_head(described.config, seed=1, **shape)
+    head = replace(head, params=jax.tree.map(lambda x: x + 0.25, head.params))  # no bias is nothing
+    write(tmp_path / "head", head, described, dialect)
+    assert [finding.code for finding in doctor.examine(tmp_path / "head", described).errors] == []
+    edit(tmp_path / "head", plant)
+    report = doctor.examine(tmp_path / "head", described)
+    assert [finding.code for finding in report.errors] == [code]
+    (tmp_path / "repaired").mkdir()
+    write_head(tmp_path / "repaired", *report.repaired(), {})
+    assert doctor.examine(tmp_path / "repaired", described).errors == []
+    assert_same_head(head, load_head(tmp_path / "repaired", described, dtype="float32"))
+
+
 HOPELESS: list[tuple[str, Plant]] = [
     ("all-zero", change("fc.weight", np.zeros_like)),
     ("all-zero", change("norm.weight", np.zeros_like)),
@@ -160,8 +187,8 @@ HOPELESS: list[tuple[str, Plant]] = [
     ("uncomputed", put(hidden_act="gelu")),
     ("uncomputed", put(rms_norm_eps=1.0)),
     ("uncomputed", put(rms_norm_eps="1e-6")),
-    ("uncomputed", put(attention_bias=True)),
-    ("uncomputed", put(sliding_window=2048)),
+    ("windows", put(sliding_window=2048)),
+    ("windows", put(layer_types=["sliding_attention"], sliding_window=-1)),
     ("uncomputed", lambda raw, tensors: raw.update(architectures=["Gemma4Eagle3Model"])),
     ("unknown-key", put(window_size=2048)),
     ("quantization", put(quantization_config={"quant_method": "fp8"})),
@@ -174,7 +201,8 @@ HOPELESS: list[tuple[str, Plant]] = [
     ("missing-tensor", drop_tensor("midlayer.hidden_norm.weight")),
     ("missing-tensor", drop_tensor("fc_norm.1.weight")),
     ("shape", change("fc.weight", lambda fc: fc[:-1])),
-    ("unknown-tensor", lambda raw, tensors: tensors.update({"midlayer.self_attn.q_norm.weight": np.ones(8, "f4")})),
+    ("missing-tensor", lambda raw, tensors: tensors.update({"midlayer.self_attn.q_norm.weight": np.ones(8, "f4")})),
+    ("unknown-tensor", lambda raw, tensors: tensors.update({"midlayer.mlp.up_proj.bias": np.ones(48, "f4")})),
     ("weight-dtype", change("midlayer.mlp.up_proj.weight", lambda w: w.astype(np.int8))),
     ("vocabulary", change("d2t", lambda d2t: d2t * 0 + 7 - np.arange(48))),  # one token, 48 times
     ("vocabulary", change("d2t", lambda d2t: d2t + 40)),
@@ -251,7 +279,8 @@ def test_healthy_heads_are_left_in_peace(
     tmp_path: Path, described: Target, head: Head, dialect: Dialect, with_target: bool, num_layers: int
 ) -> None:
     if num_layers > 1:
-        head = tiny.random_head(described.config, seed=1, num_layers=num_layers, aux_layers=(0, 2, 4))
+        own = {"qk_norm": "head", "layers": windowed((0, 16))}
+        head = tiny.random_head(described.config, seed=1, num_layers=num_layers, aux_layers=(0, 2, 4), **own)
     write(tmp_path / "head", head, described, dialect)
     assert doctor.examine(tmp_path / "head", described if with_target else None).findings == []
 

@@ -5,6 +5,7 @@ import json
 import resource
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -21,15 +22,19 @@ from specserve.drafters.eagle3.config import default_taps
 from specserve.drafters.eagle3.model import Eagle3Params, token_embedding
 from specserve.drafters.eagle3.rollout import rollout_states
 from specserve.drafters.interface import Head
+from specserve.drafters.layers import windowed
 from specserve.drafters.learning import Rollout, Rows
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop import doctor
 from specserve.interop.convert import export_head
 from specserve.interop.head import load_head, save_head
 from specserve.interop.notes import read_notes
+from specserve.models.families_latent import scale_of
+from specserve.models.rope import Rope
 from specserve.models.target import forward
 
 Tensors = dict[str, np.ndarray]
+YARN = Rope(5e4, "yarn", factor=8.0, original_max_len=64, magnitude=0.95, is_interleaved=True)
 
 
 @pytest.fixture
@@ -66,6 +71,14 @@ def _assert_same(head: Head, other: Head) -> None:
         {"has_embedding": True, "aux_layers": (0, 3, 5)},
         {"norm_output": True, "fc_norm": True, "norm_before_fc": True, "norm_before_residual": True},
         {"draft_vocab_size": 64, "num_heads": 2, "num_kv_heads": 1, "d_ff": 24},
+        {**tiny.LATENTS, "num_layers": 2, "layers": windowed((9, 9))},
+        {
+            **tiny.LATENTS,
+            "latent": replace(tiny.LATENT, q_rank=0),
+            "rope": YARN,
+            "yarn_scales": (0.7, 1.0),
+            "attention_scale": scale_of(tiny.LATENT, YARN, 1.0),
+        },
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -312,7 +325,7 @@ def _add(name: str) -> Callable[[Tensors], object]:
         (_cut("midlayer.hidden_norm.weight"), r"midlayer.hidden_norm.weight has shape \(31,\)"),
         (_drop("midlayer.mlp.up_proj.weight"), "midlayer.mlp.up_proj.weight is missing"),
         (_drop("d2t"), "d2t is missing"),
-        (_add("midlayer.self_attn.q_norm.weight"), "q_norm.weight is not part of this architecture"),
+        (_add("midlayer.self_attn.gate_proj.weight"), "gate_proj.weight is not part of this architecture"),
         (_absolute, "absolute ids instead of offsets"),
         (_swap, "sorted, unique"),
         (_cut("d2t"), "does not hold 48 offsets"),

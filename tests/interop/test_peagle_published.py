@@ -27,7 +27,7 @@ def target(tmp_path: Path) -> Target:
     return describe_target(tmp_path / "tiny")
 
 
-@pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.slow), "flags", "layers"])
+@pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.slow), "flags", "layers", "windows"])
 def test_draft_logits_are_those_of_speculators(tmp_path: Path, target: Target, name: str) -> None:
     """Every slot of one row. The head is read as it lies there, by `import`, and as our own export writes it: all the
     same."""

@@ -15,15 +15,20 @@ from dflash_case import MARKOV, SELECTOR
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import write_json, write_tensors
 from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.drafters.layers import windowed
 from specserve.errors import SpecServeError
 from specserve.interop import doctor
 from specserve.interop.dflash.catalogue import KEYS as BLOCK_KEYS
 from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
+from specserve.interop.eagle3.dialects import draft_config_from_hf
 from specserve.interop.format import Dialect
 from specserve.interop.head import head_files, load_head, read_drafter
 from specserve.interop.keys import HARMLESS, LAYER, OLD_ROPE, ROPE, ROTARY, KeyTable, without
 from specserve.interop.peagle.dialects import KEYS as PEAGLE_KEYS
+from specserve.models.families import model_config
+from specserve.models.rope import yarn_magnitude
 
+TESTS = Path(__file__).parents[1]
 Raw = dict[str, Any]
 Make = Callable[[Target], Head]
 
@@ -221,6 +226,10 @@ ROPES: list[tuple[Raw, Raw]] = [  # keys of config.json, and the fields of the r
     ({ROPE: {"rope_type": "default", "partial_rotary_factor": 0.25}}, {"rotary_dim": 2}),
     ({"partial_rotary_factor": 0.5, ROPE: {"rope_type": "mrope", "mrope_section": [1, 1, 2]}}, {"rotary_dim": 4}),
     ({"rotary_dim": 4, ROPE: {"partial_rotary_factor": 0.5, "mrope_interleaved": True}}, {"rotary_dim": 4}),
+    (  # as Model-Optimizer stretches heads at export
+        {"rope_theta": 5e5, OLD_ROPE: {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}},
+        {"theta": 5e5, "kind": "yarn", "factor": 32.0, "original_max_len": 2048, "magnitude": yarn_magnitude(32.0)},
+    ),
     ({OLD_ROPE: {"type": "linear", "factor": 2.0}, ROPE: {"rope_type": "linear"}}, {"kind": "linear", "factor": 2.0}),
 ]
 
@@ -263,13 +272,17 @@ def test_rotary_settings_that_disagree_or_are_not_known_are_refused(files: Files
 
 
 WINDOWS: list[tuple[Raw, str]] = [
-    ({"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention"]}, "use_sliding_window"),
-    ({"layer_types": ["sliding_attention"]}, "layer_types"),
-    ({"layer_types": "full_attention"}, "layer_types"),
-    ({"sliding_window": 16}, "sliding_window"),
-    ({"swa_window_size": 16}, "swa_window_size"),
-    ({"use_swa": True}, "use_swa"),
-    ({"use_sliding_window": True}, "use_sliding_window"),
+    ({"layer_types": ["sliding_attention"]}, "windows without a size: sliding_window is None"),
+    ({"layer_types": ["sliding_attention"], "sliding_window": 0}, "{at}sliding_window is 0"),
+    ({"layer_types": ["sliding_attention"], "sliding_window": 8.0}, "{at}sliding_window is 8.0"),
+    ({"layer_types": "full_attention"}, "{at}layer_types is 'full_attention'; expected a list"),
+    ({"layer_types": ["chunked_attention"]}, "{at}layer_types is ['chunked_attention']; expected a list"),
+    ({"layer_types": ["full_attention"] * 2}, "{at}layer_types has 2 entries for 1 layers"),
+    ({"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": False}, "use_sliding_window is"),
+    ({"sliding_window": 16}, "{at}sliding_window is 16, and no layer_types"),
+    ({"swa_window_size": 16}, "{at}swa_window_size is 16, and no layer_types"),
+    ({"use_swa": True}, "{at}use_swa is True"),
+    ({"use_sliding_window": True, "sliding_window": 8}, "{at}use_sliding_window is True, and no layer_types"),
 ]
 NO_WINDOWS: list[Raw] = [
     {"sliding_window": 16, "use_sliding_window": False},
@@ -279,13 +292,16 @@ NO_WINDOWS: list[Raw] = [
 
 
 @pytest.mark.parametrize("files", [case for case in CASES if "eagle" in case[0]], indirect=True, ids="-".join)
-def test_a_window_that_is_not_computed_is_refused_in_each_place(files: Files) -> None:
+def test_windows_are_those_of_the_kinds_of_layers_and_others_are_refused(files: Files) -> None:
     for place in files.places:
-        for stated, name in WINDOWS:
+        at = "".join(f"{name}." for name in place)
+        for stated, words in WINDOWS:
             error = files.error(_with(files.raw, place, **stated), is_examined=place == ())
-            assert f"{'.'.join((*place, name))} is " in error
+            assert words.format(at=at) in error
         for stated in NO_WINDOWS:
             assert files.read(_with(files.raw, place, **stated)) == files.drafter
+        own: Any = files.read(_with(files.raw, place, layer_types=["sliding_attention"], sliding_window=16))
+        assert own.shape == dataclasses.replace(files.drafter.shape, layers=windowed((16,)))
 
 
 @pytest.mark.parametrize("files", [case for case in CASES if case[0] == "dflash"], indirect=True, ids="-".join)
@@ -297,7 +313,7 @@ def test_windows_of_block_drafters_are_those_of_qwen3_where_no_kinds_are_stated(
         assert [backbone.kind(i).window for i in range(2)] == [16 * (i >= first) for i in range(2)]
 
 
-def test_the_heads_of_specforge_and_model_optimizer_are_read(tmp_path: Path, tiny_target: Target) -> None:
+def test_the_heads_of_specforge_model_optimizer_and_deepspec_are_read(tmp_path: Path, tiny_target: Target) -> None:
     """Their own keys say what is computed, or that nothing else is asked for."""
     dspark = Files(tmp_path / "dspark", tiny_target, "dspark", "vllm")
     own = {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0}
@@ -318,9 +334,43 @@ def test_the_heads_of_specforge_and_model_optimizer_are_read(tmp_path: Path, tin
         "parallel_draft_heads_num_layers": None,
     }
     assert eagle.read(_with(eagle.raw, ("eagle_config",), **switches)) == eagle.drafter
+    assert files_of_deepspec(tmp_path / "deepspec", tiny_target).aux_layers == (0, 2, 4)
     for name, value in switches.items():
         if value is not None:
             assert f"{name} is " in eagle.error(_with(eagle.raw, ("eagle_config",), **{name: _other(value)}))
+
+
+def files_of_deepspec(folder: Path, target: Target) -> Any:
+    """Return a head as DeepSpec saves it: a Qwen3's config.json with keys of its own, and a head for all tokens."""
+    head = tiny.random_head(target.config, 1, aux_layers=(0, 2, 4), qk_norm="head", draft_vocab_size=64)
+    tensors, raw = head_files(head, target, dtype="float32", dialect="vllm", target_name="tiny")
+    folder.mkdir()
+    write_tensors(folder / "model.safetensors", {n: value for n, value in tensors.items() if n not in ("d2t", "t2d")})
+    ours = ("eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "draft_vocab_size", "target_hidden_size")
+    own = {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [0, 2, 4], "layer_types": ["full_attention"]}
+    own |= {"ttt_length": 7, "step_loss_decay": 0.8, "draft_num_hidden_layers": 1, "num_target_layers": 6}
+    own |= {"target_model_name_or_path": "tiny", "use_sliding_window": False, "max_window_layers": 6}
+    write_json(folder / "config.json", without(raw, ours) | own)
+    found = load_head(folder, target, dtype="float32").drafter
+    assert found == head.drafter
+    return found
+
+
+def test_latent_attention_is_read_as_that_of_its_target(tmp_path: Path, tiny_target: Target) -> None:
+    """A config.json of Model-Optimizer's is the target's own, with the keys of its experts."""
+    raw = json.loads((TESTS / "goldens" / "kimi-k2" / "config.json").read_text())
+    raw |= {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "num_hidden_layers": 1, "draft_vocab_size": 8}
+    expected = model_config(raw, dtype="float32")
+    found = draft_config_from_hf(EAGLE3_KEYS.read(raw, "config.json"), None, frozenset(), dtype="float32")
+    for name in ("latent", "rope", "attention_scale", "head_dim", "num_heads", "num_kv_heads", "d_ff", "max_len"):
+        assert getattr(found, name) == getattr(expected, name), name
+    eagle = Files(tmp_path / "eagle", tiny_target, "eagle3", "vllm")
+    sizes = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    assert "kv_lora_rank 12" in eagle.error(eagle.raw | sizes)
+    named = eagle.raw | {"architectures": ["Eagle3DeepseekV3ForCausalLM"]}
+    assert "v_head_dim None, q_lora_rank None; expected all but q_lora_rank" in eagle.error(
+        named | sizes | {"v_head_dim": None}
+    )
 
 
 @pytest.mark.parametrize("files", [case for case in CASES if case[0] == "mtp"], indirect=True, ids="-".join)

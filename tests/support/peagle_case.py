@@ -13,6 +13,7 @@ import numpy as np
 import tiny
 
 from specserve.drafters.interface import Head
+from specserve.drafters.layers import windowed
 from specserve.drafters.learning import Rollout, Rows
 from specserve.drafters.peagle.rollout import in_order, num_anchors
 
@@ -22,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {  # of the heads that we write
     "plain": {"aux_layers": (0, 2, 4)},
     "flags": {"aux_layers": (1, 3), "norm_before_residual": True, "fc_norm": True, "num_layers": 2},
     "layers": {"aux_layers": (0, 2, 4), "num_layers": 3, "norm_before_fc": True},
+    "windows": {"aux_layers": (0, 2, 4), "num_layers": 2, "qk_norm": "head", "layers": windowed((5, 0))},
 }
 ROLLOUT = Rollout(SLOTS, remat=False)
 

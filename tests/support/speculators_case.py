@@ -13,6 +13,7 @@ from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.eagle3.model import draft_logits
 from specserve.drafters.eagle3.rollout import rollout_states
 from specserve.drafters.interface import Head
+from specserve.drafters.layers import windowed
 from specserve.drafters.learning import Rollout, Rows
 
 STEPS = 3
@@ -23,6 +24,9 @@ CASES: dict[str, dict[str, Any]] = {  # of the heads that we write; "theirs" is 
     "plain": {"aux_layers": TAPS},
     "flags": {"aux_layers": TAPS, "norm_before_residual": True, "fc_norm": True, "norm_output": True},
     "layers": {"aux_layers": TAPS, "num_layers": 3, "norm_before_fc": True},
+    # speculators' rollouts count windows from where they began: one that is longer than the documents is none to both
+    "qwen3": {"aux_layers": TAPS, "num_layers": 2, "qk_norm": "head", "layers": windowed((0, 14))}
+    | {"activation": "gelu_tanh", "qkv_bias": True, "o_bias": True},
 }
 DOCUMENTS = np.array([1] * 9 + [2] * 7)  # of a packed row
 

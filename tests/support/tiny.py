@@ -24,7 +24,7 @@ from specserve.drafters.peagle.config import PEagleConfig
 from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.model import head_spec as peagle_spec
 from specserve.drafters.registry import DraftSettings, load_kind
-from specserve.models.config import ModelConfig
+from specserve.models.config import Latent, ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import init_params
 from specserve.models.rope import Rope
@@ -47,6 +47,14 @@ TARGET: dict[str, Any] = {
 }
 
 
+LATENT = Latent(kv_rank=12, nope_dim=6, rope_dim=4, v_dim=5, q_rank=10)
+LATENTS: dict[str, Any] = {  # changes of a head's config that give it latent attention
+    "latent": LATENT,
+    "head_dim": 4,
+    "num_kv_heads": 1,
+    "attention_scale": (6 + 4) ** -0.5,
+    "rope": Rope(is_interleaved=True),
+}
 PLAIN_ROPE = Rope()  # of a head beside a target that turns in its own way
 
 

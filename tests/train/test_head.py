@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,6 +17,7 @@ from tiny_run import tiny_trainer
 from specserve import provenance
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
+from specserve.drafters.layers import windowed
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop.convert import export_head
 from specserve.interop.findings import Dialect
@@ -24,10 +25,21 @@ from specserve.interop.head import load_head, save_head
 from specserve.models.target import head_columns
 from specserve.plan.training import make_plan
 from specserve.train.head import earlier_head, new_drafter
-from specserve.train.settings import DraftSettings, TrainRun
+from specserve.train.settings import DraftSettings, TrainRun, TrainSettings
+from specserve.train.step import rollout_of
 
 TARGET_IDS = np.arange(8, 56, dtype=np.int32)
-LEAN = DraftSettings(num_layers=2, d_model=24, num_heads=2, num_kv_heads=1, d_ff=32, export_dtype="float32")
+LEAN = DraftSettings(
+    num_layers=2,
+    d_model=24,
+    num_heads=2,
+    num_kv_heads=1,
+    d_ff=32,
+    window=12,
+    window_layers=(1,),
+    qk_norm=True,
+    export_dtype="float32",
+)
 SHAPE: dict[str, Any] = {"num_layers": 2, "d_model": 24, "has_embedding": True, "norm_output": True}
 
 
@@ -46,7 +58,7 @@ class Learned:
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Learned:
-    """A run with a head of two layers and a width of its own."""
+    """A run with a head of two layers, one of which has a window, and a width of its own."""
     output = tmp_path_factory.mktemp("learned")
     trainer = tiny_trainer(output, tiny_target, draft=LEAN)
     before = jax.tree.map(np.array, trainer.learner.state.params)
@@ -82,11 +94,9 @@ def test_a_head_of_several_layers_and_its_own_width_learns(learned: Learned, tin
     losses = _losses(learned.output)
     assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.05
     head = load_head(learned.output, tiny_target, dtype="float32")
-    assert (head.drafter.config.num_layers, head.drafter.config.d_model, head.drafter.config.has_embedding) == (
-        2,
-        24,
-        True,
-    )
+    config = head.drafter.config
+    assert (config.num_layers, config.d_model, config.has_embedding, config.qk_norm) == (2, 24, True, "head")
+    assert config.layers == windowed((0, 12))
     for old, new in zip(jax.tree.leaves(learned.before), jax.tree.leaves(head.params), strict=True):
         assert not np.array_equal(old, new)
 
@@ -97,15 +107,21 @@ def _losses(output: Path) -> list[float]:
 
 def _save(folder: Path, target: Target, **changes: Any) -> Head:
     head = tiny.random_head(target.config, seed=4, **changes)
+    head = replace(head, params=jax.tree.map(lambda x: x + 0.25, head.params))  # no bias is nothing
     save_head(folder, head, target, dtype="float32", notes={"target": "tiny"})
     return head
 
 
 @pytest.mark.parametrize("dialect", get_args(Dialect))
 def test_an_earlier_head_begins_as_it_was(tmp_path: Path, tiny_target: Target, dialect: Dialect) -> None:
-    head = _save(tmp_path / "ours", tiny_target, **SHAPE)
+    """With every option of its layers."""
+    options = {"qk_norm": "head", "layers": windowed((0, 16)), "activation": "gelu_tanh"}
+    biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), True)
+    head = _save(tmp_path / "ours", tiny_target, **SHAPE, **options, **biases)
     export_head(tmp_path / "ours", tmp_path / "theirs", tiny_target, target_name="tiny", dialect=dialect)
-    settings = DraftSettings(num_layers=2, vocab_size=48, export_dtype="float32")  # it has all that is asked for
+    settings = DraftSettings(
+        num_layers=2, vocab_size=48, window=16, qk_norm=True, export_dtype="float32"
+    )  # it has all that is asked for
     found = earlier_head(str(tmp_path / "theirs"), settings, tiny_target)
     assert found.drafter == head.drafter
     np.testing.assert_array_equal(found.target_ids, head.target_ids)
@@ -114,7 +130,15 @@ def test_an_earlier_head_begins_as_it_was(tmp_path: Path, tiny_target: Target, d
 
 
 @pytest.mark.parametrize(
-    "asked", [{"num_layers": 1}, {"d_model": 32}, {"vocab_size": 40}, {"aux_layers": (0, 1, 2)}, {"fc_norm": True}]
+    "asked",
+    [
+        {"num_layers": 1},
+        {"d_model": 32},
+        {"vocab_size": 40},
+        {"aux_layers": (0, 1, 2)},
+        {"fc_norm": True},
+        {"window": 8},
+    ],
 )
 def test_a_head_of_another_shape_is_not_what_was_asked_for(
     tmp_path: Path, tiny_target: Target, asked: dict[str, Any]
@@ -175,7 +199,21 @@ def test_a_dry_run_shows_the_earlier_heads_shape(tmp_path: Path, tiny_target: Ta
 def test_what_a_kind_has_no_use_for_is_refused(tiny_target: Target) -> None:
     for kind, settings, unused in (
         ("eagle3", {"block_size": 16, "num_layers": 2}, "draft.block_size 16"),
+        ("mtp", {"window": 8, "qk_norm": True}, "draft.window 8, draft.qk_norm True"),
         ("dflash", {"d_model": 24, "fc_norm": True, "window": 8}, "draft.d_model 24, draft.fc_norm True"),
     ):
         with pytest.raises(ConfigError, match=f"--drafter {kind} has no use for {unused};"):
             new_drafter(kind, DraftSettings(**settings), tiny_target.config, len(TARGET_IDS))
+
+
+@pytest.mark.parametrize(
+    ("settings", "listed"),
+    [
+        ({"window_layers": (0,)}, "draft.window_layers \\(0,\\) have no window"),
+        ({"window": 8, "window_layers": (1,)}, "the head has layers 0..0"),
+        ({"window": 3}, "a rollout of 4 steps leaves the window of 3 tokens; give a longer draft.window"),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(tiny_target: Target, settings: dict[str, Any], listed: str) -> None:
+    with pytest.raises(ConfigError, match=listed):
+        rollout_of(TrainSettings(rollout=4), new_drafter("eagle3", DraftSettings(**settings), tiny_target.config, 48))

@@ -20,6 +20,7 @@ from specserve.drafters.dflash.joint import JointSlots
 from specserve.drafters.dflash.model import DFlashParams, Output, block_inputs, block_logits, block_states
 from specserve.drafters.grow import Marginals, grow_tree
 from specserve.drafters.interface import Kind, TrainedDrafter
+from specserve.drafters.layers import facts_of
 from specserve.drafters.learning import Costs, DraftTargets, Rollout, Rows
 from specserve.kernels.attention import attend
 from specserve.kernels.rowwise import rms_norm
@@ -47,18 +48,13 @@ class DFlash(TrainedDrafter):
         return self.config.num_slots
 
     def facts(self) -> Mapping[str, Any]:
-        backbone = self.config.backbone
-        sizes = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads")
-        windows = [backbone.kind(i).window for i in range(backbone.num_layers)]
         return {
-            **{name: getattr(backbone, name) for name in sizes},
+            **facts_of(self.config.backbone),
             "vocab_size": self.config.draft_vocab_size,
             "aux_layers": self.config.aux_layers,
             "block_size": self.config.block_size,
-            "window": max(windows),
-            "window_layers": tuple(i for i, window in enumerate(windows) if window),
             "causal": "all" if all(self.config.is_causal) else "" if any(self.config.is_causal) else "none",
-            "sinks": backbone.has_sinks,
+            "sinks": self.config.backbone.has_sinks,
             "rank": self.config.markov_rank or self.config.selector_rank,
         }
 

@@ -5,15 +5,13 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
-from specserve.drafters.settings import MaskSettings
+from specserve.drafters.settings import MaskSettings, WindowSettings
 
 
 @dataclass(frozen=True, config=RULES)
-class BlockSettings(MaskSettings):
+class BlockSettings(WindowSettings, MaskSettings):
     """The settings of a drafter that fills a block of masked positions."""
 
-    window: int = setting(0, help="of a block drafter: committed tokens that a masked position sees; 0: all", ge=0)
-    window_layers: tuple[int, ...] = setting((), help="of a block drafter: its layers with that window; empty: all")
     causal: Literal["", "all", "none"] = setting(
         "", help="of a block drafter: layers whose masked positions see those before them alone; empty: with a window"
     )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,12 +13,12 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.model import Conv, Convs, DFlashParams, head_spec
 from specserve.drafters.dflash.settings import JointSettings
+from specserve.drafters.layers import check_taps, layers_like, windows_of
 from specserve.drafters.settings import ALL_TOKENS
 from specserve.errors import ConfigError
 from specserve.kernels.matmul import Weight
-from specserve.models.config import LayerKind, ModelConfig, Names
+from specserve.models.config import ModelConfig, Names
 from specserve.models.params import init_params
-from specserve.models.rope import plain_rope
 from specserve.models.target import head_columns, whole_norm
 
 BLOCK_SIZE = 8
@@ -58,34 +58,18 @@ def slot_decay(num_slots: int) -> float:
 def new_config(kind: str, settings: JointSettings, target: ModelConfig, draft_vocab_size: int) -> DFlashConfig:
     """The head's shape: layers like the target's where the settings say nothing. Raises ConfigError."""
     num_layers = settings.num_layers or min(MOST_LAYERS, max(1, target.num_layers // 8))
-    num_heads = settings.num_heads or target.num_heads
-    # beside latent attention a head is a plain one, with keys as wide as the target's own without position
-    head_dim = target.latent.nope_dim if target.latent else target.head_dim
-    num_kv_heads = settings.num_kv_heads or min(num_heads if target.latent else target.num_kv_heads, num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(f"draft.num_heads is {num_heads}, which {num_kv_heads} draft.num_kv_heads do not divide")
     aux_layers = settings.aux_layers or default_taps(target.num_layers, max(num_layers, FEWEST_TAPS))
-    if any(not 0 <= i < target.num_layers for i in aux_layers):
-        raise ConfigError(f"draft.aux_layers {aux_layers}: the target has layers 0..{target.num_layers - 1}")
-    windows, is_causal, block_size = _masks(kind, settings, num_layers)
+    check_taps(aux_layers, target)
     backbone = ModelConfig(
         family="qwen3",
-        vocab_size=target.vocab_size,
         d_model=target.d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        d_ff=settings.d_ff or target.d_ff,
-        max_len=target.max_len,
-        norm_eps=target.norm_eps,
-        rope=plain_rope(target.rope),
-        layers=tuple(LayerKind(window=window) for window in windows),
+        **layers_like(target, settings, num_layers),
         has_sinks=settings.sinks,
         qk_norm="head",
         names=NAMES,
         dtype="float32",
     )
+    is_causal, block_size = _masks(kind, settings, windows_of(backbone))
     if kind == "dflash2" and draft_vocab_size < target.vocab_size:
         raise ConfigError(
             f"draft.vocab_size {draft_vocab_size}: the selector of a dflash2 head knows all {target.vocab_size} tokens "
@@ -113,27 +97,21 @@ def new_config(kind: str, settings: JointSettings, target: ModelConfig, draft_vo
     )
 
 
-def _masks(kind: str, settings: JointSettings, num_layers: int) -> tuple[tuple[int, ...], tuple[bool, ...], int]:
-    """Return the window of each layer, whether its slots see those before them alone, and the size of a block. Raises
+def _masks(kind: str, settings: JointSettings, windows: Sequence[int]) -> tuple[tuple[bool, ...], int]:
+    """Return whether the slots of each layer see those before them alone, and the size of a block. Raises
     ConfigError."""
     block_size, fewest = settings.block_size or default_block_size(kind), 1 if kind == "dspark" else 2
     if block_size < fewest:
         raise ConfigError(
             f"draft.block_size {block_size} leaves a {kind} block nothing to predict; give {fewest} or more"
         )
-    if any(not 0 <= i < num_layers for i in settings.window_layers):
-        raise ConfigError(f"draft.window_layers {settings.window_layers}: the head has layers 0..{num_layers - 1}")
-    if settings.window_layers and not settings.window:
-        raise ConfigError(f"draft.window_layers {settings.window_layers} have no window; give draft.window too")
-    slides = settings.window_layers or range(num_layers)
-    windows = tuple(settings.window if i in slides else 0 for i in range(num_layers))
     is_causal = tuple(settings.causal == "all" or (not settings.causal and window > 0) for window in windows)
     if short := short_windows(windows, is_causal, block_size):
         raise ConfigError(
             f"draft.window {short[0]} is shorter than the block of {block_size}, whose positions see what follows "
             "them; give a longer one, or leave draft.causal out"
         )
-    return windows, is_causal, block_size
+    return is_causal, block_size
 
 
 def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:

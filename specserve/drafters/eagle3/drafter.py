@@ -2,6 +2,7 @@
 its own, one token at a time. `OnEagle` is the part of a drafter that follows from the network alone."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from specserve.drafters.eagle3.model import (
     Eagle3Params,
     Output,
     ReadyHead,
+    attend_by_window,
     draft_forward,
     draft_inputs,
     draft_logits,
@@ -30,8 +32,9 @@ from specserve.drafters.eagle3.rollout import rollout_costs, rollout_states
 from specserve.drafters.follow import FIRST_ENTRY, Following, FollowingDrafter, Pending, Tables, pending_of, places
 from specserve.drafters.grow import best_tokens, grow_tree
 from specserve.drafters.interface import Kind
+from specserve.drafters.layers import facts_of, windows_of
 from specserve.drafters.learning import Costs, Rollout, Rows, by_position
-from specserve.kernels.attention import attend
+from specserve.errors import ConfigError
 from specserve.kernels.gather import take_each
 from specserve.models.attention import KV
 from specserve.models.cache import Cache, Prefix
@@ -48,6 +51,15 @@ class OnEagle(FollowingDrafter):
     @property
     def shape(self) -> Eagle3Config:
         return super().shape
+
+    def facts(self) -> Mapping[str, Any]:
+        own = ("aux_layers", "norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
+        return {
+            **facts_of(self.shape),
+            "vocab_size": self.draft_vocab_size,
+            "qk_norm": bool(self.shape.qk_norm),
+            **{name: getattr(self.shape, name) for name in own},
+        }
 
     def network_params(self, params: Any) -> Eagle3Params:
         """Return the network's part of the drafter's parameters."""
@@ -98,6 +110,14 @@ class Eagle3(OnEagle):
     def spec(self) -> Eagle3Params:
         return draft_spec(self.config)
 
+    def num_steps(self, rollout: int) -> int:
+        if short := [window for window in windows_of(self.config) if 0 < window < rollout]:
+            raise ConfigError(
+                f"a rollout of {rollout} steps leaves the window of {short[0]} tokens; give a longer draft.window, or "
+                "a shorter train.rollout"
+            )
+        return rollout
+
     def init_params(self, target: Target, target_ids: np.ndarray, seed: int) -> Eagle3Params:
         return start.initial_params(self.config, target, target_ids, seed)
 
@@ -126,15 +146,20 @@ def consume(
     pending: Pending,
 ) -> tuple[Cache, jax.Array]:  # and the recurrent state at the root [batch, 1, d_model]
     """Consume the pending tokens: write their draft entries, and run the last layer for the last of them only."""
+    final = config.num_layers - 1
     index, is_valid = places(seq_lens, pending)
     # Write first and attend to the written pages: reading the old ones as well would make XLA copy them.
     entries = pending.token_ids, pending.aux_hidden_states, index, is_valid
     pages, top, kv = extend(draft, config, pages, tables, *entries)
     last = jnp.maximum(pending.count - 1, 0)[:, None]
     root, (k, v) = jax.tree.map(lambda x: take_each(x, last), (top, kv))
-    seen = pages.attended(config.num_layers - 1, Prefix(tables[1], seq_lens, FIRST_ENTRY))
-    see_self = jnp.ones((1, 1, 1), bool)
-    return pages, draft_states(draft.params, config, root, lambda q: attend(q, k, v, see_self, seen))
+    seen = pages.attended(final, Prefix(tables[1], seq_lens, FIRST_ENTRY))
+    see_self, at_root = jnp.ones((1, 1, 1), bool), seq_lens[:, None]
+
+    def see(q: jax.Array) -> jax.Array:
+        return attend_by_window(config, final, q, k, v, see_self, seen, at_root)
+
+    return pages, draft_states(draft.params, config, root, see)
 
 
 def propose(
@@ -158,14 +183,17 @@ class _Level:
 
     hidden: jax.Array  # [batch, k, d_model], the recurrent state of each node, which its children consume
     kv: tuple[KV, ...]  # layer by layer: [batch, seen, kv_head, head_dim]
+    position_ids: jax.Array  # [batch, seen] int32, of those entries
     sees: jax.Array  # [batch, k, seen], which of those each node's children see: its own, and its ancestors'
 
     @classmethod
     def of_root(cls, config: Eagle3Config, hidden: jax.Array) -> "_Level":
         """Return the level that is the root alone, [batch, 1, d_model], whose own entry is in the pages."""
         batch = hidden.shape[0]
-        empty = jnp.zeros((batch, 0, config.num_kv_heads, config.head_dim), config.dtype)
-        return cls(hidden, ((empty, empty),) * config.num_layers, jnp.zeros((batch, 1, 0), bool))
+        num_heads, *widths = config.entry_dims
+        k, v = (jnp.zeros((batch, 0, num_heads, width), config.dtype) for width in widths)
+        none = jnp.zeros((batch, 0), jnp.int32)
+        return cls(hidden, ((k, v),) * config.num_layers, none, jnp.zeros((batch, 1, 0), bool))
 
 
 class _Expander:
@@ -191,15 +219,17 @@ class _Expander:
         batch, k = token_ids.shape
         own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
         sees = jnp.concatenate([take_each(level.sees, parents), own], axis=2)
+        positions = jnp.concatenate([level.position_ids, position_ids], axis=1)
         grown = list(level.kv)
 
         def see_ancestors(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             above_k, above_v = level.kv[i]
             grown[i] = jnp.concatenate([above_k, k], axis=1), jnp.concatenate([above_v, v], axis=1)
-            return attend(q, *grown[i], sees, self.pages.attended(i, self.prefix))
+            seen = self.pages.attended(i, self.prefix)
+            return attend_by_window(self.config, i, q, *grown[i], sees, seen, positions)
 
         hidden, _ = draft_forward(self.draft.params, self.config, inputs, see_ancestors)
-        return _Level(hidden, tuple(grown), sees)
+        return _Level(hidden, tuple(grown), positions, sees)
 
     def width(self, tree: DynamicTree, depth: int) -> int:
         return tree.top_k

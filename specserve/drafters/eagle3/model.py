@@ -9,6 +9,7 @@ one runs only for entries that predict.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,11 @@ from specserve.drafters.eagle3.config import Eagle3Config
 from specserve.drafters.follow import FIRST_ENTRY, Tables
 from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight, matmul_float32
+from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import rms_norm
 from specserve.models.attention import KV, Attention, attention_spec, project_kv, project_q
 from specserve.models.cache import Cache, Pages, Prefix
+from specserve.models.latent import LatentAttention, absorb, latent_spec, project_latents, project_queries, release
 from specserve.models.layers import Mlp, linear, mlp, mlp_spec
 from specserve.models.params import embedding_table, matrix, optional, vector
 from specserve.models.rope import rope_tables
@@ -34,7 +37,7 @@ class DraftLayer:
     layers on its residual stream, as SGLang, vLLM and speculators have them."""
 
     input_norm: jax.Array  # [d_model], on the token embedding in the first layer, on the stream in the others
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp_norm: jax.Array  # [d_model]
     mlp: Mlp
 
@@ -79,12 +82,13 @@ def draft_spec(config: Eagle3Config) -> Eagle3Params:
 
 
 def _layer_spec(config: Eagle3Config, i: int) -> DraftLayer:
-    prefix = f"layers.{i}" if i else "midlayer"
+    prefix, d_in = (f"layers.{i}", config.d_model) if i else ("midlayer", 2 * config.d_model)
+    spec = attention_spec if config.latent is None else latent_spec
     return DraftLayer(
         input_norm=vector(f"{prefix}.{'hidden_norm' if i else 'input_layernorm'}.weight", config.d_model),
-        attention=attention_spec(config, f"{prefix}.self_attn", config.d_model if i else 2 * config.d_model),
+        attention=spec(config, f"{prefix}.self_attn", d_in),
         mlp_norm=vector(f"{prefix}.post_attention_layernorm.weight", config.d_model),
-        mlp=mlp_spec(config, f"{prefix}.mlp"),
+        mlp=mlp_spec(config, f"{prefix}.mlp", has_bias=config.mlp_bias),
     )
 
 
@@ -139,6 +143,21 @@ def token_embedding(params: Eagle3Params, target_embedding: jax.Array) -> jax.Ar
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
+def attend_by_window(
+    config: Eagle3Config,
+    layer: int,
+    q: jax.Array,  # [batch, n, head, head_dim]
+    k: jax.Array,  # [batch, m, kv_head, head_dim]
+    v: jax.Array,
+    mask: jax.Array,  # [batch or 1, n, m] bool
+    seen: PagedPrefix,
+    position_ids: jax.Array,  # [batch, m] int32, of the entries in k; the last n of them are the queries' own
+) -> jax.Array:  # [batch, n, head, head_dim]
+    """Attend in a layer of the head, no further back than its window reaches (`attention.attend`)."""
+    window, scale = config.kind(layer).window, config.attention_scale or None
+    return attend(q, k, v, mask, seen, scale=scale, window=window, position_ids=position_ids)
+
+
 def draft_entries(
     params: Eagle3Params, config: Eagle3Config, inputs: DraftInputs, attend: Attend
 ) -> tuple[DraftInputs, tuple[KV, ...]]:
@@ -147,10 +166,10 @@ def draft_entries(
     called."""
     entries = []
     for i, layer in enumerate(params.layers):
-        k, v = project_kv(layer.attention, config, inputs.x, inputs.rope)
+        k, v = _entry(layer, config, inputs)
         entries.append((k, v))
         if i + 1 < config.num_layers:
-            q = project_q(layer.attention, config, inputs.x, inputs.rope)
+            q = _query(layer, config, inputs)
             x = _leave(layer, config, inputs.residual, attend(i, q, k, v))
             inputs = DraftInputs(rms_norm(x, params.layers[i + 1].input_norm, config.norm_eps), x, inputs.rope)
     return inputs, tuple(entries)
@@ -164,7 +183,7 @@ def draft_states(
 ) -> jax.Array:  # [batch, n, d_model]
     """Run the last layer, and return the recurrent hidden states (before the final norm unless `norm_output`)."""
     layer = params.layers[-1]
-    out = attend_to(project_q(layer.attention, config, inputs.x, inputs.rope))
+    out = attend_to(_query(layer, config, inputs))
     x = _leave(layer, config, inputs.residual, out)
     return rms_norm(x, params.norm, config.norm_eps) if config.norm_output else x
 
@@ -179,14 +198,30 @@ def draft_forward(
     return draft_states(params, config, inputs, lambda q: attend(last, q, *entries[last])), entries
 
 
+def _entry(layer: DraftLayer, config: Eagle3Config, inputs: DraftInputs) -> KV:
+    if isinstance(layer.attention, LatentAttention):
+        assert config.latent is not None
+        latents = project_latents(layer.attention, config, inputs.x, inputs.rope)
+        return latents, latents[..., : config.latent.kv_rank]
+    return project_kv(layer.attention, config, inputs.x, inputs.rope)
+
+
+def _query(layer: DraftLayer, config: Eagle3Config, inputs: DraftInputs) -> jax.Array:
+    if isinstance(layer.attention, LatentAttention):
+        return absorb(layer.attention, config, *project_queries(layer.attention, config, inputs.x, inputs.rope))
+    return project_q(layer.attention, config, inputs.x, inputs.rope)
+
+
 def _leave(
     layer: DraftLayer,
     config: Eagle3Config,
     residual: jax.Array,  # [batch, n, d_model]
     out: jax.Array,  # [batch, n, head, head_dim], what attention found
 ) -> jax.Array:  # [batch, n, d_model], the residual stream after the layer
-    x = linear(out.reshape(*residual.shape[:2], -1), layer.attention.o, add=residual)
-    return mlp(layer.mlp, rms_norm(x, layer.mlp_norm, config.norm_eps), add=x)
+    if isinstance(layer.attention, LatentAttention):
+        out = release(layer.attention, config, out)
+    x = linear(out.reshape(*residual.shape[:2], -1), layer.attention.o, layer.attention.o_bias, add=residual)
+    return mlp(layer.mlp, rms_norm(x, layer.mlp_norm, config.norm_eps), config.activation, add=x)
 
 
 def draft_logits(
@@ -222,11 +257,15 @@ class ReadyHead:
 
 def empty_cache(config: Eagle3Config, *, num_pages: int, page_size: int) -> Cache:
     """Make empty pages for the head's layers."""
-    layers = tuple(
-        Pages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, config.dtype)
-        for _ in range(config.num_layers)
-    )
+    num_heads, width, _ = config.entry_dims
+    sizes = num_pages, page_size, num_heads, width, config.dtype
+    layers = tuple(Pages.zeros(*sizes, has_values=config.latent is None) for _ in range(config.num_layers))
     return Cache(layers, num_pages, page_size)
+
+
+def stored(config: Eagle3Config, entries: tuple[KV, ...]) -> tuple[Any, ...]:
+    """Return the entries as pages take them (`Cache.write`): latents have no values of their own."""
+    return entries if config.latent is None else tuple((k, None) for k, _ in entries)
 
 
 def extend(
@@ -248,11 +287,13 @@ def extend(
     mask = (offset[:, None] >= offset) & is_entry[:, None]
     page_table, read_table = tables
     before = Prefix(read_table, index[:, 0], FIRST_ENTRY)
-    top, entries = draft_entries(
-        draft.params, config, inputs, lambda i, q, k, v: attend(q, k, v, mask, pages.attended(i, before))
-    )
+
+    def see(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend_by_window(config, i, q, k, v, mask, pages.attended(i, before), index)
+
+    top, entries = draft_entries(draft.params, config, inputs, see)
     is_kept = is_valid & is_entry
     if config.num_layers > 1:
         # always true, but known only once the lower layers have run: see `speculative.step._has_run`
         is_kept &= jnp.isfinite(top.residual[..., 0])
-    return pages.write(entries, page_table, index, is_kept), top, entries[-1]
+    return pages.write(stored(config, entries), page_table, index, is_kept), top, entries[-1]

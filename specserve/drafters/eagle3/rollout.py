@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from specserve.drafters.eagle3.config import Eagle3Config
 from specserve.drafters.eagle3.model import Eagle3Params, draft_forward, draft_inputs, fuse_features
+from specserve.drafters.layers import windows_of
 from specserve.drafters.learning import (
     Costs,
     Flops,
@@ -50,7 +51,8 @@ def _one_step(
     inputs = draft_inputs(params, config, embedding, token_ids, hidden, position_ids)
 
     def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return Unrolled(documents, [entries[i] for entries in kv]).attend(q, k, v)
+        window, scale = config.kind(i).window, config.attention_scale or None
+        return Unrolled(documents, [entries[i] for entries in kv]).attend(q, k, v, window=window, scale=scale)
 
     return draft_forward(params, config, inputs, attend)
 
@@ -58,7 +60,8 @@ def _one_step(
 def rollout_costs(config: Eagle3Config, spec: Eagle3Params, rollout: Rollout, seq_len: int, mesh: Mesh | None) -> Costs:
     """Return the costs of a rollout for each position of a row, by the rules of `train.flops`. `spec` are the
     parameters that a device has."""
-    heads, kv = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
+    num_kv_heads, width, _ = config.entry_dims
+    heads, kv = config.num_heads * width, 2 * num_kv_heads * width
     again = rollout.num_repeats
     each = 3 * config.d_model + config.num_layers * kv  # a step's state, its gradient and its shifted copy
     if not rollout.remat:
@@ -68,7 +71,7 @@ def rollout_costs(config: Eagle3Config, spec: Eagle3Params, rollout: Rollout, se
         kept=rollout.length * each,
         workspace=workspace_of_layer(config.d_model, heads, config.d_ff),
         num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+        num_kv_heads=num_kv_heads,
         shares_output=not config.has_own_head,
         kv=config.num_layers * kv,
         # of a layer both outputs, and both inputs' gradients, the first one of twice the width; and the embedding
@@ -83,10 +86,10 @@ def _flops(config: Eagle3Config, spec: Eagle3Params, rollout: Rollout, seq_len: 
     if not config.norm_output:
         again -= num_params(spec.layers[-1].mlp.down)
     num_heads = on_each_device(mesh, "heads", config.num_heads)
-    width = config.num_layers * num_heads * 2 * config.head_dim
-    seen, computed = row_kernels.mean_keys(seq_len, 0, mesh)
-    attention = attention_flops(width, seen, computed, remat=rollout.remat)
-    of_step = Flops(6 * layers, 6 * layers + 2 * again * rollout.num_repeats) + attention
+    of_step = Flops(6 * layers, 6 * layers + 2 * again * rollout.num_repeats)
+    for window in windows_of(config):
+        seen, computed = row_kernels.mean_keys(seq_len, window, mesh)
+        of_step += attention_flops(num_heads * 2 * config.entry_dims[1], seen, computed, remat=rollout.remat)
     return fusing_flops(spec, 0) + of_step * rollout.length
 
 

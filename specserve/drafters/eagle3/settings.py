@@ -3,13 +3,14 @@
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
-from specserve.drafters.settings import WidthSettings
+from specserve.drafters.settings import WidthSettings, WindowSettings
 
 
 @dataclass(frozen=True, config=RULES)
-class NetworkSettings(WidthSettings):
+class NetworkSettings(WidthSettings, WindowSettings):
     """The switches of the network."""
 
+    qk_norm: bool = setting(False, help="norm queries and keys, as the layers of a Qwen3 do")
     fc_norm: bool = setting(False, help="normalise each tapped state before fusing (version 3.1)")
 
 

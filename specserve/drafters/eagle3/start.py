@@ -10,40 +10,25 @@ import numpy as np
 from specserve.checkpoints.load import Target
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.eagle3.model import Eagle3Params, draft_spec, fuse_features
-from specserve.errors import ConfigError
+from specserve.drafters.layers import check_taps, layers_like
 from specserve.models.config import ModelConfig
 from specserve.models.params import init_params, silenced
-from specserve.models.rope import plain_rope
 from specserve.models.target import head_columns, whole_norm
 
 
 def new_config(settings: Any, config: ModelConfig, draft_vocab_size: int, *, num_layers: int = 1) -> Eagle3Config:
     """Return the network's shape, which is the target's, with so many layers, where the settings say nothing. Raises
     ConfigError."""
-    num_heads = settings.num_heads or config.num_heads
-    # beside latent attention a head is a plain one, with keys as wide as the target's own without position
-    head_dim = config.latent.nope_dim if config.latent else config.head_dim
-    num_kv_heads = settings.num_kv_heads or min(num_heads if config.latent else config.num_kv_heads, num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(f"draft.num_heads is {num_heads}, which {num_kv_heads} draft.num_kv_heads do not divide")
-    aux_layers = settings.aux_layers or default_taps(config)
-    if any(not 0 <= i < config.num_layers for i in aux_layers):
-        raise ConfigError(f"draft.aux_layers {aux_layers}: the target has layers 0..{config.num_layers - 1}")
     d_model = settings.d_model or config.d_model
+    aux_layers = settings.aux_layers or default_taps(config)
+    check_taps(aux_layers, config)
     return Eagle3Config(
         d_model=d_model,
         target_d_model=config.d_model,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        d_ff=settings.d_ff or config.d_ff,
-        vocab_size=config.vocab_size,
+        **layers_like(config, settings, settings.num_layers or num_layers),
+        qk_norm="head" if settings.qk_norm else "",
         draft_vocab_size=draft_vocab_size,
-        max_len=config.max_len,
         aux_layers=aux_layers,
-        num_layers=settings.num_layers or num_layers,
-        norm_eps=config.norm_eps,
-        rope=plain_rope(config.rope),
         has_embedding=d_model != config.d_model,
         norm_output=settings.norm_output,
         fc_norm=settings.fc_norm,

@@ -16,6 +16,7 @@ from specserve.drafters.eagle3.drafter import OnEagle
 from specserve.drafters.eagle3.model import (
     Eagle3Params,
     ReadyHead,
+    attend_by_window,
     draft_entries,
     draft_states,
     fuse_features,
@@ -28,7 +29,6 @@ from specserve.drafters.peagle import rollout as training
 from specserve.drafters.peagle import start
 from specserve.drafters.peagle.config import PEagleConfig
 from specserve.drafters.peagle.model import PEagleParams, head_spec, inputs_with_masks
-from specserve.kernels.attention import attend
 from specserve.kernels.gather import take_each
 from specserve.models.cache import Cache, Prefix
 from specserve.models.target import TargetParams
@@ -102,7 +102,10 @@ def look_ahead(
     pending = pending_of(state, view, depth)
     index, is_valid = places(view.seq_lens, pending)
     known, masked = index.shape[1], jnp.arange(depth - 1, dtype=index.dtype)
-    position_ids = jnp.concatenate([index, view.seq_lens[:, None] + 1 + masked], axis=1)
+    # the place before the masked slots is the root's or padding, of which no position matters
+    position_ids = jnp.concatenate(
+        [index[:, :-1], view.seq_lens[:, None] + jnp.arange(depth, dtype=index.dtype)], axis=1
+    )
     features = fuse_features(params.network, network, pending.aux_hidden_states)
     inputs = inputs_with_masks(params, config, draft.embedding, pending.token_ids, features, position_ids)
 
@@ -112,17 +115,17 @@ def look_ahead(
     offset = jnp.arange(known + depth - 1)
     mask = (offset[:, None] >= offset) & is_key[:, None]
     before = Prefix(view.read_table, index[:, 0], FIRST_ENTRY)
-    top, entries = draft_entries(
-        params.network, network, inputs, lambda i, q, k, v: attend(q, k, v, mask, pages.attended(i, before))
-    )
+
+    def see(i: int, q: jax.Array, k: jax.Array, v: jax.Array, sees: jax.Array = mask) -> jax.Array:
+        return attend_by_window(network, i, q, k, v, sees, pages.attended(i, before), position_ids)
+
+    top, entries = draft_entries(params.network, network, inputs, see)
     # the last layer runs for those that predict: the root, which is the last pending token, and the masked slots
     root = jnp.maximum(pending.count - 1, 0)[:, None]
     ahead = jnp.concatenate([root, jnp.broadcast_to(known + masked, (len(root), depth - 1))], axis=1)
     top, sees = jax.tree.map(lambda x: take_each(x, ahead), (top, mask))
     last = network.num_layers - 1
-    states = draft_states(
-        params.network, network, top, lambda q: attend(q, *entries[last], sees, pages.attended(last, before))
-    )
+    states = draft_states(params.network, network, top, lambda q: see(last, q, *entries[last], sees))
     # always true, but known only once all layers have read the pages: see `speculative.step._has_run`
     is_kept = is_entry & jnp.isfinite(states[:, :1, 0])
     kept = tuple((k[:, :known], v[:, :known]) for k, v in entries)

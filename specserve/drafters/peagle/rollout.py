@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from specserve.drafters.eagle3.model import Eagle3Params, draft_forward, draft_inputs, fuse_features, token_embedding
 from specserve.drafters.eagle3.rollout import fusing_flops
+from specserve.drafters.layers import windows_of
 from specserve.drafters.learning import (
     Costs,
     DraftTargets,
@@ -95,7 +96,7 @@ def states_of_slots(
     found[0].append(_take(known, order))
     for start, stop, num_masked in _groups(num_anchors(config, seq_len)):
         index = order[:, start:stop]
-        anchors = Anchors(_take(firsts, index), index + 1, index)
+        anchors = Anchors(_take(firsts, index), index + 1, index + 1)  # the first masked slot stands after the anchor
         states = run_group(params, embedding, entries, (anchors, _take(rows.position_ids, index)), num_masked)
         for slot in range(1, num_masked + 1):
             found[slot].append(states[:, :, slot - 1])
@@ -123,7 +124,11 @@ def _run_row(
     inputs = draft_inputs(
         params.network, config.network, embedding, shift(rows.token_ids, 1), features, rows.position_ids + 1
     )
-    return draft_forward(params.network, config.network, inputs, lambda _i, q, k, v: attend_rows(q, k, v, documents)[0])
+
+    def see(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend_rows(q, k, v, documents, window=config.network.kind(i).window)[0]
+
+    return draft_forward(params.network, config.network, inputs, see)
 
 
 def _run_group(
@@ -136,13 +141,15 @@ def _run_group(
 ) -> jax.Array:  # [batch, anchor, num_masked, d_model]
     anchors, position_ids = at
     batch, number = position_ids.shape
-    mask = np.tril(np.ones((num_masked, num_masked), bool))
+    distance = np.arange(num_masked)[:, None] - np.arange(num_masked)
 
     def apart(x: jax.Array) -> jax.Array:
         return x.reshape(batch, number, num_masked, *x.shape[2:])
 
     def see(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        out = attend_anchors(apart(q), *entries[i], anchors, apart(k), apart(v), mask)
+        window = config.network.kind(i).window
+        mask = (distance >= 0) & (distance < (window or num_masked))
+        out = attend_anchors(apart(q), *entries[i], anchors, apart(k), apart(v), mask, window=window)
         return out.reshape(q.shape)
 
     after = position_ids[..., None] + 2 + jnp.arange(num_masked, dtype=jnp.int32)
@@ -188,9 +195,10 @@ def _flops(
     once = fusing_flops(spec, again)  # for each position, and for all masked slots together
     layers = num_params([leaf for leaf in specs(spec.layers) if is_matrix(leaf)])
     num_heads = on_each_device(mesh, "heads", network.num_heads)
-    width = network.num_layers * num_heads * 2 * network.head_dim
-    seen, computed = row_kernels.mean_keys(seq_len, 0, mesh)
-    # a slot sees those of its anchor too; masked ones are compared with the whole row
-    per_row = attention_flops(width, seen, computed, remat=rollout.remat)
-    masked = attention_flops(width, seen, seq_len, remat=rollout.remat) * (slots - 1)
-    return once + Flops(6 * layers, (6 + 2 * again) * layers) * slots + per_row + masked
+    width, total = num_heads * 2 * network.head_dim, once + Flops(6 * layers, (6 + 2 * again) * layers) * slots
+    for window in windows_of(network):
+        seen, computed = row_kernels.mean_keys(seq_len, window, mesh)
+        # a slot sees those of its anchor too; masked ones are compared with the whole row
+        total += attention_flops(width, seen, computed, remat=rollout.remat)
+        total += attention_flops(width, seen, seq_len, remat=rollout.remat) * (slots - 1)
+    return total

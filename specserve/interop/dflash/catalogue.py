@@ -4,7 +4,8 @@ the draft doctor reports. `dialects` and `checks` look for them."""
 from collections.abc import Mapping
 
 from specserve.interop.findings import read_checks
-from specserve.interop.keys import ACTIVATION, COMMON, HARMLESS, Key, KeyTable, counts, flag, flags, number, only
+from specserve.interop.keys import HARMLESS, Key, KeyTable, counts, flag, flags, number, only
+from specserve.interop.layers import LAYER_KEYS
 
 OWN = "dflash_config"
 TAPS, INPUT_TAPS = "target_layer_ids", ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
@@ -22,30 +23,23 @@ ARCHITECTURES: Mapping[str, tuple[str, ...]] = {  # the first is written; for sp
 # Any key may stand in `dflash_config`, beside it, or where speculators keeps the layers' settings.
 KEYS = KeyTable(
     [
-        *counts("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", is_required=True),
-        *counts("vocab_size", "block_size", is_required=True),
-        *counts("num_key_value_heads", "head_dim", "max_position_embeddings", "draft_vocab_size"),
-        *counts("target_hidden_size", "num_target_layers"),
+        *LAYER_KEYS,
+        *counts("num_hidden_layers", "block_size", is_required=True),
+        *counts("num_target_layers"),
         flag("attention_sink_bias", "add_swa_attention_sink_bias", sets="has_sinks"),
         number("input_embedding_scale", 1.0, sets="embedding_scale"),
         number("output_multiplier", 1.0, sets="output_scale"),
         number("logit_scale", 1.0, sets="logit_scale"),
         number("final_logit_softcapping", 0.0, sets="logit_softcap"),
-        flag("attention_bias", sets="qkv_bias"),
         only("attention_value_scale", 1),
         only("attention_mode", "gqa", "mha"),  # the numbers of heads say it too
-        only("use_aux_hidden_state", True),
-        only("mlp_bias", False),
-        only("hidden_act", ACTIVATION),
         only("markov_head_type", "vanilla"),
         only("shift_label", False),
         # `dialects` reads these
-        *flags("is_causal", "causal", "sliding_window_non_causal", "use_swa", "use_sliding_window"),
+        *flags("is_causal", "causal", "sliding_window_non_causal", "use_swa"),
         *flags("sample_from_anchor", "dspark_bonus_anchor", "enable_confidence_head", "confidence_head_with_markov"),
-        Key("sliding_window", ("swa_window_size",)),
-        *map(Key, ("mask_token_id", TAPS, *INPUT_TAPS, "layer_types", "max_window_layers", "projector_type")),
+        *map(Key, ("mask_token_id", TAPS, *INPUT_TAPS, "max_window_layers", "projector_type")),
         *map(Key, ("markov_rank", *SELECTOR)),
-        *COMMON,
     ],
     classes=frozenset(name for names in ARCHITECTURES.values() for name in names),
     model_types=frozenset(ARCHITECTURES),
@@ -56,23 +50,11 @@ KEYS = KeyTable(
 
 CHECKS = read_checks("""
 [block drafters: keys]
-block-sizes error: the shape is not stated
-  no loader can build the head
-  by hand: copy the keys from the config that the head was trained with; block_size counts the anchor's slot too
-  refused: {named}; expected positive whole numbers. Is it the config.json of a DFlash head?
 mask-token error: the mask token is none of the target's tokens
   every slot but the anchor's is filled with the embedding of something else, or of nothing
   by hand: write the id that it was trained with; for Qwen3 that is a padding row behind the tokenizer's tokens
   refused: mask_token_id is {got}; expected a token of the target's embedding, {expected}
 [block drafters: windows and causality]
-windows error: windows that make no sense
-  they cannot be computed
-  by hand: write layer_types with an entry for each layer, and sliding_window, no shorter than a block whose
-    positions see what follows them
-  refused: {got}
-forgotten-window error: use_sliding_window is not true, beside layers that slide
-  transformers forgets the window then, so that the package `dflash` runs without
-  fix: write true
 use-swa warning: windows are stated by use_swa alone
   vLLM reads it, SGLang and the package `dflash` run without windows
   fix: write layer_types, sliding_window and is_causal too

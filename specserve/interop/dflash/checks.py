@@ -10,6 +10,7 @@ from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.model import head_spec
 from specserve.drafters.dflash.start import default_taps
+from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
 from specserve.interop.dflash import dialects
 from specserve.interop.dflash.catalogue import CHECKS, INPUT_TAPS, KEYS, OWN, TAPS
@@ -64,7 +65,7 @@ class BlockFiles(ExaminedFiles):
         if self.config is None:
             return facts
         config, backbone = self.config, self.config.backbone
-        windows = dialects.list_windows(config)
+        windows = windows_of(backbone)
         masks = zip(windows, config.is_causal, strict=True)
         kinds = [f"{window or 'no'} window, {'causal' if causal else 'both ways'}" for window, causal in masks]
         return facts | {
@@ -103,14 +104,10 @@ def check_keys(files: BlockFiles) -> Iterator[Finding]:
 @given("sizes")
 def check_masks(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
     """Check that every engine reads the same windows and causality from the config."""
-    if any(dialects.check_windows(stated)):
+    if any(finding.refusal for finding in dialects.check_masks(stated)):
         return
     windows = dialects.read_windows(stated)
     causal = dialects.read_causal(stated, windows)
-    slides = SLIDING in dialects.layer_kinds(stated)
-    if slides and not stated.get("use_sliding_window", False):
-        got, fix = repr(stated.get("use_sliding_window")), put(LAYERS, use_sliding_window=True)
-        yield CHECKS["forgotten-window"].found(f"{CONFIG}: use_sliding_window", "true", got, fix)
     if stated.get("use_swa", False) and SLIDING not in stated.get("layer_types", ()):
         kinds = {"layer_types": [SLIDING if window else FULL for window in windows], "sliding_window": max(windows)}
         fix = both(put(LAYERS, **kinds, use_sliding_window=True, max_window_layers=0), put(is_causal=causal[0]))

@@ -13,21 +13,23 @@ from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.start import NAMES, default_taps
+from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
 from specserve.interop.dflash.catalogue import ARCHITECTURES, CHECKS, INPUT_TAPS, KEYS, OWN, SELECTOR, TAPS
-from specserve.interop.findings import Finding, refuse
+from specserve.interop.findings import Finding
 from specserve.interop.key_checks import (
-    check_computed,
-    check_known,
-    check_named,
-    check_rotary,
-    check_stated_once,
+    OF_ALL,
+    check_sizes,
+    check_windows,
+    refuse_keys,
     stated_twice,
     uncomputed,
 )
 from specserve.interop.keys import FULL, SLIDING, Stated, architectures, is_count
-from specserve.interop.published import D2T, EMBEDDING, OUTPUT, layer_to_hf, nested_config, present, sizes_from_hf
-from specserve.models.config import LayerKind, ModelConfig
+from specserve.interop.layers import layer_kinds as stated_kinds
+from specserve.interop.layers import layer_to_hf, layers_from_hf, nested_config, sized_windows
+from specserve.interop.published import D2T, EMBEDDING, OUTPUT, present
+from specserve.models.config import ModelConfig
 
 Layout = Literal["z-lab", "speculators"]
 _FIRST_TO_SLIDE = 28  # `max_window_layers` of a Qwen3 that does not state it
@@ -58,19 +60,14 @@ def layout_of(stated: Stated) -> Layout:
 def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[str], *, dtype: str) -> DFlashConfig:
     """Read a head's config.json; `names` are those of its tensors. Without a target the number of its layers is not
     known, and where no taps are stated, only their number is right. Raises ConfigError."""
-    refuse_keys(stated)
+    refuse_keys(stated, OF_KEYS)
     windows = read_windows(stated)
-    switches = stated.fields("qkv_bias", "logit_softcap", "has_sinks")
     backbone = ModelConfig(
         family="qwen3",
-        **sizes_from_hf(stated.get, target),
-        rope=stated.rope(),
-        layers=tuple(LayerKind(window=window) for window in windows),
-        **switches,
-        o_bias=switches["qkv_bias"],
+        **layers_from_hf(stated, target, windows, dtype=dtype),
+        **stated.fields("logit_softcap", "has_sinks"),
         qk_norm="head",
         names=NAMES,
-        dtype=dtype,
     )
     rename = renamer(names)
     draft_vocab_size = stated.get("draft_vocab_size", backbone.vocab_size)
@@ -95,13 +92,9 @@ def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[
     )
 
 
-def check_sizes(stated: Stated) -> Iterator[Finding]:
+def check_shape(stated: Stated) -> Iterator[Finding]:
     """Check that the head's shape is stated."""
-    if wrong := bad_sizes(stated):
-        got = ", ".join(f"{key}: {value!r}" for key, value in wrong.items())
-        named = ", ".join(f"{key} is {value!r}" for key, value in wrong.items())
-        expected = "positive whole numbers, block_size at least 2"
-        yield CHECKS["block-sizes"].found(CONFIG, expected, got, named=named)
+    yield from check_sizes(bad_sizes(stated), "positive whole numbers, block_size at least 2")
 
 
 def check_kind(stated: Stated) -> Iterator[Finding]:
@@ -121,19 +114,10 @@ def check_mask_token(stated: Stated) -> Iterator[Finding]:
         yield CHECKS["mask-token"].found(f"{CONFIG}: mask_token_id", f"0..{vocab_size - 1}", repr(mask))
 
 
-def check_windows(stated: Stated) -> Iterator[Finding]:
+def check_masks(stated: Stated) -> Iterator[Finding]:
     """Check that every layer that slides has a window, and one that is computed."""
-    if bad_sizes(stated):
-        return
-    block, got = stated.get("block_size"), ""
-    try:
-        windows = read_windows(stated)
-        if short := short_windows(windows, read_causal(stated, windows), block):
-            got = f"a window of {short[0]}, shorter than the block of {block}, where positions see what follows them"
-    except ConfigError as error:
-        got = str(error).removeprefix(f"{stated.where}: ")
-    if got:
-        yield CHECKS["windows"].found(CONFIG, "a window for every layer that slides", got)
+    if not bad_sizes(stated):
+        yield from check_windows(stated, read_windows)
 
 
 def check_anchor(stated: Stated) -> Iterator[Finding]:
@@ -143,14 +127,7 @@ def check_anchor(stated: Stated) -> Iterator[Finding]:
         yield stated_twice(" and ".join(values), values)
 
 
-OF_KEYS = (check_named, check_known, check_stated_once, check_computed, check_kind, check_sizes, check_mask_token)
-OF_KEYS += (check_windows, check_anchor)
-
-
-def refuse_keys(stated: Stated) -> None:
-    """Raise ConfigError for the first fault of the keys."""
-    for check in (*OF_KEYS, check_rotary):
-        refuse(check(stated), stated.where)
+OF_KEYS = (*OF_ALL, check_kind, check_shape, check_mask_token, check_masks, check_anchor)
 
 
 def read_foresees_anchor(stated: Stated) -> bool:
@@ -201,29 +178,29 @@ def bad_sizes(stated: Stated) -> dict[str, Any]:
 def layer_kinds(stated: Stated) -> list[str]:
     """Return the kind of each layer, whether it slides: as `layer_types` states, or else by `use_sliding_window` from
     layer `max_window_layers` on, as Qwen3's config has it. Raises ConfigError."""
-    num_layers, kinds = stated.get("num_hidden_layers"), stated.get("layer_types")
-    if kinds is None:
-        slides = stated.get("use_sliding_window", False) and stated.get("sliding_window") is not None
-        first = stated.get("max_window_layers", _FIRST_TO_SLIDE) if slides else num_layers
-        if type(first) is not int:
-            raise ConfigError(f"{stated.where}: max_window_layers is {first!r}; expected the number of a layer")
-        return [SLIDING if i >= first else FULL for i in range(num_layers)]
-    if not isinstance(kinds, list) or any(kind not in (SLIDING, FULL) for kind in kinds):
-        raise ConfigError(f"{stated.where}: layer_types is {kinds!r}; expected a list of {SLIDING} and {FULL}")
-    if len(kinds) != num_layers:
-        raise ConfigError(f"{stated.where}: layer_types has {len(kinds)} entries for {num_layers} layers")
-    return kinds
+    num_layers = stated.get("num_hidden_layers")
+    if (kinds := stated_kinds(stated, num_layers)) is not None:
+        return kinds
+    slides = stated.get("use_sliding_window", False) and stated.get("sliding_window") is not None
+    first = stated.get("max_window_layers", _FIRST_TO_SLIDE) if slides else num_layers
+    if type(first) is not int:
+        raise ConfigError(f"{stated.where}: max_window_layers is {first!r}; expected the number of a layer")
+    return [SLIDING if i >= first else FULL for i in range(num_layers)]
 
 
 def read_windows(stated: Stated) -> tuple[int, ...]:
-    """Read the window of each layer, in tokens, the slot's own among them; 0 means none. With `use_swa` every layer
-    has a window where the layers' kinds give none to any. Raises ConfigError."""
-    kinds, window = layer_kinds(stated), stated.get("sliding_window")
+    """Read the window of each layer (`layers.sized_windows`). With `use_swa` every layer has one where the layers'
+    kinds give none to any. Raises ConfigError."""
+    kinds, block = layer_kinds(stated), stated.get("block_size")
     if stated.get("use_swa", False) and SLIDING not in kinds:
         kinds = [SLIDING] * len(kinds)
-    if SLIDING in kinds and not is_count(window):
-        raise ConfigError(f"{stated.where}: windows without a size: sliding_window is {window!r}")
-    return tuple(window if kind == SLIDING else 0 for kind in kinds)
+    windows = sized_windows(stated, kinds)
+    if short := short_windows(windows, read_causal(stated, windows), block):
+        raise ConfigError(
+            f"{stated.where}: a window of {short[0]}, shorter than the block of {block}, where positions see what "
+            "follows them"
+        )
+    return windows
 
 
 def read_causal(stated: Stated, windows: Sequence[int]) -> tuple[bool, ...]:
@@ -286,18 +263,8 @@ def config_to_hf(
     config: DFlashConfig, target: Target, *, dtype: str, layout: Layout, target_name: str
 ) -> dict[str, Any]:
     """Write the config.json of a head. Only speculators names the target."""
-    backbone, windows = config.backbone, list_windows(config)
-    layer = layer_to_hf(
-        backbone,
-        target,
-        model_type="qwen3",
-        dtype=dtype,
-        has_bias=backbone.qkv_bias,
-        layer_types=[SLIDING if window else FULL for window in windows],
-        use_sliding_window=any(windows),  # without it transformers forgets the window
-        sliding_window=max(windows) or None,
-        max_window_layers=next((i for i, window in enumerate(windows) if window), backbone.num_layers),
-    )
+    backbone, windows = config.backbone, windows_of(config.backbone)
+    layer = layer_to_hf(backbone, target, model_type="qwen3", dtype=dtype)
     if layout == "speculators":
         return {
             "architectures": [ARCHITECTURES[config.name][:2][-1]],
@@ -345,7 +312,7 @@ def _joint_to_hf(config: DFlashConfig) -> dict[str, Any]:
 
 def unsaid_in(layout: Layout, config: DFlashConfig) -> list[str]:
     """List the properties of a head that a layout has no words for."""
-    windows, causal = list_windows(config), list(config.is_causal)
+    windows, causal = windows_of(config.backbone), list(config.is_causal)
     if layout == "z-lab":  # one word for all layers, or the kinds of layers
         is_mixed = len({*causal}) > 1 and causal != [window > 0 for window in windows]
         return present({"causal layers among others": is_mixed})
@@ -359,11 +326,6 @@ def unsaid_in(layout: Layout, config: DFlashConfig) -> list[str]:
         "an output head of its own for every token": config.has_own_head and not is_partial(config),
     }
     return present(unsaid)
-
-
-def list_windows(config: DFlashConfig) -> list[int]:
-    """Return the window of each layer, in tokens; 0 means none."""
-    return [config.backbone.kind(i).window for i in range(config.backbone.num_layers)]
 
 
 def is_partial(config: DFlashConfig) -> bool:

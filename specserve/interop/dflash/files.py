@@ -10,6 +10,7 @@ from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.drafters.layers import windows_of
 from specserve.errors import CheckpointError
 from specserve.interop.dflash import dialects
 from specserve.interop.dflash.catalogue import KEYS
@@ -17,6 +18,7 @@ from specserve.interop.dflash.checks import OF_BLOCKS, BlockFiles
 from specserve.interop.dflash.repairs import list_repairs
 from specserve.interop.findings import Dialect
 from specserve.interop.format import EMBEDDING_TABLE, OUTPUT_TABLE, HeadFormat
+from specserve.interop.key_checks import refuse_keys
 from specserve.interop.notes import other_target
 from specserve.interop.published import present, vocab_to_tensors
 from specserve.models.config import ModelConfig
@@ -36,7 +38,7 @@ class DFlashFormat(HeadFormat):
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         names, stated = TensorFolder(folder).names(), KEYS.read(read_json(folder / CONFIG), str(folder / CONFIG))
-        dialects.refuse_keys(stated)
+        refuse_keys(stated, dialects.OF_KEYS)
         got = dialects.sizes_of_target(stated, target)
         if got != (target.vocab_size, target.d_model, target.num_layers):
             theirs = "vocabulary {}, width {} and {} layers".format(*got)
@@ -77,7 +79,7 @@ class DFlashFormat(HeadFormat):
         if dialect == "vllm":
             found = {"scales of its embedding or its logits": (config.embedding_scale, config.output_scale) != (1, 1)}
         elif dialect == "speculators":  # vLLM reads these too, and makes all layers causal where windows are
-            is_mixed = len({*config.is_causal}) > 1 and len({*dialects.list_windows(config)}) > 1
+            is_mixed = len({*config.is_causal}) > 1 and len({*windows_of(config.backbone)}) > 1
             found = {"layers that see all beside causal ones": is_mixed}
         elif dialect == "sglang-jax" and config.name == "dflash2":
             found = {"convolutions and the choice among candidates": True}

@@ -9,18 +9,20 @@ import numpy as np
 from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.start import FEWEST_MORE, default_taps
+from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
 from specserve.interop.dflash import dialects
 from specserve.interop.dflash.catalogue import KEYS, OWN, TAPS
 from specserve.interop.dflash.checks import BlockFiles
 from specserve.interop.findings import Copy, Fix, Repair
-from specserve.interop.keys import FULL, LAYER, SLIDING, Stated, inner
+from specserve.interop.keys import LAYER, Stated, inner
 from specserve.interop.repairs import (
     change,
     exchange,
     exchanged,
     masks,
     of_target,
+    of_windows,
     put_everywhere,
     tap_layers,
     tap_order,
@@ -86,13 +88,7 @@ def _blocks(config: DFlashConfig, stated: Stated) -> Iterator[Repair]:
         causal["causal"] = is_causal
     named = {True: "a slot sees those before it alone", False: "a slot sees its whole block"}
     yield Repair(named[is_causal], _put(**causal))
-    windows, window = dialects.list_windows(config), stated.get("sliding_window")
-    if any(windows):
-        yield Repair("its layers see all that is committed", _set_window(0, len(windows)))
-        for window in (max(windows) - 1, max(windows) + 1):
-            yield Repair(f"its windows are of {window} tokens", _set_window(window, len(windows)))
-    elif type(window) is int:
-        yield Repair(f"its layers have windows of {window} tokens", _set_window(window, len(windows)))
+    yield from of_windows(windows_of(config.backbone), stated, OWN)
     foresees = not config.foresees_anchor
     if "sample_from_anchor" in stated.raw or config.name == "dflash":
         anchor = {"sample_from_anchor": foresees}
@@ -100,20 +96,6 @@ def _blocks(config: DFlashConfig, stated: Stated) -> Iterator[Repair]:
             anchor["dspark_bonus_anchor"] = not foresees
         what = {True: "a token", False: "nothing"}
         yield Repair(f"the anchor's own slot foresees {what[foresees]}", _put(**anchor))
-
-
-def _set_window(window: int, num_layers: int) -> Fix:
-    kinds = [SLIDING if window else FULL] * num_layers
-    keys = {"use_sliding_window": window > 0, "sliding_window": window or None, "layer_types": kinds}
-
-    def fix(repaired: Copy) -> None:
-        for place in (repaired.raw, repaired.raw.get(OWN)):
-            for key in ("use_swa", "swa_window_size"):
-                if isinstance(place, dict):
-                    place.pop(key, None)
-        _put(**keys)(repaired)
-
-    return fix
 
 
 def _products(config: DFlashConfig) -> Iterator[Repair]:

@@ -2,37 +2,46 @@
 the draft doctor reports. `dialects` and `checks` look for them, and `tools/list_checks.py` makes the table in
 docs/checkpoints.md of the faults."""
 
+from collections.abc import Mapping
+
 from specserve.interop.findings import read_checks
-from specserve.interop.keys import ACTIVATION, COMMON, FULL, Key, KeyTable, counts, flag, only
+from specserve.interop.keys import HARMLESS, Key, KeyTable, counts, flag, only
+from specserve.interop.layers import LAYER_KEYS
 
 EAGLE, TAP_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
+OUTPUT_TAPS = "target_layer_ids"  # DeepSpec's, of outputs in every layout
 FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
 
 
-def _see_all(kinds: object) -> bool:
-    return isinstance(kinds, list) and all(kind == FULL for kind in kinds)
-
-
+NORMED_CLASSES = frozenset(  # with norms of queries and keys: vLLM's, and DeepSpec's
+    ("Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM", "Qwen3Eagle3Model")
+)
+LATENT_CLASSES = frozenset(("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"))  # with latent attention
+LATENT_KEYS: Mapping[str, str] = {  # and our names
+    "kv_lora_rank": "kv_rank",
+    "qk_nope_head_dim": "nope_dim",
+    "qk_rope_head_dim": "rope_dim",
+    "v_head_dim": "v_dim",
+    "q_lora_rank": "q_rank",
+}
+_OF_EXPERTS = """
+aux_loss_alpha ep_size first_k_dense_replace moe_intermediate_size moe_layer_freq n_group n_routed_experts
+n_shared_experts norm_topk_prob num_experts_per_tok num_nextn_predict_layers routed_scaling_factor scoring_func seq_aux
+topk_group topk_method diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size length_penalty max_length
+min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores pruned_heads
+remove_invalid_values repetition_penalty return_dict_in_generate temperature tf_legacy_loss tie_encoder_decoder top_k
+top_p torchscript typical_p use_bfloat16
+"""  # and of generating, in a config.json that was copied from a target with experts: no head here has any
 KEYS = KeyTable(
     [
-        *counts("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", is_required=True),
-        *counts("num_hidden_layers", "num_key_value_heads", "max_position_embeddings"),
-        Key("head_dim", ("attention_head_dim",), is_count=True),
-        # the draft vocabulary was called truncated in SpecForge's early days
-        Key("draft_vocab_size", ("truncated_vocab_size",), is_count=True),
-        *counts("target_hidden_size", "num_aux_hidden_states"),
+        *LAYER_KEYS,
+        *counts("num_hidden_layers", "num_aux_hidden_states"),
         *(flag(name, sets=name) for name in FLAGS),
-        Key(TAP_IDS),
-        only("hidden_act", ACTIVATION),
-        only("attention_bias", False),
-        only("mlp_bias", False),
-        # windows; `dialects.check_windows` reads the last
-        only("use_sliding_window", False),
+        *map(Key, (TAP_IDS, OUTPUT_TAPS)),
+        *counts(*LATENT_KEYS),
+        Key("rope_interleave", fits=lambda value: isinstance(value, bool), expected="true or false"),
         only("use_swa", False),
-        Key("layer_types", fits=_see_all, expected=f"{FULL} alone"),
-        Key("sliding_window", ("swa_window_size",)),
         # Model-Optimizer's and AngelSlim's
-        only("use_aux_hidden_state", True),
         only("use_input_layernorm_in_first_layer", True),
         only("use_last_layernorm", True),
         only("use_mtp_layernorm", False),
@@ -44,25 +53,25 @@ KEYS = KeyTable(
         only("norm_type", "rms"),
         only("use_rotary_pos_emb", True),
         only("logit_scale", 1),
-        *COMMON,
     ],
     classes=frozenset(
         (
             *("Eagle3DraftModel", "Eagle3Speculator"),  # speculators', now and in its early days
             *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
             *("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"),  # vLLM's, of the same head
+            *("Eagle3Qwen3ForCausalLM", "Qwen3Eagle3Model"),
+            *LATENT_CLASSES,
         )
     ),
     model_types=frozenset({"eagle3"}),
     places=frozenset({EAGLE}),
+    # of DeepSpec's training, and of the target
+    harmless=HARMLESS
+    | {"ttt_length", "step_loss_decay", "draft_num_hidden_layers", "num_target_layers", *_OF_EXPERTS.split()},
 )
 
 CHECKS = read_checks("""
 [keys]
-config-keys error: the shape is not stated
-  no loader can build the head
-  by hand: copy them from the config that the head was trained with
-  refused: {named}
 draft-vocab-size error: draft_vocab_size is not stated
   loaders take the head's rows for the target's whole vocabulary
   fix: write the number of rows of lm_head.weight
@@ -96,6 +105,9 @@ names error: {count} tensors have another engine's names
 norm-flag error: the tensors of {flag} are there, the flag is not
   the head is computed without norms that it was trained with: nearly nothing is accepted
   fix: write {flag}: true
+normed-class error: norms of queries and keys are there, the class that is named has none
+  vLLM refuses the head, others run it without
+  fix: name the class of a Qwen3's layers
 weight-dtype error: weights that are no 16 or 32 bit floats
   EAGLE-3 loaders would read the numbers as they stand, without scales
   by hand: export the head again in bfloat16

@@ -14,8 +14,9 @@ from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, listed
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.eagle3.model import draft_spec
+from specserve.drafters.layers import windows_of
 from specserve.interop.eagle3 import dialects
-from specserve.interop.eagle3.catalogue import CHECKS, FLAGS, KEYS, TAP_IDS
+from specserve.interop.eagle3.catalogue import CHECKS, FLAGS, KEYS, OUTPUT_TAPS, TAP_IDS
 from specserve.interop.examined import (
     ExaminedFiles,
     check_length,
@@ -47,6 +48,7 @@ from specserve.interop.published import (
     OUTPUT,
     T2D,
     count_layers,
+    present,
     read_vocab,
 )
 from specserve.interop.repairs import write_rope
@@ -64,6 +66,7 @@ class EagleFiles(ExaminedFiles):
     """The files of a head on this network."""
 
     architectures: ClassVar[Mapping[Dialect, str]] = dialects.ARCHITECTURES  # the name of its kind in each layout
+    normed: ClassVar[Mapping[Dialect, str]] = dialects.NORMED  # with norms of queries and keys
     keys: ClassVar[KeyTable] = KEYS
     renamer = staticmethod(dialects.renamer)
 
@@ -111,7 +114,9 @@ class EagleFiles(ExaminedFiles):
         ids = dialects.tap_ids(self.stated)
         named = f"{_COUNTED[dialects.COUNTED_FROM[self.dialect]]} of layers"
         taps = f"{named} {tuple(ids)}"
-        if not ids:
+        if outputs := dialects.tap_ids(self.stated, OUTPUT_TAPS):
+            taps = f"outputs of layers {tuple(outputs)}"
+        elif not ids:
             taps = "the default"
             if self.target and self.target.config.num_layers >= 5:
                 taps += f": outputs of layers {config.aux_layers}"
@@ -122,9 +127,12 @@ class EagleFiles(ExaminedFiles):
             "mask": "no d2t: as t2d says",
             "unsound": "d2t makes no sense",
         }
-        flags = [flag for flag in FLAGS if getattr(config, flag)]
+        options: dict[str, object] = {"latent attention": config.latent}
+        options |= {"norms of queries and keys": config.qk_norm, "attention biases": config.qkv_bias}
+        options |= {"MLP biases": config.mlp_bias, config.activation: config.activation != "silu"}
+        flags = [flag for flag in FLAGS if getattr(config, flag)] + present(options)
         return facts | {
-            "layers": str(config.num_layers),
+            "layers": f"{config.num_layers}{_windows(config)}",
             "width": f"{config.d_model}, MLP {config.d_ff}, {config.num_heads} heads of {config.head_dim} "
             f"({config.num_kv_heads} KV), target {config.target_d_model}",
             "vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,}; {reading[vocab.reading]}",
@@ -134,6 +142,16 @@ class EagleFiles(ExaminedFiles):
             "embedding": "its own" if config.has_embedding else "the target's",
             "output head": "its own" if config.has_own_head else "the target's",
         }
+
+
+def _windows(config: Eagle3Config) -> str:
+    """Describe the layers that see no further than a window."""
+    windows = windows_of(config)
+    if not any(windows):
+        return ""
+    those = [str(i) for i, window in enumerate(windows) if window]
+    which = "" if all(windows) else f", of layers {', '.join(those)}"
+    return f"; a window of {max(windows):,} tokens{which}"
 
 
 def check_names(files: EagleFiles) -> Iterator[Finding]:
@@ -154,7 +172,7 @@ def check_keys(files: EagleFiles) -> Iterator[Finding]:
     """Check the keys as loaders do, and that config.json states as many rows and layers as there are tensors of."""
     stated, counted = files.stated, files.counted
     for check in dialects.OF_KEYS:
-        yield from check(counted if check is dialects.check_sizes else stated)
+        yield from check(counted if check in (dialects.check_shape, dialects.check_masks) else stated)
     rows, paths = counted.get("draft_vocab_size"), stated.found.get("draft_vocab_size", {})
     is_named = any(path.endswith("draft_vocab_size") for path in paths)
     if is_count(rows) and not is_named and (paths or rows != stated.get("vocab_size")):
@@ -201,6 +219,13 @@ def check_tensors(files: EagleFiles, config: Eagle3Config) -> Iterator[Finding]:
         asking = (flag for flag, pattern in _FLAG_TENSORS.items() if re.fullmatch(pattern, spec.name))
         return next((f"nothing, though {flag} is true" for flag in asking), "nothing")
 
+    if config.qk_norm and not dialects.is_normed(files.stated):
+        where, expected, fix = f"{CONFIG}: {LAYER}.model_type", "qwen3", put(LAYERS, model_type="qwen3")
+        if files.dialect != "speculators":
+            where, expected = f"{CONFIG}: architectures", files.normed.get(files.dialect, "")
+            fix = put(architectures=[expected])
+        if expected:  # SGLang's layout has no such class
+            yield CHECKS["normed-class"].found(where, expected, "another class", fix)
     yield from check_specs(files, files.specs(config), _BUFFERS.fullmatch, instead)
 
 

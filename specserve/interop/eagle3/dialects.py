@@ -8,27 +8,37 @@ SGLang and `input_layernorm` in vLLM and speculators, none of which miss the one
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
+from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
-from specserve.interop.eagle3.catalogue import CHECKS, EAGLE, FLAGS, TAP_IDS
-from specserve.interop.findings import Dialect, Finding, refuse
+from specserve.interop.eagle3.catalogue import (
+    EAGLE,
+    FLAGS,
+    LATENT_CLASSES,
+    LATENT_KEYS,
+    NORMED_CLASSES,
+    OUTPUT_TAPS,
+    TAP_IDS,
+)
+from specserve.interop.findings import Dialect, Finding
 from specserve.interop.key_checks import (
-    check_computed,
-    check_known,
-    check_named,
-    check_rotary,
-    check_stated_once,
+    OF_ALL,
+    check_sizes,
+    check_windows,
+    refuse_keys,
     uncomputed,
 )
-from specserve.interop.keys import LAYER, Stated, find
-from specserve.interop.published import D2T, EMBEDDING, OUTPUT, layer_to_hf, nested_config, sizes_from_hf
-from specserve.models.config import ModelConfig
+from specserve.interop.keys import LAYER, OLD_ROPE, ROPE, SLIDING, Stated, architectures, find, inner
+from specserve.interop.layers import layer_kinds, layer_to_hf, layers_from_hf, nested_config, sized_windows
+from specserve.interop.published import D2T, EMBEDDING, OUTPUT, rope_keys
+from specserve.models.config import Latent, ModelConfig
+from specserve.models.families_latent import scale_of
 
 ARCHITECTURES: dict[Dialect, str] = {
     "sglang": "LlamaForCausalLMEagle3",
@@ -36,6 +46,8 @@ ARCHITECTURES: dict[Dialect, str] = {
     "speculators": "Eagle3DraftModel",
     "sglang-jax": "LlamaForCausalLMEagle3",
 }
+NORMED: Mapping[Dialect, str] = {"vllm": "Eagle3Qwen3ForCausalLM"}  # with norms of queries and keys
+_QWEN3 = "qwen3"  # in the names of classes whose layers have those norms
 SPECULATIVE_TOKENS = 3  # a speculators config suggests so many to vLLM; a flag of the server overrides it
 COUNTED_FROM: Mapping[Dialect, int] = {"sglang": 0, "sglang-jax": 0, "vllm": 1, "speculators": 1}  # of layer 0's output
 _D2T_NAMES = (D2T, "draft_id_to_target_id")
@@ -79,35 +91,94 @@ def _as_vllm(name: str) -> str:
     return _FURTHER_NORM.sub(r"\1input_layernorm.", name.replace("midlayer.", "layers.0.", 1))
 
 
-def check_windows(stated: Stated) -> Iterator[Finding]:
-    """Check that a window, where one has a size, is said to be that of no layer. No head on this network is computed
-    with windows here."""
-    if stated.get("use_sliding_window") is None and stated.get("layer_types") is None:
-        for path, window in stated.found.get("sliding_window", {}).items():
-            yield uncomputed(path, window, "null, or use_sliding_window false beside it")
+def read_windows(stated: Stated) -> tuple[int, ...]:
+    """Read the window of each layer (`layers.sized_windows`). Engines go by `layer_types` alone: a window that is
+    stated otherwise may have been trained with or not. Raises ConfigError."""
+    num_layers, slides = stated.get("num_hidden_layers", 1), stated.get("use_sliding_window")
+    if (kinds := layer_kinds(stated, num_layers)) is not None:
+        if SLIDING in kinds and slides is False:
+            raise ConfigError(f"{stated.where}: {stated.path('use_sliding_window')} is False, and layer_types {kinds}")
+        return sized_windows(stated, kinds)
+    for name in ("use_sliding_window", "sliding_window"):
+        if slides is not False and (value := stated.get(name)) is not None:
+            raise ConfigError(
+                f"{stated.where}: {stated.path(name)} is {value!r}, and no layer_types state of which layers; expected "
+                "them, or use_sliding_window false"
+            )
+    return (0,) * num_layers
 
 
-def tap_ids(stated: Stated) -> list[int]:
+def check_masks(stated: Stated) -> Iterator[Finding]:
+    """Check that every layer that slides has a window."""
+    if not stated.bad_counts():
+        yield from check_windows(stated, read_windows)
+
+
+def is_normed(stated: Stated) -> bool:
+    """Return whether the model class that a head names norms queries and keys, as a Qwen3's layers do. In a flat layout
+    trainers leave the target's own `model_type`, which says nothing."""
+    kind = inner(stated.raw, LAYER).get("model_type")
+    return kind == _QWEN3 or any(_QWEN3 in name.lower() for name in architectures(stated.raw) & NORMED_CLASSES)
+
+
+def latent_from_hf(stated: Stated) -> dict[str, Any]:
+    """Read the fields of a head with latent attention; none of another one. Raises ConfigError."""
+    is_latent, stated_sizes = bool(architectures(stated.raw) & LATENT_CLASSES), [*map(stated.get, LATENT_KEYS)]
+    required = stated_sizes[:-1]  # queries may be projected in one matrix
+    if None in required if is_latent else any(stated_sizes):
+        given = ", ".join(f"{key} {stated.get(key)}" for key in LATENT_KEYS)
+        classes = " or ".join(sorted(LATENT_CLASSES))
+        raise ConfigError(
+            f"{stated.where}: {given}; expected all but q_lora_rank in a head of {classes}, and none in others"
+        )
+    if not is_latent:
+        return {}
+    latent = Latent(**{ours: stated.get(key, 0) for key, ours in LATENT_KEYS.items()})
+    rope = replace(stated.rope(), is_interleaved=stated.get("rope_interleave", True))
+    scales = stated.get("mscale", 0.0), stated.get("mscale_all_dim", 0.0)
+    return {
+        "latent": latent,
+        "head_dim": latent.rope_dim,
+        "num_kv_heads": 1,
+        "rope": rope,
+        "yarn_scales": scales,
+        "attention_scale": scale_of(latent, rope, scales[1]),
+    }
+
+
+def latent_to_hf(config: Eagle3Config) -> dict[str, Any]:
+    """Write what `latent_from_hf` reads; nothing of a head with plain attention."""
+    if config.latent is None:
+        return {}
+    rope = rope_keys(config.rope, config.head_dim)
+    scales = {key: value for key, value in zip(("mscale", "mscale_all_dim"), config.yarn_scales, strict=True) if value}
+    for spelling in (OLD_ROPE, ROPE):
+        rope[spelling] = rope[spelling] and {**rope[spelling], **scales}
+    sizes = {key: getattr(config.latent, ours) or None for key, ours in LATENT_KEYS.items()}
+    of_heads = {"num_key_value_heads": config.num_heads, "head_dim": None}
+    return {**rope, **sizes, **of_heads, "rope_interleave": config.rope.is_interleaved}
+
+
+def tap_ids(stated: Stated, key: str = TAP_IDS) -> list[int]:
     """Read the layer ids as they are written; none where the taps are the default. Raises ConfigError."""
-    ids = stated.get(TAP_IDS, [])
+    ids = stated.get(key, [])
     if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-        raise ConfigError(f"config.json: {TAP_IDS} must list layers, got {ids!r}")
+        raise ConfigError(f"config.json: {key} must list layers, got {ids!r}")
     return ids
 
 
 def read_taps(stated: Stated, names: frozenset[str]) -> tuple[int, ...]:
     """Return the layers whose outputs are tapped; none where they are the default. Raises ConfigError."""
-    return tuple(i - COUNTED_FROM[dialect_of(stated.raw, names)] for i in tap_ids(stated))
+    first = COUNTED_FROM[dialect_of(stated.raw, names)]
+    taps, outputs = tuple(i - first for i in tap_ids(stated)), tuple(tap_ids(stated, OUTPUT_TAPS))
+    if taps and outputs and taps != outputs:
+        raise ConfigError(f"config.json: {TAP_IDS} names the outputs of layers {taps}, and {OUTPUT_TAPS} of {outputs}")
+    return taps or outputs
 
 
-def check_sizes(stated: Stated) -> Iterator[Finding]:
+def check_shape(stated: Stated) -> Iterator[Finding]:
     """Check that the head's shape is stated."""
-    if wrong := stated.bad_counts():
-        got = ", ".join(f"{key}: {value!r}" for key, value in wrong.items())
-        named = ", ".join(f"{key} is {value!r}" for key, value in wrong.items()) + "; expected positive whole numbers"
-        if missing := [key for key, value in wrong.items() if value is None]:
-            named = f"{', '.join(missing)} missing; is this the config.json of an EAGLE-3 head?"
-        yield CHECKS["config-keys"].found(CONFIG, "positive whole numbers", got, named=named)
+    yield from check_sizes(stated.bad_counts())
 
 
 def check_output(stated: Stated, names: frozenset[str]) -> Iterator[Finding]:
@@ -118,14 +189,7 @@ def check_output(stated: Stated, names: frozenset[str]) -> Iterator[Finding]:
                 yield uncomputed(path, value, f"false in a head without {OUTPUT}")
 
 
-OF_KEYS = (
-    check_named,
-    check_known,
-    check_stated_once,
-    check_computed,
-    check_windows,
-    check_sizes,
-)  # loaders make them too
+OF_KEYS = (*OF_ALL, check_masks, check_shape)  # loaders make them too
 
 
 def draft_config_from_hf(
@@ -133,25 +197,25 @@ def draft_config_from_hf(
 ) -> Eagle3Config:
     """Read a head's config.json against its target. Without one the taps are only as many as they should be. Raises
     ConfigError."""
-    for check in (*OF_KEYS, check_rotary):
-        refuse(check(stated), stated.where)
+    refuse_keys(stated, OF_KEYS)
     aux_layers = read_taps(stated, names) or (default_taps(target) if target else _NO_TAPS)
     if target and any(not 0 <= i < target.num_layers for i in aux_layers):
         raise ConfigError(f"{stated.where}: taps layers {aux_layers}, the target has layers 0..{target.num_layers - 1}")
     if (count := stated.get("num_aux_hidden_states", len(aux_layers))) != len(aux_layers):
         raise ConfigError(f"{stated.where}: num_aux_hidden_states is {count}, the taps are layers {aux_layers}")
     target_width = target.d_model if target else stated.get("hidden_size")
-    sizes, rename = sizes_from_hf(stated.get, target), renamer(names)
-    draft_vocab_size = stated.get("draft_vocab_size", sizes["vocab_size"])
+    layers = layers_from_hf(stated, target, read_windows(stated), dtype=dtype) | latent_from_hf(stated)
+    rename = renamer(names)
+    draft_vocab_size = stated.get("draft_vocab_size", layers["vocab_size"])
+    has_norms = rename("midlayer.self_attn.q_norm.weight") in names or is_normed(stated)
     return Eagle3Config(
-        **sizes,
+        **layers,
+        qk_norm="head" if has_norms else "",
         target_d_model=stated.get("target_hidden_size", target_width),
         draft_vocab_size=draft_vocab_size,
         aux_layers=aux_layers,
-        rope=stated.rope(),
         has_embedding=rename(EMBEDDING) in names,
-        has_own_head=rename(OUTPUT) in names or draft_vocab_size != sizes["vocab_size"],
-        dtype=dtype,
+        has_own_head=rename(OUTPUT) in names or draft_vocab_size != layers["vocab_size"],
         **stated.fields(*FLAGS),
     )
 
@@ -161,8 +225,18 @@ def draft_config_to_hf(
 ) -> dict[str, Any]:
     """Write the config.json of a head, with both spellings of the rotary settings. Only speculators names the
     target."""
-    layer = layer_to_hf(config, target, model_type="llama", dtype=dtype)
-    head: dict[str, Any] = {"architectures": [ARCHITECTURES[dialect]], "target_hidden_size": config.target_d_model}
+    layer = layer_to_hf(
+        config,
+        target,
+        model_type="deepseek_v3" if config.latent else _QWEN3 if config.qk_norm else "llama",
+        dtype=dtype,
+        has_windows=any(windows_of(config)),
+    )
+    layer |= latent_to_hf(config)
+    name = NORMED.get(dialect, ARCHITECTURES[dialect]) if config.qk_norm else ARCHITECTURES[dialect]
+    if config.latent:
+        name = min(LATENT_CLASSES)
+    head: dict[str, Any] = {"architectures": [name], "target_hidden_size": config.target_d_model}
     if config.has_own_head or dialect == "speculators":  # SGLang shares the target's head where there is no such key
         head["draft_vocab_size"] = config.draft_vocab_size
     flags = {flag: getattr(config, flag) for flag in FLAGS}

@@ -10,6 +10,7 @@ from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.drafters.layers import windows_of
 from specserve.errors import CheckpointError
 from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.catalogue import FLAGS, KEYS
@@ -57,6 +58,8 @@ class Eagle3Format(HeadFormat):
         """Return the tensors and the config.json of a head in a dialect. Heads in the layout of speculators bring an
         embedding along; where one is shared that is the target's. Raises CheckpointError where it cannot be read."""
         config = head.drafter.config
+        if dialect == "speculators" and config.latent:
+            raise CheckpointError("a head with latent attention cannot be written for speculators, which has none")
         tensors = to_numpy(head.params, head.drafter.spec(), dtype)
         tensors |= vocab_to_tensors(head.target_ids, config.vocab_size)
         for table in (EMBEDDING_TABLE, OUTPUT_TABLE) if dialect == "speculators" else ():
@@ -76,9 +79,19 @@ class Eagle3Format(HeadFormat):
         """List what of a head the engine of a dialect does not compute, as its public code reads today."""
         config = drafter.config
         found: dict[str, object] = {}
+        if dialect != "speculators":
+            found["another activation than silu"] = config.activation != "silu"
         if dialect == "speculators":  # vLLM reads this layout too, and computes both
             found["a width that is not the target's"] = config.d_model != config.target_d_model
             found["fc_norm with norm_before_fc"] = config.fc_norm and config.norm_before_fc
+        if dialect != "vllm":
+            found["latent attention"] = config.latent
+        if dialect in ("sglang", "sglang-jax"):
+            window = max(windows_of(config))
+            found["norms of queries and keys"] = config.qk_norm
+            found["biases of attention"] = config.qkv_bias
+            found["biases of the MLP"] = config.mlp_bias
+            found[f"a window that config.json states (SGLang: --speculative-draft-window-size {window})"] = window
         if dialect == "sglang-jax":
             found |= {flag: getattr(config, flag) for flag in FLAGS}
             found[f"{config.num_layers} layers"] = config.num_layers > 1

@@ -9,12 +9,22 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
+from specserve.drafters.layers import windows_of
 from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.catalogue import EAGLE, FLAGS, TAP_IDS
 from specserve.interop.eagle3.checks import EagleFiles
 from specserve.interop.findings import Copy, Dialect, Fix, Repair
 from specserve.interop.keys import LAYER
-from specserve.interop.repairs import change, exchanged, of_target, put_everywhere, short_name, tap_layers, tap_order
+from specserve.interop.repairs import (
+    change,
+    exchanged,
+    of_target,
+    of_windows,
+    put_everywhere,
+    short_name,
+    tap_layers,
+    tap_order,
+)
 
 _NORMS = (
     "midlayer.input_layernorm.weight",
@@ -32,8 +42,9 @@ def list_repairs(files: EagleFiles) -> Iterator[Repair]:
     if config is None or files.target is None:
         return
     yield from _flags(config)
-    yield from _heads(config, files.target.config.head_dim)
-    yield from _products(config)
+    if config.latent is None:
+        yield from _heads(config, files.target.config.head_dim)
+        yield from _products(config)
     yield from exchanged(dialects.renamer, _NORMS, short_name)
     yield from _tap_orders(config)
     target, taps = files.target.config, config.aux_layers
@@ -41,6 +52,7 @@ def list_repairs(files: EagleFiles) -> Iterator[Repair]:
     if target.num_layers >= 5:
         choices.append(default_taps(target))
     yield from tap_layers(taps, choices, target.num_layers, functools.partial(_set_taps, files.dialect))
+    yield from of_windows(windows_of(config), files.stated, EAGLE)
     yield from of_target(config.norm_eps, config.rope, target, _put)
 
 

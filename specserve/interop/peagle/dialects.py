@@ -21,7 +21,10 @@ SLOTS = "num_depths"  # in the flat layout
 PROPOSED = ("speculators_config", "proposal_methods", 0, "speculative_tokens")  # in that of speculators
 MASK = Key(MASK_KEYS[0], MASK_KEYS[1:])
 ARCHITECTURE, MODEL_TYPE = "PEagleDraftModel", "peagle"
-OWN = frozenset((ARCHITECTURE, "PEagleSpeculator", "LlamaForCausalLMPeagle"))
+NORMED = "PeagleQwen3ForCausalLM"  # in the flat layout, with norms of queries and keys
+OWN = frozenset(
+    (ARCHITECTURE, NORMED, "PEagleSpeculator", "LlamaForCausalLMPeagle", "PeagleLlamaForCausalLM")
+)  # vLLM's last
 KEYS = KeyTable(
     [*EAGLE3_KEYS.keys, *counts(SLOTS), MASK, only("parallel_drafting", True)],
     classes=EAGLE3_KEYS.classes | OWN,
@@ -60,6 +63,8 @@ def num_slots(stated: Stated) -> Any:
 
 def config_from_hf(stated: Stated, network: Eagle3Config) -> PEagleConfig:
     """Read what a config.json says beside the network. Raises ConfigError."""
+    if network.latent:
+        raise ConfigError(f"{stated.where}: latent attention is not computed in a head with masked slots")
     where, mask_token_id, slots = stated.where, stated.get(MASK.name), num_slots(stated)
     if mask_token_id is None:
         raise ConfigError(
@@ -83,6 +88,8 @@ def config_to_hf(config: PEagleConfig, raw: Mapping[str, Any], dialect: Dialect)
     """The config.json of a head, from that of its network as EAGLE-3 has it."""
     out = {**raw, "architectures": [ARCHITECTURE]}
     if dialect != "speculators":
+        if config.network.qk_norm:
+            out["architectures"] = [NORMED]
         return out | dict.fromkeys(WRITTEN_MASK_KEYS, config.mask_token_id) | {SLOTS: config.num_slots}
     proposals = raw["speculators_config"]
     methods = [method | {"speculative_tokens": config.num_slots} for method in proposals["proposal_methods"]]

@@ -32,6 +32,7 @@ class PEagleFiles(EagleFiles):
     """The files of a head with masked slots."""
 
     architectures: ClassVar[Mapping[Dialect, str]] = dict.fromkeys(EagleFiles.architectures, dialects.ARCHITECTURE)
+    normed: ClassVar[Mapping[Dialect, str]] = {"vllm": dialects.NORMED}
     keys: ClassVar[KeyTable] = KEYS
 
     def specs(self, config: Eagle3Config) -> list[ParamSpec]:

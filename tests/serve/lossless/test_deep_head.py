@@ -1,5 +1,5 @@
-"""A head of two layers and of its own width, served: no token changes, a prefix hit accepts what a miss does, and the
-acceptance that a training run measures is the one that is served."""
+"""A head of two layers, one with a window, and of its own width, served: no token changes, a prefix hit accepts what a
+miss does, and the acceptance that a training run measures is the one that is served."""
 
 import random
 from pathlib import Path
@@ -23,6 +23,7 @@ from engines import (
 from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
 from specserve.drafters.interface import Head
+from specserve.drafters.layers import windowed
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import SamplingParams
@@ -35,9 +36,10 @@ PROMPT = tuple(random.Random(8).choices(range(3, VOCAB), k=41))
 PARAMS = [SamplingParams(max_tokens=30, seed=seed, temperature=2.0, ignore_eos=True) for seed in range(4)]
 
 
-@pytest.fixture(scope="module")
-def deep_head(tiny_target: Target) -> Head:
-    return tiny.random_head(tiny_target.config, seed=1, num_layers=2, d_model=24, has_embedding=True)
+@pytest.fixture(scope="module", params=[{}, pytest.param(tiny.LATENTS, marks=pytest.mark.slow)], ids=["", "latents"])
+def deep_head(request: pytest.FixtureRequest, tiny_target: Target) -> Head:
+    shape = {"num_layers": 2, "d_model": 24, "has_embedding": True, "layers": windowed((0, 11))}
+    return tiny.random_head(tiny_target.config, seed=1, **shape, **request.param)
 
 
 @pytest.fixture(scope="module")

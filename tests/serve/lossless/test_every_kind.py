@@ -36,6 +36,7 @@ from recordings import Recording, record
 from specserve.checkpoints.load import Target, in_eight_bits
 from specserve.data.dataset import Prompt
 from specserve.drafters.interface import Head
+from specserve.drafters.layers import windowed
 from specserve.drafters.speculation import parse_speculation
 from specserve.models.config import ModelConfig
 from specserve.serve.programs.runner import Runner
@@ -51,8 +52,8 @@ WAYS = CHAIN, TREE, f"head+suffix:{CHAIN.removeprefix('chain:')}", f"head+suffix
 FEW_PAGES = 14  # of 40 that four sequences would grow to
 BLOCKS: dict[str, Any] = {"block_size": 4, "num_layers": 1, "aux_layers": (0, 1)}
 HEADS: dict[str, Callable[[ModelConfig], Head]] = {
-    "eagle3": lambda target: tiny.random_head(target, seed=1),
-    "p-eagle": lambda target: tiny.random_masked_head(target, seed=1),
+    "eagle3": lambda target: tiny.random_head(target, seed=1, layers=windowed((9,))),
+    "p-eagle": lambda target: tiny.random_masked_head(target, seed=1, num_layers=2, layers=windowed((0, 9))),
     "mtp": lambda target: tiny.random_carried_layer(target, seed=1),
     "dflash": lambda target: tiny.random_block_head(target, seed=4, **BLOCKS),
     "dspark": lambda target: tiny.random_joint_head(target, 1, MARKOV | {"foresees_anchor": True}, **BLOCKS),
