@@ -1,4 +1,4 @@
-"""Model folders and training states on disk: safetensors to parameters and back, downloads, quantised weights, GGUF files.
+"""Model folders and training states on disk: safetensors and GGUF to parameters and back, downloads, quantised weights.
 
 `source` finds the folder of a name, and `configs` its config. `load` makes parameters of it, by way of `tensors` (the
 files) and `quantized`. `gguf` shows a file of

@@ -135,6 +135,8 @@ def open_weight(
         return opened
     if name not in names:
         raise CheckpointError(f"{name} is missing")
+    if matrix := tensors.whole_numbers(name):
+        return matrix, (name,)
     shape, dtype = tensors.shape(name), tensors.dtype(name)
     values = LazyTensor(shape, dtype, partial(tensors.read, name), tensors.is_widened(name))
     if dtype in FLOATS:

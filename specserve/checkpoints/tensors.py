@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from specserve.checkpoints.lazy import Index
+from specserve.checkpoints.lazy import Index, LazyQuantized
 from specserve.errors import CheckpointError
 from specserve.host import whole_file
 
@@ -108,6 +108,11 @@ class TensorFolder:
     def is_widened(self, name: str) -> bool:
         """Return whether a tensor is stored in fewer bits than it is read in."""
         return self._entries[name].is_widened
+
+    def whole_numbers(self, name: str) -> LazyQuantized | None:
+        """Return a matrix whose own type is of whole numbers and scales, as some types of GGUF are; else None."""
+        entry = self._entries[name]
+        return None if isinstance(entry, TensorEntry) else entry.whole_numbers()
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Read a slice of a tensor into memory of its own."""

@@ -26,10 +26,11 @@ from safetensors.numpy import load_file
 from specserve.checkpoints.configs import find_config
 from specserve.checkpoints.gguf.container import read_gguf
 from specserve.checkpoints.gguf.tokenizer import CUTS
-from specserve.checkpoints.gguf.weights import QUANTISED, GgufEntry
+from specserve.checkpoints.gguf.weights import QUANTISED, SCALED, GgufEntry
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED_FOLDER, resolve_target
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
+from specserve.kernels.matmul import QuantizedMatrix, dequantize
 from specserve.models.families import model_config
 from specserve.models.params import specs
 from specserve.models.rope import Rope, frequencies
@@ -38,6 +39,8 @@ from specserve.provenance import fingerprint
 from specserve.serve.launch import load_models
 from specserve.tokenizer import Tokenizer
 
+NAME = "model-of-somebody.gguf"
+WRITTEN = (Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_1)  # of those that the package writes
 PLAIN = {"use_sliding_window": False, "sliding_window": None}
 EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
 # of tests/goldens, without what the architecture's keys cannot say
@@ -78,7 +81,7 @@ def _folder(case: str, folder: Path, changes: Mapping[str, Any]) -> Path:
 
 
 def _as_file(folder: Path, **options: Any) -> Target:
-    path = gguf_case.write(folder, folder.parent / "model-of-somebody.gguf", **options)
+    path = gguf_case.write(folder, folder.parent / NAME, **options)
     return load_target(resolve_target(str(path)).folder, dtype="float32")
 
 
@@ -110,14 +113,15 @@ def test_logits_are_those_of_the_folder(case: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", WRITTEN, ids=lambda kind: kind.name)
 def test_matrices_of_a_type_are_the_packages(kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With rows in turns and experts in one tensor. A folder of what the package makes of them is the same."""
+    """With rows in turns and experts in one tensor. A folder of what the package makes of them is the same. Whole
+    numbers and scales are kept where a type has them."""
     changes = {"hidden_size": 64, "intermediate_size": 32, "sliding_window": None}
     folder = _folder("mixtral", tmp_path / "theirs", changes)
     with caplog.at_level("INFO"):
         found = _as_file(folder, kind=kind)
-    assert ("stored in few bits" in caplog.text) == (kind == Kind.Q8_0)
+    assert ("stored in few bits" in caplog.text) == (kind in QUANTISED)
     tensors = load_file(folder / "model.safetensors")
     rounded = {
         name: gguf.dequantize(gguf.quantize(value, kind), kind) if value.ndim > 1 else value
@@ -125,6 +129,15 @@ def test_matrices_of_a_type_are_the_packages(kind: Kind, tmp_path: Path, caplog:
     }
     tiny.write_tensors(folder / "model.safetensors", rounded)
     jax.tree.map(np.testing.assert_array_equal, found.params, load_target(folder, dtype="float32").params)
+    stored = load_target(resolve_target(str(tmp_path / NAME)).folder, dtype="float32", quantization="stored").params
+    kept = [leaf for leaf in jax.tree.leaves(stored, is_leaf=_is_matrix) if _is_matrix(leaf)]
+    assert len(kept) == (3 * 7 + 1 if kind in SCALED else 0)  # the router is small, and the embedding is looked up
+    restored = jax.tree.map(lambda x: dequantize(x, np.float32) if _is_matrix(x) else x, stored, is_leaf=_is_matrix)
+    jax.tree.map(np.testing.assert_array_equal, restored, found.params)
+
+
+def _is_matrix(leaf: Any) -> bool:
+    return isinstance(leaf, QuantizedMatrix)
 
 
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
@@ -143,7 +156,7 @@ def test_blocks_are_the_packages_wherever_a_slice_begins(kind: Kind, tmp_path: P
     entry = GgufEntry(tensor, tensor.shape)
     assert entry.shape == (rows, 3 * block)
     np.testing.assert_array_equal(entry.read(), whole)
-    ragged = slice(block // 2, 2 * block + 1)
+    ragged = slice(block + 3, 2 * block + 1)
     np.testing.assert_array_equal(entry.read((slice(5, 8), ragged)), whole[5:8, ragged])
     np.testing.assert_array_equal(entry.read((np.array([7, 2]), ragged)), whole[[7, 2], ragged])
     in_turns = GgufEntry(tensor, tensor.shape, num_heads=2)  # of six rows: 0 2 4 1 3 5

@@ -39,7 +39,7 @@ WEIGHTS: dict[str, tuple[str, str, str, str]] = {  # --quantization: what it rea
     ),
     "stored": (
         "those layouts stay in 8 bits, with their scales, 4 bits as INT8 with a scale for each group, exactly; "
-        "act-order, 8-bit GPTQ, MLX's and GGUF's become floats",
+        "act-order, 8-bit GPTQ, MLX's, and GGUF's but Q8_0, Q5_0 and Q4_0 become floats",
         *("runs", EXPERTS_ALONE, EXPERTS_ALONE),
     ),
     "int8": ("rounded to INT8 at load, with a scale for each output", "measured", EXPERTS_ALONE, EXPERTS_ALONE),

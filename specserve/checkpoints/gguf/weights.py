@@ -17,7 +17,7 @@ from gguf.tensor_mapping import get_tensor_name_map
 
 from specserve.checkpoints.gguf.config import ROPE_TENSORS, Architecture, architecture_of, read_config
 from specserve.checkpoints.gguf.container import StoredTensor, read_gguf
-from specserve.checkpoints.lazy import FLOAT32, Index
+from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor, blocks_of
 from specserve.errors import CheckpointError
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
@@ -35,6 +35,11 @@ QUANTISED = tuple(
 )
 
 
+# A block is a float16 and whole numbers of at most 8 bits, of which it is the scale.
+SCALED = frozenset((GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q5_0, GGMLQuantizationType.Q8_0))
+_ONE = np.array([1], "<f2").view(np.uint8)
+
+
 @dataclass(frozen=True)
 class GgufEntry:
     """A tensor of a checkpoint, and how it lies in a file."""
@@ -42,7 +47,8 @@ class GgufEntry:
     stored: StoredTensor
     shape: tuple[int, ...]
     num_heads: int = 0  # the heads of rows that stand in turns; 0: rows stand as they are
-    shift: int = 0  # that was added
+    shift: int = 0  # added to what the checkpoint has
+    is_product: bool = False  # rows are multiplied by it
 
     @property
     def file(self) -> Path:
@@ -60,28 +66,55 @@ class GgufEntry:
         """Read a slice into memory of its own: of the file only the pages under its rows are touched. Numbers in few
         bits become float32, as the gguf package computes them."""
         rows, *rest = index or tuple(slice(0, size) for size in self.shape)
-        if self.num_heads:
-            rows = self._in_file(rows)
         if self.is_widened:
-            value = self._dequantised(rows, *rest)
+            value = self._values(self._blocks(rows, self._blocks_of(*rest)), *rest)
         else:
             mapped = np.memmap(self.file, self.dtype, "r", self.stored.offset, self.shape)
-            value = np.array(mapped[(rows, *rest)])
+            value = np.array(mapped[(self._in_file(rows), *rest)])
         return value - np.asarray(self.shift, value.dtype) if self.shift else value
 
-    def _in_file(self, rows: slice | np.ndarray) -> np.ndarray:
-        """Return the places in the file of some rows, of which each head has its first half before its second."""
+    def whole_numbers(self) -> LazyQuantized | None:
+        """Return a matrix that rows are multiplied by as whole numbers and scales, where its type has those; or
+        None."""
+        if not self.is_product or self.stored.kind not in SCALED:
+            return None
+        block, _ = GGML_QUANT_SIZES[self.stored.kind]
+
+        def read_values(index: Index) -> np.ndarray:
+            rows, columns = index
+            blocks = self._blocks(rows, self._blocks_of(columns))
+            blocks[..., : len(_ONE)] = _ONE
+            return self._values(blocks, columns).astype(np.int8)
+
+        def read_scales(index: Index) -> np.ndarray:
+            return self._blocks(*index)[..., : len(_ONE)].copy().view("<f2")[..., 0].astype(np.float32)
+
+        values = LazyTensor(self.shape, np.dtype(np.int8), read_values)
+        scales = LazyTensor((self.shape[0], self.shape[1] // block), FLOAT32, read_scales)
+        return LazyQuantized(values, scales, block)
+
+    def _in_file(self, rows: slice | np.ndarray) -> slice | np.ndarray:
+        """Return the places of some rows in the file, where a head's first half may stand in turns with its second."""
+        if not self.num_heads:
+            return rows
         places = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         size = self.shape[0] // self.num_heads
         half, place = np.divmod(places % size, size // 2)
         return places // size * size + 2 * place + half
 
-    def _dequantised(self, rows: slice | np.ndarray, columns: slice) -> np.ndarray:
-        block, num_bytes = GGML_QUANT_SIZES[self.stored.kind]
-        first, last = columns.start // block, -(-columns.stop // block)
-        mapped = np.memmap(self.file, np.uint8, "r", self.stored.offset, (self.shape[0], self.stored.row_bytes))
-        value = dequantize(np.array(mapped[rows, first * num_bytes : last * num_bytes]), self.stored.kind)
-        return value[:, columns.start - first * block : columns.stop - first * block]
+    def _blocks_of(self, columns: slice) -> slice:
+        return blocks_of(columns, GGML_QUANT_SIZES[self.stored.kind][0])
+
+    def _blocks(self, rows: slice | np.ndarray, blocks: slice) -> np.ndarray:  # [row, block, byte] uint8
+        size, num_bytes = GGML_QUANT_SIZES[self.stored.kind]
+        shape = (self.shape[0], self.shape[1] // size, num_bytes)
+        return np.array(np.memmap(self.file, np.uint8, "r", self.stored.offset, shape)[self._in_file(rows), blocks])
+
+    def _values(self, blocks: np.ndarray, columns: slice) -> np.ndarray:
+        """Return the numbers in these columns, of the blocks that they lie in."""
+        value = dequantize(blocks.reshape(len(blocks), -1), self.stored.kind)
+        first = columns.start % GGML_QUANT_SIZES[self.stored.kind][0]
+        return value[:, first : first + columns.stop - columns.start]
 
 
 def read_entries(path: Path) -> dict[str, GgufEntry]:
@@ -125,4 +158,5 @@ def _entry(
         raise CheckpointError(f"{tensor.file}: the tensor of {name} is of type {tensor.kind.name}, but no matrix")
     if architecture.in_turns and (match := re.search(r"\.self_attn\.([qk])_proj\.", name)):
         num_heads = config.num_heads if match[1] == "q" else config.num_kv_heads
-    return GgufEntry(tensor, shape, num_heads, shift=int(config.norm_offset and name.endswith("norm.weight")))
+    shift = int(config.norm_offset and name.endswith("norm.weight"))
+    return GgufEntry(tensor, shape, num_heads, shift, is_product=spec.transpose)
