@@ -57,6 +57,10 @@ CASES: dict[str, dict[str, Any]] = {
     "phi3-longrope-tied": {},
     "granite-biased-tied": {},
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 5},
+    "seed-oss": {},
+    "seed-oss-biased": {},
+    "ernie4-5": {},
+    "ernie4-5-tied": {},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6, "num_hidden_layers": 7},
 }

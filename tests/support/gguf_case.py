@@ -24,6 +24,8 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "granite": "granite",
     "smollm3": "smollm3",
+    "seed_oss": "seed_oss",
+    "ernie4_5": "ernie4_5",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
 }

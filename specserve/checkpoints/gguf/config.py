@@ -87,6 +87,14 @@ def _phi3(facts: Facts) -> dict[str, Any]:
     return {"sliding_window": facts.get("attention.sliding_window", 0)}
 
 
+def _seed_oss(facts: Facts) -> dict[str, Any]:
+    return {"attention_out_bias": "blk.0.attn_output.bias" in facts.file.tensors}
+
+
+def _ernie(facts: Facts) -> dict[str, Any]:
+    return {"use_bias": "blk.0.attn_q.bias" in facts.file.tensors}
+
+
 def _granite(facts: Facts) -> dict[str, Any]:
     heads = facts.get("attention.head_count")
     return {
@@ -132,6 +140,8 @@ ARCHITECTURES = {
         Architecture("phi3", "phi3", _phi3),
         Architecture("granite", "granite", _granite, in_turns=True),
         Architecture("smollm3", "smollm3", in_turns=True),
+        Architecture("seed_oss", "seed_oss", _seed_oss),
+        Architecture("ernie4_5", "ernie4_5", _ernie),
         Architecture("gemma2", "gemma2", _gemma2),
         Architecture("gemma3", "gemma3_text", _gemma3),
     )
