@@ -24,6 +24,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
 
 from specserve.checkpoints.configs import find_config
+from specserve.checkpoints.gguf import weights
 from specserve.checkpoints.gguf.container import read_gguf
 from specserve.checkpoints.gguf.tokenizer import CUTS
 from specserve.checkpoints.gguf.weights import QUANTISED, SCALED, GgufEntry
@@ -145,7 +146,10 @@ def _is_matrix(leaf: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
-def test_blocks_are_the_packages_wherever_a_slice_begins(kind: Kind, tmp_path: Path) -> None:
+def test_blocks_are_the_packages_wherever_a_slice_begins(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "_ROWS", 5)
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     rng, rows = np.random.default_rng(0), 12
     stored = rng.integers(0, 256, (rows, 3 * num_bytes), np.uint8) & 0xFB  # no scale is infinite
@@ -356,6 +360,12 @@ def test_a_vocabulary_that_is_not_understood_is_named(
     tmp_path: Path, changes: dict[str, Any], words: list[str]
 ) -> None:
     _refused(_written(tmp_path, vocabulary=gguf_case.VOCABULARY | changes), *words)
+
+
+def test_keys_that_are_not_read_are_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    resolve_target(str(_written(tmp_path, values={"qwen3.expert_weights_scale": 2.0, "other.key": 1})))
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.endswith("keys that are not read: qwen3.expert_weights_scale")
 
 
 def test_types_of_numbers_that_are_not_read_are_named(tmp_path: Path) -> None:

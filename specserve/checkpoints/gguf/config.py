@@ -159,9 +159,9 @@ def architecture_of(file: GgufFile) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def read_config(file: GgufFile) -> dict[str, Any]:
-    """Return the config.json that a file stands for. Raises CheckpointError for an unknown architecture, and for keys
-    that are missing."""
+def read_config(file: GgufFile, *, warns: bool = False) -> dict[str, Any]:
+    """Return the config.json that a file stands for, perhaps with a warning of the keys that are not read. Raises
+    CheckpointError for an unknown architecture, and for keys that are missing."""
     architecture = architecture_of(file)
     facts = Facts(file, architecture.name)
     embedding = file.tensors.get("token_embd.weight")
@@ -191,7 +191,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         **architecture.more(facts),
     }
     own = {name for name in file.values if name.startswith(f"{architecture.name}.")}
-    if unread := own - facts.read - {f"{architecture.name}.{key}" for key in _UNUSED}:
+    unread = own - facts.read - {f"{architecture.name}.{key}" for key in _UNUSED}
+    if unread and warns:
         logger.warning("%s: keys that are not read: %s", file.path, ", ".join(sorted(unread)))
     return config
 

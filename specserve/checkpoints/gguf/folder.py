@@ -26,7 +26,7 @@ def show_as_folder(path: Path) -> Path:
 @functools.cache
 def _show(path: Path, size: int, changed: int) -> Path:
     file = read_gguf(path)
-    raw, ends = read_config(file), end_ids(file)
+    raw, ends = read_config(file, warns=True), end_ids(file)
     model_config(raw, dtype="float32", where=str(path))
     settings = tokenizer_config(file)
     beginning = file.values.get("tokenizer.ggml.bos_token_id")

@@ -31,13 +31,15 @@ _PLAIN = {
 }
 QUANTISED = tuple(
     GGMLQuantizationType[name]
-    for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+    for name in (
+        *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "TQ1_0", "TQ2_0"),
+        *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    )
 )
-
-
 # A block is a float16 and whole numbers of at most 8 bits, of which it is the scale.
 SCALED = frozenset((GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q5_0, GGMLQuantizationType.Q8_0))
 _ONE = np.array([1], "<f2").view(np.uint8)
+_ROWS = 1024  # restored at once
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,14 @@ class GgufEntry:
 
     def _values(self, blocks: np.ndarray, columns: slice) -> np.ndarray:
         """Return the numbers in these columns, of the blocks that they lie in."""
-        value = dequantize(blocks.reshape(len(blocks), -1), self.stored.kind)
         first = columns.start % GGML_QUANT_SIZES[self.stored.kind][0]
-        return value[:, first : first + columns.stop - columns.start]
+        value = np.empty((len(blocks), columns.stop - columns.start), np.float32)
+        for row in range(0, len(blocks), _ROWS):  # the package holds its result twice
+            some = blocks[row : row + _ROWS]
+            value[row : row + _ROWS] = dequantize(some.reshape(len(some), -1), self.stored.kind)[
+                :, first : first + value.shape[1]
+            ]
+        return value
 
 
 def read_entries(path: Path) -> dict[str, GgufEntry]:
