@@ -334,7 +334,10 @@ def test_what_is_no_gguf_of_this_byte_order_is_refused(tmp_path: Path) -> None:
         ({"qwen3.rope.scaling.type": "spiral"}, ["'spiral'"]),
         ({"qwen3.attention.head_count_kv": [2, 1, 2]}, ["head_count_kv differs between layers"]),
         ({"qwen3.block_count": 2}, ["blk.2.attn_k.weight is not part of this architecture"]),
-        ({"split.count": 2}, ["one of 2 files"]),
+        ({"split.count": 2}, ["1 of a split's 2 files"]),
+        ({"general.alignment": 0}, ["not a whole GGUF file"]),
+        ({"qwen3.attention.head_count": 0}, ["make no sense"]),
+        ({"qwen3.embedding_length": "wide"}, ["make no sense"]),
     ],
 )
 def test_what_is_not_understood_is_named(tmp_path: Path, values: dict[str, Any], words: list[str]) -> None:
@@ -354,6 +357,8 @@ def test_what_is_not_understood_is_named(tmp_path: Path, values: dict[str, Any],
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, ["same token twice"]),
         ({"token_type": [1]}, ["1 types of 96 tokens"]),
         ({"eos_token_id": 96}, ["eos_token_id is 96"]),
+        ({"tokens": 7}, ["make no sense"]),
+        ({"merges": ["a"]}, ["merges cannot be read"]),
     ],
 )
 def test_a_vocabulary_that_is_not_understood_is_named(

@@ -4,11 +4,12 @@ The table is read here and the numbers by the `gguf` package, whose own reader m
 vocabulary (seconds and a gigabyte for 150,000 tokens) and does not hold a file's claims against its size.
 """
 
+import contextlib
 import math
 import mmap
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,21 +66,27 @@ def read_gguf(path: Path) -> GgufFile:
     """Read the header of a file, and of the other files where it is one of several (`-00001-of-00003.gguf`). Raises
     CheckpointError for a file that is missing, damaged, cut off, or of another format."""
     match = _SHARD.fullmatch(path.name)
-    if match is None:
-        found = _read(path)
-        if found.values.get("split.count", 1) > 1:
-            raise CheckpointError(f"{path}: one of {found.values['split.count']} files, whose name does not say which")
-        return found
-    total = int(match[3])
-    shards = [_read(path.with_name(f"{match[1]}-{i + 1:05}-of-{total:05}.gguf")) for i in range(total)]
+    total = int(match[3]) if match else 1
+    names = [f"{match[1]}-{i + 1:05}-of-{total:05}.gguf" for i in range(total)] if match else [path.name]
+    shards = [_read(path.with_name(name)) for name in names]
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    counts = [shard.values.get("split.count", total) for shard in shards]
     stated = shards[0].values.get("split.tensors.count", len(tensors))
-    if stated != len(tensors) or any(shard.values.get("split.count", total) != total for shard in shards):
+    if counts != [total] * total or stated != len(tensors):
         raise CheckpointError(
-            f"{shards[0].path}: the {total} files of this split hold {len(tensors)} tensors, expected {stated}; copy "
-            "or download all of them again"
+            f"{shards[0].path}: {total} of a split's {counts[0]} files, with {len(tensors)} of {stated} tensors; copy "
+            "or download all of them again, and keep their names"
         )
     return GgufFile(shards[0].path, shards[0].values, tensors)
+
+
+@contextlib.contextmanager
+def making_sense(path: Path) -> Iterator[None]:
+    """Raises CheckpointError where values that are read within are not of the types or sizes that they should have."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: its keys make no sense ({first_line(error)})") from error
 
 
 def _read(path: Path) -> GgufFile:
@@ -89,7 +96,7 @@ def _read(path: Path) -> GgufFile:
                 raise ValueError("it does not begin with GGUF")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return _Header(path, content).read()
-    except (OSError, ValueError, KeyError, OverflowError, struct.error) as error:
+    except (OSError, ArithmeticError, LookupError, TypeError, ValueError, struct.error) as error:
         raise CheckpointError(
             f"{path}: not a whole GGUF file ({first_line(error)}); copy or download it again"
         ) from None

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from specserve.checkpoints.gguf.config import read_config
-from specserve.checkpoints.gguf.container import read_gguf
+from specserve.checkpoints.gguf.container import making_sense, read_gguf
 from specserve.checkpoints.gguf.tokenizer import end_ids, read_tokenizer, tokenizer_config
 from specserve.checkpoints.tensors import CONFIG, GGUF_FILE
 from specserve.errors import CheckpointError
@@ -26,21 +26,20 @@ def show_as_folder(path: Path) -> Path:
 @functools.cache
 def _show(path: Path, size: int, changed: int) -> Path:
     file = read_gguf(path)
-    raw, ends = read_config(file, warns=True), end_ids(file)
-    model_config(raw, dtype="float32", where=str(path))
-    settings = tokenizer_config(file)
-    beginning = file.values.get("tokenizer.ggml.bos_token_id")
-    if beginning is not None:
-        raw["bos_token_id"] = beginning
-    if ends:
-        raw["eos_token_id"] = ends[0]
+    with making_sense(path):
+        raw, ends = read_config(file, warns=True), end_ids(file)
+        model_config(raw, dtype="float32", where=str(path))
+        begins = file.values.get("tokenizer.ggml.bos_token_id")
+        raw |= {"bos_token_id": begins} if begins is not None else {}
+        raw |= {"eos_token_id": ends[0]} if ends else {}
+        settings, tokenizer = tokenizer_config(file), read_tokenizer(file)
     digest = hashlib.sha256(f"{path} {size} {changed}".encode()).hexdigest()
     folder = cache_folder() / "gguf" / f"{path.stem}-{digest[:8]}"
     texts = {
         CONFIG: json.dumps(raw, indent=2),
         "generation_config.json": json.dumps({"eos_token_id": ends}),
         "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False),
-        "tokenizer.json": read_tokenizer(file).to_str(),
+        "tokenizer.json": tokenizer.to_str(),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)

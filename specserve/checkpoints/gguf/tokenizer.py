@@ -11,7 +11,7 @@ from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from specserve.checkpoints.gguf.container import GgufFile
-from specserve.errors import CheckpointError
+from specserve.errors import CheckpointError, as_line
 from specserve.tokenizer import GENERIC_CLASS
 
 _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -152,7 +152,7 @@ def _byte_level(file: GgufFile, vocabulary: dict[str, int], pre: str | None) -> 
     try:
         model = models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_TOKENS_FIRST)
     except Exception as error:  # the library raises its own kinds
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.merges cannot be read ({error})") from None
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.merges cannot be read ({as_line(error)})") from None
     tokenizer = Tokenizer(model)
     if pre in _COMPOSED:
         tokenizer.normalizer = normalizers.NFC()

@@ -16,7 +16,7 @@ from gguf.quants import dequantize
 from gguf.tensor_mapping import get_tensor_name_map
 
 from specserve.checkpoints.gguf.config import ROPE_TENSORS, Architecture, architecture_of, read_config
-from specserve.checkpoints.gguf.container import StoredTensor, read_gguf
+from specserve.checkpoints.gguf.container import StoredTensor, making_sense, read_gguf
 from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor, blocks_of
 from specserve.errors import CheckpointError
 from specserve.models.config import ModelConfig
@@ -130,7 +130,8 @@ def read_entries(path: Path) -> dict[str, GgufEntry]:
     `container.read_gguf` and `config.read_config` do."""
     file = read_gguf(path.resolve())
     architecture, where = architecture_of(file), str(file.path)
-    config = model_config(read_config(file), dtype="float32", where=where)
+    with making_sense(file.path):
+        config = model_config(read_config(file), dtype="float32", where=where)
     unread = {t.kind.name: name for name, t in file.tensors.items() if t.kind not in (*_PLAIN, *QUANTISED)}
     if unread:
         kind, name = min(unread.items())
