@@ -72,7 +72,8 @@ def measure_steps(
     """Compile a step of each way to speculate, for each number of sequences at the longest contexts, and time them over
     sequences of padding. Of a preset the first layers are run; 0: all. `page_size`, `least_batch` and `burst` change
     the tokens of a page, the smallest batch and the steps that a call may make; 0: as a server has them. With
-    `has_prompts` prefill programs are timed, and no steps."""
+    `has_prompts` prefills are timed in place of steps, and, where a server has programs of both in one, those with the
+    most sequences."""
     devices, page_size = parse_mesh(mesh, SERVING_AXES), page_size or default_page_size(jax.default_backend())
     models = load_models("", "", mesh=devices) if target == BUNDLED else random_models(target, num_layers, devices)
     shapes = make_shapes(
@@ -89,9 +90,11 @@ def measure_steps(
     if burst:
         shapes = dataclasses.replace(shapes, most_steps=burst)
     runner = Runner(models.target, models.head, shapes, has_constrained=False, mesh=devices)
-    kind = "prefill" if has_prompts else "step"
-    steps = [program for program in list_programs(runner) if program.kind == kind and not program.is_scored]
-    costs = [_compile(runner, program) for program in steps if program.width == shapes.widths[-1]]
+    kinds = ("prefill", "mixed") if has_prompts else ("step",)
+    timed = [program for program in list_programs(runner) if program.kind in kinds and not program.is_scored]
+    timed = [each for each in timed if each.width == shapes.widths[-1]]
+    timed = [each for each in timed if each.kind != "mixed" or each.batch == shapes.batch_sizes[-1]]
+    costs = [_compile(runner, program) for program in timed]
     for cost in costs:
         runner.run(cost.program)
     for _ in range(num_rounds):
@@ -180,7 +183,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--least-batch", type=int, default=0, help="the smallest batch; 0: as a server has it")
     parser.add_argument("--burst", type=int, default=0, help="steps that one call may make; 0: as a server has it")
-    parser.add_argument("--prompts", action="store_true", help="time prefill programs instead")
+    parser.add_argument("--prompts", action="store_true", help="time prefills instead, and steps beside them")
     given = parser.parse_args()
     print("| step | sequences | ms, median | ms, least | making, s | fusions | calls |\n|---|---|---|---|---|---|---|")
     ways, sizes = given.speculation.split(","), {"num_slots": given.slots, "max_model_len": given.max_model_len}
@@ -189,7 +192,9 @@ def main() -> None:
     changed["has_prompts"] = given.prompts
     for cost in measure_steps(ways, **chosen, **sizes, **changed):
         program = cost.program
-        way = f"prefill of {program.chunk}" if given.prompts else describe(program.tree)
+        way = f"prefill of {program.chunk}" if program.kind == "prefill" else describe(program.tree)
+        if program.kind == "mixed":
+            way += f" beside a prefill of {program.prompts} x {program.chunk}"
         times = f"{1e3 * statistics.median(cost.seconds):.2f} | {1e3 * min(cost.seconds):.2f}"
         made = f"{cost.making:.2f} | {cost.num_fusions} | {cost.num_calls}"
         print(f"| `{way}` | {program.batch} | {times} | {made} |", flush=True)

@@ -121,7 +121,7 @@ def training(models: Models) -> Stages:
     """The last stages on any device: prompts, training steps, and a head that is trained, served and timed."""
     prompts = (*models.steps, "--speculation", "off", "--rounds", "10", "--prompts")
     found = {
-        "prompts": [Command("prompts", prompts, 300)],
+        "prompts": [Command("prompts, and steps beside them", prompts, 420)],
         "training": [
             Command("four layers", (*models.train, "--num-layers", "4"), 300),
             Command("all layers", models.train, 480),

@@ -1,17 +1,25 @@
 """The questions of a data set: which of its conversations can be asked, each once, and the ids of their rows."""
 
+import copy
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from specserve.data.conversations import Conversation, Row, TokenRow
 from specserve.data.user_turns import UserTurn
 from specserve.errors import DataError
+from specserve.serve.http.formats.reader import AnswerParser
 
+NO_TOOLS = "calls tools, and offers none"
+UNCALLED = "holds results of tools that no answer calls"
 CANCEL_SECONDS = 60.0  # for a step of the engine to end, so that what is cancelled does
+
+
+class Stuck(Exception):
+    """Raised where a conversation cannot go on; the message is the reason."""
 
 
 @dataclass
@@ -19,14 +27,16 @@ class Job:
     """A conversation on its way: the messages so far, and the questions that are still to be asked."""
 
     key: str
-    row: Row
+    row: Conversation
     asked: list[list[dict[str, Any]]]  # for each answer to come, the messages before it
+    calls: list[list[dict[str, Any]]]  # of tools, by each answer to come as it was recorded
     template_kwargs: dict[str, Any]
     messages: list[dict[str, Any]] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     more_turns: int = 0  # of the user, which the target is still to write
     user_turn: UserTurn | None = None  # being written by the target now
     prompt: list[int] = field(default_factory=list)
+    make_parser: Callable[[], AnswerParser] | None = None  # of the answer to the prompt, where tools are offered
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ def find_questions(
     for row in rows:
         if isinstance(row, TokenRow):
             raise DataError(f"{row.source} holds token ids, of which no question can be made; give what they came of")
-        asked, reason = _asked(row)
+        asked, calls, reason = _asked(row)
         if reason:
             left_out[reason] += 1
             continue
@@ -67,7 +77,7 @@ def find_questions(
             elif key in jobs:
                 left_out["asked before"] += 1
             else:
-                jobs[key] = Job(key, row, [list(turn) for turn in asked], kwargs, more_turns=row.more_turns)
+                jobs[key] = Job(key, row, copy.deepcopy(asked), list(calls), kwargs, more_turns=row.more_turns)
     return Questions(list(jobs.values()), order, num_there, left_out)
 
 
@@ -80,26 +90,28 @@ def row_id(row: Conversation) -> str:
 def _row_id(row: Conversation, asked: list[list[dict[str, Any]]], sample: int) -> str:
     variables = [row.variables()] if row.template_kwargs else []
     more = [row.more_turns] if row.more_turns else []
-    return f"{digest(asked, *variables, *more)}-{sample}"
+    tools = [row.tools, _asked(row)[1]] if row.tools else []
+    return f"{digest(asked, *variables, *more, *tools)}-{sample}"
 
 
-def _asked(row: Conversation) -> tuple[list[list[dict[str, Any]]], str]:
-    """Return the messages before each answer, or the reason why nothing can be asked."""
-    if any(message.role == "tool" for message in row.messages):
-        return [], "holds results of tools, which another answer might not call"
-    if any(message.tool_calls for message in row.messages):
-        return [], "calls tools, which the text of an answer cannot hold"
-    if row.tools:
-        return [], "offers tools, which the text of an answer cannot call"
-    turns: list[list[dict[str, Any]]] = [[]]
+def _asked(row: Conversation) -> tuple[list[list[dict[str, Any]]], list[list[dict[str, Any]]], str]:
+    """Return the messages before each answer and the calls of tools in it, or the reason why nothing can be asked."""
+    turns, calls = [list[dict[str, Any]]()], list[list[dict[str, Any]]]()
     for message in row.as_dicts():
+        if message["role"] == "tool" and not (calls and calls[-1]):
+            return [], [], UNCALLED
         if message["role"] != "assistant":
             turns[-1].append(message)
-        elif any(asked["role"] == "user" for asked in turns[-1]):
+        elif any(asked["role"] in ("user", "tool") for asked in turns[-1]):
             turns.append([])
+            calls.append(message.get("tool_calls", []))
+        elif message.get("tool_calls") and calls:  # a second answer to the same
+            calls[-1] = [*calls[-1], *message["tool_calls"]]
         # An answer to nothing, such as a greeting, was not the target's: it is left out.
-    asked = [turn for turn in turns if any(message["role"] == "user" for message in turn)]
-    return asked, "asks nothing" * (not asked)
+    if not row.tools and any(calls):
+        return [], [], NO_TOOLS
+    asked = [turn for turn in turns if any(message["role"] in ("user", "tool") for message in turn)]
+    return asked, calls, "asks nothing" * (not asked)
 
 
 def digest(*parts: object) -> str:

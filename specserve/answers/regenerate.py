@@ -6,6 +6,7 @@ ends with the same rows.
 """
 
 import dataclasses
+import functools
 import logging
 import queue
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,8 +16,9 @@ from typing import Any, Literal
 
 from specserve.answers.account import Account, listed
 from specserve.answers.own_questions import read_question, sampling
-from specserve.answers.questions import CANCEL_SECONDS, Job, digest, find_questions
+from specserve.answers.questions import CANCEL_SECONDS, Job, Stuck, digest, find_questions
 from specserve.answers.row_file import RowFile
+from specserve.answers.tool_turns import UNFINISHED_CALL, ToolTurns
 from specserve.chat_template import THINK
 from specserve.data.chat_masks import encode_chat
 from specserve.data.conversations import Row
@@ -40,6 +42,7 @@ ASKED_TOO_LONG = "longer than max_model_len"
 CUT = "cut by max_tokens"
 UNFINISHED = "reasoning does not end within max_tokens"
 FAILED = "the engine failed"
+EMPTY = "empty answer"
 TICK_SECONDS = 1.0  # between two calls of `on_answer`, at most
 
 
@@ -64,10 +67,6 @@ class AnswerSettings:
                 f"the target reasons in channels and rows hold reasoning in {THINK} tags, which its chat template does "
                 "not know: give --thinking drop"
             )
-
-
-class _Refused(Exception):
-    """Raised where a conversation cannot go on; the message is the reason."""
 
 
 def regenerate(
@@ -174,6 +173,10 @@ class _Run:
         self._finished: queue.SimpleQueue[tuple[Job, CompletionOutput]] = queue.SimpleQueue()
         self._open: dict[str, Request] = {}
 
+    @functools.cached_property
+    def _tools(self) -> ToolTurns:
+        return ToolTurns(self._tokenizer)
+
     def answer(self, jobs: Iterable[Job]) -> None:
         waiting = iter(jobs)
         # A slot never waits for work, and the next turn of a conversation comes soon, while its prefix is cached.
@@ -211,7 +214,7 @@ class _Run:
         """Take the job's next step. Where it can go no further, the row keeps the answers that it has."""
         try:
             step(job)
-        except _Refused as reason:
+        except Stuck as reason:
             while job.messages and job.messages[-1]["role"] != "assistant":
                 job.messages.pop()
             is_row = bool(job.messages) and str(reason) != FAILED  # the next run may succeed
@@ -223,10 +226,13 @@ class _Run:
         job.messages += job.asked.pop(0)
         settings = self._settings
         try:
-            job.prompt = self._tokenizer.render_chat(job.messages, template_kwargs=job.template_kwargs)
+            if job.row.tools:
+                job.prompt = self._tools.render(job)
+            else:
+                job.prompt = self._tokenizer.render_chat(job.messages, template_kwargs=job.template_kwargs)
             room = self._engine.max_model_len - len(job.prompt)
             if room < 1:
-                raise _Refused(ASKED_TOO_LONG)
+                raise Stuck(ASKED_TOO_LONG)
             params = SamplingParams(
                 max_tokens=min(settings.max_tokens, room),
                 temperature=settings.temperature,
@@ -234,10 +240,12 @@ class _Run:
                 top_k=settings.top_k,
                 seed=self._seed(job),
             )
+            if job.row.tools:
+                params = self._tools.reading(job, params)
             self._submit(job, job.prompt, params)
         except RequestError as error:
             log.debug("%s: %s", job.row.source, error)
-            raise _Refused("refused by the chat template or the engine") from error
+            raise Stuck("refused by the chat template or the engine") from error
 
     def _ask_for_question(self, job: Job) -> None:
         """Have the target write what the user says next."""
@@ -246,11 +254,11 @@ class _Run:
             turn = next_user_turn(self._tokenizer, job.messages, template_kwargs=job.template_kwargs)
             room = (self._engine.max_model_len - len(turn.prompt)) // 2  # the other half is for the answer
             if room < 1:
-                raise _Refused(ASKED_TOO_LONG)
+                raise Stuck(ASKED_TOO_LONG)
             self._submit(job, turn.prompt, sampling(turn, room, self._seed(job, "user")))
         except (RequestError, DataError) as error:
             log.debug("%s: %s", job.row.source, error)
-            raise _Refused("refused by the chat template or the engine") from error
+            raise Stuck("refused by the chat template or the engine") from error
         job.user_turn = turn
 
     def _seed(self, job: Job, *who: str) -> int:
@@ -270,12 +278,12 @@ class _Run:
             raise CapacityError(f"the engine stopped: {completion.error}; run the same command again to go on")
         if completion.finish_reason == FinishReason.ERROR:
             log.warning("%s: %s", job.row.source, completion.error)
-            raise _Refused(FAILED)
+            raise Stuck(FAILED)
         if job.user_turn:
             text, fault = read_question(self._tokenizer, job.user_turn, completion)
             job.user_turn = None
             if fault:
-                raise _Refused(f"its next question {fault}")
+                raise Stuck(f"its next question {fault}")
             job.asked.append([{"role": "user", "content": text}])
             self._ask(job)
             return
@@ -285,29 +293,46 @@ class _Run:
         account.acceptance += completion.stats
         is_cut = completion.finish_reason == FinishReason.LENGTH
         try:
-            content = self._content(job, completion)
-        except _Refused as reason:
+            answered = self._with_tools(job, completion) if job.row.tools else self._content(job, completion)
+        except Stuck as reason:
             may_keep = self._settings.cut == self._settings.thinking == "keep"
-            if str(reason) != UNFINISHED or not is_cut or not may_keep or job.finish_reasons:
+            is_unfinished = is_cut and str(reason) in (UNFINISHED, UNFINISHED_CALL)
+            if not is_unfinished or not may_keep or job.finish_reasons:
                 raise
-            account.shortened[UNFINISHED] += 1
+            account.shortened[str(reason)] += 1
             self._write_tokens(job, completion)
             return
         if is_cut and self._settings.cut == "drop":
-            raise _Refused(CUT)
-        job.messages.append({"role": "assistant", "content": content})
+            raise Stuck(CUT)
+        job.messages.append(answered)
         job.finish_reasons.append(str(completion.finish_reason))
         if is_cut and (job.asked or job.more_turns):
-            raise _Refused(CUT)  # half an answer is not gone on from
+            raise Stuck(CUT)  # half an answer is not gone on from
         if job.asked:
+            if job.row.tools:
+                self._tools.go_on(job)
             self._ask(job)
         elif job.more_turns:
             self._ask_for_question(job)
         else:
             self._write(job)
 
-    def _content(self, job: Job, completion: CompletionOutput) -> str:
-        """Return the content that the row holds for an answer."""
+    def _with_tools(self, job: Job, completion: CompletionOutput) -> dict[str, Any]:
+        """Return the message that the row holds for an answer that may call tools."""
+        is_cut = completion.finish_reason == FinishReason.LENGTH
+        part, is_thinking = self._tools.read(job, completion.text, is_cut=is_cut)
+        if is_thinking:
+            raise Stuck(UNFINISHED)
+        if not part.content.strip() and not part.tool_calls:
+            raise Stuck(EMPTY)
+        keeps = self._settings.thinking == "keep"
+        found = list(self._tools.messages(job, part, completion.text, keeps_reasoning=keeps))
+        if part.reasoning and not keeps:
+            return found[0]
+        return self._exact_one(job, found, completion.token_ids)
+
+    def _content(self, job: Job, completion: CompletionOutput) -> dict[str, Any]:
+        """Return the message that the row holds for an answer."""
         tokenizer, settings, marks = self._tokenizer, self._settings, self._marks
         text, is_begun = completion.text, False
         if tokenizer.template.mentions(FINAL_CHANNEL):
@@ -321,31 +346,42 @@ class _Run:
             text = tokenizer.decode(said, skip_special_tokens=False)
         _, answer = split_reasoning(text, marks, is_begun=is_begun)
         if not answer.strip():
-            raise _Refused("empty answer")
+            raise Stuck(EMPTY)
         if settings.thinking == "drop" and answer.strip() != text.strip():
-            return answer.strip()
+            return {"role": "assistant", "content": answer.strip()}
         whole = text
         if is_begun:
             whole = f"{marks[0]}\n{text}" if marks[0] == THINK else marks[0] + text
-        account = self._account
-        account.num_compared += 1
-        for content in dict.fromkeys((whole.strip(), whole.strip("\n"), whole)):
-            if self._is_exact(job, content, completion.token_ids):
-                account.num_exact += 1
-                return content
-        return whole.strip()
+        contents = dict.fromkeys((whole.strip(), whole.strip("\n"), whole))
+        found = [{"role": "assistant", "content": content} for content in contents]
+        return self._exact_one(job, found, completion.token_ids)
 
-    def _is_exact(self, job: Job, content: str, token_ids: Sequence[int]) -> bool:
+    def _exact_one(self, job: Job, found: Sequence[dict[str, Any]], token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return the first of these messages that comes back in training as the tokens that were generated, and else
+        the first."""
+        self._account.num_compared += 1
+        for answered in found:
+            if self._is_exact(job, answered, token_ids):
+                self._account.num_exact += 1
+                return answered
+        return found[0]
+
+    def _is_exact(self, job: Job, answered: dict[str, Any], token_ids: Sequence[int]) -> bool:
         """Return whether training on this row sees the very tokens that were generated, behind the very prompt."""
         said = [*job.prompt, *token_ids]
         if said[-1] in self._engine.eos_ids:
             said.pop()  # the template writes its own
         try:
-            answered = [*job.messages, {"role": "assistant", "content": content}]
-            found, _ = encode_chat(self._tokenizer, answered, template_kwargs=job.template_kwargs)
-        except DataError:
+            row = self._row(job, [*job.messages, answered])
+            found, _ = encode_chat(
+                self._tokenizer, row["messages"], tools=row.get("tools"), template_kwargs=job.template_kwargs
+            )
+        except (DataError, RequestError):
             return False
         return found[: len(said)] == said
+
+    def _row(self, job: Job, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._tools.written(messages, job) if job.row.tools else {"messages": messages}
 
     def _write_tokens(self, job: Job, completion: CompletionOutput) -> None:
         """Write a first answer that ends within its reasoning, as token ids, because no message can hold half of a
@@ -366,7 +402,7 @@ class _Run:
 
     def _write(self, job: Job) -> None:
         sample = int(job.key.partition("-")[2])
-        row: dict[str, Any] = {"id": job.key, "messages": job.messages}
+        row: dict[str, Any] = {"id": job.key, **self._row(job, job.messages)}
         if job.template_kwargs:  # training renders the row as its answers were asked for
             row["chat_template_kwargs"] = job.template_kwargs
         row |= {"category": job.row.category, "source": job.row.source}
@@ -396,5 +432,5 @@ def split_reasoning(
     reader = Reader(read, new_call_id, tools={})
     part = reader.push(text) + reader.finish()
     if reader.is_thinking or (is_harmony and FINAL_CHANNEL not in text):
-        raise _Refused(UNFINISHED)
+        raise Stuck(UNFINISHED)
     return part.reasoning, part.content

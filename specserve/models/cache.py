@@ -6,6 +6,7 @@ A forward never writes: it reads the committed entries and returns the new ones 
 copy, a rejected node never touches a page or a state, and the buffers can be donated.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -37,10 +38,13 @@ class Cache:
     layers: tuple[Pages | State, ...]
     num_pages: int = static()
     page_size: int = static()
+    kept: tuple[State | None, ...] = ()  # recurrent states of prefixes, by layer, leaves [place, ...]; none: not kept
 
     @classmethod
-    def zeros(cls, config: ModelConfig, *, num_slots: int, num_pages: int, page_size: int) -> "Cache":
-        """Make an empty cache for a target: every array is zero."""
+    def zeros(
+        cls, config: ModelConfig, *, num_slots: int, num_pages: int, page_size: int, num_kept: int = 0
+    ) -> "Cache":
+        """Make an empty cache for a target: every array is zero. It has room for `num_kept` states of prefixes."""
 
         def layer(i: int) -> Pages | State:
             kind, dtype = config.kind(i), config.cache_dtype or config.dtype
@@ -51,7 +55,12 @@ class Cache:
                 return Pages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, dtype)
             return recurrent.init_state(config, kind, num_slots)
 
-        return cls(tuple(layer(i) for i in range(config.num_layers)), num_pages, page_size)
+        def kept(i: int) -> State | None:
+            kind = config.kind(i)
+            return None if kind.mixer in ("latent", "attention") else recurrent.init_state(config, kind, num_kept)
+
+        layers = range(config.num_layers)
+        return cls(tuple(map(layer, layers)), num_pages, page_size, tuple(map(kept, layers)) if num_kept else ())
 
     def layer(self, i: int, prefix: Prefix) -> PagedPrefix | State:
         """The committed entries that layer i sees: a `PagedPrefix`, or the rows of a recurrent state for the prefix's
@@ -96,18 +105,34 @@ class Cache:
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, Pages):
                 done[i] = advance(layer, new[i])
-        return Cache(tuple(done[i] for i in range(len(self.layers))), self.num_pages, self.page_size)
+        return dataclasses.replace(self, layers=tuple(done[i] for i in range(len(self.layers))))
 
-    def reset(self, slot: jax.Array) -> "Cache":
-        """Prepare a slot ([] int32) for a new sequence: its recurrent states become zero. Pages are left as they
-        are."""
+    def reset(self, slot: jax.Array, place: jax.Array | None = None) -> "Cache":
+        """Prepare a slot ([] int32) for a new sequence: its recurrent states become zero, or those that are kept at a
+        place ([] int32) of at least 0. Pages are left as they are."""
 
-        def clear(layer: Pages | State) -> Pages | State:
+        def clear(layer: Pages | State, kept: State | None) -> Pages | State:
             if isinstance(layer, Pages):
                 return layer
-            return jax.tree.map(lambda x: x.at[slot].set(0), layer)
+            if kept is None:
+                return jax.tree.map(lambda x: x.at[slot].set(0), layer)
+            return jax.tree.map(lambda x, own: x.at[slot].set(_at(own, place)), layer, kept)
 
-        return Cache(tuple(clear(layer) for layer in self.layers), self.num_pages, self.page_size)
+        pairs = zip(self.layers, self.kept or [None] * len(self.layers), strict=True)
+        return dataclasses.replace(self, layers=tuple(clear(*pair) for pair in pairs))
+
+    def keep(self, slot: jax.Array, place: jax.Array) -> "Cache":
+        """Copy the recurrent states of a slot to a place, both [] int32."""
+
+        def copy(layer: Pages | State, kept: State | None) -> State | None:
+            return None if kept is None else jax.tree.map(lambda x, own: own.at[place].set(x[slot]), layer, kept)
+
+        return dataclasses.replace(self, kept=tuple(map(copy, self.layers, self.kept)))
+
+
+def _at(kept: jax.Array, place: jax.Array | None) -> jax.Array:
+    """Return what is kept at a place; zeros where it is below 0, or none."""
+    return jnp.zeros_like(kept[0]) if place is None else jnp.where(place >= 0, kept[place], 0)
 
 
 def _rows(state: State, slots: jax.Array | None) -> State:

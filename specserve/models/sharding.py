@@ -72,7 +72,8 @@ def place_cache(cache: Any, mesh: Mesh) -> Any:
             layer, matrix=fitting(mesh, (None, "heads", None, None), layer.matrix.shape), conv=conv
         )
 
-    return Cache(tuple(map(place, cache.layers)), cache.num_pages, cache.page_size)
+    kept = tuple(state and place(state) for state in cache.kept)
+    return dataclasses.replace(cache, layers=tuple(map(place, cache.layers)), kept=kept)
 
 
 def num_bytes(caches: Sequence[Cache | PageRows], mesh: Mesh | None = None) -> int:

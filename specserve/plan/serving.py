@@ -29,6 +29,7 @@ from specserve.plan.work import MemoryPart, Replica, abstract_mesh, target_held,
 from specserve.serve.launch import CACHE_DTYPES
 from specserve.serve.programs.placement import state_bytes
 from specserve.serve.programs.shapes import DEVICE_CHUNKS, LEAST_BATCH, make_batch_sizes
+from specserve.serve.sizes import num_kept_states
 from specserve.speculative.slot_state import StepConfig
 from specserve.speculative.tree import Tree
 from specserve.train.run.checks import plan_drafter
@@ -358,7 +359,8 @@ def fit_into(
     ranks = num_parts(mesh, "batch")
 
     while each := slots // ranks:  # of a data rank, which has pages of its own
-        of_slots = state_bytes(step, mesh, each * ranks, 0, page_size=page_size, max_pages=whole)
+        kept = dataclasses.replace(step, kept_states=num_kept_states(step.target, each * ranks))
+        of_slots = state_bytes(kept, mesh, each * ranks, 0, page_size=page_size, max_pages=whole)
         left = memory - weights - of_head - of_slots
         pages = needed = whole + (each - 1) * part
         if per_page:  # recurrent layers alone have none

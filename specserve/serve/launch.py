@@ -209,8 +209,8 @@ def make_engine(
     A measurement can have the draft rank without the target's noise, to see what that brings."""
     if watcher is not None and models.target.config.is_recurrent:
         raise ConfigError(
-            f"--kv-events-endpoint tells what the prefix cache has, and there is none for {models.name}: no page keeps "
-            "the state of its recurrent layers"
+            f"--kv-events-endpoint tells which pages can be hit, and those of {models.name} need the state of its "
+            "recurrent layers besides"
         )
     runner = _make_runner(models, run, leader, is_coupled=is_coupled)
     programs = program_list.list_programs(runner, has_scoring=has_scoring)
@@ -326,7 +326,9 @@ def make_runner(
 ) -> Runner:
     """Give the device the models, and slots and a cache as the settings say, for steps over these trees. Nothing is
     compiled yet, but the largest programs where the cache takes all memory that they leave."""
-    models = with_cache_dtype(models, run)
+    models, num_layers = with_cache_dtype(models, run), models.target.config.num_layers
+    if wrong := [layer for layer in run.hidden_states if not 0 <= layer < num_layers]:
+        raise ConfigError(f"--hidden-states {wrong[0]}: {models.name} has the layers 0 to {num_layers - 1}")
     served = Served(models.target.config, models.head.drafter if models.head else None, trees, models.mesh)
     make = functools.partial(LeadingRunner, rank) if isinstance(rank, Leader) else Runner
 

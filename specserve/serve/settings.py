@@ -175,6 +175,13 @@ class ServeRun:
         ge=0,
         lt=1,
     )
+    kept_states: int = setting(
+        0,
+        scope=PROGRAM,
+        help="of a target with recurrent layers: prefixes whose states are kept, without which none can be hit; 0: a "
+        "quarter of the slots, at least 8",
+        ge=0,
+    )
     prefix_cache: bool = setting(
         True, scope=ENGINE, help="keep the pages of finished sequences for prompts that begin alike"
     )
@@ -200,6 +207,12 @@ class ServeRun:
         True,
         scope=PROGRAM,
         help="take grammars (JSON schemas and the like); their speculative steps are programs of their own",
+    )
+    hidden_states: tuple[int, ...] = setting(
+        (),
+        scope=PROGRAM,
+        help="layers of the target, from 0, behind which /v1/hidden_states returns the hidden states of prompts; "
+        "empty: none",
     )
     enable_per_request_metrics: bool = setting(
         False, help="put times into the replies: in the queue, to the first token, of generation; and tokens per second"
@@ -249,12 +262,14 @@ class EngineSettings(TypedDict, total=False):
     cache_tokens: int
     cache_gb: float
     cache_fraction: float
+    kept_states: int
     prefix_cache: bool
     schedule: Literal["fcfs", "longest-prefix"]
     prefill_tokens: int
     max_queue: int
     deterministic: bool
     constrained: bool
+    hidden_states: tuple[int, ...]
     early_ready: bool
     watchdog_seconds: float
 

@@ -7,6 +7,7 @@ may be as long as the target allows.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,16 @@ from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.speculation import drafter_for
 from specserve.errors import ConfigError
 from specserve.kernels.pages import default_page_size
-from specserve.mesh import free_memory, in_equal_parts, num_parts, on_each_device, program_platform
+from specserve.mesh import (
+    LOGICAL_TO_MESH,
+    SERVING_AXES,
+    free_memory,
+    in_equal_parts,
+    mesh_sizes,
+    num_parts,
+    on_each_device,
+    program_platform,
+)
 from specserve.models.config import ModelConfig
 from specserve.serve.programs.placement import bytes_per_page, state_bytes
 from specserve.serve.programs.shapes import LEAST_BATCH, Shapes, make_shapes
@@ -73,7 +83,15 @@ class Served:
             page_size=page_size(run),
             num_pages=sizes.num_pages,
             is_deterministic=run.deterministic,
+            kept_layers=run.hidden_states,
+            kept_states=num_kept_states(self.target, sizes.num_slots, run.kept_states) if run.prefix_cache else 0,
         )
+
+
+def num_kept_states(target: ModelConfig, num_slots: int, asked: int = 0) -> int:
+    """Return how many recurrent states of prefixes a server of so many slots keeps where prefixes are cached: as many
+    as its settings ask for, unless these are 0."""
+    return (asked or max(FEW_SLOTS, num_slots // 4)) if target.is_recurrent else 0
 
 
 def page_size(run: ServeRun) -> int:
@@ -84,6 +102,13 @@ def page_size(run: ServeRun) -> int:
 def is_filled(run: ServeRun) -> bool:
     """Return whether the cache takes all memory that is left."""
     return program_platform() != "cpu" and not (run.max_slots or run.cache_tokens or run.cache_gb or run.cache_fraction)
+
+
+def most_slots(run: ServeRun) -> int:
+    """Return the slots that a server of these settings has at most, on whatever devices. Raises ConfigError where
+    `--mesh` names none."""
+    devices = mesh_sizes(run.mesh, SERVING_AXES)
+    return run.max_slots or MOST_SLOTS * math.prod(devices.get(axis, 1) for axis in LOGICAL_TO_MESH["batch"])
 
 
 def longest_sequence(config: ModelConfig, max_model_len: int) -> int:
@@ -145,7 +170,13 @@ def _filled(served: Served, run: ServeRun, longest: int, set_aside: int | None) 
         shapes = served.shapes(run, sizes)
         if aside is None:
             aside = estimated_temporaries(served.target, shapes, served.mesh)
-        config = StepConfig(served.target, drafter, shapes.max_depth, verified_depth=shapes.verified_depth)
+        config = StepConfig(
+            served.target,
+            drafter,
+            shapes.max_depth,
+            kept_states=shapes.kept_states,
+            verified_depth=shapes.verified_depth,
+        )
         of_slots = state_bytes(config, served.mesh, each * ranks, 0, page_size=tokens, max_pages=whole)
         left = free - round(UNPLANNED * free) - aside - of_slots
         pages = left // max(1, per_page)

@@ -20,6 +20,7 @@ Kind = Literal[
     "admission",
     "page table",
     "recall",
+    "kept state",
     "empty state",
 ]
 

@@ -33,6 +33,8 @@ class StepConfig:
     drafter: Drafter | None  # None: plain decoding
     max_depth: int  # of any tree that runs on the state
     is_coupled: bool = True  # the draft ranks with the target's noise; off only to measure what that brings
+    kept_layers: tuple[int, ...] = ()  # those behind which a scored prompt's residual stream is returned
+    kept_states: int = 0  # recurrent states of prefixes that the state has room for beside those of its slots
     verified_depth: int = 0  # every step verifies a chain of this length, in one exact order of sums; 0: what it must
 
     @property
@@ -67,6 +69,8 @@ class StepResult:
     counts: Any  # [batch, 2 + depth + 1] int32: draft tokens accepted, the source of the proposal, the tokens
     logprobs: Logprobs | None  # of the tokens; read where they were asked for
     prompt: Scores | None = None  # [batch, chunk], of the token after each of a scored prompt
+    # [batch, chunk, (layers + 1) * d_model] of a scored prompt: behind the kept layers, and what the logits are made of
+    hidden_states: Any = None
     node_ids: jax.Array | None = None  # [batch, node] int32, the proposed tokens and the root; None without a tree
     parents: jax.Array | None = None  # [batch, node] int32, of the nodes; None of a chain, where they are known
     confidence: jax.Array | None = None  # [batch, depth] float32, see `tree.Proposal`; None where the draft gives none
@@ -95,6 +99,7 @@ class Admission:
     rows: SamplerRows  # [1]
     tokens: TokenRows  # [1]
     promise: jax.Array  # [] float32, accepted tokens per step that the drafter's head promises
+    kept: jax.Array | None = None  # [] int32, the place of the recurrent state behind the cached entries; -1: zeros
 
 
 @pytree
@@ -119,7 +124,13 @@ def init_state(
         history=jnp.zeros((num_slots, max_pages * page_size), jnp.int32),
         rows=SamplerRows.greedy(num_slots),
         tokens=TokenRows.zeros(num_slots, config.target.vocab_size),
-        cache=Cache.zeros(config.target, num_slots=num_slots, num_pages=num_pages, page_size=page_size),
+        cache=Cache.zeros(
+            config.target,
+            num_slots=num_slots,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kept=config.kept_states,
+        ),
         draft=config.drafter.init_state(config.target, sizes) if config.drafter else None,
     )
     return share_out(state, num_ranks)
@@ -140,9 +151,14 @@ def admit(config: StepConfig, state: SlotState, slot: jax.Array, new: Admission)
         history=state.history.at[slot].set(new.history),
         rows=jax.tree.map(put, state.rows, new.rows),
         tokens=jax.tree.map(put, state.tokens, new.tokens),
-        cache=state.cache.reset(slot),
+        cache=state.cache.reset(slot, new.kept),
         draft=draft,
     )
+
+
+def keep(_config: StepConfig, state: SlotState, slot: jax.Array, place: jax.Array) -> SlotState:
+    """Copy the recurrent state of a slot to a place, both [] int32, from which `admit` takes it."""
+    return dataclasses.replace(state, cache=state.cache.keep(slot, place))
 
 
 @pytree

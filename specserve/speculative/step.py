@@ -42,7 +42,11 @@ class _Work:
 
 
 def _run(
-    config: StepConfig, weights: Weights, state: SlotState, works: Sequence[_Work]
+    config: StepConfig,
+    weights: Weights,
+    state: SlotState,
+    works: Sequence[_Work],
+    also: tuple[int, ...] = (),  # layers whose outputs are wanted beside the drafter's
 ) -> tuple[SlotState, list[StepResult]]:
     """Run the target once over the tokens of all works, whose slots are different ones."""
     outs = target_model.forward_groups(
@@ -50,7 +54,7 @@ def _run(
         config.target,
         [work.tokens for work in works],
         cache=state.cache,
-        aux_layers=config.aux_layers,
+        aux_layers=config.aux_layers + also,
     )
     sampled = [
         out.hidden_states if work.sampled is None else take_each(out.hidden_states, work.sampled)
@@ -78,9 +82,9 @@ def prefill(
     is_scored: bool = False,
 ) -> tuple[SlotState, StepResult]:
     """Run one chunk of each prompt, and draw the token after it. With `is_scored`, also return how likely each of the
-    prompt's tokens was."""
+    prompt's tokens was, and the hidden states of the layers that the config keeps."""
     work = _prompts(config, weights, state, prompts, allowed, chunk, width, is_scored=is_scored)
-    state, [result] = _run(config, weights, state, [work])
+    state, [result] = _run(config, weights, state, [work], config.kept_layers if is_scored else ())
     return state, result
 
 
@@ -107,11 +111,15 @@ def _prompts(
     def finish(state: SlotState, out: TargetOutput, logits: jax.Array) -> tuple[SlotState, StepResult]:
         drawn = sampling.draw(now.rows, now.tokens, nodes, logits, end[:, None], allowed)
         none = jnp.zeros_like(num_tokens)
+        aux, kept = out.aux_hidden_states, None
+        if is_scored and config.kept_layers:
+            assert aux is not None
+            aux, kept = jnp.split(aux, [len(config.aux_layers) * config.target.d_model], axis=-1)
         committed = Committed(
             index=index,
             token_ids=token_ids,
             next_ids=jnp.where(offset == last, drawn, jnp.roll(token_ids, -1, axis=1)),
-            aux_hidden_states=out.aux_hidden_states,
+            aux_hidden_states=aux,
             is_kept=(offset < num_tokens[:, None]) & _has_run(drawn),
             count=num_tokens,
             n_accepted=none,
@@ -122,6 +130,8 @@ def _prompts(
         if is_scored:
             next_ids = state.history.at[slots[:, None], index + 1].get(mode="clip")
             result = dataclasses.replace(result, prompt=_score(config, weights, out.hidden_states, next_ids))
+        if kept is not None:
+            result = dataclasses.replace(result, hidden_states=jnp.concatenate([kept, out.hidden_states], axis=-1))
         return emit(state, slots, end, drawn, prompts.is_last[:, None]), result
 
     causal: Any = Documents(jnp.zeros((1, chunk), jnp.int32))

@@ -16,7 +16,7 @@ from scripted import Scripted, ask, echo
 from specserve.answers import regenerate as module
 from specserve.answers.account import Account
 from specserve.answers.regenerate import AnswerSettings, split_reasoning
-from specserve.data.conversations import Conversation, Message, TokenRow, parse_row
+from specserve.data.conversations import Conversation, Message, TokenRow
 from specserve.data.documents import tokenize
 from specserve.data.sources import load_mixture
 from specserve.errors import CapacityError, ConfigError, DataError
@@ -142,7 +142,7 @@ def test_what_cannot_be_answered_is_counted(tmp_path):
     asked = [tool, text, long, later, greeting, greeting]
     account = regenerate(Scripted("qwen3", echo), asked, tmp_path / "o.jsonl", EXACT)
     assert account.left_out == {
-        "holds results of tools, which another answer might not call": 1,
+        "holds results of tools that no answer calls": 1,
         "asks nothing": 1,
         "longer than max_model_len": 1,
         "asked before": 1,
@@ -156,26 +156,6 @@ def test_what_cannot_be_answered_is_counted(tmp_path):
     tokens = TokenRow(np.zeros(1, np.int32), np.ones(1, bool), "", "here:5", "00")
     with pytest.raises(DataError, match="here:5 holds token ids"):
         regenerate(Scripted("qwen3", echo), [tokens], tmp_path / "p.jsonl", EXACT)
-
-
-def test_rows_with_tools_are_left_out_and_counted(tmp_path):
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
-    question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning": "hm"}
-    raw = [
-        {"messages": [question, call]},
-        {"messages": [question, call, {"role": "tool", "content": "2"}, answer]},
-        {"messages": [question, answer], "tools": [{"name": "add"}]},
-        {"messages": [question, answer]},
-    ]
-    rows = [parse_row(row, "d:1") for row in raw]
-    account = regenerate(Scripted("qwen3", echo), rows, tmp_path / "o.jsonl", EXACT)
-    assert account.left_out == {
-        "calls tools, which the text of an answer cannot hold": 1,
-        "holds results of tools, which another answer might not call": 1,
-        "offers tools, which the text of an answer cannot call": 1,
-    }
-    [[asked, answered]] = read(tmp_path / "o.jsonl").values()
-    assert (asked, set(answered)) == (question, {"role", "content"})
 
 
 def test_a_row_is_trained_on_under_the_variables_it_was_answered_under(tmp_path):

@@ -1,6 +1,8 @@
 """The costs of steps that a benchmark reports are those of steps that run."""
 
+import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -8,6 +10,8 @@ import steps
 from steps import measure_steps
 
 from specserve.errors import ConfigError
+from specserve.serve.programs import shapes
+from specserve.serve.programs.shapes import Shapes
 
 
 @pytest.mark.slow
@@ -28,6 +32,23 @@ def test_a_preset_is_run_with_random_weights() -> None:
         found = [(cost.program.tree is None, cost.program.batch) for cost in costs]
         assert sorted(found) == sorted((is_plain, batch) for is_plain in (True, False) for batch in batches)
         assert all(cost.seconds[0] > 0 for cost in costs)
+
+
+@pytest.mark.slow
+def test_prompts_are_timed_alone_and_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latter as a server on an accelerator has them."""
+
+    def make_shapes(*args: Any, **sizes: Any) -> Shapes:
+        return dataclasses.replace(shapes.make_shapes(*args, **sizes), is_mixing=True, chunks=(16,))
+
+    monkeypatch.setattr(steps, "make_shapes", make_shapes)
+    sizes = {"num_slots": 2, "max_model_len": 64, "page_size": 16, "num_rounds": 1}
+    costs = list(measure_steps(["off", "chain:1"], target="smollm2-135m", num_layers=3, has_prompts=True, **sizes))
+    found = {(cost.program.kind, cost.program.tree is None, cost.program.prompts) for cost in costs}
+    most = max(prompts for _, _, prompts in found)
+    assert found >= {("prefill", True, 0), ("mixed", True, 1), ("mixed", False, most)}
+    assert {cost.program.batch for cost in costs if cost.program.kind == "mixed"} == {2}
+    assert all(cost.seconds[0] > 0 for cost in costs)
 
 
 def test_an_accelerator_is_compared_with_one_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:

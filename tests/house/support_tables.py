@@ -55,7 +55,7 @@ def families() -> str:
     by_transformers = {raw["model_type"] for raw in RAWS.values()}
     by_numpy = {raw["model_type"] for raw in bailing.CASES.values()}
     bundled = json.loads((BUNDLED_FOLDER / "config.json").read_text())["model_type"]
-    rows = ["| `model_type` | made of | equals | CPU | GPU | TPU | prefix cache, `--deterministic` |", "|" + "---|" * 7]
+    rows = ["| `model_type` | made of | equals | CPU | GPU | TPU | `--deterministic` |", "|" + "---|" * 7]
     for family, configs in cases.items():
         parts = {part for config in configs for i in range(config.num_layers) for part in _parts(config.kind(i))}
         devices = [min((PARTS[part][i] for part in parts), key=ORDER.index) for i in range(3)]

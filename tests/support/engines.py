@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import tiny
@@ -49,6 +50,7 @@ class Letters:
     vocab_size = VOCAB
     special_token_ids = frozenset({0, EOS})
     end_ids = frozenset({EOS})
+    has_chat_template, template = False, SimpleNamespace(mentions=lambda _word: False)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [self.alphabet.index(letter) for letter in text]
@@ -184,6 +186,8 @@ def make_runner(
     folder: Path | None = None,
     widths: Sequence[int] = (),  # empty: the widest alone
     is_mixing: bool = False,  # as on an accelerator: steps and prompts in one program
+    kept_states: int = 0,  # recurrent ones, of prefixes
+    kept_layers: tuple[int, ...] = (),  # layers of which hidden states may be asked for
     make: Callable[..., Runner] = Runner,
 ) -> Runner:
     """One batch size, one width and one chunk: every other costs programs, and programs are most of a test's time."""
@@ -195,6 +199,8 @@ def make_runner(
         max_model_len=MAX_LEN,
         page_size=PAGE_SIZE,
         num_pages=num_pages or num_slots * MAX_LEN // PAGE_SIZE,
+        kept_layers=kept_layers,
+        kept_states=kept_states,
     )
     few = dataclasses.replace(
         shapes, batch_sizes=(num_slots,), widths=(*widths, shapes.widths[-1]), chunks=(chunk,), max_rows=1024

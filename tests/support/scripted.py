@@ -34,7 +34,10 @@ class Scripted:
         if self.fails:
             reason = FinishReason.CANCELLED
         stats = SpeculationStats(num_steps=len(token_ids), accepted_per_depth=(len(token_ids),))
-        delta = Delta(token_ids, self.tokenizer.decode(token_ids), reason, stats=stats)
+        hidden = self.tokenizer.special_token_ids - {*params.shown_special_ids}
+        shown = [token_id for token_id in token_ids if token_id not in hidden]
+        text = self.tokenizer.decode(shown, skip_special_tokens=False)
+        delta = Delta(token_ids, text, reason, stats=stats)
         threading.Timer(self._delays.random() * 0.01, on_delta, [delta]).start()
         return SimpleNamespace(cancel=lambda: None)
 

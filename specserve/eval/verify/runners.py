@@ -18,6 +18,7 @@ from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import make_shapes
 from specserve.serve.settings import ServeRun
+from specserve.serve.sizes import num_kept_states
 from specserve.serve.startup import check_numbers, check_state_fits
 from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import Tree
@@ -89,6 +90,7 @@ def _open(
         max_model_len=max_model_len,
         page_size=PAGE_SIZE,
         num_pages=num_slots * -(-max_model_len // PAGE_SIZE),
+        kept_states=num_kept_states(models.target.config, num_slots),
     )
     # every way is proved alone and in a batch, also where serve would step large batches plainly
     batch_sizes = tuple(dict.fromkeys((shapes.batch_sizes[0], num_slots)))

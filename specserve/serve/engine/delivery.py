@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from specserve.errors import RequestError
 from specserve.serve.engine.scheduler import Scheduler, Sequence
 from specserve.serve.programs.runner import Runner
@@ -58,7 +60,9 @@ class Delivery:
         if is_step:
             sequence.count_step(None if self._runner.shapes.accepts_nothing else tree, delta)
         if sequence.is_scored:
-            delta = dataclasses.replace(delta, prompt=tuple(sequence.prompt))
+            states = np.concatenate(sequence.hidden_states) if sequence.hidden_states else None
+            delta = dataclasses.replace(delta, prompt=tuple(sequence.prompt), hidden_states=states)
+            sequence.hidden_states.clear()
         sequence.output_ids += delta.token_ids
         if request.token_mask is not None:
             request.token_mask.accept(delta.token_ids)
@@ -102,6 +106,15 @@ class Delivery:
         # the slot's next owner is admitted by a later program, so its row still holds this answer
         if slot >= 0 and reason in (FinishReason.STOP, FinishReason.LENGTH) and not request.cache_salt:
             self._runner.remember(slot, len(request.prompt_ids), len(sequence.token_ids) - 1)
+
+
+def take_scores(sequence: Sequence, num_tokens: int, result: StepResult, row: int) -> None:
+    """Add to a sequence what the result of its prompt's next tokens has of what was asked for."""
+    params = sequence.request.params
+    if params.prompt_logprobs is not None:
+        sequence.prompt += prompt_tokens(sequence.request, len(sequence.prompt), num_tokens, result, row)
+    if params.hidden_states:
+        sequence.hidden_states.append(result.hidden_states[row, :num_tokens])
 
 
 def prompt_tokens(request: Request, start: int, num_tokens: int, result: StepResult, row: int) -> list[PromptToken]:

@@ -53,8 +53,8 @@ class Engine:
         late: LateWork | None = None,  # None: everything is compiled
     ) -> None:
         options, head, late = options or EngineOptions(), head or ServedHead(), late or LateWork()
-        if options.is_caching and runner.config.target.is_recurrent:
-            logger.info("no prefix cache: %s has recurrent layers, whose state no page keeps", model_name)
+        if options.is_caching and runner.config.target.is_recurrent and not runner.shapes.kept_states:
+            logger.info("no prefix cache: %s has recurrent layers, and no state of a prefix is kept", model_name)
             options = dataclasses.replace(options, is_caching=False)
         num_pages = options.num_pages or runner.shapes.pages_of_rank  # of a sequence, at most
         self.runner, self.model_name, self.draft, self.options = runner, model_name, head.info, options

@@ -22,6 +22,7 @@ class InputProcessor:
         self.vocab_size, self.max_model_len = runner.config.target.vocab_size, runner.shapes.max_model_len
         self.grammars = Grammars(tokenizer, self.vocab_size, sorted(eos_ids))
         self._has_constrained, self._page_size = runner.has_constrained, runner.shapes.page_size
+        self._keeps_states = bool(runner.shapes.kept_layers)
         self._tokenizer, self._eos_ids, self._num_pages = tokenizer, frozenset(eos_ids), num_pages
         # all choices of a request have the same, and are submitted one after another
         self._bad_sequences = functools.lru_cache(maxsize=64)(functools.partial(bad_sequences, tokenizer=tokenizer))
@@ -32,6 +33,10 @@ class InputProcessor:
         or CapacityError where its grammar cannot be tried now."""
         if params.n != 1:
             raise RequestError("the engine takes one sequence at a time; submit params.choices()", param="n")
+        if params.hidden_states and not self._keeps_states:
+            raise RequestError(
+                "this server returns no hidden states: it was started without --hidden-states", param="hidden_states"
+            )
         self._mask_maker(params.grammar)
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none", param="stop")

@@ -20,6 +20,7 @@ from itertools import islice
 from typing import Protocol
 
 from specserve.errors import CapacityError
+from specserve.serve.engine.state_places import StatePlaces
 
 # data rank, salt and one page of token ids: neither ranks nor salts ever meet, and one tree has them all
 _Key = tuple[int, str, tuple[int, ...]]
@@ -95,9 +96,11 @@ class PagePool:
         *,
         num_ranks: int = 1,
         most: int | None = None,  # pages of each data rank that are handed out, the first ones; None: all
+        kept: StatePlaces | None = None,  # without a state of these behind it no prefix can be hit
     ) -> None:
         assert num_pages % num_ranks == 0, f"{num_pages} pages for {num_ranks} data ranks"
         self._num_stored, self.num_ranks, self.page_size, self._watcher = num_pages, num_ranks, page_size, watcher
+        self.kept = kept
         each = num_pages // num_ranks
         most = each if most is None else min(most, each)
         self.num_pages = most * num_ranks
@@ -133,6 +136,18 @@ class PagePool:
         nodes = list(self._nodes.values())  # in one piece
         return [node.digest for node in islice(reversed(nodes), most)]
 
+    def num_known(self, token_ids: Sequence[int], salt: str = "", *, rank: int = 0) -> int:
+        """Return how many tokens a data rank has cached of a prompt's beginning, whether or not they can be hit."""
+        return len(self._walk(token_ids, salt, rank)) * self.page_size
+
+    def keep_state(self, token_ids: Sequence[int], salt: str = "", *, rank: int = 0) -> int | None:
+        """Return the place that the state behind these tokens, which end with a page, is to be copied to; None where
+        none is to be."""
+        nodes = self._walk(token_ids, salt, rank)
+        if self.kept is None or len(nodes) * self.page_size != len(token_ids):
+            return None
+        return self.kept.keep(nodes[-1])
+
     def match(self, token_ids: Sequence[int], salt: str = "", *, rank: int = 0) -> int:
         """Return how many tokens `acquire` would find, in whole pages from the start. It changes nothing."""
         return len(self._find(token_ids, salt, rank)) * self.page_size
@@ -161,6 +176,8 @@ class PagePool:
             assert not node.children, f"page {page} is evicted before the pages that continue it"
             del node.siblings[node.key]
             free.append(page)
+            if self.kept is not None:
+                self.kept.forget(page)
             evicted.append(node.digest)
         self._num_copies.subtract(evicted)
         gone = [digest for digest in evicted if not self._num_copies[digest]]  # from every data rank
@@ -230,6 +247,8 @@ class PagePool:
         num_forgotten = len(self._nodes)
         self._tree, self._nodes = {}, {}
         self._num_copies.clear()
+        if self.kept is not None:
+            self.kept.clear()
         for free, idle in zip(self._free, self._idle, strict=True):
             free.extend(idle)
             idle.clear()
@@ -248,6 +267,8 @@ class PagePool:
             assert {self._rank_of(page) for part in parts for page in part} <= {rank}, "pages stay with their data rank"
         assert Counter(node.digest for node in self._nodes.values()) == self._num_copies
         assert all(count > 0 for count in self._num_references.values())
+        if self.kept is not None:
+            self.kept.check(set(self._nodes))
         assert self._private <= self._num_references.keys() - self._nodes.keys()
         assert set(idle) <= self._nodes.keys() <= {*idle, *self._num_references}
         idle_order = {page: order for order, page in enumerate(idle)}
@@ -276,6 +297,13 @@ class PagePool:
             yield rank, salt, tuple(token_ids[end - self.page_size : end])
 
     def _find(self, token_ids: Sequence[int], salt: str, rank: int) -> list[int]:
+        """The pages of the longest cached prefix that can be hit."""
+        pages = self._walk(token_ids, salt, rank)
+        while self.kept is not None and pages and pages[-1] not in self.kept:
+            pages.pop()
+        return pages
+
+    def _walk(self, token_ids: Sequence[int], salt: str, rank: int) -> list[int]:
         """The pages of the longest cached prefix."""
         pages, children = [], self._tree
         for key in self._keys(token_ids, salt, rank):

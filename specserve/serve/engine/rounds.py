@@ -18,7 +18,7 @@ from typing import TypedDict
 import numpy as np
 
 from specserve.drafters.speculation import describe
-from specserve.serve.engine.delivery import Delivery, prompt_tokens
+from specserve.serve.engine.delivery import Delivery, take_scores
 from specserve.serve.engine.interface import ROUND_SIZES, EngineStats
 from specserve.serve.engine.options import sampler_rows, token_rows
 from specserve.serve.engine.scheduler import Chunk, Round, Scheduler, Sequence
@@ -317,9 +317,13 @@ class Rounds:
         handle = self.runner.prefill(
             _parts(chunks),
             is_scored=any(chunk.sequence.is_scored for chunk in chunks),
+            has_states=any(chunk.sequence.request.params.hidden_states for chunk in chunks),
             has_logprobs=_asked(lasts.values())["has_logprobs"],
             allowed=self._masks_of_prompts(lasts, len(chunks)),
         )
+        for chunk in chunks:
+            if chunk.keep is not None:
+                self.runner.keep_state(chunk.sequence.slot, chunk.keep)
         return _prompts_in_flight(handle, chunks)
 
     def _masks_of_prompts(self, lasts: dict[int, Sequence], batch: int) -> np.ndarray | None:
@@ -343,6 +347,7 @@ class Rounds:
         deepest = max(self.runner.shapes.trees, key=depth_of)
         vocab_size = self.runner.config.target.vocab_size
         sequence.prompt.clear()
+        sequence.hidden_states.clear()
         sequence.admit_time = sequence.admit_time or time.monotonic()
         self.runner.admit(
             sequence.slot,
@@ -353,7 +358,11 @@ class Rounds:
             token_rows(request, sequence.output_ids, sorted(request.stop_ids), request.bad_sequences, vocab_size),
             promise=self.choice.controller.expected_tokens([estimate], deepest) - 1.0,
             ends=self.runner.eos_ids <= request.stop_ids,
+            kept=sequence.kept,
         )
+        if sequence.kept >= 0:
+            assert self.scheduler.pool.kept is not None
+            self.scheduler.pool.kept.was_read(sequence.kept)
 
     def _read(self) -> None:
         """Read the oldest round and hand out its tokens."""
@@ -377,8 +386,7 @@ class Rounds:
             self._last_read = now if len(of_round) == 1 and self.in_flight else 0.0
             for row, (sequence, epoch, number) in each.scored.items():
                 if sequence.epoch == epoch:
-                    known = len(sequence.prompt)
-                    sequence.prompt += prompt_tokens(sequence.request, known, number, steps[0], row)
+                    take_scores(sequence, number, steps[0], row)
             for sequence in each.awaited().values():
                 sequence.landed(*each.tokens)
             num_tokens += [0] * (len(steps) - len(num_tokens))

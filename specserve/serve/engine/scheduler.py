@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.pages import PagePool
@@ -38,6 +39,7 @@ class Sequence:
     output: OutputStream
     output_ids: list[int] = field(default_factory=list)  # emitted and read
     prompt: list[PromptToken] = field(default_factory=list)  # the scored tokens so far of a prompt that is scored
+    hidden_states: list[Any] = field(default_factory=list)  # the same, of its chunks
     estimate: Estimate | None = None  # how many draft tokens it accepts; None before its first admission
     acceptance: Acceptance = field(default_factory=Acceptance)
     drafts: list[tuple[int, int]] = field(default_factory=list)  # see `SpeculationStats`
@@ -50,6 +52,8 @@ class Sequence:
     data_rank: int = 0  # the one that has its slot
     epoch: int = 0  # steps dispatched in an earlier one no longer count
     pages: list[int] = field(default_factory=list)
+    kept: int = -1  # the place of the state behind its cached prefix; -1: none
+    borders: frozenset[int] = frozenset()  # of its prompt, behind which states are to be kept
     num_shared: int = 0  # of the pages, those that the prefix cache knows already
     num_prefilled: int = 0  # tokens whose keys and values are, or are about to be, committed
     num_start: int = 0  # tokens to prefill: the prompt, and after a preemption the answer so far
@@ -96,8 +100,9 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Return whether the log-probabilities of its prompt are still to be returned."""
-        return self.request.params.prompt_logprobs is not None and not self.output_ids
+        """Return whether log-probabilities or hidden states of its prompt are still to be returned."""
+        params = self.request.params
+        return (params.prompt_logprobs is not None or params.hidden_states) and not self.output_ids
 
     @property
     def is_prefilling(self) -> bool:
@@ -127,6 +132,7 @@ class Chunk:
     num_tokens: int
     is_first: bool  # the sequence has just been admitted
     is_last: bool
+    keep: int | None = None  # the place that the recurrent state behind it is copied to
 
 
 @dataclass(frozen=True)
@@ -311,16 +317,23 @@ class Scheduler:
         later."""
         if not self.is_caching or sequence.request.cache_salt != other.request.cache_salt:
             return False
-        end = (other.num_prefilled // self.pool.page_size + 1) * self.pool.page_size
+        unit = self.pool.kept.border if self.pool.kept else self.pool.page_size
+        end = (other.num_prefilled // unit + 1) * unit
         return end <= other.num_start and sequence.token_ids[:end] == other.token_ids[:end]
 
     def _chunk(self, sequence: Sequence, size: int) -> Chunk:
         """The next tokens of a prompt, `size` at most."""
         num_cached, is_first = sequence.num_prefilled, sequence.is_new
         num_tokens, sequence.is_new = min(sequence.num_start - num_cached, size), False
+        if self.pool.kept:  # chunks end at borders, whatever room the ones before had
+            num_tokens = min(num_tokens, self.pool.kept.border - num_cached % self.pool.kept.border)
         sequence.num_prefilled += num_tokens
         self._cache(sequence, sequence.num_prefilled)  # computed before anybody can read it
-        return Chunk(sequence, num_cached, num_tokens, is_first, not sequence.is_prefilling)
+        keep = None
+        if sequence.num_prefilled in sequence.borders:
+            known, salt = sequence.token_ids[: sequence.num_prefilled], sequence.request.cache_salt
+            keep = self.pool.keep_state(known, salt, rank=sequence.data_rank)
+        return Chunk(sequence, num_cached, num_tokens, is_first, not sequence.is_prefilling, keep)
 
     def _admit(self, busy: Mapping[int, int]) -> Sequence | None:
         """Give the next waiting sequence a slot and pages of the best data rank that has them, unless that one is to be
@@ -347,6 +360,9 @@ class Scheduler:
             assert self.running, "a request larger than the cache was let in"
             return None
         self.waiting.remove(sequence)
+        if self.pool.kept and self.is_caching:
+            sequence.kept = self.pool.kept.use(cached[-1]) if cached else -1
+            sequence.borders = self._borders(token_ids[:-1], self.pool.num_known(prompt, salt, rank=rank))
         sequence.pages = cached + self.pool.allocate(missing, rank=rank)
         sequence.num_shared = len(cached)
         sequence.num_prefilled = len(cached) * self.pool.page_size
@@ -358,6 +374,13 @@ class Scheduler:
             self.num_queried += len(token_ids)
             self.num_hits += sequence.num_cached
         return sequence
+
+    def _borders(self, prompt: Seq[int], num_known: int) -> frozenset[int]:
+        """Return the numbers of tokens of a prompt behind which states are worth keeping: as many as a longer prompt of
+        the same conversation can begin with, and as many as another prompt began with before."""
+        assert self.pool.kept is not None
+        border = self.pool.kept.border
+        return frozenset(number // border * border for number in (len(prompt), num_known)) - {0}
 
     def _ranks_for(self, prompt: Seq[int], salt: str, busy: Mapping[int, int]) -> list[int]:
         """The data ranks with a free slot that a prompt may go to, or wait for, the best first: those that are worth

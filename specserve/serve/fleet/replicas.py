@@ -34,7 +34,7 @@ from specserve.serve.http.transport.tracing import Tracing
 from specserve.serve.launch import find_names, make_engine, read_tokenizer
 from specserve.serve.requests.request import Delta, SamplingParams
 from specserve.serve.settings import CLUSTER, FLEET, LISTENER, PROCESS, ServeRun, check_unset, names_of
-from specserve.serve.sizes import FEW_SLOTS, MOST_SLOTS
+from specserve.serve.sizes import FEW_SLOTS, most_slots
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ def application(args: dict[str, Any]) -> Any:
     defaults. It is the `import_path` of Ray's YAML. Raises ConfigError."""
     serve, run = load("ray.serve"), settings_of(args)
     check(run)
-    room = (run.max_slots or MOST_SLOTS) + run.max_queue + 16  # more than the engine takes, so that it says no, and how
+    room = most_slots(run) + run.max_queue + 16  # more than the engine takes, so that it says no, and how
     replicas = serve.deployment(
         EngineReplica,
         name="Engine",

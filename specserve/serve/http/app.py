@@ -11,6 +11,7 @@ from specserve.serve.http.admin.openapi import add_openapi_routes
 from specserve.serve.http.admin.routes import add_draft_routes, add_status_routes
 from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
 from specserve.serve.http.openai.completions import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from specserve.serve.http.openai.hidden_states import add_states_route
 from specserve.serve.http.openai.tokenizer import add_tokenizer_routes
 from specserve.serve.http.page.routes import add_page_routes
 from specserve.serve.http.service import Service
@@ -42,6 +43,7 @@ def create_app(
     add_translated_routes(app, service)
     add_sglang_routes(app, service, metrics)
     add_tokenizer_routes(app, service)
+    add_states_route(app, service, run.hidden_states)
     add_draft_routes(app, service, is_allowed=run.allow_load_draft)
     add_status_routes(app, engine, metrics)
     add_page_routes(app, engine, needs_key=bool(api_keys))

@@ -143,7 +143,7 @@ class Service:
             if body.stream:
                 http.state.probe = KEEPALIVE_COMMENT
                 return EventSourceResponse(generation.stream(), headers=_SSE_HEADERS)
-            return Response(await generation.reply(), media_type=_JSON)
+            return Response(await generation.reply(), media_type=work.reply_format.media_type)
         except RequestError as error:
             raise body.reword(error) from None
         except ClientGoneError:

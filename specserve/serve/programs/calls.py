@@ -90,6 +90,7 @@ class Calls:
             "admission": jit(slot_state.admit, 0, state),
             "page table": jit(_extend, 0, whole),
             "recall": jit(step.remember, 0, state),
+            "kept state": jit(slot_state.keep, 0, state),
             "catch-up": jit(step.catch_up, 1, state),
             "prefill": jit(step.prefill, 1, both, *_STATIC["prefill"]),
             "step": jit(_steps, 1, both, *_STATIC["step"], "most"),

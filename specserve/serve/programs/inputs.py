@@ -46,6 +46,7 @@ class Inputs:
             "admission": self._admission,
             "page table": self._page_table,
             "recall": self._recall,
+            "kept state": self._kept_state,
             "catch-up": self._catch_up,
             "prefill": self._prefill,
             "step": self._step,
@@ -78,6 +79,7 @@ class Inputs:
         tokens: TokenRows | None = None,  # None: no option names a token
         promise: float = 0.0,
         ends: bool = False,
+        kept: int = -1,
     ) -> tuple[Any, ...]:
         """Fill a slot; see `Runner.admit`."""
         shapes = self._shapes
@@ -91,7 +93,8 @@ class Inputs:
             rows = dataclasses.replace(rows, max_depth=nothing)
         cached: Any = np.int32(num_cached)
         promised: Any = np.float32(promise)
-        new = Admission(page_row, history, cached, rows, tokens or self._blank_tokens[ends], promised)
+        place: Any = np.int32(kept) if shapes.kept_states else None
+        new = Admission(page_row, history, cached, rows, tokens or self._blank_tokens[ends], promised, place)
         return state, self._place.scalar(slot), self._place.put(new)
 
     def _page_table(
@@ -107,6 +110,10 @@ class Inputs:
     ) -> tuple[Any, ...]:
         """Have the drafter keep the answer in a slot, from `start` to `last`, as its `number`-th."""
         return state, *map(self._place.scalar, (slot, start, last, number))
+
+    def _kept_state(self, _program: StepProgram, state: SlotState, slot: int = 0, place: int = 0) -> tuple[Any, ...]:
+        """Copy the recurrent state of a slot to a place."""
+        return state, self._place.scalar(slot), self._place.scalar(place)
 
     def _catch_up(self, program: StepProgram, state: SlotState, slots: Slots = ()) -> tuple[Any, ...]:
         """Have the drafter read what plain steps have left pending."""

@@ -16,6 +16,8 @@ def list_programs(runner: Runner, *, has_scoring: bool = True) -> list[StepProgr
     found = [StepProgram(kind="empty state"), StepProgram(kind="admission"), StepProgram(kind="page table")]
     if runner.remembers:
         found.append(StepProgram(kind="recall"))
+    if shapes.kept_states:
+        found.append(StepProgram(kind="kept state"))
     for width in shapes.widths:
         found += [StepProgram(size, width, shapes.plain) for size in shapes.batch_sizes]
         found += shapes.prefills(width)

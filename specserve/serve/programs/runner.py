@@ -44,6 +44,7 @@ RESERVED_MAPS = 6000  # memory maps that optional programs leave to others
 PromptPart = tuple[int, int, bool]
 EMPTY_STATE, ADMISSION = StepProgram(kind="empty state"), StepProgram(kind="admission")
 PAGE_TABLE, RECALL = StepProgram(kind="page table"), StepProgram(kind="recall")
+KEEPING = StepProgram(kind="kept state")
 
 
 class Runner:
@@ -70,6 +71,8 @@ class Runner:
             drafter_for(shapes.trees, head.drafter if head else None),
             shapes.max_depth,
             is_coupled=is_coupled,
+            kept_layers=shapes.kept_layers,
+            kept_states=shapes.kept_states,
             verified_depth=shapes.verified_depth,
         )
         if check is not None:
@@ -200,11 +203,16 @@ class Runner:
         tokens: TokenRows | None,  # None: no option names a token
         promise: float = 0.0,  # accepted tokens per step that the head promises
         ends: bool = False,  # with no `tokens`: the target's own ids end it, so that no step is made behind them
+        kept: int = -1,  # the place of the recurrent state behind the cached tokens
     ) -> None:
         """Start a sequence, of which the first `num_cached` tokens are in its pages already."""
         ids, own_pages = (np.array(numbers, np.int32) for numbers in (token_ids, pages))  # sent faster than lists
-        self.run(ADMISSION, slot, ids, own_pages, num_cached, rows, tokens, promise, ends)
+        self.run(ADMISSION, slot, ids, own_pages, num_cached, rows, tokens, promise, ends, kept)
         self.bounds.begin(slot, num_cached)
+
+    def keep_state(self, slot: int, place: int) -> None:
+        """Copy the recurrent state of a sequence to a place, where `admit` finds it."""
+        self.run(KEEPING, slot, place)
 
     def extend(self, new_pages: Sequence[tuple[int, int, int]]) -> None:
         """Give sequences more pages: (slot, which page of the sequence, page)."""
@@ -220,15 +228,19 @@ class Runner:
         *,
         has_logprobs: bool = False,
         is_scored: bool = False,
+        has_states: bool = False,
         allowed: np.ndarray | None = None,
     ) -> StepHandle:
         """Run the next tokens of prompts, of each data rank at most as many as there is a program for. The drawn token
-        counts after the last. With `is_scored` the result has the log-probabilities of the prompts' own tokens.
-        `allowed` ([part, 1, bytes] uint8, as `TokenMask.masks`) are the tokens that may be drawn."""
+        counts after the last. With `is_scored` the result has the log-probabilities of the prompts' own tokens, with
+        `has_states` the hidden states of the kept layers too. `allowed` ([part, 1, bytes] uint8, as `TokenMask.masks`)
+        are the tokens that may be drawn."""
         slots, batches = [slot for slot, _, _ in parts], self.shapes.batches
         program = self.compiled.first(self._prefills(parts, is_scored=is_scored))
         bits = batches.fill_masks(slots, allowed, program.batch)
         result = self.run(program, *self._in_rows(parts, program.batch), bits)
+        if not has_states:
+            result = dataclasses.replace(result, hidden_states=None)
         return self._prefilled(parts, program.batch, result, has_logprobs=has_logprobs)
 
     def _prefills(self, parts: Sequence[PromptPart], *, is_scored: bool = False) -> Iterator[StepProgram]:

@@ -7,6 +7,7 @@ Deterministic serving is the case in which every list has one entry.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from specserve.errors import ConfigError
 from specserve.mesh import num_parts, program_platform
 from specserve.models.config import ModelConfig
 from specserve.serve.engine.pages import PagePool, Watcher
+from specserve.serve.engine.state_places import StatePlaces
 from specserve.serve.programs.batches import Batches
 from specserve.serve.programs.placement import reads_by_page
 from specserve.speculative.program import StepProgram
@@ -52,6 +54,8 @@ class Shapes:
     num_ranks: int = 1  # data ranks: it divides slots, pages and every batch
     most_steps: int = 1  # steps that one call of a program makes, one after another
     prompt_tokens: int = 0  # of prompts side by side on a device, in one program; 0: one prompt
+    kept_layers: tuple[int, ...] = ()  # layers of which requests may ask for hidden states
+    kept_states: int = 0  # recurrent ones, of prefixes
     is_mixing: bool = False  # there are programs that make a step and prefill prompts
 
     @property
@@ -75,7 +79,10 @@ class Shapes:
 
     def page_pool(self, watcher: Watcher | None = None, most: int | None = None) -> PagePool:
         """Return a pool of the pages, of which it hands out `most` in each data rank; None: all."""
-        return PagePool(self.num_pages, self.page_size, watcher, num_ranks=self.num_ranks, most=most)
+        kept = None
+        if self.kept_states:
+            kept = StatePlaces(self.kept_states, math.lcm(self.chunks[-1], self.page_size))
+        return PagePool(self.num_pages, self.page_size, watcher, num_ranks=self.num_ranks, most=most, kept=kept)
 
     @property
     def max_depth(self) -> int:
@@ -172,7 +179,7 @@ class Shapes:
             return program == self.prefill(self.widths[-1], self.chunks[-1], is_scored=program.is_scored)
         if program.kind == "step":
             return program == StepProgram(self.num_slots, self.widths[-1], self.plain)
-        return program.kind in ("empty state", "admission", "page table", "recall")
+        return program.kind in ("empty state", "admission", "page table", "recall", "kept state")
 
     def label(self, program: StepProgram) -> str:
         """Return the name of a program for people, in logs and in the files of costs."""
@@ -217,6 +224,8 @@ def make_shapes(
     page_size: int,
     num_pages: int,
     is_deterministic: bool = False,
+    kept_layers: tuple[int, ...] = (),
+    kept_states: int = 0,
 ) -> Shapes:
     """Choose the shapes of a server's steps for a target on the default backend. `trees` are the ways to make a step,
     None being plain decoding. Deterministic steps take one tree at most, a chain of at most DETERMINISTIC_DEPTH. Raises
@@ -238,6 +247,8 @@ def make_shapes(
         chunks=chunks,
         max_rows=CPU_ROWS if program_platform() == "cpu" else DEVICE_ROWS,
         num_ranks=num_ranks,
+        kept_layers=kept_layers,
+        kept_states=kept_states,
         # XLA makes a GPU's host drive loops unless its flags put them into CUDA graphs (+WHILE), which no GPU has timed
         most_steps=1 if program_platform() == "gpu" else STEPS_AT_ONCE,
         # a CPU computes prompts one after another in the same time, and the first is done sooner

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+
 from specserve.serve.requests.request import Delta, DraftTree, PromptToken, Request, SpeculationStats, TokenLogprobs
 
 
@@ -31,6 +33,7 @@ class CompletionOutput:
     tree: DraftTree | None = None  # of the last step, when it was asked for and one was proposed
     error: str | None = None
     prompt: tuple[PromptToken, ...] = ()  # how likely its prompt's tokens were, when that was asked for
+    hidden_states: np.ndarray | None = None  # of its prompt, as `Delta` has them, when they were asked for
 
 
 class Collector:
@@ -48,6 +51,7 @@ class Collector:
         text: list[str] = []
         logprobs: list[TokenLogprobs] = []
         prompt: list[PromptToken] = []
+        states: list[np.ndarray] = []
         start = time.monotonic()
         first = 0.0
 
@@ -60,6 +64,7 @@ class Collector:
             text.append(delta.text)
             logprobs.extend(delta.logprobs)
             prompt.extend(delta.prompt)
+            states.extend([] if delta.hidden_states is None else [delta.hidden_states])
             if delta.finish_reason is not None:
                 stats = vars(delta.stats or SpeculationStats())
                 completion = CompletionOutput(
@@ -73,6 +78,7 @@ class Collector:
                     tree=delta.tree,
                     error=delta.error,
                     prompt=tuple(prompt),
+                    hidden_states=states[0] if states else None,
                 )
                 self._done[i] = completion
                 try:

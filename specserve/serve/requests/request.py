@@ -92,6 +92,7 @@ class SamplingParams:
     shown_special_ids: TokenIds = ()  # special tokens that are text all the same
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # of each token, and of so many likely ones
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # the same of the prompt's tokens
+    hidden_states: bool = False  # of the prompt, behind the layers that the server keeps
     speculation: NumTokens | None = None  # draft tokens that a step may accept; 0: none; None: the server's choice
     return_tree: bool = False  # the tree that each step proposed, and its accepted path
 
@@ -237,6 +238,8 @@ class Delta:
     stats: SpeculationStats | None = None  # set on the last delta
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token id, when the request asked for them
     prompt: tuple[PromptToken, ...] = ()  # all of it, in the first delta with tokens, when the request asked for it
+    # [prompt token, (layers + 1) * d_model], as `prompt`: behind the kept layers, and what the logits are made of
+    hidden_states: np.ndarray | None = None
     num_accepted: int = 0  # the first so many tokens are accepted draft tokens; one after them is the target's own
     num_chars: tuple[int, ...] = ()  # of the answer's text, that each token has settled, also what is held back yet
     tree: DraftTree | None = None  # when the request asked for it, and the step proposed one

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.pages import PagePool, data_rank
-from specserve.serve.engine.scheduler import Round, Scheduler, Sequence
+from specserve.serve.engine.scheduler import Chunk, Round, Scheduler, Sequence
+from specserve.serve.engine.state_places import StatePlaces
 from specserve.serve.requests.output import OutputStream
 from specserve.serve.requests.request import Request, SamplingParams
 
 PAGE_SIZE, MAX_STEP, CHUNKS = 4, 3, (4, 16)
+BORDER = 8  # of recurrent states
 
 
 def _request(prompt_ids: list[int], max_new_tokens: int, priority: int = 0, salt: str = "") -> Request:
@@ -36,13 +38,16 @@ def _scheduler(
     cache_lag: int = 0,
     is_deterministic: bool = False,
     prompt_tokens: int = 0,
+    num_kept: int = 0,
     **options: object,
 ) -> Scheduler:
     """Slots and pages are those of each data rank; the rest are `EngineOptions`. With `prompt_tokens` a program runs
-    as many prompts of a rank side by side as have so many tokens."""
+    as many prompts of a rank side by side as have so many tokens, and with `num_kept` prefixes need one of so many
+    states."""
+    kept = StatePlaces(num_kept, BORDER) if num_kept else None
     return Scheduler(
         num_slots * num_ranks,
-        PagePool(num_pages * num_ranks, PAGE_SIZE, num_ranks=num_ranks),
+        PagePool(num_pages * num_ranks, PAGE_SIZE, num_ranks=num_ranks, kept=kept),
         EngineOptions(**options),  # type: ignore[arg-type]
         chunks=CHUNKS,
         most_prompts=lambda chunk: max(1, prompt_tokens // chunk),
@@ -65,6 +70,7 @@ class Device:
     done: list[Sequence] = field(default_factory=list)
     first: list[int] = field(default_factory=list)  # order of first admissions
     num_prefilled: int = 0
+    states: dict[int, list[int]] = field(default_factory=dict)  # by place: the tokens that a kept state is of
 
     def round(self) -> Round:
         scheduler, before = self.scheduler, list(self.scheduler.running)
@@ -75,6 +81,7 @@ class Device:
         rows = [(sequence, sequence.epoch, steps, steps * MAX_STEP) for sequence in plan.decode]
         for chunk in plan.chunks:
             self.num_prefilled += chunk.num_tokens
+            self._keep(chunk)
             if chunk.is_first and not chunk.sequence.output_ids and chunk.sequence.epoch == 0:
                 self.first.append(chunk.sequence.order)
             if chunk.is_last:
@@ -85,6 +92,22 @@ class Device:
         while len(self.in_flight) > (0 if plan.is_empty else 1):
             self._land()
         return plan
+
+    def _keep(self, chunk: Chunk) -> None:
+        """Do with recurrent states what the device does before and behind a chunk."""
+        sequence, kept = chunk.sequence, self.scheduler.pool.kept
+        if kept is None:
+            assert (sequence.kept, chunk.keep) == (-1, None)
+            return
+        end = chunk.num_cached + chunk.num_tokens
+        if chunk.is_first:
+            known = self.states[sequence.kept] if sequence.kept >= 0 else []
+            assert known == sequence.token_ids[: chunk.num_cached], "the state is of the tokens that are cached"
+            if sequence.kept >= 0:
+                kept.was_read(sequence.kept)
+        assert chunk.num_cached // BORDER == (end - 1) // BORDER, "none crosses a border"
+        if chunk.keep is not None:
+            self.states[chunk.keep] = sequence.token_ids[:end]
 
     def _land(self) -> None:
         for sequence, epoch, least, most in self.in_flight.popleft():
@@ -181,6 +204,7 @@ def _requests(draw: st.DrawFn) -> list[Request]:
     is_caching=st.booleans(),
     is_deterministic=st.booleans(),
     prompt_tokens=st.sampled_from([0, 16, 32]),
+    num_kept=st.sampled_from([0, 0, 1, 2, 5]),
     most_steps=st.sampled_from([1, 2, 8]),
     rng=st.randoms(use_true_random=False),
 )
@@ -193,6 +217,7 @@ def test_everybody_is_served_and_nothing_is_left(
     is_caching: bool,
     is_deterministic: bool,
     prompt_tokens: int,
+    num_kept: int,
     most_steps: int,
     rng: random.Random,
 ) -> None:
@@ -204,6 +229,7 @@ def test_everybody_is_served_and_nothing_is_left(
         is_caching=is_caching,
         is_deterministic=is_deterministic,
         prompt_tokens=prompt_tokens,
+        num_kept=num_kept,
     )
     device = Device(scheduler, rng, most_steps)
     for request in requests:
@@ -233,6 +259,30 @@ def _admitted(device: Device, prompt: list[int], answer: int) -> Sequence:
     device.round()
     assert sequence.is_running
     return sequence
+
+
+def test_prefixes_with_a_recurrent_state_are_hit() -> None:
+    """A conversation goes on behind its last prompt's state. A beginning that two prompts share has one from the second
+    on, which is computed in its pages' other holder's name. With one place the newest state is there alone."""
+    for num_kept in (1, 4):
+        device = Device(_scheduler(1, num_pages=60, num_kept=num_kept))
+        pool = device.scheduler.pool
+
+        def cached(prompt: list[int], device: Device = device) -> int | None:
+            sequence = _admitted(device, prompt, 1)
+            device.run()
+            return sequence.num_cached
+
+        start, turn = [1] * 17, [2] * 9
+        assert [cached(start + turn) for _ in range(2)] == [0, 24]
+        assert cached([*start, *turn, 3, 3, 3, 3, 3, 3, 3]) == 24, "the next turn"
+        assert cached(start + [4] * 9) == 0, "no state is kept where this one leaves the others"
+        assert cached(start + [5] * 9) == 16, "but now it is"
+        assert cached(start + turn) == (24 if num_kept > 1 else 16)
+        device.scheduler.pool.check()
+        assert pool.kept is not None
+        pool.flush()
+        assert cached(start + turn) == 0
 
 
 def test_a_sequence_goes_to_the_data_rank_that_has_its_prefix_or_else_to_the_emptiest() -> None:

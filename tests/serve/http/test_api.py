@@ -85,7 +85,7 @@ def test_every_option_reaches_the_engine_from_both_endpoints(http, fake_engine):
         request = fake_engine.requests[-1]
         assert request.params == dataclasses.replace(PARAMS, logprobs=logprobs)
         assert (request.priority, request.cache_salt, request.token_mask) == (-5, "tenant", None)
-    besides = {"n", "logprobs", "prompt_logprobs", "grammar", "shown_special_ids"}
+    besides = {"n", "logprobs", "prompt_logprobs", "grammar", "hidden_states", "shown_special_ids"}
     assert {item.name for item in dataclasses.fields(SamplingParams)} == {*OPTIONS, *besides}  # none forgotten
 
 

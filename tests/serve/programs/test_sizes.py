@@ -15,7 +15,7 @@ from specserve.serve.launch import Models, make_runner, with_cache_dtype
 from specserve.serve.programs.placement import bytes_per_token, state_bytes
 from specserve.serve.programs.shapes import Shapes
 from specserve.serve.settings import ServeRun
-from specserve.serve.sizes import FEW_SLOTS, MOST_SLOTS, Served, choose_sizes, largest_programs
+from specserve.serve.sizes import FEW_SLOTS, MOST_SLOTS, Served, choose_sizes, largest_programs, most_slots
 from specserve.speculative.slot_state import StepConfig
 from specserve.speculative.tree import Tree
 
@@ -110,7 +110,9 @@ def test_an_accelerator_is_filled_and_never_more_than_that(
         now = chosen.num_slots, chosen.num_pages, chosen.max_model_len
         assert now >= before
         before = now
-    assert before == (MOST_SLOTS * given.num_ranks, MOST_SLOTS * given.num_ranks * 512 // 32, 512), "all there can be"
+    most = most_slots(ServeRun(mesh=spread))
+    assert most == MOST_SLOTS * given.num_ranks
+    assert before == (most, most * 512 // 32, 512), "all there can be"
 
 
 def test_a_little_less_memory_takes_the_same_programs(models: Models, filled: Any) -> None:
@@ -130,6 +132,11 @@ def test_what_is_set_decides_on_an_accelerator_too(models: Models, filled: Any) 
     assert choose_sizes(served(models), ServeRun(max_model_len=77)).max_model_len == 77
     with pytest.raises(ConfigError, match="--max-model-len 513: the target's context is 512"):
         choose_sizes(served(models), ServeRun(max_model_len=513))
+
+
+def test_layers_that_are_not_there_are_not_kept(headless: Models) -> None:
+    with pytest.raises(ConfigError, match=r"--hidden-states 6: .* has the layers 0 to 5"):
+        make_runner(headless, ServeRun(hidden_states=(5, 6)), [None])
 
 
 def test_a_cpu_keeps_room_for_others(models: Models) -> None:

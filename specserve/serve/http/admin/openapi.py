@@ -24,6 +24,7 @@ from specserve.serve.http.transport.threads import in_thread
 ENDS_WITH_DONE = ("/generate", "/v1/chat/completions", "/v1/completions")
 ERRORS: Mapping[str, Any] = {"Error": Error, "AnthropicError": AnthropicError}
 TEXTS: Mapping[str, str] = {"/docs": "text/html", "/metrics": CONTENT_TYPE.partition(";")[0]}
+BYTES: Mapping[str, str] = {"/v1/hidden_states": "application/octet-stream"}
 
 _TEXT = {"type": "string"}
 _FAILURES = {
@@ -44,7 +45,7 @@ _OF_ALL = (400, 405, 408, 431, 501)
 _OF_BODIES = (404, 413, 415, 500)
 _OF_NO_REQUEST = (431, 501)  # replied before it is known which route the data is for
 _EARLY = (400, 408, 503)  # may be replied then too: 503 where there are too many connections
-_OF_OPERATORS = ("/v1/load_draft", "/v1/speculation")
+_OF_OPERATORS = ("/v1/hidden_states", "/v1/load_draft", "/v1/speculation")
 _HEADERS: Mapping[int, Json] = {
     401: {"WWW-Authenticate": "Bearer."},
     405: {"Allow": "The methods that the path has."},
@@ -149,6 +150,8 @@ def _content(path: str, refs: Mapping[tuple[str, str], Json], body: type[Body] |
     """Return the reply of a route where nothing is wrong, by media type."""
     if path in TEXTS:
         return {TEXTS[path]: {"schema": _TEXT}}
+    if path in BYTES:
+        return {BYTES[path]: {"schema": _TEXT | {"format": "binary"}}}
     content: Json = {"application/json": {"schema": refs["reply", path]}}
     if ("event", path) in refs and body is not None:
         # OpenAPI 3.2's word for the items of a stream, which tools read in documents of 3.1 too

@@ -33,7 +33,8 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 
 # The fields that a body and SamplingParams share; a field that the body lacks fails when the first request is read.
-_OPTIONS = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "shown_special_ids"]
+_OF_ROUTES = ("hidden_states", "shown_special_ids")  # options that no body has, and some routes set
+_OPTIONS = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in _OF_ROUTES]
 
 
 def as_prompts(value: Any) -> list[str | list[int]]:

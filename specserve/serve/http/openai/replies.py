@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired
 
+import numpy as np
+
 from specserve.serve.http.formats.reader import Part
 from specserve.serve.http.transport.errors import Error
-from specserve.serve.http.transport.json_codec import ReplyObject, encoded
+from specserve.serve.http.transport.json_codec import ReplyObject, encoded, write_json
 from specserve.serve.requests.request import DraftTree, PromptToken, SpeculationStats, TokenLogprobs
 
 Ending = Literal["stop", "length", "tool_calls"]  # the last one: it ends by itself, and calls tools
@@ -31,6 +33,7 @@ class Answer:
     finish_reason: Ending | None  # None while it goes on
     logprobs: Sequence[TokenLogprobs] = ()  # of the tokens at hand, none unless they were asked for
     prompt: Sequence[PromptToken] = ()  # with the first piece, where log-probabilities of the prompt were asked for
+    hidden_states: np.ndarray | None = None  # of the prompt, as `Delta` has them, where they were asked for
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     token_ids: Sequence[int] = ()
     prompt_ids: Sequence[int] = ()
@@ -184,13 +187,18 @@ class ReplyFormat:
     """The base of the formats, each of which spells the replies of one endpoint to one request. Its streams end with
     [DONE]."""
 
+    media_type = "application/json"  # of a whole reply
     is_long = False
     """Pieces of a stream may have all log-probabilities of a prompt or of an answer, so a thread spells them, as it
     does the beginning and the end."""
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Any:
-        """Return the whole body of a reply that is no stream."""
+        """Return the whole body of a reply that is no stream, as JSON has it."""
         raise NotImplementedError
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        """Return the same as it is sent."""
+        return write_json(self.reply(answers, usage)).encode()
 
     def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
         """Yield the events of a stream before the first piece of an answer; `start` is the answer without any text

@@ -33,7 +33,6 @@ from specserve.serve.http.openai.replies import (
 )
 from specserve.serve.http.transport.errors import INTERNAL_ERROR, EngineFailureError, error_body
 from specserve.serve.http.transport.guard import client_of, current_request_id
-from specserve.serve.http.transport.json_codec import write_json
 from specserve.serve.http.transport.threads import CallQueue, in_grammar_queue, in_thread
 from specserve.serve.http.transport.tracing import Tracing
 from specserve.serve.requests.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
@@ -113,6 +112,7 @@ class _Choice:
             reason,
             delta.logprobs,
             prompt=delta.prompt,
+            hidden_states=delta.hidden_states,
             stop_reason=delta.stop_reason,
             token_ids=(*self.waiting_ids, *delta.token_ids),
             prompt_ids=self.request.prompt_ids,
@@ -129,6 +129,7 @@ class _Choice:
             logprobs=tuple(item for delta in deltas for item in delta.logprobs),
             token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
             prompt=next((delta.prompt for delta in deltas if delta.prompt), ()),
+            hidden_states=next((delta.hidden_states for delta in deltas if delta.hidden_states is not None), None),
             num_chars=tuple(num for delta in deltas for num in delta.num_chars),
         )
         return dataclasses.replace(self.piece(everything), origins=self._origins(deltas))
@@ -224,7 +225,7 @@ class Generation:
         self._ticker.cancel()
 
     async def reply(self) -> bytes:
-        """Return the whole reply, as JSON. Raises ClientGoneError, CapacityError or EngineFailureError."""
+        """Return the whole reply. Raises ClientGoneError, CapacityError or EngineFailureError."""
         arrived: list[list[Delta]] = [[] for _ in self._choices]
         async with contextlib.aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
@@ -235,7 +236,7 @@ class Generation:
 
         def spell() -> bytes:
             answers = [choice.whole(deltas) for choice, deltas in zip(self._choices, arrived, strict=True)]
-            return write_json(self._work.reply_format.reply(answers, self._usage())).encode()
+            return self._work.reply_format.whole(answers, self._usage())
 
         # Always: what it takes depends on texts, calls and log-probabilities; and one hop to a thread is little beside
         # the two by which the request was read and submitted.
