@@ -367,6 +367,14 @@ def test_a_vocabulary_that_is_not_understood_is_named(
     _refused(_written(tmp_path, vocabulary=gguf_case.VOCABULARY | changes), *words)
 
 
+@pytest.mark.parametrize("number", [7, 9])
+def test_experts_are_as_many_as_the_file_says(number: int, tmp_path: Path) -> None:
+    folder = _folder("qwen3-moe", tmp_path / "theirs", CASES["qwen3-moe"])
+    path = gguf_case.write(folder, tmp_path / "x.gguf", values={"qwen3moe.expert_count": number})
+    with pytest.raises(CheckpointError, match="experts.2.gate_proj.weight has shape"):
+        load_target(resolve_target(str(path)).folder, dtype="float32")
+
+
 def test_keys_that_are_not_read_are_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     resolve_target(str(_written(tmp_path, values={"qwen3.expert_weights_scale": 2.0, "other.key": 1})))
     (warning,) = [record.getMessage() for record in caplog.records]
