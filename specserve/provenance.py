@@ -41,17 +41,22 @@ def fingerprint(path: Path) -> str:
     """16 hex digits that distinguish the model in a folder from other models.
 
     They cover the config, and of every safetensors file its name, size, header and evenly spread samples of its
-    content: a megabyte per file, whatever its size. Names of folders and times do not count. A fingerprint guards
-    against mix-ups, not against forgery, because bytes between the samples are not read. Raises CheckpointError.
+    content: a megabyte per file, whatever its size. Of a file in GGUF, of which the config is made, they cover size and
+    samples. Names of folders and times do not count. A fingerprint guards against mix-ups, not against forgery,
+    because bytes between the samples are not read. Raises CheckpointError.
     """
     config = path / "config.json"
     weights = sorted(path.glob("*.safetensors"))
+    is_gguf = not weights
+    if is_gguf:
+        weights = sorted(path.glob("*.gguf"))
     if not config.is_file() or not weights:
         raise CheckpointError(f"{path}: expected a model folder with config.json and *.safetensors")
     digest = hashlib.sha256()
     try:
         # The same settings in another order or layout are the same model.
-        digest.update(json.dumps(json.loads(config.read_bytes()), sort_keys=True).encode())
+        if not is_gguf:
+            digest.update(json.dumps(json.loads(config.read_bytes()), sort_keys=True).encode())
         for file in weights:
             digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
             _update_with_samples(digest, file)
@@ -63,7 +68,9 @@ def fingerprint(path: Path) -> str:
 def _update_with_samples(digest: "hashlib._Hash", file: Path) -> None:
     size = file.stat().st_size
     with file.open("rb") as stream:
-        num_header = min(int.from_bytes(stream.read(8), "little"), size)  # the length is the file's own claim
+        num_header = 0
+        if file.suffix == ".safetensors":
+            num_header = min(int.from_bytes(stream.read(8), "little"), size)  # the length is the file's own claim
         while num_header > 0 and (chunk := stream.read(min(num_header, SAMPLE_BYTES))):
             digest.update(chunk)
             num_header -= len(chunk)

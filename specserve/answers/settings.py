@@ -13,7 +13,7 @@ from specserve.speculative.ranges import Temperature, TopK, TopP
 class RegenerateRun(HeadRun):
     """The settings of `specserve data regenerate`."""
 
-    target: str = setting("pydoc", help="preset, Hugging Face folder or hub id of the answering model")
+    target: str = setting("pydoc", help="preset, Hugging Face folder, GGUF file or hub id of the answering model")
     speculation: str = setting(
         "",
         help="as of `serve`; changes no token. Empty: auto where there is a head, off on CPUs for 8 or more at once",

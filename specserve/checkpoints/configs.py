@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, is_hub_id
+from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, find_folder, is_hub_id
 from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.errors import ConfigError
 from specserve.models.config import ModelConfig
@@ -14,14 +14,13 @@ DTYPE = "bfloat16"  # configs are read for plans, and plans are for accelerators
 
 def is_known_here(name: str) -> bool:
     """Return whether `find_config` can find this target."""
-    return name in (BUNDLED, *PRESETS) or Path(name).expanduser().is_dir() or _cached_config(name) is not None
+    return name in (BUNDLED, *PRESETS) or find_folder(name, "--target") is not None or _cached_config(name) is not None
 
 
 def find_config(name: str) -> tuple[ModelConfig, str]:
     """Find a target's config, and where it stands, without the network: in a folder's config.json, in a preset's facts,
     or in what the hub's cache on this machine has. Raises ConfigError or CheckpointError."""
-    folder = BUNDLED_FOLDER if name == BUNDLED else Path(name).expanduser()
-    if folder.is_dir():
+    if folder := BUNDLED_FOLDER if name == BUNDLED else find_folder(name, "--target"):
         file = folder / CONFIG
         return model_config(read_json(file), dtype=DTYPE, where=str(file)), str(file)
     if name in PRESETS:

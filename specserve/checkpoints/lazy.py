@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from specserve.checkpoints.tensors import Index
-
+# Of each axis a slice with start and stop, of a weight's outputs also an array of places. Nothing: all of it.
+Index = tuple[Any, ...]
 FLOAT32 = np.dtype(np.float32)
 _FP4_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # so they are integers
 _FP4_PAIRS = np.stack([_FP4_DOUBLED[np.arange(256) & 15], _FP4_DOUBLED[np.arange(256) >> 4]], axis=1)  # [byte, 2]

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from specserve.checkpoints.lazy import LazyQuantized, LazyTensor
+from specserve.checkpoints.lazy import Index, LazyQuantized, LazyTensor
 from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_weight, read_storing
-from specserve.checkpoints.tensors import Index, TensorFolder, listed, read_json
+from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
 from specserve.kernels.matmul import EightBits, QuantizedMatrix, dequantize, quantize
 from specserve.models.config import ModelConfig

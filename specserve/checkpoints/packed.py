@@ -24,8 +24,8 @@ from typing import Literal
 
 import numpy as np
 
-from specserve.checkpoints.lazy import FLOAT32, LazyQuantized, LazyTensor, blocks_of, fp4_values
-from specserve.checkpoints.tensors import Index, TensorFolder
+from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor, blocks_of, fp4_values
+from specserve.checkpoints.tensors import TensorFolder
 from specserve.errors import CheckpointError
 
 Packing = Literal["", "awq", "gptq", "compressed", "mlx"]

@@ -19,9 +19,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from specserve.checkpoints.lazy import FLOAT32, LazyQuantized, LazyTensor, blocks_of, fp4_values
+from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor, blocks_of, fp4_values
 from specserve.checkpoints.packed import Storing, open_packed
-from specserve.checkpoints.tensors import Index, TensorFolder
+from specserve.checkpoints.tensors import TensorFolder
 from specserve.errors import CheckpointError
 
 FLOATS = frozenset(np.dtype(dtype) for dtype in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
@@ -135,8 +135,10 @@ def open_weight(
         return opened
     if name not in names:
         raise CheckpointError(f"{name} is missing")
+    if matrix := tensors.whole_numbers(name):
+        return matrix, (name,)
     shape, dtype = tensors.shape(name), tensors.dtype(name)
-    values = LazyTensor(shape, dtype, partial(tensors.read, name))
+    values = LazyTensor(shape, dtype, partial(tensors.read, name), tensors.is_widened(name))
     if dtype in FLOATS:
         return values, (name,)
     where = f"{tensors.file(name).name}: {name}"

@@ -16,6 +16,7 @@ NOTES_FILE = "specserve.json"  # the notes of a head on its training
 BUNDLED_HEADS = {notes.parent.name: notes.parent for notes in sorted(BUNDLED_FOLDER.parent.glob(f"*/{NOTES_FILE}"))}
 
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)
+GGUF = ".gguf"
 _WEIGHTS = "*.safetensors"
 _FILES = ["*.json", _WEIGHTS, "*.jinja", "*.model", "*.txt"]
 _COPIES = ["*/*", "consolidated*"]  # the same weights again, as others lay them out
@@ -35,10 +36,15 @@ def is_hub_id(text: str) -> bool:
 
 
 def find_folder(text: str, option: str) -> Path | None:
-    """Return the local folder of this name, in which `~` is a home folder, or None where there is none. `option` is the
-    option that named it, for errors. Raises ConfigError for a name that the system cannot look up."""
+    """Return the local folder of this name, in which `~` is a home folder, or None where there is none. A file in GGUF
+    stands for the folder that shows it. `option` is the option that named it, for errors. Raises ConfigError for a name
+    that the system cannot look up, and CheckpointError for a file that is not understood."""
     try:
         path = Path(text).expanduser()
+        if path.suffix == GGUF and path.is_file():
+            from specserve.checkpoints.gguf.folder import show_as_folder  # imports a library that others need not
+
+            return show_as_folder(path)
         return path if path.is_dir() else None
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
         raise ConfigError(f"{option} {text[:100]!r}: the folder cannot be looked up ({first_line(error)})") from error
@@ -55,7 +61,9 @@ def resolve_target(text: str, *, needs_weights: bool = True) -> TargetSource:
     if text == BUNDLED:
         return TargetSource(BUNDLED, BUNDLED_FOLDER)
     if path := find_folder(text, "--target"):
-        return TargetSource(str(path.resolve()), path.resolve())
+        return TargetSource(str(Path(text).expanduser().resolve()), path.resolve())
+    if text.endswith(GGUF):
+        raise ConfigError(f"--target {text!r}: no such file")
     if text in PRESETS:
         return TargetSource(text, _download(text, PRESETS[text].hub_id, needs_weights=needs_weights))
     if is_hub_id(text):

@@ -12,19 +12,24 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from specserve.checkpoints.lazy import Index, LazyQuantized
 from specserve.errors import CheckpointError
 from specserve.host import whole_file
+
+if TYPE_CHECKING:
+    from specserve.checkpoints.gguf.weights import GgufEntry
 
 CONFIG = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+GGUF_FILE = "model.gguf"  # the file that a folder shows (`gguf.folder`)
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
     for name, dtype in (
@@ -51,9 +56,6 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # all experts in one tensor, and whose rows of an expert stand in it, in this order
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
-# Of each axis a slice with start and stop, of a weight's outputs also an array of places. Nothing: all of it.
-Index = tuple[Any, ...]
-
 
 @dataclass(frozen=True)
 class TensorEntry:
@@ -63,18 +65,31 @@ class TensorEntry:
     dtype: np.dtype
     shape: tuple[int, ...]
     offset: int  # of its first byte in the file
+    is_widened: ClassVar[bool] = False
+
+    def read(self, index: Index = ()) -> np.ndarray:
+        """Read a slice into memory of its own. Of the file only the pages under the slice are touched."""
+        if 0 in self.shape:  # nothing to map
+            return np.empty(self.shape, self.dtype)[index]
+        mapped = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+        return np.array(mapped[index])
 
 
 class TensorFolder:
     """The tensors of a checkpoint folder, read by slice. Opening checks every header against its file."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError if there are no weights, or a shard is missing, truncated or not safetensors."""
+        """Raises CheckpointError if there are no weights, or a file is missing, truncated or of another format."""
         self.folder = folder
+        self._entries: dict[str, TensorEntry | GgufEntry]
         if (folder / SINGLE_FILE).is_file():
-            self._entries = _read_header(folder / SINGLE_FILE)
+            self._entries = {**_read_header(folder / SINGLE_FILE)}
         elif (folder / INDEX_FILE).is_file():
-            self._entries = _read_shards(folder)
+            self._entries = {**_read_shards(folder)}
+        elif (folder / GGUF_FILE).is_file():
+            from specserve.checkpoints.gguf.weights import read_entries  # imports a library that others need not
+
+            self._entries = {**read_entries(folder / GGUF_FILE)}
         else:
             raise CheckpointError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; is this a model folder?")
 
@@ -90,13 +105,18 @@ class TensorFolder:
     def file(self, name: str) -> Path:
         return self._entries[name].file
 
-    def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """Read a slice of a tensor into memory of its own. Of the file only the pages under the slice are touched."""
+    def is_widened(self, name: str) -> bool:
+        """Return whether a tensor is stored in fewer bits than it is read in."""
+        return self._entries[name].is_widened
+
+    def whole_numbers(self, name: str) -> LazyQuantized | None:
+        """Return a matrix whose own type is of whole numbers and scales, as some types of GGUF are; else None."""
         entry = self._entries[name]
-        if 0 in entry.shape:  # nothing to map
-            return np.empty(entry.shape, entry.dtype)[index]
-        mapped = np.memmap(entry.file, entry.dtype, "r", entry.offset, entry.shape)
-        return np.array(mapped[index])
+        return None if isinstance(entry, TensorEntry) else entry.whole_numbers()
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """Read a slice of a tensor into memory of its own."""
+        return self._entries[name].read(index)
 
 
 class ExpertByExpert(TensorFolder):
@@ -108,8 +128,10 @@ class ExpertByExpert(TensorFolder):
         super().__init__(folder)
         for name in [*self._entries]:
             match, entry = re.fullmatch(r"(.+\.experts)\.(\w+)", name), self._entries[name]
-            parts = match and FUSED.get(match[2])
-            if match and parts and len(entry.shape) == 3 and entry.shape[1] % len(parts) == 0:
+            if not match or not isinstance(entry, TensorEntry):
+                continue
+            parts = FUSED.get(match[2])
+            if parts and len(entry.shape) == 3 and entry.shape[1] % len(parts) == 0:
                 rows, width = entry.shape[1] // len(parts), entry.shape[2]
                 del self._entries[name]
                 for i, (expert, part) in enumerate(itertools.product(range(entry.shape[0]), parts)):

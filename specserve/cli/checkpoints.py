@@ -27,7 +27,9 @@ from specserve.mesh import default_dtype
 from specserve.provenance import collect
 
 Dtype = Literal["", "bfloat16", "float16", "float32"]
-TARGET_HELP = "Preset, folder or hub id; left out: the one that the head was trained for. Its config.json is enough."
+TARGET_HELP = (
+    "Preset, folder, GGUF file or hub id; left out: the one that the head was trained for. Its config.json is enough."
+)
 RUN_LIMIT, RUN_TOKENS = 16, 64  # questions and tokens of an answer, where a head is run
 COLORS = {"error": "red", "warning": "yellow"}
 LIMIT_HELP = f"With --prompts: so many questions, evenly spread (default: {RUN_LIMIT})."

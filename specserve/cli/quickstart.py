@@ -55,7 +55,7 @@ QUESTIONS = (
 
 
 def quickstart(
-    target: Annotated[str, typer.Option(help="Preset, folder or hub id; pydoc: the bundled one.")] = BUNDLED,
+    target: Annotated[str, typer.Option(help="Preset, folder, GGUF file or hub id; pydoc: the bundled one.")] = BUNDLED,
     minutes: Annotated[float | None, typer.Option(help="Training; empty: 3.5, a chat model 2.5.", min=0.05)] = None,
     output: Annotated[Path, typer.Option(help="Folder for the head.")] = Path("ckpt"),
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",

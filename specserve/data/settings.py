@@ -9,7 +9,9 @@ from specserve.config import RULES, setting
 class MixtureRun:
     """The settings that `specserve data prepare` and `inspect` share. They mean what they mean to `specserve train`."""
 
-    target: str = setting("pydoc", help="preset, Hugging Face folder or hub id: whose tokenizer and chat template")
+    target: str = setting(
+        "pydoc", help="preset, Hugging Face folder, GGUF file or hub id: whose tokenizer and chat template"
+    )
     source: tuple[str, ...] = setting(
         ("pydoc",),
         help="pydoc, a named or hub data set, .jsonl, .json or .parquet files; NAME=2 uses each conversation twice",

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from specserve.checkpoints.configs import find_config, is_known_here
-from specserve.checkpoints.source import BUNDLED, BUNDLED_HEADS, is_hub_id
+from specserve.checkpoints.source import BUNDLED, BUNDLED_HEADS, find_folder, is_hub_id
 from specserve.models.config import ModelConfig
 from specserve.models.presets import PRESETS
 
@@ -17,7 +17,7 @@ def bundled_head(name: str) -> Path | None:
     if name == BUNDLED:
         return BUNDLED_HEADS.get(BUNDLED_HEAD)
     name = next((preset.name for preset in PRESETS.values() if preset.hub_id == name), name)
-    of_preset = name in PRESETS or Path(name).expanduser().is_dir() or is_hub_id(name)
+    of_preset = name in PRESETS or find_folder(name, "--target") is not None or is_hub_id(name)
     if not (of_preset and is_known_here(name)):
         return None
     config, _ = find_config(name)

@@ -3,12 +3,11 @@ acceptance that others have reached."""
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax.numpy as jnp
 
 from specserve import config
-from specserve.checkpoints.source import BUNDLED
+from specserve.checkpoints.source import BUNDLED, find_folder
 from specserve.devices import REFERENCE, Device
 from specserve.plan.taus import Reached, expected
 from specserve.plan.training import RunPlan, make_plan
@@ -130,7 +129,7 @@ def _answer_seconds(plan: RunPlan, device: Device) -> float:
 
 def _disk(plan: RunPlan, conversations: int) -> tuple[tuple[str, float], ...]:
     run, parts = plan.run, list[tuple[str, float]]()
-    if run.target != BUNDLED and not Path(run.target).expanduser().is_dir():
+    if run.target != BUNDLED and find_folder(run.target, "--target") is None:
         parts.append(("the target's download", plan.target_size.bf16_bytes))
     if run.data.regenerate:
         parts.append(("answers", answer_tokens(plan, conversations) * BYTES_PER_TOKEN))

@@ -53,8 +53,8 @@ class LLM:
     """A target, perhaps with a draft head, ready to answer. It is a context manager; `close` frees the engine's
     thread.
 
-    `target` is a preset, a Hugging Face folder or a hub id, `draft` the folder of a head; without either it is the
-    bundled pair. `settings` are those of `specserve serve` that concern programs or the engine.
+    `target` is a preset, a Hugging Face folder, a GGUF file or a hub id, `draft` the folder of a head; without either
+    it is the bundled pair. `settings` are those of `specserve serve` that concern programs or the engine.
     `tokenizer=None` serves folders that have none, by token ids alone. `progress` shows bars while
     programs compile and answers are made. Raises ConfigError or CheckpointError.
     """

@@ -48,7 +48,9 @@ LISTENER = "listener"  # the address, which the cluster's proxies have in place 
 class ServeRun:
     """The settings of `specserve serve`. Those without a scope concern the HTTP layer."""
 
-    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
+    target: str = setting(
+        "", help="preset, Hugging Face folder, GGUF file or hub id; empty: the one the draft was trained for"
+    )
     draft: str = setting(
         "",
         help=f"folder of a draft head, or a bundled one's name; {CARRIED}: the layer that the target carries; empty: a "
@@ -276,7 +278,9 @@ class EngineSettings(TypedDict, total=False):
 class TargetRun:
     """Settings of the target that a command loads, which `engines.load` reads."""
 
-    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
+    target: str = setting(
+        "", help="preset, Hugging Face folder, GGUF file or hub id; empty: the one the draft was trained for"
+    )
     quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
     draft_quantization: Literal["", "none", "int8", "fp8"] = setting("", help="of the head, as of `serve`")
     mesh: str = setting("", help="devices to spread the models over, as of `serve`")

@@ -149,7 +149,7 @@ class TrainRun:
 
     target: str = setting(
         "pydoc",
-        help="preset, Hugging Face folder or hub id; any but the bundled one brings settings of its own",
+        help="preset, Hugging Face folder, GGUF file or hub id; any but the bundled one brings settings of its own",
         rank=1,
     )
     drafter: KindName = setting(DEFAULT_KIND, help="kind of the draft head, see docs/drafters.md")

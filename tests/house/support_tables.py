@@ -44,13 +44,13 @@ MIXERS = {
 EXPERTS_ALONE = "experts: compiled; other products: XLA's, untested"
 WEIGHTS: dict[str, tuple[str, str, str, str]] = {  # --quantization: what it reads and makes, on CPUs, GPUs, TPUs
     "none": (
-        "float32, float16 and bfloat16 as they are; FP8, INT8, MXFP4, NVFP4, AWQ, GPTQ, compressed-tensors' and MLX's "
-        "layouts become floats",
+        "float32, float16 and bfloat16 as they are; FP8, INT8, MXFP4, NVFP4, AWQ, GPTQ, compressed-tensors', MLX's and "
+        "GGUF's layouts become floats",
         *("measured (bfloat16, float32)", "compiled", "compiled"),
     ),
     "stored": (
         "those layouts stay in 8 bits, with their scales, 4 bits as INT8 with a scale for each group, exactly; "
-        "act-order, 8-bit GPTQ and MLX's become floats",
+        "act-order, 8-bit GPTQ, MLX's, and GGUF's but Q8_0, Q5_0 and Q4_0 become floats",
         *("runs", EXPERTS_ALONE, EXPERTS_ALONE),
     ),
     "int8": ("rounded to INT8 at load, with a scale for each output", "measured", EXPERTS_ALONE, EXPERTS_ALONE),
