@@ -27,7 +27,7 @@ Axes = tuple[str | None, ...]  # logical, of an array's first dimensions
 
 @dataclass(frozen=True)
 class PagesKernel:
-    """What attends to pages on a backend."""
+    """The kernel of a backend that attends to pages."""
 
     attend: Callable[..., Any]  # see `paged_gpu.attend_pages`
     takes_new: bool = False  # it attends to new keys too, where they are given
@@ -150,7 +150,7 @@ def _arrays(q: jax.Array, prefix: PagedPrefix, positions: jax.Array | None) -> d
 
 
 def _partition(axes: Axes, shape: tuple[int, ...]) -> Any:
-    """How the mesh that is traced for cuts an array of this shape, where it divides it; None without a mesh."""
+    """Return how the mesh that is traced for cuts an array of this shape, where it divides it; None without a mesh."""
     mesh = traced_mesh()
     return None if mesh is None else fitting_partition(mesh, axes, shape[: len(axes)])
 

@@ -93,36 +93,57 @@ def attend_pages(
     if positions is not None:
         begins = jnp.maximum(begins, jnp.min(positions, axis=1) - (window - 1))
     of_key = (head_dim + (0 if v_pages is None else v_dim)) * k_pages.dtype.itemsize
-    least = 2 * 4 * num_rows * v_dim / (_RESULTS_SHARE * of_key)
-    run = max(_MIN_RUN, key_tile, pl.next_power_of_2(math.ceil(least)))
+    run = max(key_tile, _least_run(num_rows, v_dim, of_key))
     num_runs, num_programs, work = batch, batch, None
     if run < num_keys:
         num_runs += min(batch * (num_keys // run), max(1, _MOST_ROWS // num_rows))
         num_programs = min(num_runs, pl.cdiv(_PROGRAMS, num_kv_heads * num_tiles))
         work = _runs(begins, lens, run, num_runs)
-
-    def call(kernel: Any, name: str, arrays: tuple[Any, ...], programs: int, results: Any, **options: Any) -> Any:
-        return pl.pallas_call(
-            functools.partial(kernel, row_tile=row_tile, key_tile=key_tile, v_dim=v_dim, **options),
-            out_shape=results,
-            grid=(num_tiles, num_kv_heads, programs),
-            in_specs=jax.tree.map(lambda _array: pl.BlockSpec(), arrays),
-            compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=2),
-            interpret=interpret,
-            name=name,
-        )(*arrays)
-
-    def results(count: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        shape = count, num_kv_heads, num_rows
-        return tuple(jax.ShapeDtypeStruct(each, jnp.float32) for each in ((*shape, v_dim), shape))
-
+    call = functools.partial(_call, interpret, num_warps, row_tile=row_tile, key_tile=key_tile, v_dim=v_dim)
     arrays = (q, k_pages, v_pages, page_table, begins, lens, positions, k_scale, v_scale, work)
-    found = call(_kernel, "attend_pages", arrays, num_programs, results(num_runs), window=window, softcap=softcap)
+    found = call("attend_pages", _kernel, arrays, num_programs, num_runs, window=window, softcap=softcap)
     if new is not None:
-        n = new.mask.shape[1]
-        merged = jax.ShapeDtypeStruct((batch, n, num_kv_heads * (num_rows // n), v_dim), q.dtype)
-        return call(_merge_with_new, "merge_runs", (*found, work, q, new), batch, merged, softcap=softcap)
-    return found if work is None else call(_merge, "merge_runs", (*found, work), batch, results(batch))
+        return call("merge_runs", _merge_with_new, (q, *found, work, new), batch, None, softcap=softcap)
+    return found if work is None else call("merge_runs", _merge, (q, *found, work), batch, batch)
+
+
+def _call(
+    interpret: bool,
+    num_warps: int,
+    name: str,
+    kernel: Any,
+    arrays: tuple[Any, ...],  # queries first
+    num_programs: int,  # for each KV head and tile of rows
+    num_results: int | None,  # each with its log-sum-exp, in float32; None: of all tokens, as `attend` gives them
+    *,
+    row_tile: int,
+    v_dim: int,
+    **options: Any,
+) -> Any:
+    """Launch one of the kernels."""
+    q = arrays[0]
+    batch, num_kv_heads, num_rows = q.shape[:3]
+    if num_results is None:
+        n = arrays[-1].mask.shape[1]
+        results = jax.ShapeDtypeStruct((batch, n, num_kv_heads * num_rows // n, v_dim), q.dtype)
+    else:
+        rows = num_results, num_kv_heads, num_rows
+        results = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*rows, v_dim), rows))
+    return pl.pallas_call(
+        functools.partial(kernel, row_tile=row_tile, v_dim=v_dim, **options),
+        out_shape=results,
+        grid=(pl.cdiv(num_rows, row_tile), num_kv_heads, num_programs),
+        in_specs=jax.tree.map(lambda _array: pl.BlockSpec(), arrays),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=2),
+        interpret=interpret,
+        name=name,
+    )(*arrays)
+
+
+def _least_run(num_rows: int, v_dim: int, of_key: int) -> int:
+    """Return how many keys a run has at least, of so many bytes each, for these rows of queries."""
+    results = 2 * 4 * num_rows * v_dim
+    return max(_MIN_RUN, pl.next_power_of_2(math.ceil(results / (_RESULTS_SHARE * of_key))))
 
 
 def _runs(begins: jax.Array, lens: jax.Array, run: int, num_runs: int) -> jax.Array:  # [1 + batch] int32
@@ -140,11 +161,12 @@ def _tiles(head_dim: int, v_dim: int) -> tuple[int, int, int]:
     if v_dim > 256:
         return 16, 32, 8
     if max(head_dim, v_dim) > 128:
-        return 32, 32, 4
+        return 32, 32, 8
     return 64, 64, 4
 
 
 def _merge(
+    _q_ref: Any,
     out_ref: Any,  # [run, kv_head, row, v_dim]
     lse_ref: Any,  # [run, kv_head, row]
     work_ref: Any,
@@ -165,10 +187,10 @@ def _merge(
 
 
 def _merge_with_new(
+    q_ref: Any,  # [batch, kv_head, row, head_dim]
     out_ref: Any,  # [run, kv_head, row, v_dim]
     lse_ref: Any,  # [run, kv_head, row]
     work_ref: Any,
-    q_ref: Any,  # [batch, kv_head, row, head_dim]
     new: NewKeys,  # of references
     merged_ref: Any,  # [batch, n, head, v_dim]
     *,
@@ -231,7 +253,7 @@ def _sum_runs(
 
 
 def _unseen(row_tile: int, parts: Parts) -> tuple[Any, ...]:
-    """What rows have that have seen nothing: their largest score, sum of exponentials, and values."""
+    """Return what rows have that have seen nothing: their largest score, sum of exponentials, and values."""
     nothing = [jnp.zeros((row_tile, size), jnp.float32) for _, size, _ in parts]
     return jnp.full(row_tile, NEG_INF, jnp.float32), jnp.zeros(row_tile, jnp.float32), *nothing
 
