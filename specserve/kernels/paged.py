@@ -122,8 +122,7 @@ def kernel_for(pages: Pages) -> PagesKernel | None:
     if program_platform() == "gpu":
         from specserve.kernels import paged_gpu
 
-        own = pages.k.shape[0] // pages.num_ranks  # on each device
-        if paged_gpu.takes((own, *pages.k.shape[1:]), pages.k.dtype):
+        if paged_gpu.takes(pages.own_shape, pages.k.dtype):
             return PagesKernel(paged_gpu.attend_pages, takes_new=True)
     if program_platform() == "tpu":
         from specserve.kernels import paged_tpu
