@@ -35,7 +35,6 @@ def write_pages(
             grid=(*page.shape, heads),
             in_specs=[None if x is None else pl.BlockSpec() for x in given],
             input_output_aliases={i: i for i in range(count)},
-            
             compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
             interpret=interpret,
             name="write_pages",
