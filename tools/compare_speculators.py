@@ -26,6 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -195,7 +196,7 @@ def with_biases(head: Head) -> Head:
     rng = np.random.default_rng(1)
 
     def fill(x: jax.Array) -> jax.Array:
-        return x if np.any(x) else (0.1 * rng.standard_normal(x.shape)).astype(x.dtype)
+        return x if np.any(x) else jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype)
 
     return replace(head, params=jax.tree.map(fill, head.params))
 

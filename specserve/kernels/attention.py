@@ -3,9 +3,9 @@
 Queries see two groups of keys in one softmax. The committed prefix of their sequence lies in pages and is visible to
 every query. The new keys came with the call (tree nodes, a prefill chunk, a training row), and an n x m mask says which
 query sees which of them. The mask therefore never grows with the context. Each group is computed by itself, the prefix
-by whatever kernel the backend has (`paged`), and the two are merged by their log-sum-exps. Packed training rows, and
-chunks of prompts, give document ids in place of a mask, and a kernel of their own computes them where there is one
-(`rows`).
+by whatever kernel the backend has (`paged`), and the two are merged by their log-sum-exps; a GPU's kernels do all of
+that. Packed training rows, and chunks of prompts, give document ids in place of a mask, and a kernel of their own
+computes them where there is one (`rows`).
 """
 
 import jax
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specserve.kernels import native
-from specserve.kernels.block import NEG_INF
-from specserve.kernels.paged import PagedPrefix, attend_pages, take_pages
+from specserve.kernels.block import NEG_INF, NewKeys
+from specserve.kernels.paged import PagedPrefix, attend_both, attend_pages, take_pages
 from specserve.kernels.pages import quantize
 from specserve.kernels.rows import Documents, Unrolled, attend_rows
 from specserve.kernels.rows import kernel_for as rows_kernel_for
@@ -71,7 +71,8 @@ def _by_products(
     window: int,
     position_ids: jax.Array | None,  # [batch, m]
 ) -> jax.Array:  # [batch, n, head, v_dim]
-    """Attention by XLA's operations over the new keys, merged with what the backend's kernel makes of the prefix."""
+    """Attention by the backend's kernels, where they take the new keys as well; else by XLA's operations over these,
+    merged with what the backend makes of the prefix."""
     batch, n, num_heads, _ = q.shape
     num_kv_heads, v_dim = v.shape[2:]
     group = num_heads // num_kv_heads
@@ -92,6 +93,14 @@ def _by_products(
         k, v, k_scale, v_scale = _in_order(k, v, k_scale, v_scale, prefix)
         mask = _mask_in_order(mask, k.shape[1], prefix, window, position_ids)
         prefix = None
+    positions = None
+    if prefix is not None:
+        positions = jnp.tile(position_ids, (1, group)) if position_ids is not None and window else None
+        values = (None, None) if prefix.pages.values_are_keys else (v, v_scale)
+        new = NewKeys(k, values[0], mask, k_scale, values[1], sinks)
+        both = attend_both(q, new, prefix, positions, v_dim=v_dim, softcap=softcap, window=window)
+        if both is not None:
+            return both
     products = jnp.einsum("bkrh,bmkh->bkrm", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
     if k_scale is not None:
         products *= k_scale.swapaxes(1, 2)[:, :, None]
@@ -102,7 +111,6 @@ def _by_products(
     if prefix is None:
         out = _sum_values(_softmax(scores, sinks), v, v_scale, q.dtype)
     else:
-        positions = jnp.tile(position_ids, (1, group)) if position_ids is not None and window else None
         old_out, old_lse = attend_pages(q, prefix, positions, v_dim=v_dim, softcap=softcap, window=window)
         share, weights = _merge(old_lse, scores, sinks)
         out = share[..., None] * old_out + _sum_values(weights, v, v_scale, q.dtype)

@@ -1,9 +1,27 @@
-"""One block of attention, whose scores are all in memory at once (`attend_seen`)."""
+"""One block of attention: the keys that came with a call (`NewKeys`), and attention to keys whose scores are all in
+memory at once (`attend_seen`)."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specserve.pytree import pytree
+
 NEG_INF = -1e30  # finite: a position that sees nothing must stay free of NaN
+
+
+@pytree
+class NewKeys:
+    """The keys and values that came with a call, and which query sees which of them. In a kernel the fields are
+    references to arrays of these shapes."""
+
+    k: Any  # [batch, m, kv_head, head_dim], 8-bit numbers where they have scales
+    v: Any  # [batch, m, kv_head, v_dim]; None: the values are the keys' first channels
+    mask: Any  # [batch or 1, n, m] bool, True where query n sees key m
+    k_scale: Any = None  # [batch, m, kv_head] float32; None: plain numbers
+    v_scale: Any = None
+    sinks: Any = None  # [kv_head, row] float32, logits without a value; a row is a query of a head, head by head
 
 
 def attend_seen(

@@ -1,26 +1,36 @@
-"""Attention over the committed prefix alone, which lies in pages: `attend_pages`, and which kernel computes it.
+"""Attention over the committed prefix, which lies in pages: `attend_pages`, and which kernel computes it.
 
 The prefix needs no mask but lengths and windows, so the query heads of a KV head and their n queries are rows of one
-product. The result comes with its log-sum-exp, by which `kernels.attention` merges it with the new keys.
+product. The result comes with its log-sum-exp, by which `kernels.attention` merges it with the new keys. A backend's
+kernels may attend to these too (`attend_both`).
 """
 
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specserve.kernels import native
-from specserve.kernels.block import NEG_INF
+from specserve.kernels.block import NEG_INF, NewKeys
 from specserve.kernels.pages import Pages, in_ranks, own_pages
 from specserve.mesh import fitting_partition, over_parts, program_platform, traced_mesh
 from specserve.pytree import pytree, static
 
 logger = logging.getLogger(__name__)
 
-Kernel = Callable[..., tuple[jax.Array, jax.Array]]  # see `paged_gpu.attend_pages`
+Axes = tuple[str | None, ...]  # logical, of an array's first dimensions
+
+
+@dataclass(frozen=True)
+class PagesKernel:
+    """The kernel of a backend that attends to pages."""
+
+    attend: Callable[..., Any]  # see `paged_gpu.attend_pages`
+    takes_new: bool = False  # it attends to new keys too, where they are given
 
 
 @pytree
@@ -53,8 +63,37 @@ def attend_pages(
     kernel = kernel_for(prefix.pages)
     if kernel is None:
         return _gathered(q, prefix, positions, v_dim=v_dim, softcap=softcap, window=window)
-    run = functools.partial(kernel, v_dim=v_dim, first=prefix.first, window=window, softcap=softcap)
-    return _on_each_device(run, q, prefix, positions)
+    run = functools.partial(kernel.attend, v_dim=v_dim, first=prefix.first, window=window, softcap=softcap)
+    rows = _partition(("batch", "kv_heads"), q.shape[:2])
+    return _on_each_device(run, _arrays(q, prefix, positions), (rows, rows), prefix.pages.num_ranks)
+
+
+def attend_both(
+    q: jax.Array,  # [batch, kv_head, row, head_dim], scaled
+    new: NewKeys,
+    prefix: PagedPrefix,
+    positions: jax.Array | None,  # [batch, row] int32, as for `attend_pages`
+    *,
+    v_dim: int,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> jax.Array | None:  # [batch, n, head, v_dim], in q's dtype
+    """Softmax attention over the prefix and the new keys, where a kernel of the backend computes both; else None. Rows
+    see the prefix as in `attend_pages`, and of the new keys those of the mask. One that sees nothing gives 0."""
+    kernel = kernel_for(prefix.pages)
+    if kernel is None or not kernel.takes_new:
+        return None
+    of_keys: Axes = ("batch", None, "kv_heads")
+    axes = NewKeys(of_keys, of_keys, ("batch",), of_keys, of_keys, ("kv_heads",))
+    own = {f"new_{field}": (getattr(new, field), cut) for field, cut in vars(axes).items()}
+
+    def run(**given: Any) -> Any:
+        of_new = NewKeys(*(given.pop(name) for name in own))
+        options = {"v_dim": v_dim, "first": prefix.first, "window": window, "softcap": softcap}
+        return kernel.attend(**given, new=of_new, **options)
+
+    result = _partition(of_keys, (len(q), 1, q.shape[1]))
+    return _on_each_device(run, _arrays(q, prefix, positions) | own, result, prefix.pages.num_ranks)
 
 
 def reads_by_page(pages: Sequence[Pages], mesh: Any | None) -> bool:
@@ -73,7 +112,7 @@ def reads_by_page(pages: Sequence[Pages], mesh: Any | None) -> bool:
     return refused is None
 
 
-def kernel_for(pages: Pages) -> Kernel | None:
+def kernel_for(pages: Pages) -> PagesKernel | None:
     """The kernel of the default backend that takes these pages. None: XLA gathers all pages of the table (a copy) and
     multiplies page by page. That is so on CPU without the native kernels, and where a kernel reports that it cannot
     take the pages (`takes` in `paged_gpu` and `paged_tpu`)."""
@@ -83,25 +122,21 @@ def kernel_for(pages: Pages) -> Kernel | None:
     if program_platform() == "gpu":
         from specserve.kernels import paged_gpu
 
-        own = pages.k.shape[0] // pages.num_ranks  # on each device
-        if paged_gpu.takes((own, *pages.k.shape[1:]), pages.k.dtype):
-            return paged_gpu.attend_pages
+        if paged_gpu.takes(pages.own_shape, pages.k.dtype):
+            return PagesKernel(paged_gpu.attend_pages, takes_new=True)
     if program_platform() == "tpu":
         from specserve.kernels import paged_tpu
 
         if paged_tpu.takes(pages.k, pages.v):
-            return functools.partial(paged_tpu.attend_pages, v_first=pages.v_first)
+            return PagesKernel(functools.partial(paged_tpu.attend_pages, v_first=pages.v_first))
     return None
 
 
-def _on_each_device(
-    kernel: Kernel, q: jax.Array, prefix: PagedPrefix, positions: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """On a mesh each device runs the kernel on its own sequences and KV heads, where the mesh divides them: the
-    compiler cannot cut a kernel. Of pages that data ranks share out it has those of its rank."""
-    pages, mesh = prefix.pages, traced_mesh()
+def _arrays(q: jax.Array, prefix: PagedPrefix, positions: jax.Array | None) -> dict[str, tuple[jax.Array | None, Axes]]:
+    """The arguments of a kernel by their names, and how a mesh cuts each."""
+    pages = prefix.pages
     of_page = ("pages" if pages.num_ranks > 1 else None, "kv_heads")
-    arrays = {
+    return {
         "q": (q, ("batch", "kv_heads")),
         "k_pages": (pages.k, of_page),
         "v_pages": (pages.v, of_page),
@@ -111,23 +146,32 @@ def _on_each_device(
         "k_scale": (pages.k_scale, of_page),
         "v_scale": (pages.v_scale, of_page),
     }
-    if mesh is None:
-        return kernel(**{name: array for name, (array, _) in arrays.items()})
+
+
+def _partition(axes: Axes, shape: tuple[int, ...]) -> Any:
+    """Return how the mesh that is traced for cuts an array of this shape, where it divides it; None without a mesh."""
+    mesh = traced_mesh()
+    return None if mesh is None else fitting_partition(mesh, axes, shape[: len(axes)])
+
+
+def _on_each_device(
+    run: Callable[..., Any], arrays: dict[str, tuple[jax.Array | None, Axes]], results: Any, num_ranks: int
+) -> Any:
+    """On a mesh each device runs the kernel on its own sequences and KV heads, where the mesh divides them: the
+    compiler cannot cut a kernel. Of pages that data ranks share out it has those of its rank."""
+    if traced_mesh() is None:
+        return run(**{name: array for name, (array, _) in arrays.items()})
     absent = {name: None for name, (array, _) in arrays.items() if array is None}
     given = {name: array for name, (array, _) in arrays.items() if array is not None}
-    partitions = {
-        name: fitting_partition(mesh, arrays[name][1], array.shape[: len(arrays[name][1])])
-        for name, array in given.items()
-    }
+    partitions = {name: _partition(arrays[name][1], array.shape) for name, array in given.items()}
     everywhere = ("batch", "kv_heads", "experts", "sequence")  # no axis is left to the compiler
-    results = partitions["q"]
 
-    def run(own: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        if pages.num_ranks > 1:
-            own = own | {"page_table": own_pages(own["page_table"], len(own["k_pages"]))}
-        return kernel(**own, **absent)
+    def own(given: dict[str, jax.Array]) -> Any:
+        if num_ranks > 1:
+            given = given | {"page_table": own_pages(given["page_table"], len(given["k_pages"]))}
+        return run(**given, **absent)
 
-    return over_parts(run, everywhere, (partitions,), (results, results))(given)
+    return over_parts(own, everywhere, (partitions,), results)(given)
 
 
 def _gathered(

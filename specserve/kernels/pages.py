@@ -101,6 +101,11 @@ class Pages:
         return self.k.shape[3 if self.layout == "columns" else 2]
 
     @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of the keys that a data rank has."""
+        return self.k.shape[0] // self.num_ranks, *self.k.shape[1:]
+
+    @property
     def values_are_keys(self) -> bool:
         """Return whether the values are the keys' own first channels, as of latents."""
         return self.v is None and self.v_first == 0
@@ -205,13 +210,12 @@ def write_pages(
     that are somewhere."""
     if native.serves(*jax.tree.leaves((pages, new))):
         return _native(pages, new, page, offset, path)
-    writer = writer_for(pages)
-    if path is not None:
-        new = jax.tree.map(functools.partial(take_each, index=path), list(new))
     rows = [_as_stored(layer, *entries) for layer, entries in zip(pages, new, strict=True)]
-    if writer is not None:
-        pages = _in_place(writer, pages, rows, page, offset)
+    if (writer := writer_for(pages)) is not None:
+        pages = _in_place(writer, pages, rows, page, offset, path)
         rows = [dataclasses.replace(entries, k=None, v=None) for entries in rows]
+    if path is not None:
+        rows = jax.tree.map(functools.partial(take_each, index=path), rows)
 
     def put(layer: Pages, page: jax.Array, offset: jax.Array, entries: _Rows) -> Pages:
         written: dict[str, jax.Array] = {}
@@ -254,27 +258,38 @@ def _as_stored(layer: Pages, k: jax.Array, v: jax.Array | None) -> _Rows:
 
 
 def writer_for(pages: Sequence[Pages]) -> Writer | None:
-    """The kernel that writes these pages in place. None: XLA's scatter, which does so itself on CPUs and GPUs; on TPUs
-    it copies all of them wherever the kernel that reads them stands beside it."""
-    if program_platform() != "tpu" or native.are_left_out() or not pages:
+    """The kernel that writes these pages in place. None: XLA's scatter, which does so itself on CPUs and GPUs, on these
+    with two launches a layer; on TPUs it copies all of them wherever the kernel that reads them stands beside it."""
+    if native.are_left_out() or not pages:
         return None
     # Pallas takes a while to import, which other backends need not wait for
-    from specserve.kernels import paged_tpu, pages_tpu
+    if program_platform() == "gpu":
+        from specserve.kernels import paged_gpu, pages_gpu
 
-    if all(paged_tpu.takes(layer.k, layer.v) for layer in pages):
-        return pages_tpu.write_pages
+        if all(layer.layout != "columns" and paged_gpu.takes(layer.own_shape, layer.k.dtype) for layer in pages):
+            return pages_gpu.write_pages
+    if program_platform() == "tpu":
+        from specserve.kernels import paged_tpu, pages_tpu
+
+        if all(paged_tpu.takes(layer.k, layer.v) for layer in pages):
+            return pages_tpu.write_pages
     return None
 
 
 def _in_place(
-    writer: Writer, pages: Sequence[Pages], rows: Sequence[_Rows], page: jax.Array, offset: jax.Array
+    writer: Writer,
+    pages: Sequence[Pages],
+    rows: Sequence[_Rows],
+    page: jax.Array,
+    offset: jax.Array,
+    path: jax.Array | None,
 ) -> list[Pages]:
     """The pages with the entries of all layers but their scales, each device having written its own KV heads."""
     arrays = [array for layer in pages for array in (layer.k, layer.v) if array is not None]
     entries = [each for own in rows for each in (own.k, own.v) if each is not None]
     mesh, is_shared = traced_mesh(), pages[0].num_ranks > 1
     if mesh is None:
-        written = iter(writer(arrays, entries, page, offset))
+        written = iter(writer(arrays, entries, page, offset, path))
     else:
         by_row = "batch" if is_shared else None
         of_page, of_entry = ("pages" if is_shared else None, "kv_heads"), (by_row, None, "kv_heads")
@@ -286,14 +301,16 @@ def _in_place(
         of_entries = [cut(each, of_entry) for each in entries]
 
         def own(
-            arrays: list[jax.Array], entries: list[jax.Array], page: jax.Array, offset: jax.Array
+            arrays: list[jax.Array], entries: list[jax.Array], page: jax.Array, *places: jax.Array
         ) -> list[jax.Array]:
-            return writer(arrays, entries, own_pages(page, len(arrays[0])) if is_shared else page, offset)
+            offset, path = (*places, None)[:2]
+            return writer(arrays, entries, own_pages(page, len(arrays[0])) if is_shared else page, offset, path)
 
-        places = cut(page, (by_row,))
+        places = [x for x in (page, offset, path) if x is not None]
+        of_places = [cut(x, (by_row,)) for x in places]
         everywhere = ("batch", "kv_heads", "experts", "sequence")  # no axis is left to the compiler
-        run = over_parts(own, everywhere, (partitions, of_entries, places, places), partitions)
-        written = iter(run(arrays, entries, page, offset))
+        run = over_parts(own, everywhere, (partitions, of_entries, *of_places), partitions)
+        written = iter(run(arrays, entries, *places))
     return [
         dataclasses.replace(layer, k=next(written), v=None if layer.v is None else next(written)) for layer in pages
     ]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from specserve.kernels.gather import take_each
 from specserve.kernels.paged_tpu import in_hbm
 
 _LANES = 128  # of a register
@@ -21,9 +22,10 @@ _VMEM = 12 * 2**20  # bytes planned for a call; compilers grant 16 MiB on every 
 
 def write_pages(
     arrays: Sequence[jax.Array],  # [page, kv_head, page_size, channels] each, of any number of layers
-    entries: Sequence[jax.Array],  # [batch, m, kv_head, channels] each, of the arrays' dtypes
+    entries: Sequence[jax.Array],  # [batch, n, kv_head, channels] each, of the arrays' dtypes
     page: jax.Array,  # [batch, m] int32; a page out of range is nowhere
     offset: jax.Array,  # [batch, m] int32, of consecutive places: each is the one before plus 1, modulo page_size
+    path: jax.Array | None = None,  # [batch, m] int32, of the n entries those that are written; None: all, m = n
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> list[jax.Array]:
@@ -37,6 +39,8 @@ def write_pages(
 
     which is below a hundredth of a step's. The pages must be such as `paged_tpu.takes` takes.
     """
+    if path is not None:
+        entries = [take_each(x, path) for x in entries]
     tile = 32 // arrays[0].dtype.itemsize
     batch, m = page.shape
     num_blocks = (m + tile - 2) // tile + 1  # of a register's tokens, which m consecutive ones touch at most

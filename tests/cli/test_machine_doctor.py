@@ -110,7 +110,8 @@ def _is_native() -> bool:
 
 def test_the_kernel_of_gpus_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted here, in 16 bits. What rounding explains covers it, and does not cover a key that is left out."""
-    kernel, attend = functools.partial(paged_gpu.attend_pages, interpret=True), check.attend
+    kernel = paged.PagesKernel(functools.partial(paged_gpu.attend_pages, interpret=True), takes_new=True)
+    attend = check.attend
     monkeypatch.setattr(check, "default_layout", lambda _head_dim: "rows")
     monkeypatch.setattr(paged, "kernel_for", lambda _pages: None if native.are_left_out() else kernel)
     monkeypatch.setattr(native, "serves", lambda *_arrays: False)

@@ -167,6 +167,7 @@ KERNEL_CASE |= {"has_sinks": True, "is_latent": False, "stored": "int8", "dims":
 @settings(max_examples=15)
 @example(**KERNEL_CASE)
 @example(**KERNEL_CASE | {"window": 0, "stored": "float32"})
+@example(**KERNEL_CASE | {"n": 70})  # more new keys than a tile has
 @given(**KERNEL_CASES)
 def test_the_gpu_kernel_matches_reference_and_reads_nothing_else(seed: int, **case: Any) -> None:
     """Interpreted. Entries that no query sees are NaN, and table entries past the used ones are out of range."""

@@ -2,6 +2,7 @@
 it should is a law of `test_attention`."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from rounding import assert_same, tolerance
 
 from specserve.kernels import paged_gpu
 from specserve.kernels.attention import attend
+from specserve.kernels.block import NewKeys
 from specserve.kernels.paged_gpu import attend_pages, takes
 from specserve.kernels.pages import share_out
 from specserve.mesh import make_mesh, on_mesh, whole
@@ -38,17 +40,27 @@ def test_it_is_one_triton_call_and_one_that_merges_runs(
     rows: int, head_dim: int, v_dim: int, page_size: int, dtype: str, window: int, stored: str, calls: int
 ) -> None:
     """Lowered for a GPU where there is none: all shapes and types are ones that Triton's dialect takes. Where one run
-    holds all keys, there is nothing to merge."""
+    holds all keys, there is nothing to merge but new keys."""
     batch, kv_heads, pages, width = 2, 1 if v_dim < head_dim else 8, 1000, 50
 
-    def run(q: Any, k: Any, v: Any, table: Any, lens: Any, positions: Any, k_scale: Any, v_scale: Any) -> Any:
+    def run(
+        q: Any, k: Any, v: Any, table: Any, lens: Any, positions: Any, k_scale: Any, v_scale: Any, *new: Any
+    ) -> Any:
         given = {"v_dim": v_dim, "window": window, "softcap": 30.0, "k_scale": k_scale, "v_scale": v_scale}
-        return attend_pages(q, k, v, table, lens, positions, **given)
+        return attend_pages(q, k, v, table, lens, positions, **given, new=new[0] if new else None)
 
     scale = _shape(pages, kv_heads, page_size, dtype="float32") if stored != dtype else None
-
-    module = lower_for_cuda(
-        run,
+    n = rows // 4 or 1
+    own_scale = None if scale is None else _shape(batch, n, kv_heads, dtype="float32")
+    new = NewKeys(
+        _shape(batch, n, kv_heads, head_dim, dtype=stored),
+        _shape(batch, n, kv_heads, v_dim, dtype=stored) if v_dim == head_dim else None,
+        _shape(1, n, n, dtype="bool"),
+        own_scale,
+        own_scale if v_dim == head_dim else None,
+        _shape(kv_heads, rows, dtype="float32"),
+    )
+    arrays = (
         _shape(batch, kv_heads, rows, head_dim, dtype=dtype),
         _shape(pages, kv_heads, page_size, head_dim, dtype=stored),
         _shape(pages, kv_heads, page_size, v_dim, dtype=stored) if v_dim == head_dim else None,
@@ -58,29 +70,39 @@ def test_it_is_one_triton_call_and_one_that_merges_runs(
         scale,
         scale if v_dim == head_dim else None,
     )
-    assert module.count(TRITON) == calls
-    assert "gather" not in module, "pages are copied"
+    for own, expected in (((), calls), ((new,), 2)):
+        module = lower_for_cuda(run, *arrays, *own)
+        assert module.count(TRITON) == expected
+        assert "gather" not in module, "pages are copied"
 
 
-def _attend(lens: list[int], keys: list[int], *, width: int, window: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Interpreted attention of sequences of these lengths, each with the queries of these keys, to one text."""
+def _attend(
+    lens: list[int], keys: list[int], *, width: int, window: int = 0, has_new: bool = False
+) -> tuple[np.ndarray, ...]:
+    """Interpreted attention of sequences of these lengths, each with the queries of these keys, to one text, and to
+    new keys of their own."""
     rng, page_size, heads, dim, rows = np.random.default_rng(0), 16, 2, 16, 3
     text = rng.standard_normal((2, heads, width * page_size, dim)).astype(np.float32)
-    q = rng.standard_normal((max(keys) + 1, heads, rows, dim)).astype(np.float32)[keys]
+    q = rng.standard_normal((5, heads, rows, dim)).astype(np.float32)[keys]
     k, v = text.reshape(2, heads, width, page_size, dim).swapaxes(1, 2)
     table = np.broadcast_to(np.arange(width, dtype=np.int32), (len(lens), width))
     length = jnp.asarray(lens, jnp.int32)
     positions = jnp.broadcast_to(length[:, None], (len(lens), rows)) if window else None
-    found = attend_pages(q, k, v, table, length, positions, v_dim=dim, window=window, interpret=True)
-    return np.asarray(found[0]), np.asarray(found[1])
+    new = None
+    if has_new:
+        new_k, new_v = rng.standard_normal((2, 5, rows, heads, dim)).astype(np.float32)[:, keys]
+        new = NewKeys(new_k, new_v, np.tril(np.ones((1, rows, rows), bool)))
+    found = attend_pages(q, k, v, table, length, positions, v_dim=dim, window=window, new=new, interpret=True)
+    return (np.asarray(found),) if has_new else tuple(map(np.asarray, found))
 
 
-@pytest.mark.parametrize("window", [0, 300])
-def test_the_bits_of_a_row_are_those_of_any_batch(window: int) -> None:
+@pytest.mark.parametrize(("window", "has_new"), [(0, False), (300, False), (0, True), (300, True)])
+def test_the_bits_of_a_row_are_those_of_any_batch(window: int, has_new: bool) -> None:
     lens, keys = [3, 1000, 0, 130, 257], [4, 0, 1, 3, 2]
-    together = _attend(lens, keys, width=64, window=window)
+    attend_to = functools.partial(_attend, width=64, window=window, has_new=has_new)
+    together = attend_to(lens, keys)
     for i, (length, key) in enumerate(zip(lens, keys, strict=True)):
-        for all_rows, own in zip(together, _attend([length], [key], width=64, window=window), strict=True):
+        for all_rows, own in zip(together, attend_to([length], [key]), strict=True):
             np.testing.assert_array_equal(all_rows[i], own[0])
 
 
@@ -124,10 +146,13 @@ def test_devices_of_a_mesh_attend_to_their_own_heads(rng: np.random.Generator) -
         prefix = make_prefix(k_pages, v_pages, table, lens, layout="rows")
         q = jnp.asarray(rng.standard_normal((batch, n, kv_heads * 2, head_dim)), jnp.float32)
         k, v = jnp.asarray(rng.standard_normal((2, batch, n, kv_heads, head_dim)), jnp.float32)
-        args = (q, k, v, jnp.asarray(np.tril(np.ones((1, n, n), bool))), prefix)
-        found = jax.jit(on_mesh(mesh, lambda *args: attend_by_kernel(*args)))(*jax.device_put(args, whole(mesh)))
-        run = jax.jit(attend)
-        assert_same(found, run(*args), tolerance(run, *args))
+        sinks = jnp.asarray(rng.standard_normal(kv_heads * 2), jnp.float32)
+        args = (q, k, v, jnp.asarray(np.tril(np.ones((1, n, n), bool))), prefix, sinks)
+        by_kernel, run = (
+            jax.jit(on_mesh(own_mesh, lambda *args, by=by: by(*args[:-1], sinks=args[-1])))
+            for by, own_mesh in ((attend_by_kernel, mesh), (attend, None))
+        )
+        assert_same(by_kernel(*jax.device_put(args, whole(mesh))), run(*args), tolerance(run, *args))
 
 
 def test_data_ranks_of_a_mesh_attend_to_their_own_pages(rng: np.random.Generator) -> None:

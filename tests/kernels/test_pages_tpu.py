@@ -8,6 +8,7 @@ Pallas' plain one.
 import dataclasses
 import functools
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 
 from specserve.kernels import pages as pages_module
-from specserve.kernels import pages_tpu
+from specserve.kernels import pages_gpu, pages_tpu
 from specserve.kernels.pages import Layout, Pages, share_out, write_pages
 from specserve.mesh import make_mesh, on_mesh, whole
 
@@ -130,9 +131,11 @@ def test_compiled_for_this_tpu_it_is_the_same(dtype: str) -> None:
         check(rows, num_entries, dtype, heads=8, channels=SERVED[dtype], interpret=False)
 
 
-@pytest.mark.parametrize(("layout", "num_ranks"), [("rows", 2), ("joined", 1)])
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "kernel"), [("rows", 2, pages_tpu), ("joined", 1, pages_tpu), ("rows", 2, pages_gpu)]
+)
 def test_devices_of_a_mesh_write_their_own_heads_and_pages(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, layout: Layout, num_ranks: int
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, layout: Layout, num_ranks: int, kernel: ModuleType
 ) -> None:
     """Of a path through new entries, some in 8 bits; padding names no page. As XLA's scatter does without a mesh."""
     mesh, page_size, heads, dim = make_mesh(data=2, tensor=2), 32, 2, 8
@@ -144,7 +147,7 @@ def test_devices_of_a_mesh_write_their_own_heads_and_pages(
     expected = write_pages(pages, new, page, offset, path)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(expected))
     monkeypatch.setattr(
-        pages_module, "writer_for", lambda _pages: functools.partial(pages_tpu.write_pages, interpret=True)
+        pages_module, "writer_for", lambda _pages: functools.partial(kernel.write_pages, interpret=True)
     )
     run = jax.jit(on_mesh(mesh, lambda pages: write_pages(pages, new, page, offset, path)))
     found = run(jax.device_put([share_out(each, num_ranks) for each in pages], whole(mesh)))

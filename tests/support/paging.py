@@ -13,7 +13,7 @@ import pytest
 
 from specserve.kernels import paged, paged_gpu
 from specserve.kernels.attention import attend
-from specserve.kernels.paged import PagedPrefix
+from specserve.kernels.paged import PagedPrefix, PagesKernel
 from specserve.kernels.pages import Layout, Pages
 
 TRITON = "__gpu$xla.gpu.triton"  # the custom call that XLA compiles with Triton
@@ -50,7 +50,7 @@ def attend_by_kernel(*args: Any, **kwargs: Any) -> jax.Array:
         return paged_gpu.attend_pages(*args, **kwargs, interpret=True)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged, "kernel_for", lambda pages: interpreted)
+        patch.setattr(paged, "kernel_for", lambda pages: PagesKernel(interpreted, takes_new=True))
         return attend(*args, **kwargs)
 
 
