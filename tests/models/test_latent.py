@@ -17,7 +17,7 @@ from specserve.models.params import init_params
 def test_the_absorbed_form_is_the_expanded_one(q_rank: int, rng: np.random.Generator) -> None:
     latent = Latent(kv_rank=16, nope_dim=8, rope_dim=4, v_dim=10, q_rank=q_rank)
     config = ModelConfig("test", 8, 32, 1, 4, 1, 4, 8, 64, latent=latent, attention_scale=12**-0.5)
-    params: LatentAttention = init_params(latent_spec(config, "l"), jax.random.key(0), "float32")
+    params: LatentAttention = init_params(latent_spec(config, "l", config.d_model), jax.random.key(0), "float32")
     q_nope, q_rope, new = (
         jnp.asarray(rng.normal(size=(2, 9, *rest)), jnp.float32) for rest in ((4, 8), (4, 4), (1, 20))
     )
