@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
+from specserve.kernels.rows import Documents
 from specserve.kernels.rowwise import as_heads, by_head, rms_norm, split_as_heads
+from specserve.mesh import program_platform
 from specserve.models.config import HeadShape, LayerKind, ModelConfig, Names
 from specserve.models.context import Context, Tables, by_group, join
 from specserve.models.layers import linear, norm_spec, side_by_side
@@ -114,6 +116,9 @@ def mix(
 
     def attend_own(context: Context, seen: PagedPrefix | None, *own: jax.Array) -> tuple[jax.Array, KV]:
         q, k, v = own
+        if seen is not None and isinstance(context.mask, Documents) and program_platform() == "gpu":
+            # else XLA keeps each layer's product whole, from which it takes the values again when they are written
+            v = jax.lax.optimization_barrier(v)
         keys, values = join(context.earlier, (k, v))
         out = attend(
             q,
