@@ -49,9 +49,10 @@ def test_no_array_of_pages_is_copied_or_fetched_as_a_whole(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [*ALONE, *SHARED])
-def test_the_state_is_written_in_place_and_memory_is_what_a_server_sets_aside(case: Case) -> None:
+def test_the_state_is_written_in_place_and_memory_is_what_a_server_sets_aside(case: Case, record_property) -> None:
     """Or a server would compile its programs twice, since it finds only then that its cache is too large."""
     found = case.compiled()
+    record_property("bytes beside the arguments", found.temporary_bytes)
     assert found.aliased_bytes >= case.state_bytes
     assert found.temporary_bytes <= case.set_aside
 
