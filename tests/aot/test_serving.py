@@ -49,19 +49,19 @@ def test_no_array_of_pages_is_copied_or_fetched_as_a_whole(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [*ALONE, *SHARED])
-def test_the_state_is_written_in_place_and_memory_is_what_a_server_sets_aside(case: Case, record_property) -> None:
+def test_the_state_is_written_in_place_and_memory_is_what_a_server_sets_aside(case: Case) -> None:
     """Or a server would compile its programs twice, since it finds only then that its cache is too large."""
     found = case.compiled()
-    record_property("bytes beside the arguments", found.temporary_bytes)
+    print(f"{case}: {found.temporary_bytes:,} bytes beside its arguments")
     assert found.aliased_bytes >= case.state_bytes
     assert found.temporary_bytes <= case.set_aside
 
 
 @pytest.mark.parametrize("case", SHARED)
-def test_devices_send_one_another_no_more_than_hidden_states(case: Case, record_property) -> None:
-    """Of all rows, of which XLA joins two arrays to one; the logits of as many rows would be far more."""
-    sent = collectives(case.compiled().text)
-    record_property("sent", sent)
+def test_devices_send_one_another_no_more_than_hidden_states(case: Case) -> None:
+    """Of all rows, of which XLA joins two arrays to one; the logits of as many rows would be far more. Integers are
+    left out: on TPUs the tokens that sequences have seen are made whole, once for all steps of a call."""
+    sent = {text: size for text, size in collectives(case.compiled().text).items() if not text.startswith("s32")}
     assert sent
     assert max(sent.values()) <= 2 * 2 * case.rows * case.runner.config.target.d_model, sent
 
@@ -82,10 +82,10 @@ def test_a_program_is_one_graph(case: Case) -> None:
 @pytest.mark.parametrize(
     ("way", "most"), [("off", 19), ("chain:3", 26), ("tree:5x4x16", 26), ("prefill", 22), ("mixed chain:3", 34)]
 )
-def test_a_layer_launches_few_kernels(way: str, most: int, record_property) -> None:
+def test_a_layer_launches_few_kernels(way: str, most: int) -> None:
     """Without autotuning, which may choose products of other parts."""
     shallow, deep = (Case("h100", way, layers=layers).compiled().launches for layers in (2, 4))
-    record_property("launches of a layer", (deep - shallow) / 2)
+    print(f"{way}: {(deep - shallow) / 2} kernels a layer")
     assert (deep - shallow) / 2 <= most
 
 
@@ -119,8 +119,8 @@ def test_no_kernel_spills_registers(tmp_path: Path) -> None:
     ],
 )
 def test_the_whole_target_takes_the_memory_of_its_plan_and_reads_little_else(
-    devices: str, arguments: tuple[str, ...], bound: float, record_property
+    devices: str, arguments: tuple[str, ...], bound: float
 ) -> None:
     for step in planned(devices, *arguments):
-        record_property(f"{step['way']} for {step['batch']}", step)
+        print(step)
         assert step["of_the_bound"] >= bound, step
