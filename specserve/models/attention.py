@@ -10,11 +10,14 @@ from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import as_heads, by_head, rms_norm, split_as_heads
+from specserve.mesh import program_platform
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context, Tables, by_group, join
 from specserve.models.layers import linear, norm_spec, side_by_side
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
+
+MANY_ROWS = 512  # of prompts
 
 KV = tuple[jax.Array, jax.Array]  # keys, values: [batch, n, kv_head, head_dim]
 
@@ -102,7 +105,10 @@ def mix(
 ) -> tuple[jax.Array, KV]:
     """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and
     the tokens' own keys and values."""
-    own = _turned_qkv(params, config, kind, x, context)
+    *own, v = _turned_qkv(params, config, kind, x, context)
+    if seen is not None and x.shape[0] * x.shape[1] >= MANY_ROWS and program_platform() == "gpu":
+        # else XLA keeps each layer's product whole, from which it takes the values again when they are written
+        v = jax.lax.optimization_barrier(v)
 
     def attend_own(context: Context, seen: PagedPrefix | None, *own: jax.Array) -> tuple[jax.Array, KV]:
         q, k, v = own
@@ -121,7 +127,7 @@ def mix(
         )
         return out.reshape(*q.shape[:2], -1), (k, v)
 
-    out, left = by_group(attend_own, context, seen, *own)
+    out, left = by_group(attend_own, context, seen, *own, v)
     if params.gate is not None:
         out = out * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias))
     return linear(out, params.o, params.o_bias, add=add), left

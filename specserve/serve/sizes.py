@@ -45,6 +45,7 @@ KEPT_BITS = 6  # of the number of pages: a little less memory at the next start 
 # seen, left by top-k, probabilities, the bits of both in their order, noise), and of a layer's scores of a chunk of a
 # prompt
 LOGITS_AT_ONCE, SCORES_AT_ONCE = 8, 4
+HIDDEN_AT_ONCE = 8  # arrays in float32 of the size of a chunk's hidden states
 TILE_ROWS = 8  # of float32 on a TPU, at most; a sequence's rows of logits are filled up to whole tiles
 
 
@@ -148,7 +149,8 @@ def largest_programs(shapes: Shapes) -> Iterator[StepProgram]:
 
 def estimated_temporaries(target: ModelConfig, shapes: Shapes, mesh: Mesh | None) -> int:
     """Estimate the bytes that programs of these shapes need on each device beside their arguments. Accelerators read
-    pages where they are, so no prompt's scores are of more than its own chunk."""
+    pages where they are, so no prompt's scores are of more than its own chunk. The entries of all layers stay until the
+    last one has run (`speculative.step`)."""
     step, prefill, *_ = largest_programs(shapes)
     nodes = shapes.num_nodes(step.tree)
     if program_platform() == "tpu":
@@ -156,7 +158,9 @@ def estimated_temporaries(target: ModelConfig, shapes: Shapes, mesh: Mesh | None
         nodes = -(-nodes // tile) * tile
     rows = step.batch // shapes.num_ranks * nodes
     heads, chunk = on_each_device(mesh, "heads", target.num_heads), prefill.chunk
-    return 4 * max(LOGITS_AT_ONCE * rows * target.vocab_size, SCORES_AT_ONCE * chunk * chunk * heads)
+    logits, scores = LOGITS_AT_ONCE * rows * target.vocab_size, SCORES_AT_ONCE * chunk * chunk * heads
+    entries = bytes_per_page(target, None, rows + chunk, mesh)
+    return 4 * max(logits, scores, HIDDEN_AT_ONCE * chunk * target.d_model) + entries
 
 
 def _filled(served: Served, run: ServeRun, longest: int, set_aside: int | None) -> ServerSizes:

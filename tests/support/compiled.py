@@ -33,15 +33,13 @@ from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import make_shapes
 from specserve.serve.sizes import estimated_temporaries
 from specserve.speculative.program import StepProgram
+from specserve.speculative.tree import Tree
 
 SLOTS, CONTEXT, CHUNK = 8, 4096, 1024
 DRAFT_VOCAB = 32_000
 WAYS = ("off", "chain:3", "tree:5x4x16")
 COPIES = {"copy", "copy-start", "copy-done", "transpose", "slice-start", "dynamic-slice-start", "scatter"}
 COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"}
-NO_SPILLS = (
-    "xla_gpu_fail_ptx_compilation_on_register_spilling"  # XLA refuses a program of which a kernel spills registers
-)
 
 
 @dataclass(frozen=True)
@@ -49,18 +47,19 @@ class Case:
     """A program of a server on devices of one kind."""
 
     devices: str  # as `describe` knows them
-    way: str  # the speculation of a step, or "prefill": a prompt's CHUNK tokens
+    way: str  # the speculation of a step, "prefill": a prompt's CHUNK tokens, or "mixed" and a speculation: both in one
     preset: str = "qwen3-8b"
     tensor: int = 1  # devices that share each layer
     layers: int = 2
 
     def __str__(self) -> str:
         over = f" tensor={self.tensor}" if self.tensor > 1 else ""
-        return f"{self.devices.partition(':')[0]}{over} {self.preset.partition('-')[0]} {self.way}"
+        depth = f" of {self.layers} layers" if self.layers != 2 else ""
+        return f"{self.devices.partition(':')[0]}{over} {self.preset.partition('-')[0]} {self.way}{depth}"
 
     @property
-    def tree(self):
-        return None if self.way == "prefill" else parse_speculation(self.way)
+    def tree(self) -> Tree | None:
+        return None if self.way == "prefill" else parse_speculation(self.way.removeprefix("mixed "))
 
     @property
     def described(self) -> Described:
@@ -71,9 +70,22 @@ class Case:
         return _runner(self.devices, self.preset, self.tensor, self.layers)
 
     @property
+    def program(self) -> StepProgram:
+        shapes = self.runner.shapes
+        prefill, step = shapes.prefill(shapes.max_pages, CHUNK), StepProgram(SLOTS, shapes.max_pages, self.tree)
+        mixed = shapes.mixed(SLOTS, self.tree, prefill)
+        return {"prefill": prefill, "mixed": mixed}.get(self.way.partition(" ")[0], step)
+
+    @property
     def rows(self) -> int:
         """The rows of the program's products."""
-        return CHUNK if self.way == "prefill" else SLOTS * self.runner.shapes.num_nodes(self.tree)
+        of_step = 0 if self.way == "prefill" else SLOTS * self.runner.shapes.num_nodes(self.tree)
+        return of_step + self.program.chunk
+
+    @property
+    def layer_bytes(self) -> int:
+        """The bytes that each device holds of the weights of the target's layers."""
+        return _bytes_on_each(self.runner.inputs.layouts.many.target.layers)
 
     def compiled(self) -> Counted:
         return _compiled(self)
@@ -81,15 +93,15 @@ class Case:
     @property
     def state_bytes(self) -> int:
         """The bytes that each device holds of what sequences have left behind."""
-        leaves = jax.tree.leaves(self.runner.state)
-        return sum(math.prod(_on_each(leaf)) * leaf.dtype.itemsize for leaf in leaves)
+        return _bytes_on_each(self.runner.state)
 
     @property
     def set_aside(self) -> int:
         """The bytes that a server of such programs alone keeps free for what they need beside their arguments."""
         runner = self.runner
         alone = dataclasses.replace(runner.shapes, trees=(self.tree,))
-        return estimated_temporaries(runner.config.target, alone, runner.place.mesh)
+        with self.described.made_for():
+            return estimated_temporaries(runner.config.target, alone, runner.place.mesh)
 
     def copies_of_pages(self) -> set[str]:
         """The operations that make an array of the size of a layer's pages anew, of those that move memory. On a TPU
@@ -114,16 +126,6 @@ class Case:
 
         found = filter(copied, Program(self.compiled().text).executed(copied))
         return {each.results[0].text for each in found if tuple(sorted(each.results[0].sizes)) in own}
-
-
-def copies_of_pages(text: str, runner: Runner) -> set[str]:
-    """The operations of an optimised program that make an array of the size of a layer's pages anew, of those that move
-    memory. A scatter is one on a TPU alone, whose compiler lays its result out otherwise than kernels do."""
-    layers = runner.state.cache.layers
-    arrays = [leaf for layer in layers if isinstance(layer, Pages) for leaf in (layer.k, layer.v) if leaf is not None]
-    own = {",".join(map(str, shape)) for shape in {_on_each(array) for array in arrays}}
-    made = {kind for shape in own for kind in re.findall(rf"= \(?\w+\[{shape}\]\S* (?:\S+ )*?([\w-]+)\(", text)}
-    return made & COPIES
 
 
 def collectives(text: str) -> dict[str, int]:
@@ -159,6 +161,10 @@ def _on_each(array: jax.Array) -> tuple[int, ...]:
     return array.sharding.shard_shape(array.shape)
 
 
+def _bytes_on_each(tree: Any) -> int:
+    return sum(math.prod(_on_each(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 @functools.cache
 def _described(devices: str, tensor: int) -> Described:
     return describe(devices, tensor)
@@ -183,10 +189,7 @@ def _runner(devices: str, preset: str, tensor: int, layers: int) -> Runner:
 
 @functools.cache
 def _compiled(case: Case) -> Counted:
-    runner = case.runner
-    width = runner.shapes.max_pages
-    program = runner.shapes.prefill(width, CHUNK) if case.way == "prefill" else StepProgram(SLOTS, width, case.tree)
-    return case.described.compile(runner, program)
+    return case.described.compile(case.runner, case.program)
 
 
 def planned(devices: str, *arguments: str) -> list[dict[str, Any]]:
