@@ -79,7 +79,7 @@ def test_a_program_is_one_graph(case: Case) -> None:
 
 @pytest.mark.cuda_aot
 @pytest.mark.parametrize(
-    ("way", "most"), [("off", 19), ("chain:3", 26), ("tree:5x4x16", 26), ("prefill", 22), ("mixed chain:3", 35)]
+    ("way", "most"), [("off", 17), ("chain:3", 17), ("tree:5x4x16", 17), ("prefill", 20), ("mixed chain:3", 25)]
 )
 def test_a_layer_launches_few_kernels(way: str, most: int) -> None:
     """Without autotuning, which may choose products of other parts."""
@@ -113,7 +113,7 @@ def test_no_kernel_spills_registers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("devices", "arguments", "bound"),
     [
-        pytest.param("h100-1", (), 0.7, marks=GPU),
+        pytest.param("h100-1", (), 0.75, marks=GPU),
         pytest.param("tpu-v6e-1", ("--speculation", "off"), 0.8, marks=TPU),
     ],
 )
