@@ -65,7 +65,12 @@ def test_devices_send_one_another_no_more_than_hidden_states(case: Case) -> None
     assert max(sent.values()) <= 2 * 2 * case.rows * case.runner.config.target.d_model, sent
 
 
-@pytest.mark.parametrize("case", those([*ALONE, *SHARED], lambda case: case.devices != "h100" and case.way in STEPS))
+def is_ordered(case: Case) -> bool:
+    """Steps on TPUs, but those of targets whose LM head is the embedding: XLA copies it for the head (docs/log)."""
+    return case.devices != "h100" and case.way in STEPS and case.preset != "smollm2-135m"
+
+
+@pytest.mark.parametrize("case", those([*ALONE, *SHARED], is_ordered))
 def test_no_matrix_is_copied_into_another_order(case: Case) -> None:
     assert not case.copies_of_matrices()
 

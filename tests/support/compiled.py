@@ -195,7 +195,7 @@ def _compiled(case: Case) -> Counted:
 def planned(devices: str, *arguments: str) -> list[dict[str, Any]]:
     """The steps of `specserve plan serve --compile` for Qwen3-8B, whose memory is what the plan counts: the arguments
     of each are its parts, and token masks, the head's token ids and the slots, which it leaves out; what a step takes
-    beside them has room in what the plan leaves free."""
+    beside them has room in what the plan leaves free. On TPUs small arrays fill tiles, which at most doubles these."""
     line = ["plan", "serve", "--target", "qwen3-8b", "--devices", devices, *arguments, "--compile", "--json"]
     shown = CliRunner().invoke(app, line, catch_exceptions=False).stdout
     found, (device, _), target = json.loads(shown), parse_devices(devices), PRESETS["qwen3-8b"].config()
@@ -205,6 +205,7 @@ def planned(devices: str, *arguments: str) -> list[dict[str, Any]]:
         if step["way"] == "off":
             head, ids, masks = 0, 0, step["batch"] * (target.vocab_size // 8)
         uncounted = step["bytes_of_arguments"] - (sum(parts.values()) - parts["head"] + head)
-        assert ids + masks <= uncounted <= ids + masks + 4096, step
+        tiles = 2 if devices.startswith("tpu") else 1
+        assert ids + masks <= uncounted <= tiles * (ids + masks) + 4096, step
         assert step["bytes_beside"] <= (1 - MEMORY_SHARE) * device.memory, step
     return steps
