@@ -269,9 +269,11 @@ def traced_mesh() -> AbstractMesh | None:
     return mesh
 
 
-def keep_whole(x: jax.Array) -> jax.Array:
-    """The array, which every device of the mesh that is traced for has whole, where the compiler might cut it."""
-    return x if traced_mesh() is None else jax.lax.with_sharding_constraint(x, PartitionSpec())
+def keep_along(x: jax.Array, *axes: str | None) -> jax.Array:
+    """The array, cut along these logical axes over the mesh that is traced for, where the compiler might cut it
+    otherwise."""
+    mesh = traced_mesh()
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, fitting_partition(mesh, axes, x.shape))
 
 
 def program_platform() -> str:

@@ -25,7 +25,6 @@ from specserve.mesh import (
     num_parts,
     shardings,
 )
-from specserve.models.cache import Cache
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec, is_product, is_spec, num_params
 from specserve.models.recurrent import State
@@ -74,16 +73,6 @@ def place_cache(cache: Any, mesh: Mesh) -> Any:
 
     kept = tuple(state and place(state) for state in cache.kept)
     return dataclasses.replace(cache, layers=tuple(map(place, cache.layers)), kept=kept)
-
-
-def num_bytes(caches: Sequence[Cache | PageRows], mesh: Mesh | None = None) -> int:
-    """The bytes that caches take on each device. `caches` may also be trees of shapes."""
-    places = None
-    if mesh is not None:
-        places = [place_cache(cache, mesh) for cache in caches]
-    leaves = jax.tree.leaves(caches)
-    shapes = part_shapes([leaf.shape for leaf in leaves], places)
-    return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))
 
 
 def part_shapes(shapes: Sequence[tuple[int, ...]], places: Any | None) -> Sequence[tuple[int, ...]]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from specserve.kernels.gather import take_rows
 from specserve.kernels.pages import share_out
-from specserve.mesh import keep_whole
+from specserve.mesh import keep_along
 from specserve.models.cache import Cache
 from specserve.models.config import ModelConfig
 from specserve.pytree import pytree
@@ -213,8 +213,7 @@ def emit(
     entry = jnp.where(is_emitted, sampling.EMITTED, 0)
     # the tokens of a chunk before the last are in the history; where nothing is emitted, `start` are committed
     seq_lens = start + jnp.maximum(jnp.sum(is_emitted, axis=1) - 1, 0)
-    # a TPU's compiler would cut it like logits within the loop of a burst, and send it around at the end of each
-    seen = keep_whole(state.tokens.seen.at[row, token_ids].add(entry, mode="drop"))
+    seen = keep_along(state.tokens.seen.at[row, token_ids].add(entry, mode="drop"), None, "vocab")  # as logits are
     return dataclasses.replace(
         state,
         seq_lens=state.seq_lens.at[slots].set(seq_lens, mode="drop"),

@@ -3,7 +3,8 @@ once."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,16 +17,17 @@ from specserve.kernels.pages import PageRows, Pages, share_out
 from specserve.mesh import fitting, num_parts, program_platform, put, whole
 from specserve.models.cache import Cache
 from specserve.models.config import ModelConfig
-from specserve.models.sharding import num_bytes, place_cache
+from specserve.models.sharding import part_shapes, place_cache
 from specserve.speculative.drafter import Drafter
+from specserve.speculative.sampling import TokenRows
 from specserve.speculative.slot_state import SlotState, StepConfig, init_state
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """On a mesh a step's slots are cut by batch, over data x expert, the data ranks; so are the pages of the caches,
-    which are also cut by heads; everything else that is no weight is whole on every device. Without one, JAX puts all
-    of it on its default device."""
+    which are also cut by heads; rows of a number for each token are cut as logits are; everything else that is no
+    weight is whole on every device. Without one, JAX puts all of it on its default device."""
 
     mesh: Mesh | None
 
@@ -85,13 +87,21 @@ class Placement:
         mesh = self.mesh
 
         def place(leaf: Any) -> Any:
-            return place_cache(leaf, mesh) if _is_cache(leaf) else self.whole
+            return _place(leaf, mesh) if _is_cut(leaf) else self.whole
 
-        return jax.tree.map(place, jax.eval_shape(make), is_leaf=_is_cache)
+        return jax.tree.map(place, jax.eval_shape(make), is_leaf=_is_cut)
 
 
-def _is_cache(leaf: Any) -> bool:
-    return isinstance(leaf, Cache | PageRows)
+def _is_cut(leaf: Any) -> bool:
+    return isinstance(leaf, Cache | PageRows | TokenRows)
+
+
+def _place(leaf: Any, mesh: Mesh) -> Any:
+    """Return where the arrays live of a part of the state that a mesh cuts."""
+    if not isinstance(leaf, TokenRows):
+        return place_cache(leaf, mesh)
+    bias, seen = (fitting(mesh, (None, "vocab"), x.shape) for x in (leaf.bias, leaf.seen))
+    return TokenRows(bias, seen, whole(mesh))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -104,7 +114,7 @@ def bytes_per_token(target: ModelConfig, drafter: Drafter | None, mesh: Mesh | N
     """Return what a token takes in the paged caches of both, on each device of its data rank. Recurrent layers take
     nothing."""
     shapes = state_shapes(StepConfig(target, drafter, max_depth=0), num_parts(mesh, "batch"), 0, 1, 1, 1)
-    return num_bytes([cache for cache in shapes[0] if isinstance(cache, Cache)], mesh)
+    return _num_bytes([cache for cache in shapes[0] if isinstance(cache, Cache)], mesh)
 
 
 def bytes_per_page(target: ModelConfig, drafter: Drafter | None, page_size: int, mesh: Mesh | None = None) -> int:
@@ -123,23 +133,28 @@ def state_bytes(
     page_size: int,
     max_pages: int,
 ) -> int:
-    """Return the bytes that the state of such a server takes on each device. Along a mesh the caches alone are
-    spread."""
-    caches, others = state_shapes(config, num_parts(mesh, "batch"), num_slots, num_pages, page_size, max_pages)
-    return num_bytes(caches, mesh) + sum(leaf.size * leaf.dtype.itemsize for leaf in others)
+    """Return the bytes that the state of such a server takes on each device."""
+    cut, others = state_shapes(config, num_parts(mesh, "batch"), num_slots, num_pages, page_size, max_pages)
+    return _num_bytes(cut, mesh) + _num_bytes(others, None)
+
+
+def _num_bytes(parts: Sequence[Any], mesh: Mesh | None) -> int:
+    """The bytes that parts of a state, of arrays or their shapes, take on each device."""
+    leaves = jax.tree.leaves(parts)
+    shapes = part_shapes([leaf.shape for leaf in leaves], mesh and [_place(part, mesh) for part in parts])
+    return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))
 
 
 @functools.lru_cache(maxsize=256)  # many meshes are asked about one state
 def state_shapes(
     config: StepConfig, num_ranks: int, num_slots: int, num_pages: int, page_size: int, max_pages: int
-) -> tuple[tuple[Cache | PageRows, ...], tuple[jax.ShapeDtypeStruct, ...]]:
-    """The caches of a state with `num_pages` for each data rank, of shapes in place of arrays, and the shapes of
-    everything else."""
+) -> tuple[tuple[Cache | PageRows | TokenRows, ...], tuple[jax.ShapeDtypeStruct, ...]]:
+    """The parts that a mesh cuts of a state with `num_pages` for each data rank, of shapes in place of arrays, and the
+    shapes of everything else."""
     sizes = {"num_slots": num_slots, "page_size": page_size, "max_pages": max_pages, "num_ranks": num_ranks}
     make = functools.partial(init_state, config, num_pages=num_ranks * num_pages, **sizes)
-    leaves = jax.tree.leaves(jax.eval_shape(make), is_leaf=_is_cache)
-    caches = tuple(leaf for leaf in leaves if _is_cache(leaf))
-    return caches, tuple(leaf for leaf in leaves if not _is_cache(leaf))
+    leaves = jax.tree.leaves(jax.eval_shape(make), is_leaf=_is_cut)
+    return tuple(filter(_is_cut, leaves)), tuple(leaf for leaf in leaves if not _is_cut(leaf))
 
 
 def reads_by_page(target: ModelConfig, num_pages: int, page_size: int, mesh: Mesh | None = None) -> bool:
