@@ -215,6 +215,8 @@ def describe(name: str, number: int = 1) -> Described:
         raise ConfigError(f"{name}: XLA's compiler for it is not installed; pip install {packages}")
     if platform == "tpu":
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the network which device it has
+        # describing takes no device: neither a server on this host's TPU nor another such process is in its way
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         return Described("tpu", tuple(topologies.get_topology_desc(name, "tpu").devices[:number]), {})
     facts = re.sub(r"(device_memory_size: )(\d+)", _as_if_there, H100_FILE.read_text())
     slice_ = topologies.get_topology_desc(name, "cuda", target_config=facts, topology=f"1x1x{number}")

@@ -1,12 +1,14 @@
 """Targets with recurrent layers have a prefix cache: a hit goes on from a kept state, and changes no bit but the time
 it takes, whatever is given up meanwhile."""
 
+import itertools
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Ask, Fixed, Reference, compile_programs, make_engine, make_runner, run, serving
+from engines import Ask, Dice, Fixed, Reference, compile_programs, greedy, make_engine, make_runner, run, serving
 from spread import head_of, mesh_of, spread_head, spread_target, target_of
 from storms import storm
 
@@ -28,6 +30,14 @@ def keeping(kept: Path | None) -> Runner:
     runner = make_runner(target_of(MODEL), head_of(MODEL), "tree:2x2x4", "chain:2", "off", kept_states=3, folder=kept)
     compile_programs(runner)
     return runner
+
+
+@pytest.fixture(scope="module")
+def reference(kept: Path | None) -> Iterator[Reference]:
+    reference = Reference(target_of(MODEL), kept)
+    compile_programs(reference.runner)
+    with serving(reference.engine):
+        yield reference
 
 
 def said(inbox: Any) -> Any:
@@ -55,19 +65,27 @@ def test_a_hit_equals_a_miss_bit_for_bit(keeping: Runner, way: str, params: Samp
 
 
 @pytest.mark.parametrize("spread", ["", pytest.param("data=2,tensor=2", marks=pytest.mark.slow)])
-def test_storms_change_no_token(keeping: Runner, kept: Path | None, spread: str) -> None:
-    """Few pages and fewer states: they are given up all the time, and sequences give up their pages."""
+def test_storms_change_no_token(keeping: Runner, reference: Reference, spread: str) -> None:
+    """Few pages and fewer states: they are given up all the time."""
     runner = keeping
     if spread:
         mesh, ways = mesh_of(spread), ("tree:2x2x4", "chain:2", "off")
         runner = make_runner(spread_target(MODEL, mesh), spread_head(MODEL, mesh), *ways, kept_states=3, mesh=mesh)
         compile_programs(runner)
-    reference = Reference(target_of(MODEL), kept)
-    compile_programs(reference.runner)
-    with serving(reference.engine):
-        stats, _ = storm(runner, reference, 80, 25, num_pages=20)
+    stats, _ = storm(runner, reference, 80, 25, num_pages=20)
     assert stats.num_prefix_hits
-    assert stats.num_preemptions or spread
+
+
+def test_a_preempted_answer_goes_on_behind_a_kept_state(keeping: Runner, reference: Reference) -> None:
+    """Room for one of two long answers: the younger gives its pages back, and its next turn is hit."""
+    prompt = tuple(random.Random(8).choices(range(3, 64), k=50))
+    asked = (Ask(prompt[i : i + 30], greedy(60, ignore_eos=True)) for i in range(20))
+    first, second = itertools.islice(reference.firm(asked), 2)
+    with serving(make_engine(keeping, Dice(2), num_pages=14)) as engine:
+        inboxes = run(engine, [first, second])
+        assert engine.stats().num_preemptions
+    for ask, inbox in zip((first, second), inboxes, strict=True):
+        reference.check(ask, inbox)
 
 
 def test_a_server_keeps_states_as_its_settings_say() -> None:
