@@ -285,6 +285,12 @@ def program_platform() -> str:
     return mesh.abstract_device.platform
 
 
+def program_kind() -> str:
+    """The kind of the devices that programs are made for here, as JAX names it, such as "TPU7x"."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return described.device_kind if described is not None else jax.devices()[0].device_kind
+
+
 _platform: ContextVar[str] = ContextVar("platform", default="")
 
 

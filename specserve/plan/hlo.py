@@ -19,7 +19,7 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|branch_computations|true_computati
 _NAME = re.compile(r"%([\w.-]+)")
 # instructions that name arrays which are there already
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota", "partition-id"}
-_CONTROL = {"while", "conditional", "call"}
+_CONTROL = {"while", "conditional", "call", "call-start"}
 _SLICES = {"gather", "dynamic-slice", "slice"}  # they read no more than what they return,
 _UPDATES = {"scatter", "dynamic-update-slice"}  # and they write no more than what they are given
 

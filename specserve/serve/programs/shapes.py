@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from specserve.drafters.speculation import describe
 from specserve.drafters.words import OWN_TEXT
 from specserve.errors import ConfigError
-from specserve.mesh import num_parts, program_platform
+from specserve.mesh import num_parts, program_kind, program_platform
 from specserve.models.config import ModelConfig
 from specserve.serve.engine.pages import PagePool, Watcher
 from specserve.serve.engine.state_places import StatePlaces
@@ -249,8 +249,7 @@ def make_shapes(
         num_ranks=num_ranks,
         kept_layers=kept_layers,
         kept_states=kept_states,
-        # XLA makes a GPU's host drive loops unless its flags put them into CUDA graphs (+WHILE), which no GPU has timed
-        most_steps=1 if program_platform() == "gpu" else STEPS_AT_ONCE,
+        most_steps=STEPS_AT_ONCE if _loops_pay() else 1,
         # a CPU computes prompts one after another in the same time, and the first is done sooner
         prompt_tokens=0 if program_platform() == "cpu" else chunks[-1],
     )
@@ -266,6 +265,12 @@ def make_shapes(
         is_mixing = program_platform() != "cpu" and not target.is_recurrent
         return dataclasses.replace(shapes, widths=(max_pages,), is_mixing=is_mixing)
     return shapes
+
+
+def _loops_pay() -> bool:
+    """Return whether steps are made in a loop. XLA makes a GPU's host drive loops, unless its flags put them into CUDA
+    graphs (+WHILE), which no GPU has timed; and before a loop of a TPU v7x it copies all weights into other tiles."""
+    return program_platform() != "gpu" and program_kind() != "TPU7x"
 
 
 def make_batch_sizes(num_slots: int, num_ranks: int = 1, least: int = 1) -> tuple[int, ...]:
