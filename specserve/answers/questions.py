@@ -70,7 +70,7 @@ def find_questions(
             continue
         kwargs = {**template_kwargs, **row.variables()}
         for sample in range(samples):
-            key = _row_id(row, asked, sample)
+            key = _row_id(row, sample)
             order.setdefault(key, len(order))
             if key in done:
                 num_there += 1
@@ -84,13 +84,14 @@ def find_questions(
 def row_id(row: Conversation) -> str:
     """The `id` of the row that holds the (first) answers to a conversation's questions: the same for the same questions
     under the same variables of the template, wherever they stand."""
-    return _row_id(row, _asked(row)[0], 0)
+    return _row_id(row, 0)
 
 
-def _row_id(row: Conversation, asked: list[list[dict[str, Any]]], sample: int) -> str:
+def _row_id(row: Conversation, sample: int) -> str:
+    asked, calls, _ = _asked(row)
     variables = [row.variables()] if row.template_kwargs else []
     more = [row.more_turns] if row.more_turns else []
-    tools = [row.tools, _asked(row)[1]] if row.tools else []
+    tools = [row.tools, calls] if row.tools else []
     return f"{digest(asked, *variables, *more, *tools)}-{sample}"
 
 

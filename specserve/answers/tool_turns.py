@@ -57,7 +57,8 @@ class ToolTurns:
         return part, isinstance(parser, Reader) and parser.is_thinking
 
     def messages(self, job: Job, part: Part, text: str, *, keeps_reasoning: bool) -> Iterator[dict[str, Any]]:
-        """Yield the messages that may stand for an answer: with its content as it was read, and as it was written."""
+        """Yield the messages that may stand for an answer: with its content as it was read, and where nothing stands
+        behind it with the space that it was written with."""
         own = dict[str, Any]()
         if keeps_reasoning and part.reasoning:
             own["reasoning_content"] = part.reasoning
@@ -70,8 +71,10 @@ class ToolTurns:
                 }
                 for i, call in enumerate(part.tool_calls)
             ]
-        behind = text.rpartition(part.content)[1:] if part.content else ()
-        for content in dict.fromkeys((part.content, "".join(behind))):
+        written = part.content
+        if written and not part.tool_calls:
+            written = text[text.rindex(written) :] if written in text else written
+        for content in dict.fromkeys((part.content, written)):
             yield {"role": "assistant", "content": content, **own}
 
     def go_on(self, job: Job) -> None:
