@@ -326,9 +326,8 @@ def make_runner(
 ) -> Runner:
     """Give the device the models, and slots and a cache as the settings say, for steps over these trees. Nothing is
     compiled yet, but the largest programs where the cache takes all memory that they leave."""
-    models, num_layers = with_cache_dtype(models, run), models.target.config.num_layers
-    if wrong := [layer for layer in run.hidden_states if not 0 <= layer < num_layers]:
-        raise ConfigError(f"--hidden-states {wrong[0]}: {models.name} has the layers 0 to {num_layers - 1}")
+    models = with_cache_dtype(models, run)
+    _check_kept(models, run)
     served = Served(models.target.config, models.head.drafter if models.head else None, trees, models.mesh)
     make = functools.partial(LeadingRunner, rank) if isinstance(rank, Leader) else Runner
 
@@ -356,6 +355,16 @@ def make_runner(
         runner.state = None  # two states are never there at once
         runner = make_for(agreed(choose_sizes(served, run, needed)))
     return runner
+
+
+def _check_kept(models: Models, run: ServeRun) -> None:
+    """Check that the target has what the settings keep of it. Raises ConfigError."""
+    num_layers, is_recurrent = models.target.config.num_layers, models.target.config.is_recurrent
+    if wrong := [layer for layer in run.hidden_states if not 0 <= layer < num_layers]:
+        raise ConfigError(f"--hidden-states {wrong[0]}: {models.name} has the layers 0 to {num_layers - 1}")
+    if run.kept_states and not (is_recurrent and run.prefix_cache):
+        why = "prefixes are not cached" if is_recurrent else f"{models.name} has no recurrent layers"
+        raise ConfigError(f"--kept-states {run.kept_states}: {why}; leave the flag out")
 
 
 def with_cache_dtype(models: Models, run: ServeRun) -> Models:

@@ -13,6 +13,7 @@ from spread import head_of, mesh_of, spread_head, spread_target, target_of
 from storms import storm
 
 from specserve.drafters.speculation import parse_speculation
+from specserve.errors import ConfigError
 from specserve.serve.launch import Models
 from specserve.serve.launch import make_runner as launch_runner
 from specserve.serve.programs.runner import Runner
@@ -95,3 +96,8 @@ def test_a_server_keeps_states_as_its_settings_say() -> None:
         assert runner.shapes.kept_states == number
         kept = [state for state in runner.state.cache.kept if state is not None]
         assert {state.matrix.shape[0] for state in kept} == ({number} if number else set())
+    dense = Models("dense", target_of("dense"), None, None)
+    with pytest.raises(ConfigError, match="--kept-states 2: dense has no recurrent layers; leave the flag out"):
+        launch_runner(dense, ServeRun(max_model_len=64, kept_states=2), [None])
+    with pytest.raises(ConfigError, match="--kept-states 2: prefixes are not cached"):
+        launch_runner(models, ServeRun(max_model_len=64, kept_states=2, prefix_cache=False), [None])
