@@ -23,7 +23,7 @@ from specserve.checkpoints.configs import find_config
 from specserve.eval.bench.step_times import read_bandwidth
 from specserve.kernels import native
 from specserve.kernels.attention import attend
-from specserve.kernels.matmul import matmul, pack, quantize
+from specserve.kernels.matmul import INT4_BLOCK, matmul, pack, quantize
 from specserve.kernels.paged import PagedPrefix, kernel_for
 from specserve.kernels.pages import LARGEST, Pages
 from specserve.mesh import default_dtype
@@ -32,10 +32,11 @@ from specserve.models.target import fuse_for_cpu, target_spec
 from specserve.serve.launch import CACHE_DTYPES
 from specserve.train.speed import matmul_peak
 
-FORMATS: dict[str, tuple[Callable[[jax.Array], Any], int]] = {  # of bfloat16 numbers, and the bytes of an element
+FORMATS: dict[str, tuple[Callable[[jax.Array], Any], float]] = {  # of bfloat16 numbers, and the bytes of an element
     "float32": (lambda matrix: matrix * (1 + 2**-20), 4),  # numbers that need all of float32
     "bfloat16": (lambda matrix: matrix, 2),
     "int8": (lambda matrix: quantize(matrix, "int8"), 1),
+    "int4": (lambda matrix: quantize(matrix, "int4"), 0.5 + 4 / INT4_BLOCK),  # with a float32 scale for each block
 }
 
 
@@ -112,7 +113,7 @@ def products(target: str, rows: Sequence[int]) -> Iterator[KernelWork]:
                 function=_in_a_row,
                 own=None if packed is None else (x, packed),
                 xla=(x, plain),
-                num_bytes=num_bytes * elements + num_rows * ends * x.dtype.itemsize,
+                num_bytes=int(num_bytes * elements) + num_rows * ends * x.dtype.itemsize,
                 num_flops=2 * num_rows * elements,
             )
 

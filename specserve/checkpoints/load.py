@@ -22,7 +22,7 @@ from specserve.checkpoints.lazy import Index, LazyQuantized, LazyTensor
 from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_weight, read_storing
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
-from specserve.kernels.matmul import EightBits, QuantizedMatrix, dequantize, quantize
+from specserve.kernels.matmul import Rounded, QuantizedMatrix, dequantize, quantize
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
@@ -266,7 +266,7 @@ def _load(
     return array
 
 
-def in_eight_bits(params: Tree, to: EightBits) -> Tree:
+def in_eight_bits(params: Tree, to: Rounded) -> Tree:
     """Parameters with each matrix that rows are multiplied by rounded to 8 bits (`kernels.matmul.quantize`), unless it
     has 8 bits already."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))

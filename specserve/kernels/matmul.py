@@ -24,6 +24,7 @@ import numpy as np
 
 from specserve.kernels import native
 from specserve.kernels.large_pages import empty_in_large_pages
+from specserve.kernels.panels import by_panel, four_bits, lay_out
 from specserve.mesh import is_on_one_device, program_platform
 from specserve.pytree import pytree, static
 
@@ -46,8 +47,10 @@ class PackedMatrix:
     as many to a panel as the registers hold, and each panel is contiguous (`native/kernels.h` has the order within
     one)."""
 
-    panels: jax.Array  # [..., panel, d_in, width] float32, bfloat16 or int8; d_in is filled up where tiles multiply
-    scale: jax.Array | None  # [..., d_in / block rounded up, d_out] float32
+    panels: jax.Array  # [..., panel, d_in, width], of 4 bits two inputs in a byte; d_in is filled up to whole tiles
+    scale: jax.Array | None  # [..., panel, d_in / block rounded up, width] float16 or float32
+    offset: jax.Array | None  # like scale
+    format: native.Format = static()
     d_in: int = static()
     d_out: int = static()
     block: int = static(default=0)  # inputs that share a scale; 0: all of them
@@ -59,12 +62,14 @@ class PackedMatrix:
 
 @pytree
 class QuantizedMatrix:
-    """A [d_in, d_out] matrix, or one for each expert, stored as values times scales. Each output has a scale for every
-    `block` inputs. So matrices are joined side by side, and experts or outputs picked, leaf by leaf."""
+    """A [d_in, d_out] matrix, or one for each expert, stored as values times scales, perhaps plus offsets. Each output
+    has a scale, and an offset, for every `block` inputs. So matrices are joined side by side, and experts or outputs
+    picked, leaf by leaf."""
 
     values: jax.Array  # [..., d_in, d_out] int8 or float8
     scale: jax.Array  # [..., d_in / block rounded up, d_out] float32
     block: int = static()
+    offset: jax.Array | None = None  # like scale
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,12 +80,13 @@ class QuantizedMatrix:
 
     def __getitem__(self, index: Any) -> "QuantizedMatrix":
         """Pick some experts, or some outputs. An index into the inputs would tear the blocks of scales."""
-        return QuantizedMatrix(self.values[index], self.scale[index], self.block)
+        return jax.tree.map(lambda leaf: leaf[index], self)
 
 
 MOST_BYTES = 2**16  # of int8 weights times digits from -128 to 127 (native/digits_isa.h): half of what 32 bits can hold
 Weight = jax.Array | BlockedMatrix | PackedMatrix | QuantizedMatrix
-EightBits = Literal["int8", "fp8"]
+Rounded = Literal["int8", "fp8", "int4"]  # how weights may be rounded when they are loaded
+INT4_BLOCK = 32  # inputs that share a scale
 
 
 def block(weight: jax.Array, columns: int) -> Weight:
@@ -96,47 +102,38 @@ def block(weight: jax.Array, columns: int) -> Weight:
 def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
     """Lay a matrix [..., d_in, d_out] out for the native kernel without changing a value. Float32 values that are all
     bfloat16 numbers, as those of published checkpoints are, are kept in bfloat16, which halves what a product reads.
-    Float8 values of quantised matrices are kept in bfloat16 too, and so are int8 ones of more inputs to a scale than
-    sums of integers can hold."""
-    scale, block_size = None, 0
+    Int8 values of quantised matrices that fit in 4 bits, block by block, are kept in 4 bits. Float8 ones are kept in
+    bfloat16, and so are int8 ones of more inputs to a scale than sums of integers can hold."""
+    d_in, d_out = weight.shape[-2:]
+    scale = offset = coded = None
+    block = 0
     if isinstance(weight, QuantizedMatrix):
-        values, scale, block_size = np.asarray(weight.values), weight.scale, weight.block
-        if values.dtype != np.int8 or min(block_size, values.shape[-2]) > MOST_BYTES:
+        values, scale, block = np.asarray(weight.values), np.asarray(weight.scale), weight.block
+        offset = None if weight.offset is None else np.asarray(weight.offset)
+        if values.dtype != np.int8 or min(block, d_in) > MOST_BYTES:
             values = values.astype(ml_dtypes.bfloat16)
+        elif coded := four_bits(values, block):
+            values = coded.codes
+            if coded.shift is not None:
+                offset = coded.shift * scale + (0 if offset is None else offset)
     else:
         values = np.asarray(weight)
         if values.dtype == np.float32 and not _lower_halves(values).any():
             values = values.astype(ml_dtypes.bfloat16)
-    *stack, d_in, d_out = values.shape
-    width, tile = native.panel_width(values.dtype.itemsize), native.tile_inputs(values.dtype.itemsize)
-    num_panels = -(-d_out // width)
-    padded = _fill_up(values, -1, num_panels * width)
-    lanes = 4 // values.dtype.itemsize  # numbers that share 32 bits
-    if tile:
-        size = block_size or d_in
-        num_blocks = -(-d_in // size)
-        blocks = _fill_up(padded, -2, num_blocks * size)
-        blocks = blocks.reshape(*stack, num_blocks, size, num_panels * width)
-        blocks = _fill_up(blocks, -2, -(-blocks.shape[-2] // tile) * tile)
-        inputs = num_blocks * blocks.shape[-2]
-        panels = blocks.reshape(*stack, inputs // tile, tile // lanes, lanes, num_panels, width // 16, 16)
-        # [..., panel, step, tile, input / lanes, output, lanes]
-        panels = np.moveaxis(panels, (-3, -6, -2, -5, -1, -4), (-6, -5, -4, -3, -2, -1))
-    else:
-        inputs = d_in
-        panels = padded.reshape(*stack, d_in, num_panels, lanes, width // lanes)
-        panels = np.moveaxis(np.moveaxis(panels, -3, -4), -2, -1)  # [..., panel, d_in, width / lanes, lanes]
-    laid_out = _in_large_pages(panels, (*stack, num_panels, inputs, width))
-    return PackedMatrix(laid_out, scale, d_in, d_out, block_size)
+    of: native.Format = coded.format if coded else values.dtype.name
+    made = lay_out(values, of, block or d_in)
+    of_blocks = _halved([each if each is None else by_panel(each, made.width) for each in (scale, offset)])
+    return PackedMatrix(_in_large_pages(made.panels, made.shape), *of_blocks, of, d_in, d_out, block)
 
 
-def _fill_up(values: np.ndarray, axis: int, size: int) -> np.ndarray:
-    """The values with zeros after them along an axis, up to this size."""
-    if size == values.shape[axis]:
-        return values
-    padding = [(0, 0)] * values.ndim
-    padding[axis] = 0, size - values.shape[axis]
-    return np.pad(values, padding)
+def _halved(of_blocks: list[np.ndarray | None]) -> list[jax.Array | None]:
+    """Scales and offsets in float16 where that holds all of them exactly, as most files do: of 32 numbers of 4 bits a
+    float32 scale is a fifth of what is read."""
+    present = [each for each in of_blocks if each is not None]
+    with np.errstate(over="ignore"):
+        is_exact = all((each.astype(np.float16).astype(np.float32) == each).all() for each in present)
+    dtype = np.float16 if is_exact else np.float32
+    return [each if each is None else jax.device_put(each.astype(dtype)) for each in of_blocks]
 
 
 def _in_large_pages(values: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
@@ -152,15 +149,21 @@ def _lower_halves(values: np.ndarray) -> np.ndarray:
     return halves[..., int(sys.byteorder == "big") :: 2]
 
 
-def quantize(weight: jax.Array, to: EightBits) -> QuantizedMatrix:
-    """Round a matrix to 8 bits, symmetrically, with a scale for each output: its largest magnitude becomes the largest
-    value.
+def quantize(weight: jax.Array, to: Rounded) -> QuantizedMatrix:
+    """Round a matrix [..., d_in, d_out] to 8 bits or 4, symmetrically.
 
-    In int8 an element is off by half a step at most, 1/254 of its output's largest magnitude. In fp8 (e4m3) it is off
-    by at most 1/16 of itself, or by half a subnormal step below 1/28,672 of the largest magnitude.
+    In 8 bits each output has one scale: its largest magnitude becomes the largest value. In int8 an element is off by
+    half a step at most, 1/254 of its output's largest magnitude. In fp8 (e4m3) it is off by at most 1/16 of itself, or
+    by half a subnormal step below 1/28,672 of the largest magnitude.
+
+    In int4 each output has a scale for every 32 inputs (`INT4_BLOCK`). The number of the largest magnitude becomes -8,
+    as in llama.cpp's Q4_0, so that all 16 codes are used; one of the other sign is off by one step at most, the others
+    by half a step, 1/16 of the largest magnitude.
     """
-    dtype, largest = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}[to]
     weight = weight.astype(jnp.float32)
+    if to == "int4":
+        return _in_four_bits(weight)
+    dtype, largest = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}[to]
     magnitude = jnp.abs(weight).max(axis=-2, keepdims=True)
     scale = jnp.where(magnitude > 0, magnitude / largest, 1.0)
     values = weight / scale
@@ -169,15 +172,31 @@ def quantize(weight: jax.Array, to: EightBits) -> QuantizedMatrix:
     return QuantizedMatrix(values.astype(dtype), scale, weight.shape[-2])
 
 
+def _in_four_bits(weight: jax.Array) -> QuantizedMatrix:
+    *stack, d_in, d_out = weight.shape
+    padded = jnp.pad(weight, [(0, 0)] * len(stack) + [(0, -d_in % INT4_BLOCK), (0, 0)])
+    blocks = padded.reshape(*stack, -1, INT4_BLOCK, d_out)
+    high, low = blocks.max(axis=-2, keepdims=True), blocks.min(axis=-2, keepdims=True)
+    extreme = jnp.where(high > -low, high, low)
+    scale = (extreme / -8.0).astype(jnp.float16).astype(jnp.float32)  # float16 halves what products read of scales
+    scale = jnp.where(scale != 0, scale, 1.0)
+    values = jnp.clip(jnp.round(blocks / scale), -8, 7).astype(jnp.int8)
+    return QuantizedMatrix(values.reshape(padded.shape)[..., :d_in, :], scale[..., 0, :], INT4_BLOCK)
+
+
 def dequantize(weight: jax.Array | QuantizedMatrix, dtype: jnp.dtype) -> jax.Array:
     """Restore the plain matrix, or matrices, for products that `matmul` does not know (experts, absorbed
     projections)."""
     if not isinstance(weight, QuantizedMatrix):
         return weight
-    scale = weight.scale
-    if scale.shape[-2] > 1:
-        scale = jnp.repeat(scale, weight.block, axis=-2)[..., : weight.shape[-2], :]
-    return (weight.values.astype(jnp.float32) * scale).astype(dtype)
+
+    def of_inputs(of_blocks: jax.Array) -> jax.Array:
+        if of_blocks.shape[-2] == 1:
+            return of_blocks
+        return jnp.repeat(of_blocks, weight.block, axis=-2)[..., : weight.shape[-2], :]
+
+    plain = weight.values.astype(jnp.float32) * of_inputs(weight.scale)
+    return (plain if weight.offset is None else plain + of_inputs(weight.offset)).astype(dtype)
 
 
 def matmul(
@@ -255,9 +274,12 @@ def _multiply_packed(
     x: jax.Array, weight: PackedMatrix, expert_ids: jax.Array, add: jax.Array | None = None
 ) -> jax.Array:  # [row, d_out] float32
     panels = weight.panels.reshape(-1, *weight.panels.shape[-3:])
-    scale, rest = native.operand(weight.scale), native.operand(add)
-    shape, block = (x.shape[0], weight.d_out), np.int64(weight.block)
-    return native.call("specserve_matmul", shape, x.astype(jnp.float32), expert_ids, panels, scale, rest, block=block)
+    absent = native.operand(None)
+    rest = (absent if each is None else each for each in (weight.scale, weight.offset, native.operand(add)))
+    how = {"block": np.int64(weight.block), "format": np.int64(native.FORMATS.index(weight.format))}
+    return native.call(
+        "specserve_matmul", (x.shape[0], weight.d_out), x.astype(jnp.float32), expert_ids, panels, *rest, **how
+    )
 
 
 def _quantized(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:  # float32
@@ -265,7 +287,7 @@ def _quantized(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:  # float32
     num_blocks = weight.scale.shape[-2]
     rows = x.reshape(*stack, -1, d_in)
     num_rows = rows.shape[-2]
-    if num_blocks == 1:
+    if num_blocks == 1 and weight.offset is None:
         values = weight.values.astype(x.dtype)
         y = jnp.matmul(rows, values, preferred_element_type=jnp.float32) * weight.scale
     elif num_rows >= weight.block or d_in % weight.block:  # products by block would be larger than the plain matrix
@@ -275,6 +297,9 @@ def _quantized(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:  # float32
         values = weight.values.reshape(*stack, num_blocks, weight.block, d_out).astype(x.dtype)
         products = jnp.einsum("...rbi,...bio->...rbo", by_block, values, preferred_element_type=jnp.float32)
         y = jnp.einsum("...rbo,...bo->...ro", products, weight.scale)
+        if weight.offset is not None:
+            sums = by_block.sum(axis=-1, dtype=jnp.float32)
+            y += jnp.einsum("...rb,...bo->...ro", sums, weight.offset)
     return y.reshape(*x.shape[:-1], d_out)
 
 

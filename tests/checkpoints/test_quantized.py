@@ -23,7 +23,7 @@ from specserve.checkpoints.quantized import Storing, read_storing
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
 from specserve.errors import CheckpointError
-from specserve.kernels.matmul import EightBits, QuantizedMatrix, dequantize, matmul, quantize
+from specserve.kernels.matmul import Rounded, QuantizedMatrix, dequantize, matmul, quantize
 from specserve.models import moe
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
@@ -37,7 +37,7 @@ SPEC = {"norm": vector("norm", D_IN), "o": matrix("o.weight", D_IN, D_OUT, ("hea
 FP8, INT8 = ml_dtypes.float8_e4m3fn, np.int8
 
 
-def quantize_params(params: TargetParams, to: EightBits) -> TargetParams:
+def quantize_params(params: TargetParams, to: Rounded) -> TargetParams:
     """The plain twin of loading with a quantization: every matrix that rows are multiplied by, once all are there."""
     quantized = jax.jit(quantize, static_argnames="to")
     return jax.tree_util.tree_map_with_path(lambda path, x: quantized(x, to) if is_product(path) else x, params)
@@ -298,7 +298,7 @@ def _root_mean_square(x: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("to", ["int8", "fp8"])
-def test_a_target_quantised_at_load_keeps_its_bound(pydoc_target: Target, to: EightBits) -> None:
+def test_a_target_quantised_at_load_keeps_its_bound(pydoc_target: Target, to: Rounded) -> None:
     quantized = load_target(BUNDLED_FOLDER, dtype="float32", quantization=to)
     again = quantize_params(pydoc_target.params, to)
     for one, other in zip(jax.tree.leaves(quantized.params), jax.tree.leaves(again), strict=True):
@@ -343,7 +343,7 @@ def _logits(params: TargetParams, config: ModelConfig, token_ids: jax.Array) -> 
 
 
 @pytest.mark.parametrize(("family", "to"), [("deepseek-v3", "int8"), ("gpt-oss", "fp8"), ("qwen3-next", "int8")])
-def test_every_product_takes_a_quantised_weight(tmp_path: Path, family: str, to: EightBits) -> None:
+def test_every_product_takes_a_quantised_weight(tmp_path: Path, family: str, to: Rounded) -> None:
     """Latent attention, experts with and without biases, shared experts, gates, recurrent layers; fused as on CPU."""
     raw = json.loads((GOLDENS / family / "config.json").read_text())
     all_specs = specs(target_spec(model_config(raw, dtype="float32")))

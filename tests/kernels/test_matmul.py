@@ -10,7 +10,7 @@ from rounding import UNIT, assert_within, of_product
 from specserve.kernels import reference
 from specserve.kernels.matmul import (
     BlockedMatrix,
-    EightBits,
+    Rounded,
     QuantizedMatrix,
     block,
     dequantize,
@@ -112,7 +112,7 @@ def test_products_of_bfloat16_rows_are_scaled_in_float32(rng: np.random.Generato
 
 @pytest.mark.parametrize("to", ["int8", "fp8"])
 @pytest.mark.parametrize("shape", [(40, 24), (3, 40, 24)])
-def test_quantized_elements_keep_their_bound(rng: np.random.Generator, to: EightBits, shape: tuple[int, ...]) -> None:
+def test_quantized_elements_keep_their_bound(rng: np.random.Generator, to: Rounded, shape: tuple[int, ...]) -> None:
     weight = rng.standard_normal(shape).astype(np.float32) * np.exp(rng.standard_normal(shape[-1]) * 3)
     weight[..., 5] = 0
     quantized = quantize(jnp.asarray(weight, jnp.float32), to)

@@ -26,6 +26,7 @@ from specserve.kernels.matmul import (
     pack,
 )
 from specserve.kernels.native import build
+from specserve.kernels.panels import FP4_DOUBLES, four_bits
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.pages import Pages, write_pages
 from specserve.kernels.rowwise import (
@@ -43,7 +44,7 @@ from specserve.kernels.rowwise import (
 pytestmark = pytest.mark.skipif(not native.is_available(), reason=native.describe())
 
 
-SETS = ["amx", "avx512", "avx2"] if build.machine() == "x86_64" else ["neon"]
+SETS = ["amx", "vnni", "avx512", "avx2"] if build.machine() == "x86_64" else ["neon"]
 
 
 @pytest.fixture(scope="module", autouse=True, params=SETS)
@@ -75,16 +76,41 @@ def _weight(rng: np.random.Generator, kind: str, d_in: int, d_out: int) -> jax.A
         return jnp.asarray(values)
     if kind == "bfloat16":
         return jnp.asarray(values.astype(ml_dtypes.bfloat16).astype(np.float32))
-    block = 7 if "blocks" in kind else d_in
+    block = BLOCKS.get(kind, d_in)
     scale = rng.uniform(0.001, 0.01, (-(-d_in // block), d_out)).astype(np.float32)
+    offset = jnp.asarray(_normal(rng, *scale.shape) * 0.05) if "offset" in kind else None
+    if "4" in kind:
+        codes = rng.integers(0, 16, (d_in, d_out))
+        zeros = rng.integers(1, 17, scale.shape) if "zeros" in kind else np.full(scale.shape, 8)
+        zeros = np.repeat(zeros, block, axis=0)[:d_in]
+        whole = (FP4_DOUBLES[codes] if kind == "fp4" else codes - zeros).astype(np.int8)
+        return QuantizedMatrix(jnp.asarray(whole), jnp.asarray(scale), block, offset)
     dtype = np.int8 if "int8" in kind else ml_dtypes.float8_e4m3fn
-    return QuantizedMatrix(jnp.asarray((values * 40).clip(-127, 127).astype(dtype)), jnp.asarray(scale), block)
+    whole = (values * 40).clip(-127, 127).astype(dtype)
+    whole[:2] = np.array([[-100], [100]]).astype(dtype)[: len(whole)]  # no 4 bits hold both
+    return QuantizedMatrix(jnp.asarray(whole), jnp.asarray(scale), block, offset)
+
+
+BLOCKS = {"int8 in blocks": 7, "int8, offset": 16, "int4 in blocks": 32, "int4, zeros": 16, "int4, offset": 40, "fp4": 16}
+KINDS = ["float32", "bfloat16", "int8", *BLOCKS, "int4"]
+
+
+def _magnitudes(weight: QuantizedMatrix) -> np.ndarray:  # [d_in, d_out]
+    """Of what is added for each weight: its number of 4 bits, or of 8, times the scale, and the offset."""
+    values, shift, offset = np.asarray(weight.values), np.zeros((1, 1)), np.zeros((1, 1))
+    if (coded := four_bits(values, weight.block)) and coded.shift is not None:
+        shift = coded.shift
+    if weight.offset is not None:
+        offset = np.asarray(weight.offset)
+    scale = np.asarray(weight.scale)
+    scale, shift, offset = (np.repeat(each, weight.block, axis=0)[: len(values)] for each in np.broadcast_arrays(scale, shift, offset))
+    return np.abs(values - shift) * scale + np.abs(shift * scale + offset)
 
 
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    kind=st.sampled_from(["float32", "bfloat16", "int8", "int8 in blocks", "fp8"]),
+    kind=st.sampled_from([*KINDS, "fp8"]),
     rows=st.integers(1, 130),
     d_in=st.sampled_from([1, 5, 33, 512, 2100]),
     d_out=st.sampled_from([1, 63, 64, 65, 200]),
@@ -94,7 +120,8 @@ def test_a_packed_product_is_x_times_w(seed: int, kind: str, rows: int, d_in: in
     weight, x = _weight(rng, kind, d_in, d_out), _normal(rng, rows, d_in)
     packed = pack(weight)
     assert packed.shape == (d_in, d_out)
-    assert packed.panels.dtype.itemsize == {"float32": 4, "bfloat16": 2, "fp8": 2}.get(kind, 1)
+    if d_in > 32:  # of fewer numbers some fit in fewer bits
+        assert packed.format == {"fp8": "bfloat16"}.get(kind, kind.split(",")[0].split(" ")[0])
     residual, chosen = _normal(rng, rows, d_out), {0, rows // 2, rows - 1}
 
     @jax.jit
@@ -104,8 +131,9 @@ def test_a_packed_product_is_x_times_w(seed: int, kind: str, rows: int, d_in: in
         return matmul(x, packed), alone, added, dequantize(weight, jnp.dtype("float32"))
 
     got, alone, added, plain = jax.device_get(run(x, packed, weight))
-    block = packed.block if kind.startswith("int8") else 0
-    rounding.assert_within(got, x.astype(np.float64) @ plain.astype(np.float64), rounding.of_product(x, plain, block))
+    block = 0 if packed.format in ("float32", "bfloat16") else packed.block
+    parts = _magnitudes(weight) if packed.format == "int4" or "offset" in kind else plain
+    rounding.assert_within(got, x.astype(np.float64) @ plain.astype(np.float64), rounding.of_product(x, parts, block))
     assert all((alone[row] == got[row]).all() for row in chosen), "a row depends on its neighbours"
     assert (added == residual + got).all(), "a sum is more than the product and a sum"
 
@@ -121,7 +149,7 @@ def test_a_product_of_any_magnitude(rng: np.random.Generator, largest: float) ->
     rounding.assert_within(matmul(jnp.asarray(x), pack(weight)), x.astype(np.float64) @ plain.astype(np.float64), bound)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8 in blocks"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_a_row_that_is_not_finite_is_seen_and_harms_no_other(rng: np.random.Generator, kind: str, value: float) -> None:
     packed, x = pack(_weight(rng, kind, 40, 70)), _normal(rng, 6, 40)
@@ -132,7 +160,7 @@ def test_a_row_that_is_not_finite_is_seen_and_harms_no_other(rng: np.random.Gene
     assert (np.delete(got, 2, 0) == np.delete(expected, 2, 0)).all()
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int8 in blocks"])
+@pytest.mark.parametrize("kind", ["bfloat16", *BLOCKS])
 def test_each_row_meets_its_own_experts_matrix(rng: np.random.Generator, kind: str) -> None:
     experts = [_weight(rng, kind, 40, 70) for _ in range(5)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *experts)
@@ -162,10 +190,11 @@ def test_packing_rounds_nothing() -> None:
 @pytest.mark.parametrize("d_in", [MOST_BYTES, 2 * MOST_BYTES + 1])
 def test_sums_of_bytes_have_room(d_in: int) -> None:
     """Of the largest numbers of one sign; beyond, the same values are multiplied as wider numbers."""
-    weight = QuantizedMatrix(jnp.full((d_in, 1), -128, jnp.int8), jnp.ones((1, 1)), d_in)
-    packed, x = pack(weight), np.full((1, d_in), 255 / 256, np.float32)
+    values = np.full((d_in, 1), -128, np.int8)
+    values[0] = 127  # no 4 bits hold both
+    packed = pack(QuantizedMatrix(jnp.asarray(values), jnp.ones((1, 1)), d_in))
+    x, plain = np.full((1, d_in), 255 / 256, np.float32), values.astype(np.float64)
     assert packed.panels.dtype == (jnp.int8 if d_in <= MOST_BYTES else jnp.bfloat16)
-    plain = np.full((d_in, 1), -128.0)
     rounding.assert_within(
         matmul(jnp.asarray(x), packed), x.astype(np.float64) @ plain, rounding.of_product(x, plain, d_in)
     )

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,9 @@ HANDLERS = (
     "specserve_write",
     "specserve_argmax",
 )
+
+Format = Literal["float32", "bfloat16", "int8", "int4", "fp4"]  # of a packed matrix's numbers (kernels.h)
+FORMATS: tuple[Format, ...] = get_args(Format)  # each at its number in C++
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -76,15 +79,14 @@ def describe() -> str:
     return _native().text
 
 
-def panel_width(itemsize: int) -> int:
-    """Return the number of outputs in a panel of a packed matrix whose numbers have so many bytes. The instruction set
-    decides."""
-    return _number("specserve_kernels_panel_width", itemsize)
+def panel_width(of: Format) -> int:
+    """Return the number of outputs in a panel of a packed matrix. The instruction set decides."""
+    return _number("specserve_kernels_panel_width", of)
 
 
-def tile_inputs(itemsize: int) -> int:
-    """Return the number of inputs of a tile, where the processor multiplies tiles of such numbers; else 0."""
-    return _number("specserve_kernels_tile_inputs", itemsize)
+def tile_inputs(of: Format) -> int:
+    """Return the number of inputs of a tile, where the processor multiplies such numbers by tiles; else 0."""
+    return _number("specserve_kernels_tile_inputs", of)
 
 
 def is_quick_with_bytes() -> bool:
@@ -92,15 +94,15 @@ def is_quick_with_bytes() -> bool:
     where the instruction set has wide vectors or tiles of bytes (docs/log.md). Elsewhere bytes take too long to
     widen."""
     library = is_available() and _native().library
-    return bool(library) and _text(library, "specserve_kernels_instruction_set") in ("amx", "avx512")
+    return bool(library) and _text(library, "specserve_kernels_instruction_set") in ("amx", "vnni", "avx512")
 
 
-def _number(name: str, itemsize: int) -> int:
+def _number(name: str, of: Format) -> int:
     library = _native().library
     assert library is not None, "packing is for native kernels"
     function = library[name]
     function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_int64]
-    return function(itemsize)
+    return function(FORMATS.index(of))
 
 
 def serving(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

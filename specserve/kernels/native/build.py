@@ -35,6 +35,7 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", *_AVX2)
 VARIANTS = {
     "avx2": ("x86_64", _AVX2),
     "amx": ("x86_64", _AVX512),
+    "vnni": ("x86_64", (*_AVX512, "-mavx512vnni")),
     "avx512": ("x86_64", _AVX512),
     "neon": ("aarch64", ()),
 }

@@ -67,10 +67,22 @@ bool has_tiles() {
 #endif
 }
 
-// AVX-512's, with products by tiles.
-const Kernels* kernels_amx() {
+// AVX-512's, with products of 4-bit weights by VNNI.
+const Kernels* kernels_vnni() {
   static const Kernels kernels = [] {
     Kernels made = *kernels_avx512();
+    made.name = "vnni";
+    made.tiles[static_cast<int>(Format::kInt4)] = tiles_vnni_int4();
+    made.tiles[static_cast<int>(Format::kFp4)] = tiles_vnni_fp4();
+    return made;
+  }();
+  return &kernels;
+}
+
+// These, with products by tiles.
+const Kernels* kernels_amx() {
+  static const Kernels kernels = [] {
+    Kernels made = *kernels_vnni();
     made.name = "amx";
     made.tiles[static_cast<int>(Format::kBfloat16)] = tiles_amx_bfloat16();
     made.tiles[static_cast<int>(Format::kInt8)] = tiles_amx_int8();
@@ -87,7 +99,9 @@ std::vector<const Kernels*> runnable() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl")) {
-    if (has_tiles()) found.push_back(kernels_amx());
+    const bool has_dot_products = __builtin_cpu_supports("avx512vnni");
+    if (has_dot_products && has_tiles()) found.push_back(kernels_amx());
+    if (has_dot_products) found.push_back(kernels_vnni());
     found.push_back(kernels_avx512());
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
@@ -176,8 +190,8 @@ const T* data_or_null(const Buffer& buffer) {
 }
 
 ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> group, ffi::AnyBuffer panels,
-                  ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> add, ffi::Result<ffi::Buffer<ffi::F32>> y,
-                  int64_t block) {
+                  ffi::AnyBuffer scale, ffi::AnyBuffer offset, ffi::Buffer<ffi::F32> add,
+                  ffi::Result<ffi::Buffer<ffi::F32>> y, int64_t block, int64_t format) {
   const Kernels* chosen = kernels();
   if (!chosen) return refuse("no kernel for this processor");
   const auto x_dims = x.dimensions(), dims = panels.dimensions(), y_dims = y->dimensions();
@@ -187,28 +201,32 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   if (group.element_count() && add.element_count()) return refuse("rows of experts are added to nothing");
   call.group = data_or_null<int32_t>(group);
   call.panels = panels.untyped_data();
-  call.scale = data_or_null<float>(scale);
+  call.scale = data_or_null<void>(scale);
+  call.offset = data_or_null<void>(offset);
+  call.is_half = scale.element_type() == ffi::F16;
   call.add = data_or_null<float>(add);
   call.y = y->typed_data();
   call.rows = x_dims[0], call.d_in = x_dims[1], call.d_out = y_dims[1], call.groups = dims[0];
   call.block = block > 0 ? block : std::max<int64_t>(1, call.d_in);
-  switch (panels.element_type()) {
-    case ffi::F32: call.format = Format::kFloat32; break;
-    case ffi::BF16: call.format = Format::kBfloat16; break;
-    case ffi::S8: call.format = Format::kInt8; break;
-    default: return refuse("dtype of a packed matrix");
-  }
+  if (format < 0 || format >= kFormats) return refuse("format of a packed matrix");
+  call.format = static_cast<Format>(format);
   const Tiles* tiles = chosen->tiles[static_cast<int>(call.format)];
   const int64_t width = tiles ? tiles->panel_width : chosen->panel_width;
   const int64_t row_block = tiles ? tiles->row_block : chosen->row_block;
   const int64_t num_panels = (call.d_out + width - 1) / width;
+  const int64_t num_blocks = (call.d_in + call.block - 1) / call.block, bits = kBits[format];
   int64_t inputs = call.d_in;  // with those that fill blocks up to whole tiles
   if (tiles && call.d_in) {
-    const int64_t num_blocks = (call.d_in + call.block - 1) / call.block;
     inputs = num_blocks * ((std::min(call.block, call.d_in) + tiles->inputs - 1) / tiles->inputs) * tiles->inputs;
   }
-  if (dims[1] != num_panels || dims[2] != inputs || dims[3] != width || y_dims[0] != call.rows ||
-      (call.add && add.element_count() != y->element_count())) {
+  const int64_t held = bits < 8 ? (inputs + 1) / 2 : inputs;  // bytes of 4-bit codes, else numbers
+  const size_t scales = call.groups * num_panels * num_blocks * width;
+  if (dims[1] != num_panels || dims[2] != held || dims[3] != width || y_dims[0] != call.rows ||
+      panels.size_bytes() != static_cast<size_t>(call.groups * num_panels * held * width * std::max<int64_t>(bits, 8) / 8) ||
+      (call.scale && scale.element_count() != scales) || (call.offset && offset.element_count() != scales) ||
+      (call.scale && scale.element_type() != (call.is_half ? ffi::F16 : ffi::F32)) || (bits < 16 && !call.scale) ||
+      (call.offset && offset.element_type() != scale.element_type()) ||
+      (call.add && add.element_count() != y->element_count()) || (bits < 8 && num_blocks > 1 && call.block % 2)) {
     return refuse("shapes of a product");
   }
   // rows by group, each group's in their own order
@@ -458,9 +476,8 @@ ffi::Error angles(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
   return ffi::Error::Success();
 }
 
-const Tiles* tiles_of(const Kernels* chosen, int64_t bytes) {
-  const Format format = bytes == 4 ? Format::kFloat32 : bytes == 2 ? Format::kBfloat16 : Format::kInt8;
-  return chosen ? chosen->tiles[static_cast<int>(format)] : nullptr;
+const Tiles* tiles_of(const Kernels* chosen, int64_t format) {
+  return chosen && 0 <= format && format < kFormats ? chosen->tiles[format] : nullptr;
 }
 
 }  // namespace
@@ -482,16 +499,16 @@ SPECSERVE_EXPORT int64_t specserve_kernels_use(const char* name) {
   return 0;
 }
 
-// Outputs of a panel of a weight whose numbers have so many bytes.
-SPECSERVE_EXPORT int64_t specserve_kernels_panel_width(int64_t bytes) {
+// Outputs of a panel of a weight in this format (kernels.h).
+SPECSERVE_EXPORT int64_t specserve_kernels_panel_width(int64_t format) {
   const specserve::Kernels* chosen = specserve::kernels();
-  const specserve::Tiles* tiles = specserve::tiles_of(chosen, bytes);
+  const specserve::Tiles* tiles = specserve::tiles_of(chosen, format);
   return tiles ? tiles->panel_width : chosen ? chosen->panel_width : 0;
 }
 
 // Inputs of a tile of such a weight, 0 where it is not multiplied by tiles.
-SPECSERVE_EXPORT int64_t specserve_kernels_tile_inputs(int64_t bytes) {
-  const specserve::Tiles* tiles = specserve::tiles_of(specserve::kernels(), bytes);
+SPECSERVE_EXPORT int64_t specserve_kernels_tile_inputs(int64_t format) {
+  const specserve::Tiles* tiles = specserve::tiles_of(specserve::kernels(), format);
   return tiles ? tiles->inputs : 0;
 }
 
@@ -501,10 +518,12 @@ SPECSERVE_HANDLER(specserve_matmul, specserve::matmul,
                       .Arg<ffi::Buffer<ffi::F32>>()
                       .Arg<ffi::Buffer<ffi::S32>>()
                       .Arg<ffi::AnyBuffer>()
-                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Arg<ffi::AnyBuffer>()
+                      .Arg<ffi::AnyBuffer>()
                       .Arg<ffi::Buffer<ffi::F32>>()
                       .Ret<ffi::Buffer<ffi::F32>>()
-                      .Attr<int64_t>("block"));
+                      .Attr<int64_t>("block")
+                      .Attr<int64_t>("format"));
 
 SPECSERVE_HANDLER(specserve_attend, specserve::attend,
                   ffi::Ffi::Bind()

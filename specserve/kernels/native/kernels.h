@@ -12,24 +12,33 @@ namespace specserve {
 inline __attribute__((always_inline)) int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline __attribute__((always_inline)) int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
 
-enum class Format : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+// The last two are codes of 4 bits: whole numbers with 8 added, and floats of 1 sign bit, 2 of exponent and 1 of mantissa
+// (e2m1), which stand for twice their values, so that these are whole numbers too.
+enum class Format : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kFp4 = 4 };
+constexpr int kFormats = 5;
+constexpr int kBits[kFormats] = {32, 16, 8, 4, 4};
 
 // y[r] = x[r] @ weight[group[r]] (+ add[r]), summed in float32 over d_in in ascending order, whatever the number of rows.
+// A weight is values * scale + offset, of which each block of inputs has one for each output.
 //
 // A weight lies in panels of `width` outputs: [d_out / width rounded up, d_in, width]. The float32 values of one input
 // are in the order of the outputs. Of narrower values a lane of 32 bits holds several, so that shifts and masks widen
 // them: outputs j and j + width / 2 (bfloat16), or j, j + width / 4, j + width / 2 and j + 3 width / 4 (int8), the first
-// in the lowest bits. Where weights are multiplied by tiles, a lane holds two (bfloat16) or four inputs (int8) of one
-// output, the panel's tiles follow each other, and each block's inputs are filled up with zeros to whole tiles:
+// in the lowest bits. Of 4 bits it holds the same four outputs of two inputs, those of the second in its upper half; each
+// block has an even number of inputs, or is the only one. Where weights are multiplied by tiles, a lane holds two
+// (bfloat16), four (int8) or eight inputs (4 bits: i in the lower and i + 4 in the upper half of a byte) of one output,
+// the panel's tiles follow each other, and each block's inputs are filled up with zeros to whole tiles:
 // [d_out / width rounded up, inputs / tile, width / 16, tile / lanes, 16, lanes].
 struct Matmul {
   const float* x;        // [rows, d_in]
   const int32_t* group;  // [rows], which weight each row is multiplied by; null: the first. Out of range: y is 0
   const void* panels;    // [groups, d_out / width rounded up, d_in, width]
-  const float* scale;    // [groups, d_in / block rounded up, d_out], of each block of inputs; null: none
+  const void* scale;     // [groups, d_out / width rounded up, d_in / block rounded up, width]; null: none
+  const void* offset;    // like scale; null: none
   const float* add;      // [rows, d_out], added to the finished sums; null: nothing
   float* y;              // [rows, d_out]
   int64_t rows, groups, d_in, d_out, block;
+  bool is_half;  // scales and offsets are float16 numbers; else float32
   Format format;
   const int32_t* order;  // [rows], the rows sorted by group
   const int64_t* start;  // [groups + 1], where each group's rows begin in `order`
@@ -118,7 +127,7 @@ struct Kernels {
   void (*gate)(const Gate&, int64_t begin, int64_t end);
   void (*rotate)(const Rotate&, int64_t begin, int64_t end);
   void (*argmax)(const Argmax&, int64_t begin, int64_t end);
-  const Tiles* tiles[3] = {};  // by format; null: `matmul` multiplies it
+  const Tiles* tiles[kFormats] = {};  // by format; null: `matmul` multiplies it
 };
 
 // So many floats for the calling thread, until it asks again; what they hold is undefined.
@@ -129,5 +138,7 @@ const Kernels* kernels_avx2();
 const Kernels* kernels_neon();
 const Tiles* tiles_amx_bfloat16();
 const Tiles* tiles_amx_int8();
+const Tiles* tiles_vnni_int4();
+const Tiles* tiles_vnni_fp4();
 
 }  // namespace specserve

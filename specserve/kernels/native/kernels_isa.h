@@ -5,6 +5,12 @@
 #include <math.h>
 #include <string.h>
 
+#if defined(__F16C__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
 #include "kernels.h"
 
 namespace specserve {
@@ -36,18 +42,55 @@ inline Floats as_floats(Words bits) {
   return to;
 }
 
-template <Format format>
-constexpr int64_t kBytesOf = format == Format::kFloat32 ? 4 : format == Format::kBfloat16 ? 2 : 1;
+// A vector of float16 numbers.
+inline Floats load_halves(const void* from) {
+  Floats to;
+#if LANES == 16
+  const __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+#elif LANES == 8
+  const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#else
+  const float32x4_t wide = vcvt_f32_f16(vld1_f16(static_cast<const float16_t*>(from)));
+#endif
+  memcpy(&to, &wide, sizeof(to));
+  return to;
+}
 
-// The weights of one input in a part of a panel: its vectors part, part + kParts, ..., V in all.
-template <Format format, int V>
+// So many scales or offsets on from the first, a vector of them.
+inline Floats load_scales(const Matmul& call, const void* first, int64_t place) {
+  if (call.is_half) return load_halves(static_cast<const uint16_t*>(first) + place);
+  return load_floats(static_cast<const float*>(first) + place);
+}
+
+constexpr bool is_coded(Format format) { return format == Format::kInt4 || format == Format::kFp4; }
+
+// Bytes of so many inputs in a panel.
+template <Format format>
+constexpr int64_t bytes_of(int64_t inputs) {
+  return is_coded(format) ? (inputs + 1) / 2 * kWidth : inputs * kWidth * kBits[static_cast<int>(format)] / 8;
+}
+
+// The doubles of 4-bit floats, of the lowest bits of each lane: a magnitude is the nibble of a constant that the lower
+// three bits name.
+inline Floats doubles_of(Words codes) {
+  const Words magnitudes = (0xc8643210u - Words{}) >> ((codes & 7) << 2) & 15;
+  const Floats values = __builtin_convertvector(reinterpret_cast<Ints>(magnitudes), Floats);
+  Words bits;
+  memcpy(&bits, &values, sizeof(bits));
+  return as_floats(bits | (codes & 8) << 28);
+}
+
+// The weights of one input in a part of a panel: its vectors part, part + kParts, ..., V in all. Of two inputs of 4 bits
+// that share lanes, `input` names the first, and `second` which is meant.
+template <Format format, int V, int second>
 inline void widen(const void* panel, int64_t input, int part, Floats (&w)[V]) {
   constexpr int kParts = VECTORS / V;
+  const char* at = static_cast<const char*>(panel) + bytes_of<format>(input);
   if constexpr (format == Format::kFloat32) {
-    const float* from = static_cast<const float*>(panel) + input * kWidth;
+    const float* from = reinterpret_cast<const float*>(at);
     for (int i = 0; i < V; ++i) w[i] = load_floats(from + (part + i * kParts) * LANES);
   } else if constexpr (format == Format::kBfloat16) {
-    const uint16_t* from = static_cast<const uint16_t*>(panel) + input * kWidth;
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(at);
     for (int i = 0; i < V / 2; ++i) {
       Words pair = load<Words>(from + (part + i * kParts) * 2 * LANES);
       w[i] = as_floats(pair << 16);
@@ -55,10 +98,28 @@ inline void widen(const void* panel, int64_t input, int part, Floats (&w)[V]) {
     }
   } else {
     static_assert(VECTORS == 4, "a lane of 32 bits holds four outputs");
-    const Words four = load<Words>(static_cast<const int8_t*>(panel) + input * kWidth);
+    const Words lanes = load<Words>(at);
     for (int i = 0; i < V; ++i) {
-      w[i] = __builtin_convertvector(reinterpret_cast<Ints>(four << (24 - 8 * (part + i * kParts))) >> 24, Floats);
+      const int output = part + i * kParts;
+      if constexpr (format == Format::kFp4) {
+        w[i] = doubles_of(lanes >> (4 * (output + 4 * second)));
+      } else if constexpr (format == Format::kInt4) {
+        const Words top = lanes << (28 - 4 * (output + 4 * second));
+        w[i] = __builtin_convertvector(reinterpret_cast<Ints>(top ^ 0x80000000u) >> 28, Floats);
+      } else {
+        w[i] = __builtin_convertvector(reinterpret_cast<Ints>(lanes << (24 - 8 * output)) >> 24, Floats);
+      }
     }
+  }
+}
+
+template <Format format, int R, int V, int second>
+inline void add_products(const float* const* x, const void* panel, int64_t input, int part, Floats (&sum)[R][V]) {
+  Floats w[V];
+  widen<format, V, second>(panel, input, part, w);
+  for (int r = 0; r < R; ++r) {
+    Floats value = splat(x[r][input + second]);
+    for (int i = 0; i < V; ++i) sum[r][i] += value * w[i];
   }
 }
 
@@ -70,26 +131,23 @@ template <Format format, int R, int V, bool is_all>
 void multiply(const float* const* x, const void* panel, int64_t begin, int64_t end, float* sums) {
   constexpr int kParts = VECTORS / V;
   constexpr bool kShares = is_all && kParts > 1;
-  constexpr int64_t kStride = kWidth * kBytesOf<format>, kStep = kShares ? kStride / kParts : kStride;
+  constexpr int64_t kTogether = is_coded(format) ? 2 : 1;  // inputs that share lanes
+  constexpr int64_t kStride = bytes_of<format>(kTogether), kStep = kShares ? kStride / kParts : kStride;
   constexpr int64_t kLines = kStep < 64 ? 64 : kStep;
   for (int part = 0; part < kParts; ++part) {
-    const char* ahead = static_cast<const char*>(panel) + begin * kStride + kAhead;
-    if (kShares) ahead += (end - begin) * (kStride + part * kStep);
+    const char* ahead = static_cast<const char*>(panel) + bytes_of<format>(begin) + kAhead;
+    if (kShares) ahead += (end - begin) / kTogether * (kStride + part * kStep);
     Floats sum[R][V];
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < V; ++i) sum[r][i] = load_floats(sums + r * kWidth + (part + i * kParts) * LANES);
     }
-    for (int64_t input = begin; input < end; ++input) {
-      Floats w[V];
-      widen<format, V>(panel, input, part, w);
+    for (int64_t input = begin; input < end; input += kTogether) {
+      add_products<format, R, V, 0>(x, panel, input, part, sum);
       if (kShares || part == 0) {
-        const char* from = ahead + (input - begin) * kStep;
-        for (int64_t line = 0; line < kLines; line += 64) __builtin_prefetch(from + line, 0, kShares ? 2 : 3);
+        for (int64_t line = 0; line < kLines; line += 64) __builtin_prefetch(ahead + line, 0, kShares ? 2 : 3);
+        ahead += kStep;
       }
-      for (int r = 0; r < R; ++r) {
-        Floats value = splat(x[r][input]);
-        for (int i = 0; i < V; ++i) sum[r][i] += value * w[i];
-      }
+      if (kTogether == 2 && input + 1 < end) add_products<format, R, V, kTogether - 1>(x, panel, input, part, sum);
     }
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < V; ++i) store(sums + r * kWidth + (part + i * kParts) * LANES, sum[r][i]);
@@ -109,37 +167,79 @@ void multiply_rows(int rows, const float* const* x, const void* panel, int64_t b
   run(x, panel, begin, end, sums);
 }
 
+inline float sum_of(const float* x, int64_t size) {
+  Floats sums = splat(0.0f);
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) sums += load_floats(x + i);
+  float sum = 0.0f;
+  for (int lane = 0; lane < LANES; ++lane) sum += sums[lane];
+  for (; i < size; ++i) sum += x[i];
+  return sum;
+}
+
+// The weights of the inputs [begin, end) of a panel as float32 numbers [end - begin, kWidth].
+template <Format format>
+void widen_all(const void* panel, int64_t begin, int64_t end, float* to) {
+  Floats w[VECTORS];
+  const auto put = [&] {
+    for (int i = 0; i < VECTORS; ++i, to += LANES) store(to, w[i]);
+  };
+  for (int64_t input = begin; input < end; input += 2) {
+    __builtin_prefetch(static_cast<const char*>(panel) + bytes_of<format>(input) + kAhead);
+    widen<format, VECTORS, 0>(panel, input, 0, w), put();
+    if (input + 1 < end) widen<format, VECTORS, 1>(panel, input, 0, w), put();
+  }
+}
+
 template <Format format>
 void matmul_as(const Matmul& call, int64_t group, int64_t panel, int64_t begin, int64_t end) {
-  constexpr int64_t kSize = kBytesOf<format>, kInputs = kBlock / (kWidth * kSize);
+  // many rows multiply weights of 4 bits that were widened once for all of them
+  const bool is_wide = is_coded(format) && end - begin > ROWS;
+  const int64_t at_once = kBlock * 8 / (kWidth * (is_wide ? 32 : kBits[static_cast<int>(format)]));  // inputs
   const int64_t num_panels = (call.d_out + kWidth - 1) / kWidth, rows = end - begin;
+  const int64_t place = group * num_panels + panel;  // of the panel
   const int64_t column = panel * kWidth, columns = least(kWidth, call.d_out - column);
-  const char* weights = static_cast<const char*>(call.panels) + (group * num_panels + panel) * call.d_in * kWidth * kSize;
+  const char* weights = static_cast<const char*>(call.panels) + place * bytes_of<format>(call.d_in);
   const int64_t num_blocks = (call.d_in + call.block - 1) / call.block;
-  float* sums = scratch(2 * rows * kWidth);
-  float* totals = sums + rows * kWidth;
+  float* sums = scratch(2 * rows * kWidth + kBlock / 4);
+  float *totals = sums + rows * kWidth, *wide = totals + rows * kWidth;
   memset(sums, 0, 2 * rows * kWidth * sizeof(float));
   for (int64_t block = 0; block < num_blocks; ++block) {
-    const int64_t last = least(call.d_in, (block + 1) * call.block);
-    for (int64_t input = block * call.block; input < last; input += kInputs) {
+    const int64_t first = block * call.block, last = least(call.d_in, first + call.block);
+    for (int64_t input = first; input < last; input += at_once) {
+      const int64_t upto = least(last, input + at_once);
+      if constexpr (is_coded(format)) {
+        if (is_wide) widen_all<format>(weights, input, upto, wide);
+      }
       int tile;
       for (int64_t row = 0, tiles = (rows + ROWS - 1) / ROWS; row < rows; row += tile, --tiles) {
         tile = static_cast<int>((rows - row + tiles - 1) / tiles);  // tiles of like size
         const float* x[ROWS];
         for (int r = 0; r < tile; ++r) x[r] = call.x + call.order[begin + row + r] * call.d_in;
-        const int64_t upto = least(last, input + kInputs);
-        multiply_rows<format, ROWS>(tile, x, weights, input, upto, &sums[row * kWidth], tile == rows);
+        float* sum = &sums[row * kWidth];
+        if (is_wide) {
+          for (int r = 0; r < tile; ++r) x[r] += input;
+          multiply_rows<Format::kFloat32, ROWS>(tile, x, wide, 0, upto - input, sum, false);
+        } else {
+          multiply_rows<format, ROWS>(tile, x, weights, input, upto, sum, tile == rows);
+        }
       }
     }
     if (!call.scale) continue;
-    const float* scale = call.scale + (group * num_blocks + block) * call.d_out + column;
+    const int64_t of_block = (place * num_blocks + block) * kWidth;
     for (int64_t row = 0; row < rows; ++row) {
       float* sum = &sums[row * kWidth];
-      for (int64_t i = 0; i < columns; ++i) sum[i] *= scale[i];
-      if (num_blocks == 1) continue;
-      for (int64_t i = 0; i < kWidth; ++i) {
-        totals[row * kWidth + i] += sum[i];
-        sum[i] = 0.0f;
+      float of_x = 0.0f;
+      if (call.offset) of_x = sum_of(call.x + call.order[begin + row] * call.d_in + first, last - first);
+      for (int64_t i = 0; i < kWidth; i += LANES) {
+        Floats scaled = load_floats(sum + i) * load_scales(call, call.scale, of_block + i);
+        if (call.offset) scaled += load_scales(call, call.offset, of_block + i) * of_x;
+        if (num_blocks > 1) {
+          float* total = &totals[row * kWidth + i];
+          store(total, load_floats(total) + scaled);
+          scaled = Floats{};
+        }
+        store(sum + i, scaled);
       }
     }
   }
@@ -159,6 +259,8 @@ void matmul(const Matmul& call, int64_t group, int64_t panel, int64_t begin, int
     case Format::kFloat32: return matmul_as<Format::kFloat32>(call, group, panel, begin, end);
     case Format::kBfloat16: return matmul_as<Format::kBfloat16>(call, group, panel, begin, end);
     case Format::kInt8: return matmul_as<Format::kInt8>(call, group, panel, begin, end);
+    case Format::kInt4: return matmul_as<Format::kInt4>(call, group, panel, begin, end);
+    case Format::kFp4: return matmul_as<Format::kFp4>(call, group, panel, begin, end);
   }
 }
 

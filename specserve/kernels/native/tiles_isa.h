@@ -13,6 +13,7 @@
 // Nothing of the standard library that leaves code of its own is used here (see library.h).
 #pragma once
 
+#include <immintrin.h>
 #include <string.h>
 
 #include "kernels.h"
@@ -44,6 +45,13 @@ inline Floats part(const float* from, int64_t count) {
   return to;
 }
 
+// 16 scales or offsets, so many on from the first.
+inline Floats scales_at(const Matmul& call, const void* first, int64_t place) {
+  if (!call.is_half) return whole(static_cast<const float*>(first) + place);
+  const void* from = static_cast<const uint16_t*>(first) + place;
+  return reinterpret_cast<Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from))));
+}
+
 inline void put(float* to, Floats from) { memcpy(to, &from, sizeof(from)); }
 
 // Of which only `count` places exist.
@@ -56,6 +64,14 @@ inline Words bits_of(Floats x) {
   Words bits;
   memcpy(&bits, &x, sizeof(bits));
   return bits;
+}
+
+inline float sum_of(const float* x, int64_t size) {
+  Floats sums = Floats{};
+  for (int64_t at = 0; at < size; at += 16) sums += part(x + at, size - at);
+  float sum = 0.0f;
+  for (int lane = 0; lane < 16; ++lane) sum += sums[lane];
+  return sum;
 }
 
 template <class Way>
@@ -93,11 +109,16 @@ void multiply_chunk(const Matmul& call, int64_t group, int64_t panel, int64_t be
   for (int64_t block = 0; block < num_blocks; ++block) {
     Way::template multiply<is_first>(parts + block * rows * Way::row_bytes(steps), weights + block * steps * kStep, steps, rows, sums);
     if (!call.scale) continue;
-    const float* scales = call.scale + (group * num_blocks + block) * call.d_out + column;
-    for (int64_t at = 0; at < columns; at += 16) {
-      const Floats scale = part(scales + at, columns - at);
-      for (int64_t row = 0; row < rows; ++row) {
-        const Floats sum = whole(sums + row * kWidth + at) * scale;
+    const int64_t of_block = ((group * num_panels + panel) * num_blocks + block) * kWidth;
+    for (int64_t row = 0; row < rows; ++row) {
+      float of_x = 0.0f;
+      if (call.offset) {
+        const int64_t first = block * call.block, inputs = least(call.block, call.d_in - first);
+        of_x = sum_of(call.x + call.order[begin + row] * call.d_in + first, inputs);
+      }
+      for (int64_t at = 0; at < columns; at += 16) {
+        Floats sum = whole(sums + row * kWidth + at) * scales_at(call, call.scale, of_block + at);
+        if (call.offset) sum += scales_at(call, call.offset, of_block + at) * of_x;
         put(totals + row * kWidth + at, block ? whole(totals + row * kWidth + at) + sum : sum);
       }
     }

@@ -1,0 +1,105 @@
+"""The order of a packed matrix's numbers in memory, which `native/kernels.h` states, and numbers of 4 bits found in those
+of 8."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from specserve.kernels import native
+
+# The doubles of the 4-bit floats (e2m1) by their codes; the code of minus zero is left out.
+FP4_DOUBLES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+_FP4_CODES = np.full(256, 255, np.uint8)  # by the byte of a double; 255: no double
+_FP4_CODES[FP4_DOUBLES[::-1].view(np.uint8)] = np.arange(16, dtype=np.uint8)[::-1]
+_MIDDLE = 8  # the code of zero
+_BYTE_PAIRS = 8  # inputs of a 4-bit lane where tiles multiply; elsewhere the codes of four outputs and two inputs
+
+
+class FourBits(NamedTuple):
+    """Whole numbers as codes of 4 bits, one in a byte. Of the codes of whole numbers, the numbers are
+    code - 8 + shift."""
+
+    codes: np.ndarray  # [..., d_in, d_out] uint8
+    format: native.Format
+    shift: np.ndarray | None  # [..., block, d_out] float32; None: zero everywhere
+
+
+class LaidOut(NamedTuple):
+    """A matrix's panels as a view; copied in its order and reshaped, they are what the kernel reads."""
+
+    panels: np.ndarray
+    shape: tuple[int, ...]  # [..., panel, d_in, width]
+    width: int
+
+
+def four_bits(values: np.ndarray, block: int) -> FourBits | None:
+    """Return int8 values [..., d_in, d_out] as codes of 4 bits, where every block of inputs of an output spans at most
+    16 numbers that follow each other, or all of them are doubles of 4-bit floats; else None. Codes of inputs that share
+    a lane must be of one block."""
+    d_in = values.shape[-2]
+    if block < d_in and block % _BYTE_PAIRS:
+        return None
+    first = values.reshape(-1, d_in, values.shape[-1])[:1, :block, :64]
+    if np.ptp(first.astype(np.int16), axis=-2).max(initial=0) > 15 and not _are_doubles(first):
+        return None  # most matrices of 8 bits show it here
+    starts = np.arange(0, d_in, block)
+    low, high = (f.reduceat(values, starts, axis=-2).astype(np.int16) for f in (np.minimum, np.maximum))
+    if (high - low).max(initial=0) > 15:
+        return FourBits(_FP4_CODES[values.view(np.uint8)], "fp4", None) if _are_doubles(values) else None
+    shift = np.where((low >= -_MIDDLE) & (high < _MIDDLE), 0, low + _MIDDLE)
+    codes = values + np.int8(_MIDDLE)
+    if not shift.any():
+        return FourBits(codes.view(np.uint8), "int4", None)
+    codes -= np.repeat(shift.astype(np.int8), block, axis=-2)[..., :d_in, :]
+    return FourBits(codes.view(np.uint8), "int4", shift.astype(np.float32))
+
+
+def _are_doubles(values: np.ndarray) -> bool:
+    return bool((_FP4_CODES[values.view(np.uint8)] < 16).all())
+
+
+def lay_out(values: np.ndarray, format: native.Format, block: int) -> LaidOut:
+    """Arrange a matrix [..., d_in, d_out] with a scale for each `block` inputs; numbers of 4 bits come as codes."""
+    *stack, d_in, d_out = values.shape
+    block = min(block, d_in)
+    width, tile = native.panel_width(format), native.tile_inputs(format)
+    num_panels, is_coded = -(-d_out // width), format in ("int4", "fp4")
+    lanes = 8 if is_coded else 4 // values.dtype.itemsize  # numbers that share 32 bits
+    padded = _fill_up(values, -1, num_panels * width)
+    if tile:
+        num_blocks = -(-d_in // block)
+        blocks = _fill_up(padded, -2, num_blocks * block).reshape(*stack, num_blocks, block, num_panels * width)
+        blocks = _fill_up(blocks, -2, -(-block // tile) * tile)
+        inputs = num_blocks * blocks.shape[-2]
+        panels = blocks.reshape(*stack, inputs // tile, tile // lanes, lanes, num_panels, width // 16, 16)
+        # [..., panel, step, tile, input / lanes, output, lanes]
+        panels = np.moveaxis(panels, (-3, -6, -2, -5, -1, -4), (-6, -5, -4, -3, -2, -1))
+        if is_coded:
+            panels = panels[..., :4] | panels[..., 4:] << 4
+    elif is_coded:
+        inputs = d_in + d_in % 2
+        pairs = _fill_up(padded, -2, inputs).reshape(*stack, inputs // 2, 2, num_panels, 4, width // 4)
+        # [..., panel, pair, width / 4, input, output of the lane]
+        panels = np.moveaxis(pairs, (-3, -5, -1, -4, -2), (-5, -4, -3, -2, -1))
+        panels = panels[..., ::2] | panels[..., 1::2] << 4
+    else:
+        inputs = d_in
+        panels = padded.reshape(*stack, d_in, num_panels, lanes, width // lanes)
+        panels = np.moveaxis(np.moveaxis(panels, -3, -4), -2, -1)  # [..., panel, d_in, width / lanes, lanes]
+    return LaidOut(panels, (*stack, num_panels, inputs // 2 if is_coded else inputs, width), width)
+
+
+def by_panel(of_outputs: np.ndarray, width: int) -> np.ndarray:
+    """Return numbers of each block and output [..., block, d_out] panel by panel: [..., panel, block, width]."""
+    d_out = of_outputs.shape[-1]
+    padded = _fill_up(of_outputs, -1, -(-d_out // width) * width)
+    return np.ascontiguousarray(np.moveaxis(padded.reshape(*padded.shape[:-1], -1, width), -2, -3))
+
+
+def _fill_up(values: np.ndarray, axis: int, size: int) -> np.ndarray:
+    """The values with zeros after them along an axis, up to this size."""
+    if size == values.shape[axis]:
+        return values
+    padding = [(0, 0)] * values.ndim
+    padding[axis] = 0, size - values.shape[axis]
+    return np.pad(values, padding)
