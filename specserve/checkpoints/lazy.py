@@ -29,16 +29,18 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class LazyQuantized:
-    """A stored matrix of 8 bits or fewer: values, and one scale for each output and `block` inputs."""
+    """A stored matrix of 8 bits or fewer: values, and one scale, perhaps an offset, for each output and `block`
+    inputs."""
 
     values: LazyTensor  # [..., out, in] of 8 bits
     scale: LazyTensor  # [..., out, in_blocks] float32
     block: int
+    offset: LazyTensor | None = None  # like scale
 
     @property
     def layout(self) -> object:
         """The layout; matrices of one layout can be stacked."""
-        return self.values.dtype, self.scale.shape, self.block
+        return self.values.dtype, self.scale.shape, self.block, self.offset is None
 
 
 def blocks_of(inputs: slice, block: int) -> slice:

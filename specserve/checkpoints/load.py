@@ -22,7 +22,8 @@ from specserve.checkpoints.lazy import Index, LazyQuantized, LazyTensor
 from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_weight, read_storing
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
-from specserve.kernels.matmul import Rounded, QuantizedMatrix, dequantize, quantize
+from specserve.kernels import native
+from specserve.kernels.matmul import QuantizedMatrix, Rounded, dequantize, quantize
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
@@ -34,10 +35,10 @@ from specserve.tokenizer import read_end_ids
 logger = logging.getLogger(__name__)
 Tree = TypeVar("Tree")
 
-# The form of the matrices that rows are multiplied by: the dtype that is computed in, as they are stored (so in
-# 8 bits where the checkpoint is), or quantised here.
-Quantization = Literal["none", "stored", "int8", "fp8"]
-QUANTIZATIONS: tuple[Quantization, ...] = ("none", "stored", "int8", "fp8")
+# The form of the matrices that rows are multiplied by: the dtype that is computed in, as they are stored (so in few
+# bits where the checkpoint is), or rounded here.
+Quantization = Literal["none", "stored", "int8", "fp8", "int4"]
+QUANTIZATIONS: tuple[Quantization, ...] = ("none", "stored", "int8", "fp8", "int4")
 
 TIED, AS_VOCABULARY = "tied to the embedding", "read as the draft vocabulary"
 _COMPUTED = "rotary buffers, computed here"
@@ -182,7 +183,7 @@ def load_params(
             tensors.folder,
             dtype,
             widened / 1e9,
-            "" if quantization == "stored" else "; --quantization stored keeps whole numbers of 8 bits where it can",
+            "" if quantization == "stored" else "; --quantization stored keeps whole numbers of 4 and 8 bits where it can",
         )
     return jax.tree.unflatten(structure, loaded)
 
@@ -255,20 +256,20 @@ def _load(
     """Load one parameter from the stored tensors that it is made of."""
     if quantized := [weight for weight in weights if isinstance(weight, LazyQuantized)]:
         matrix = _put_quantized(_outputs_first(spec), quantized, place)
-        if how == "stored":
+        # kernels for experts know scales alone, but for the native ones
+        is_known = matrix.offset is None or not spec.is_per_expert or (place is None and native.is_available())
+        if how == "stored" and is_known:
             return matrix
         array = _dequantize(matrix, dtype)
     else:
         plain = [weight for weight in weights if isinstance(weight, LazyTensor)]
         array = _put(_cast(in_memory(spec, plain), dtype), place)
-    if how in ("int8", "fp8"):
-        return _quantize(array, how)
-    return array
+    return array if how in ("none", "stored") else _quantize(array, how)
 
 
-def in_eight_bits(params: Tree, to: Rounded) -> Tree:
-    """Parameters with each matrix that rows are multiplied by rounded to 8 bits (`kernels.matmul.quantize`), unless it
-    has 8 bits already."""
+def in_few_bits(params: Tree, to: Rounded) -> Tree:
+    """Parameters with each matrix that rows are multiplied by rounded (`kernels.matmul.quantize`), unless it has few
+    bits already."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
     chosen = [i for i, (path, leaf) in enumerate(leaves) if is_product(path) and isinstance(leaf, jax.Array)]
     found = [leaf for _, leaf in leaves]
@@ -280,9 +281,19 @@ def in_eight_bits(params: Tree, to: Rounded) -> Tree:
 def _put_quantized(spec: ParamSpec, weights: Sequence[LazyQuantized], place: Sharding | None) -> QuantizedMatrix:
     values = in_memory(spec, [weight.values for weight in weights])
     num_blocks = weights[0].scale.shape[-1]
-    scale_spec = dataclasses.replace(spec, shape=(*spec.shape[:-2], num_blocks, spec.shape[-1]))
-    scale = in_memory(scale_spec, [weight.scale for weight in weights])
-    return QuantizedMatrix(_put(values, place), _put(scale, _place_of_scale(place, scale)), weights[0].block)
+    of_blocks = dataclasses.replace(spec, shape=(*spec.shape[:-2], num_blocks, spec.shape[-1]))
+
+    def put(parts: Sequence[LazyTensor]) -> jax.Array:
+        whole = in_memory(of_blocks, parts)
+        return _put(whole, _place_of_scale(place, whole))
+
+    offsets = [weight.offset for weight in weights if weight.offset is not None]
+    return QuantizedMatrix(
+        _put(values, place),
+        put([weight.scale for weight in weights]),
+        weights[0].block,
+        put(offsets) if offsets else None,
+    )
 
 
 def _outputs_first(spec: ParamSpec) -> ParamSpec:

@@ -14,7 +14,8 @@ in the lowest bits. `X` is a layer's name, g the inputs of a group. The layouts:
   with `X.weight_scale` and `X.weight_scale_2` (ModelOpt), or `X.weight_packed` with `X.weight_scale` and the reciprocal
   `X.weight_global_scale` (compressed-tensors).
 
-Whole numbers of at most 8 bits with a scale for each group of inputs are kept so (`LazyQuantized`). Others are floats.
+Whole numbers of at most 8 bits with a scale, perhaps an offset, for each group of inputs are kept so (`LazyQuantized`).
+Others are floats.
 """
 
 import dataclasses
@@ -132,7 +133,8 @@ def _unpacked(
 
 @dataclass(frozen=True)
 class _Grouped:
-    """A matrix of whole numbers, from which a zero for each group of inputs is taken before the scale multiplies."""
+    """A matrix of whole numbers, from which a zero for each group of inputs is taken before the scale multiplies, or an
+    offset added after it."""
 
     shape: tuple[int, int]  # out, in
     num_groups: int
@@ -142,13 +144,18 @@ class _Grouped:
     scales: Callable[[slice | np.ndarray, slice], np.ndarray]  # the same, floats
     group_of: np.ndarray | None = None  # [in], of each input; None: groups of inputs that follow each other
     fits_8_bits: bool = True
+    offsets: Callable[[slice | np.ndarray, slice], np.ndarray] | None = None  # like scales
 
     def open(self) -> LazyTensor | LazyQuantized:
         if self.group_of is not None or not self.fits_8_bits:
             return LazyTensor(self.shape, FLOAT32, self._read, is_widened=True)
         values = LazyTensor(self.shape, np.dtype(np.int8), lambda index: self._whole(index).astype(np.int8))
-        scale = LazyTensor((self.shape[0], self.num_groups), FLOAT32, lambda i: self.scales(*i).astype(np.float32))
-        return LazyQuantized(values, scale, self.block)
+
+        def floats(read: Callable[..., np.ndarray]) -> LazyTensor:
+            return LazyTensor((self.shape[0], self.num_groups), FLOAT32, lambda i: read(*i).astype(np.float32))
+
+        offset = self.offsets and floats(self.offsets)
+        return LazyQuantized(values, floats(self.scales), self.block, offset)
 
     def _groups(self, inputs: slice) -> tuple[slice, np.ndarray]:
         """Return the groups to read for some inputs, and which of them each input is of."""
@@ -168,7 +175,8 @@ class _Grouped:
     def _read(self, index: Index) -> np.ndarray:
         places, inputs = index
         groups, of_input = self._groups(inputs)
-        return self._whole(index).astype(np.float32) * self.scales(places, groups).astype(np.float32)[:, of_input]
+        value = self._whole(index).astype(np.float32) * self.scales(places, groups).astype(np.float32)[:, of_input]
+        return value + self.offsets(places, groups).astype(np.float32)[:, of_input] if self.offsets else value
 
 
 def _open_awq(parts: _Parts, base: str, storing: Storing) -> Opened:
@@ -277,15 +285,10 @@ def _open_mlx(parts: _Parts, base: str, storing: Storing) -> Opened:
         lambda out, ins: _unpacked(lambda w: parts.read(weight, (out, w)), ins, bits, 1),
         None,
         lambda out, of: parts.read(scales, (out, of)),
-        fits_8_bits=False,
+        fits_8_bits=bits < 8,
+        offsets=lambda out, of: parts.read(biases, (out, of)),
     )
-
-    def read(index: Index) -> np.ndarray:
-        places, inputs = index
-        of, of_input = matrix._groups(inputs)
-        return matrix._read(index) + parts.read(biases, (places, of)).astype(np.float32)[:, of_input]
-
-    return LazyTensor((num_out, num_in), FLOAT32, read, is_widened=True), (weight, scales, biases)
+    return matrix.open(), (weight, scales, biases)
 
 
 def _open_nvfp4(parts: _Parts, name: str) -> Opened:

@@ -78,6 +78,7 @@ def in_parts(
         if not isinstance(weight, QuantizedMatrix):
             return partition(spec.axes, cut)
         scale_axes = spec.axes if weight.scale.shape[-2] > 1 else (*spec.axes[:-2], None, spec.axes[-1])
+        assert weight.offset is None, "experts with offsets are for native kernels"
         values, scale = partition(spec.axes, cut), partition(scale_axes, cut)
         return dataclasses.replace(weight, values=values, scale=scale)
 

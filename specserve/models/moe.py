@@ -214,7 +214,7 @@ def sorted_by_expert(
 
     def product(x: jax.Array, weight: Matrices, bias: jax.Array | None) -> jax.Array:  # x: [token * top_k, d_in]
         assert not isinstance(weight, PackedMatrix), "packed experts multiply row by row"
-        if isinstance(weight, QuantizedMatrix) and weight.scale.shape[-2] == 1:
+        if isinstance(weight, QuantizedMatrix) and weight.scale.shape[-2] == 1 and weight.offset is None:
             y = jax.lax.ragged_dot(x, weight.values, counts, preferred_element_type=jnp.float32)
             y = (y * weight.scale[sorted_ids, 0]).astype(x.dtype)
         else:

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 from jax.sharding import Mesh
 
 from specserve import host
-from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_eight_bits, load_target
+from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_few_bits, load_target
 from specserve.checkpoints.source import BUNDLED, BUNDLED_HEADS, find_head, resolve_target
 from specserve.drafters.interface import Head
 from specserve.drafters.registry import CARRIED
@@ -113,7 +113,7 @@ def load_models(
     )
     if is_carried:
         folder = source.folder
-    if folder is None and draft_quantization in ("int8", "fp8"):
+    if folder is None and draft_quantization not in ("", "none"):
         logger.warning(
             "--draft-quantization %s, and there is no draft head yet; give one with --draft", draft_quantization
         )
@@ -134,7 +134,7 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
         raise CheckpointError(f"{folder}: the head cannot be read ({error})") from error
     how = models.draft_quantization or draft_quantization(notes, folder)
     if how != "none":  # drafts decide about speed and never about tokens, so what this can cost is acceptance
-        head = dataclasses.replace(head, params=in_eight_bits(head.params, how))
+        head = dataclasses.replace(head, params=in_few_bits(head.params, how))
         head_fingerprint = f"{head_fingerprint} {how}"  # another acceptance, and steps of other costs
     stated = models.quantization if is_carried else notes.get("quantization", "none")
     if stated != models.quantization:

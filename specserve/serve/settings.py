@@ -56,17 +56,17 @@ class ServeRun:
         help=f"folder of a draft head, or a bundled one's name; {CARRIED}: the layer that the target carries; empty: a "
         "bundled one or none",
     )
-    quantization: Literal["", "none", "stored", "int8", "fp8"] = setting(
+    quantization: Literal["", "none", "stored", "int8", "fp8", "int4"] = setting(
         "",
         scope=PROGRAM,
-        help="8-bit weights of the target: int8 or fp8 rounds them at load, stored keeps a checkpoint's own, none "
-        "restores floats; empty: as the head was trained, else none",
+        help="weights of the target in few bits: int8, fp8 or int4 (groups of 32 inputs) rounds them at load, stored "
+        "keeps a checkpoint's own, none restores floats; empty: as the head was trained, else none",
     )
-    draft_quantization: Literal["", "none", "int8", "fp8"] = setting(
+    draft_quantization: Literal["", "none", "int8", "fp8", "int4"] = setting(
         "",
         scope=PROGRAM,
-        help="8-bit matrices of the draft head, rounded at load: tokens stay the same, and a draft reads half of "
-        "the bytes; empty: as the head's notes say, else none",
+        help="matrices of the draft head in few bits, rounded at load: tokens stay the same, and a draft reads half "
+        "or a quarter of the bytes; empty: as the head's notes say, else none",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
         "auto",
@@ -251,8 +251,8 @@ class EngineSettings(TypedDict, total=False):
     """The settings of `ServeRun` that concern programs or the engine, but for `speculation`, as keywords of a Python
     call. A type checker cannot read them from the schema, so they stand here again, and a test compares both."""
 
-    quantization: Literal["", "none", "stored", "int8", "fp8"]
-    draft_quantization: Literal["", "none", "int8", "fp8"]
+    quantization: Literal["", "none", "stored", "int8", "fp8", "int4"]
+    draft_quantization: Literal["", "none", "int8", "fp8", "int4"]
     kv_cache_dtype: Literal["auto", "int8", "fp8"]
     mesh: str
     check_weights: bool
@@ -281,8 +281,8 @@ class TargetRun:
     target: str = setting(
         "", help="preset, Hugging Face folder, GGUF file or hub id; empty: the one the draft was trained for"
     )
-    quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
-    draft_quantization: Literal["", "none", "int8", "fp8"] = setting("", help="of the head, as of `serve`")
+    quantization: Literal["", "none", "stored", "int8", "fp8", "int4"] = setting("", help="of the target, as of `serve`")
+    draft_quantization: Literal["", "none", "int8", "fp8", "int4"] = setting("", help="of the head, as of `serve`")
     mesh: str = setting("", help="devices to spread the models over, as of `serve`")
 
 

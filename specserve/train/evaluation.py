@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.checkpoints.load import Target, in_eight_bits
+from specserve.checkpoints.load import Target, in_few_bits
 from specserve.data.dataset import Prompt
 from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.settings import DraftQuantization
@@ -72,7 +72,7 @@ class HeldOutEvaluator:
 
     def measure(self, params: Any, *, is_last: bool) -> Measurement:
         if self._quantization != "none":
-            params = in_eight_bits(params, self._quantization)
+            params = in_few_bits(params, self._quantization)
         chosen = self._arms[:1]
         if is_last:
             chosen = self._arms

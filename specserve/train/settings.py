@@ -153,11 +153,11 @@ class TrainRun:
         rank=1,
     )
     drafter: KindName = setting(DEFAULT_KIND, help="kind of the draft head, see docs/drafters.md")
-    quantization: Literal["none", "stored", "int8", "fp8"] = setting(
-        "none", help="8-bit weights of the target, as it will be served (see serve)"
+    quantization: Literal["none", "stored", "int8", "fp8", "int4"] = setting(
+        "none", help="weights of the target in few bits, as it will be served (see serve)"
     )
     draft_quantization: DraftQuantization = setting(
-        "none", help="8-bit matrices of the head where it is measured and served (see serve); not in its files"
+        "none", help="matrices of the head in few bits where it is measured and served (see serve); not in its files"
     )
     mesh: str = setting(
         "",

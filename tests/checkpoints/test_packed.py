@@ -139,7 +139,7 @@ LAYOUTS: dict[str, Callable[[np.random.Generator], Made]] = {
     "nvfp4 of compressed-tensors": lambda rng: _nvfp4(rng, is_compressed=True),
     "nvfp4 of ModelOpt": lambda rng: _nvfp4(rng, is_compressed=False),
 }
-WIDENED = {"gptq of 8 bits", "gptq by activation", "mlx", "mlx of 8 bits"}  # are no numbers of 8 bits times scales
+WIDENED = {"gptq of 8 bits", "gptq by activation", "mlx of 8 bits"}  # are no numbers of 8 bits times scales
 
 
 def _storing(stated: dict[str, Any], layout: str) -> Storing:

@@ -297,7 +297,7 @@ def _root_mean_square(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(x**2)))
 
 
-@pytest.mark.parametrize("to", ["int8", "fp8"])
+@pytest.mark.parametrize("to", ["int8", "fp8", "int4"])
 def test_a_target_quantised_at_load_keeps_its_bound(pydoc_target: Target, to: Rounded) -> None:
     quantized = load_target(BUNDLED_FOLDER, dtype="float32", quantization=to)
     again = quantize_params(pydoc_target.params, to)
@@ -342,7 +342,7 @@ def _logits(params: TargetParams, config: ModelConfig, token_ids: jax.Array) -> 
     return logits(params, config, out.hidden_states)
 
 
-@pytest.mark.parametrize(("family", "to"), [("deepseek-v3", "int8"), ("gpt-oss", "fp8"), ("qwen3-next", "int8")])
+@pytest.mark.parametrize(("family", "to"), [("deepseek-v3", "int8"), ("gpt-oss", "fp8"), ("qwen3-next", "int4")])
 def test_every_product_takes_a_quantised_weight(tmp_path: Path, family: str, to: Rounded) -> None:
     """Latent attention, experts with and without biases, shared experts, gates, recurrent layers; fused as on CPU."""
     raw = json.loads((GOLDENS / family / "config.json").read_text())

@@ -189,7 +189,7 @@ def test_tables_that_are_the_targets_are_shared_and_others_kept(tmp_path: Path, 
     _assert_same(shared, load_head(tmp_path / "imported", target, dtype="float32"))
 
 
-def test_a_layer_in_eight_bits_is_what_its_scales_make_of_it(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_layer_in_few_bits_is_what_its_scales_make_of_it(tmp_path: Path, rng: np.random.Generator) -> None:
     """As DeepSeek's checkpoints carry it, whether the target is served in what is stored or dequantised."""
     raw = carried.LATENT | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
     _, plain = carried.models(tmp_path, carried.LATENT)

@@ -110,14 +110,19 @@ def test_products_of_bfloat16_rows_are_scaled_in_float32(rng: np.random.Generato
     assert matmul(x, weight).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("to", ["int8", "fp8"])
+@pytest.mark.parametrize("to", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("shape", [(40, 24), (3, 40, 24)])
 def test_quantized_elements_keep_their_bound(rng: np.random.Generator, to: Rounded, shape: tuple[int, ...]) -> None:
     weight = rng.standard_normal(shape).astype(np.float32) * np.exp(rng.standard_normal(shape[-1]) * 3)
     weight[..., 5] = 0
     quantized = quantize(jnp.asarray(weight, jnp.float32), to)
     largest = np.abs(weight).max(-2, keepdims=True)
-    step = {"int8": largest / 254, "fp8": np.maximum(np.abs(weight) / 16, largest / 448 / 1024)}[to]
+    if to == "int4":  # the largest of a block is 8 steps, rounded to float16; what it would be 8 of on the other side is 7
+        scale = np.repeat(np.asarray(quantized.scale), 32, axis=-2)[..., :40, :]
+        largest = np.abs(scale)
+        step = np.where(weight / scale > 7.5, largest, largest / 2) + 2.0**-11 * np.abs(weight)
+    else:
+        step = {"int8": largest / 254, "fp8": np.maximum(np.abs(weight) / 16, largest / 448 / 1024)}[to]
     error = np.abs(np.asarray(dequantize(quantized, jnp.float32)) - weight)
     assert (error <= step + 4 * UNIT * np.abs(weight)).all()  # the weight, its scale, their ratio, their product
     assert error.max() > 0

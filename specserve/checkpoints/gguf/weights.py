@@ -15,6 +15,7 @@ from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQ
 from gguf.quants import dequantize
 from gguf.tensor_mapping import get_tensor_name_map
 
+from specserve.checkpoints.gguf.blocks import WHOLE_NUMBERS, Part, WholeNumbers
 from specserve.checkpoints.gguf.config import ROPE_TENSORS, Architecture, architecture_of, read_config
 from specserve.checkpoints.gguf.container import StoredTensor, making_sense, read_gguf
 from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor, blocks_of
@@ -36,9 +37,6 @@ QUANTISED = tuple(
         *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
     )
 )
-# A block is a float16 and whole numbers of at most 8 bits, of which it is the scale.
-SCALED = frozenset((GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q5_0, GGMLQuantizationType.Q8_0))
-_ONE = np.array([1], "<f2").view(np.uint8)
 _ROWS = 1024  # restored at once
 
 
@@ -78,22 +76,25 @@ class GgufEntry:
     def whole_numbers(self) -> LazyQuantized | None:
         """Return a matrix that rows are multiplied by as whole numbers and scales, where its type has those; or
         None."""
-        if not self.is_product or self.stored.kind not in SCALED:
+        numbers = WHOLE_NUMBERS.get(self.stored.kind)
+        if numbers is None or not self.is_product:
             return None
-        block, _ = GGML_QUANT_SIZES[self.stored.kind]
+        shape = (self.shape[0], self.shape[1] // numbers.inputs)
+        return LazyQuantized(
+            LazyTensor(self.shape, np.dtype(np.int8), lambda index: self._part(numbers, "values", index)),
+            LazyTensor(shape, FLOAT32, lambda index: self._part(numbers, "scale", index)),
+            numbers.inputs,
+            LazyTensor(shape, FLOAT32, lambda index: self._part(numbers, "offset", index)) if numbers.has_offset else None,
+        )
 
-        def read_values(index: Index) -> np.ndarray:
-            rows, columns = index
-            blocks = self._blocks(rows, self._blocks_of(columns))
-            blocks[..., : len(_ONE)] = _ONE
-            return self._values(blocks, columns).astype(np.int8)
-
-        def read_scales(index: Index) -> np.ndarray:
-            return self._blocks(*index)[..., : len(_ONE)].copy().view("<f2")[..., 0].astype(np.float32)
-
-        values = LazyTensor(self.shape, np.dtype(np.int8), read_values)
-        scales = LazyTensor((self.shape[0], self.shape[1] // block), FLOAT32, read_scales)
-        return LazyQuantized(values, scales, block)
+    def _part(self, numbers: WholeNumbers, part: Part, index: Index) -> np.ndarray:
+        rows, places = index
+        each = 1 if part == "values" else numbers.inputs
+        columns = slice(places.start * each, places.stop * each)
+        blocks = self._blocks(rows, self._blocks_of(columns))
+        numbers.hold_still(blocks, part)
+        found = self._values(blocks, columns)[:, ::each]
+        return found.astype(np.int8) if part == "values" else found
 
     def _in_file(self, rows: slice | np.ndarray) -> slice | np.ndarray:
         """Return the places of some rows in the file, where a head's first half may stand in turns with its second."""

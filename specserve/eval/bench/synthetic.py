@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from specserve.checkpoints.configs import find_config
-from specserve.checkpoints.load import Quantization, Target, in_eight_bits
+from specserve.checkpoints.load import Quantization, Target, in_few_bits
 from specserve.checkpoints.source import BUNDLED, resolve_head
 from specserve.checkpoints.tensors import read_json
 from specserve.drafters.interface import Head
@@ -53,8 +53,8 @@ def bench_models(run: BenchRun | LatencyRun | ThroughputRun) -> Models:
         head, draft = load_head(folder, target, dtype=default_dtype(), mesh=mesh), folder.name
     else:
         head, draft = random_head(name, target, mesh=mesh), f"{DEFAULT_KIND}, random weights"
-    if run.draft_quantization in ("int8", "fp8"):
-        head = dataclasses.replace(head, params=in_eight_bits(head.params, run.draft_quantization))
+    if run.draft_quantization not in ("", "none"):
+        head = dataclasses.replace(head, params=in_few_bits(head.params, run.draft_quantization))
     label = f"{name}, random weights"
     return Models(label, target, head, None, fingerprint=f"random {name}", mesh=mesh, draft=DraftInfo(draft))
 
@@ -84,7 +84,7 @@ def draw_target(
     stored, params = _stored_dtype(name), list[Any]()
     for number, ((path, leaf), place) in enumerate(zip(leaves, found, strict=True)):
         drawn = _drawing(dataclasses.replace(leaf, name=""), stored, dtype, place)(jax.random.key(number))
-        if quantization in ("int8", "fp8") and is_product(path):
+        if quantization not in ("none", "stored") and is_product(path):
             drawn = _quantize(drawn, to=quantization)
         params.append(drawn)
     whole: TargetParams = jax.tree.unflatten(structure, params)

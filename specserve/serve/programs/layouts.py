@@ -116,7 +116,7 @@ def _widened(leaf: jax.Array | QuantizedMatrix) -> jax.Array | QuantizedMatrix:
         return leaf
     if not native.is_available():
         return dequantize(leaf, jnp.dtype(jnp.float32))
-    return QuantizedMatrix(leaf.values.astype(jnp.bfloat16), leaf.scale, leaf.block)  # bfloat16 holds 8 bits exactly
+    return dataclasses.replace(leaf, values=leaf.values.astype(jnp.bfloat16))  # which holds 8 bits exactly
 
 
 def _is_on_one_cpu(mesh: Mesh | None) -> bool:

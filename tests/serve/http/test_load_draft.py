@@ -32,7 +32,7 @@ from engines import (
 )
 from fakes import FakeEngine, assert_refused
 
-from specserve.checkpoints.load import Target, in_eight_bits
+from specserve.checkpoints.load import Target, in_few_bits
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CapacityError, CheckpointError, ConfigError
@@ -78,7 +78,7 @@ def test_a_head_is_replaced_under_load(runner: Runner, reference: Reference, tin
     """Also by one of the same shape in other bits, for which other programs are compiled."""
     new = tiny.random_head(tiny_target.config, seed=77)
     if bits == "fewer":
-        new = dataclasses.replace(new, params=in_eight_bits(new.params, "int8"))
+        new = dataclasses.replace(new, params=in_few_bits(new.params, "int8"))
     fresh = runner.with_head(new)
     assert (fresh.compiled is runner.compiled) == (bits == "as many")
     compile_programs(fresh)

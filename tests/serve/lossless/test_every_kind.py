@@ -33,7 +33,7 @@ from engines import (
 )
 from recordings import Recording, record
 
-from specserve.checkpoints.load import Target, in_eight_bits
+from specserve.checkpoints.load import Target, in_few_bits
 from specserve.data.dataset import Prompt
 from specserve.drafters.interface import Head
 from specserve.drafters.layers import windowed
@@ -153,7 +153,7 @@ def served(request: pytest.FixtureRequest, shallow_target: Target, kept: Path | 
 
     head = replace(head, params=jax.tree.map(stir, head.params))
     if bits:
-        head = replace(head, params=in_eight_bits(head.params, bits))
+        head = replace(head, params=in_few_bits(head.params, bits))
     assert head.drafter.name == kind
     runner = make_runner(shallow_target, head, *WAYS, is_mixing=True, folder=kept)
     compile_programs(runner)

@@ -8,7 +8,7 @@ import jax
 import pytest
 import tiny
 
-from specserve.checkpoints.load import Target, in_eight_bits
+from specserve.checkpoints.load import Target, in_few_bits
 from specserve.data.dataset import Prompt
 from specserve.errors import CheckpointError
 from specserve.interop.head import save_head
@@ -67,7 +67,7 @@ def test_a_run_measures_the_head_as_it_will_be_served(tiny_target: Target) -> No
     settings = EvalSettings(speculation=("chain:2",), temperature=(2.0,), eval_tokens=24)
     arm = Arm("chain:2", 2.0)
     meter = AcceptanceMeter(tiny_target, head.drafter, [arm], prompts, max_new_tokens=24)
-    of_bits = meter.measure(in_eight_bits(head.params, "int8"), head.target_ids, arm).total
+    of_bits = meter.measure(in_few_bits(head.params, "int8"), head.target_ids, arm).total
     evaluator = HeldOutEvaluator(
         tiny_target, head.drafter, head.target_ids, prompts, settings, quantization="int8", seed=0
     )

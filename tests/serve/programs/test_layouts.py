@@ -13,7 +13,7 @@ import pytest
 import rounding
 import tiny
 
-from specserve.checkpoints.load import Target, in_eight_bits
+from specserve.checkpoints.load import Target, in_few_bits
 from specserve.kernels import native
 from specserve.kernels.matmul import BlockedMatrix, PackedMatrix, dequantize, matmul
 from specserve.models.params import is_product
@@ -74,7 +74,7 @@ def test_a_heads_8_bits_stay_where_they_are_quick(
 ) -> None:
     """Elsewhere the same values lie in wider numbers, which is exact."""
     head = tiny.random_head(shallow_target.config, seed=1)
-    head = dataclasses.replace(head, params=in_eight_bits(head.params, "int8"))
+    head = dataclasses.replace(head, params=in_few_bits(head.params, "int8"))
     if way != "as it is" and not native.is_available():
         pytest.skip("there are no kernels to begin with")
     if way == "no quick bytes":

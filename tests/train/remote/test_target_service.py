@@ -93,7 +93,7 @@ def test_exact_states_train_the_same_head(tmp_path: Path, tiny_target: Target, a
 
 
 @pytest.mark.parametrize(("how", "bound"), [("int8", 1e-3), ("fp8", 2e-2)])
-def test_states_in_eight_bits_change_the_loss_by_what_codes_allow(
+def test_states_in_few_bits_change_the_loss_by_what_codes_allow(
     tmp_path: Path, tiny_target: Target, alone: Target, how: Transport, bound: float
 ) -> None:
     """A state is off by 1/254 of its largest number, or 1/16 of itself, and the curve of the loss by that much at most
