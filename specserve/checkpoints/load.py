@@ -68,7 +68,7 @@ _dequantize = jax.jit(dequantize, static_argnames="dtype")
 # fp8; its int8 divides by 127.5.
 _quantize = jax.jit(quantize, static_argnames="to")
 # one program for all compiles faster than one for each
-_quantize_all = jax.jit(lambda matrices, to: [quantize(matrix, to) for matrix in matrices], static_argnames="to")
+_quantize_all = jax.jit(lambda matrices, hows: list(map(quantize, matrices, hows)), static_argnames="hows")
 _OTHER_SENSES = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|audio_tower)\..*"
 
 
@@ -183,7 +183,7 @@ def load_params(
             tensors.folder,
             dtype,
             widened / 1e9,
-            "" if quantization == "stored" else "; --quantization stored keeps whole numbers of 4 and 8 bits where it can",
+            "" if quantization == "stored" else "; --quantization stored keeps whole numbers of few bits where it can",
         )
     return jax.tree.unflatten(structure, loaded)
 
@@ -257,14 +257,33 @@ def _load(
     if quantized := [weight for weight in weights if isinstance(weight, LazyQuantized)]:
         matrix = _put_quantized(_outputs_first(spec), quantized, place)
         # kernels for experts know scales alone, but for the native ones
-        is_known = matrix.offset is None or not spec.is_per_expert or (place is None and native.is_available())
+        is_known = matrix.offset is None or not spec.is_per_expert or _is_native(matrix.values)
         if how == "stored" and is_known:
             return matrix
         array = _dequantize(matrix, dtype)
     else:
         plain = [weight for weight in weights if isinstance(weight, LazyTensor)]
         array = _put(_cast(in_memory(spec, plain), dtype), place)
-    return array if how in ("none", "stored") else _quantize(array, how)
+    return array if how in ("none", "stored") else rounded(array, how)
+
+
+def rounded(matrix: jax.Array, to: Rounded) -> QuantizedMatrix:
+    """Return a matrix in few bits, with experts in 8 where no kernel of theirs knows 4 (`kernels.matmul.quantize`)."""
+    return _quantize(matrix, _how(matrix, to))
+
+
+def _how(matrix: jax.Array, to: Rounded) -> Rounded:
+    """Return how a matrix is rounded. Where experts are multiplied by kernels that know no offsets, they get 8 bits
+    instead of 4."""
+    if to == "int4" and matrix.ndim > 2 and not _is_native(matrix):
+        logger.info("experts are rounded to int8: here their kernels know no weights of 4 bits")
+        return "int8"
+    return to
+
+
+def _is_native(matrix: jax.Array) -> bool:
+    """Return whether native kernels will multiply by a matrix."""
+    return native.is_available() and len(matrix.sharding.device_set) == 1
 
 
 def in_few_bits(params: Tree, to: Rounded) -> Tree:
@@ -273,7 +292,8 @@ def in_few_bits(params: Tree, to: Rounded) -> Tree:
     leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
     chosen = [i for i, (path, leaf) in enumerate(leaves) if is_product(path) and isinstance(leaf, jax.Array)]
     found = [leaf for _, leaf in leaves]
-    for i, matrix in zip(chosen, _quantize_all([found[i] for i in chosen], to), strict=True):
+    hows = tuple(_how(found[i], to) for i in chosen)
+    for i, matrix in zip(chosen, _quantize_all([found[i] for i in chosen], hows), strict=True):
         found[i] = matrix
     return jax.tree.unflatten(structure, found)
 

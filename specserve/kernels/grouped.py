@@ -55,6 +55,7 @@ def matrix(weight: Matrices, bias: jax.Array | None) -> Matrix:
     """The arrays of an expert's matrix that a kernel takes."""
     assert not isinstance(weight, PackedMatrix), "packed experts multiply row by row, on CPU"
     if isinstance(weight, QuantizedMatrix):
+        assert weight.offset is None, "experts with offsets are for native kernels"
         return Matrix(weight.values, weight.scale, bias)
     return Matrix(weight, None, bias)
 

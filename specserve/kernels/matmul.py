@@ -87,6 +87,7 @@ MOST_BYTES = 2**16  # of int8 weights times digits from -128 to 127 (native/digi
 Weight = jax.Array | BlockedMatrix | PackedMatrix | QuantizedMatrix
 Rounded = Literal["int8", "fp8", "int4"]  # how weights may be rounded when they are loaded
 INT4_BLOCK = 32  # inputs that share a scale
+_FORMATS: dict[int, native.Format] = {4: "float32", 2: "bfloat16", 1: "int8"}  # by a number's bytes
 
 
 def block(weight: jax.Array, columns: int) -> Weight:
@@ -120,10 +121,10 @@ def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
         values = np.asarray(weight)
         if values.dtype == np.float32 and not _lower_halves(values).any():
             values = values.astype(ml_dtypes.bfloat16)
-    of: native.Format = coded.format if coded else values.dtype.name
+    of = coded.format if coded else _FORMATS[values.dtype.itemsize]
     made = lay_out(values, of, block or d_in)
-    of_blocks = _halved([each if each is None else by_panel(each, made.width) for each in (scale, offset)])
-    return PackedMatrix(_in_large_pages(made.panels, made.shape), *of_blocks, of, d_in, d_out, block)
+    scale, offset = _halved([each if each is None else by_panel(each, made.width) for each in (scale, offset)])
+    return PackedMatrix(_in_large_pages(made.panels, made.shape), scale, offset, of, d_in, d_out, block)
 
 
 def _halved(of_blocks: list[np.ndarray | None]) -> list[jax.Array | None]:
@@ -156,9 +157,9 @@ def quantize(weight: jax.Array, to: Rounded) -> QuantizedMatrix:
     half a step at most, 1/254 of its output's largest magnitude. In fp8 (e4m3) it is off by at most 1/16 of itself, or
     by half a subnormal step below 1/28,672 of the largest magnitude.
 
-    In int4 each output has a scale for every 32 inputs (`INT4_BLOCK`). The number of the largest magnitude becomes -8,
-    as in llama.cpp's Q4_0, so that all 16 codes are used; one of the other sign is off by one step at most, the others
-    by half a step, 1/16 of the largest magnitude.
+    In int4 each output has a scale and an offset for every 32 inputs (`INT4_BLOCK`), which spread 16 values over what
+    lies between the smallest and the largest of them, as llama.cpp's Q4_1 does. An element is off by half a step at
+    most, 1/30 of that range, beside what rounding both to float16 moves.
     """
     weight = weight.astype(jnp.float32)
     if to == "int4":
@@ -174,14 +175,18 @@ def quantize(weight: jax.Array, to: Rounded) -> QuantizedMatrix:
 
 def _in_four_bits(weight: jax.Array) -> QuantizedMatrix:
     *stack, d_in, d_out = weight.shape
-    padded = jnp.pad(weight, [(0, 0)] * len(stack) + [(0, -d_in % INT4_BLOCK), (0, 0)])
+    padded = jnp.pad(weight, [(0, 0)] * len(stack) + [(0, -d_in % INT4_BLOCK), (0, 0)], mode="edge")
     blocks = padded.reshape(*stack, -1, INT4_BLOCK, d_out)
-    high, low = blocks.max(axis=-2, keepdims=True), blocks.min(axis=-2, keepdims=True)
-    extreme = jnp.where(high > -low, high, low)
-    scale = (extreme / -8.0).astype(jnp.float16).astype(jnp.float32)  # float16 halves what products read of scales
-    scale = jnp.where(scale != 0, scale, 1.0)
-    values = jnp.clip(jnp.round(blocks / scale), -8, 7).astype(jnp.int8)
-    return QuantizedMatrix(values.reshape(padded.shape)[..., :d_in, :], scale[..., 0, :], INT4_BLOCK)
+
+    def half(x: jax.Array) -> jax.Array:  # of which products read half as many bytes as of float32
+        return x.astype(jnp.float16).astype(jnp.float32)
+
+    offset = half(blocks.min(axis=-2, keepdims=True))
+    scale = half((blocks.max(axis=-2, keepdims=True) - offset) / 15)
+    scale = jnp.where(scale > 0, scale, 1.0)
+    values = jnp.clip(jnp.round((blocks - offset) / scale), 0, 15).astype(jnp.int8)
+    values = values.reshape(padded.shape)[..., :d_in, :]
+    return QuantizedMatrix(values, scale[..., 0, :], INT4_BLOCK, offset[..., 0, :])
 
 
 def dequantize(weight: jax.Array | QuantizedMatrix, dtype: jnp.dtype) -> jax.Array:

@@ -1,5 +1,5 @@
-"""The order of a packed matrix's numbers in memory, which `native/kernels.h` states, and numbers of 4 bits found in those
-of 8."""
+"""The order of a packed matrix's numbers in memory, as `native/kernels.h` states it, and numbers of 4 bits found among
+those of 8."""
 
 from typing import NamedTuple
 
@@ -16,8 +16,8 @@ _BYTE_PAIRS = 8  # inputs of a 4-bit lane where tiles multiply; elsewhere the co
 
 
 class FourBits(NamedTuple):
-    """Whole numbers as codes of 4 bits, one in a byte. Of the codes of whole numbers, the numbers are
-    code - 8 + shift."""
+    """Whole numbers as codes of 4 bits, one in a byte. In the format `int4` a number is code - 8 + shift, in `uint4` it
+    is its own code."""
 
     codes: np.ndarray  # [..., d_in, d_out] uint8
     format: native.Format
@@ -46,6 +46,8 @@ def four_bits(values: np.ndarray, block: int) -> FourBits | None:
     low, high = (f.reduceat(values, starts, axis=-2).astype(np.int16) for f in (np.minimum, np.maximum))
     if (high - low).max(initial=0) > 15:
         return FourBits(_FP4_CODES[values.view(np.uint8)], "fp4", None) if _are_doubles(values) else None
+    if low.min(initial=0) >= 0 and 7 < high.max(initial=0) < 16:
+        return FourBits(values.view(np.uint8), "uint4", None)
     shift = np.where((low >= -_MIDDLE) & (high < _MIDDLE), 0, low + _MIDDLE)
     codes = values + np.int8(_MIDDLE)
     if not shift.any():
@@ -63,7 +65,7 @@ def lay_out(values: np.ndarray, format: native.Format, block: int) -> LaidOut:
     *stack, d_in, d_out = values.shape
     block = min(block, d_in)
     width, tile = native.panel_width(format), native.tile_inputs(format)
-    num_panels, is_coded = -(-d_out // width), format in ("int4", "fp4")
+    num_panels, is_coded = -(-d_out // width), format in ("int4", "uint4", "fp4")
     lanes = 8 if is_coded else 4 // values.dtype.itemsize  # numbers that share 32 bits
     padded = _fill_up(values, -1, num_panels * width)
     if tile:

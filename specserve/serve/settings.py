@@ -281,7 +281,9 @@ class TargetRun:
     target: str = setting(
         "", help="preset, Hugging Face folder, GGUF file or hub id; empty: the one the draft was trained for"
     )
-    quantization: Literal["", "none", "stored", "int8", "fp8", "int4"] = setting("", help="of the target, as of `serve`")
+    quantization: Literal["", "none", "stored", "int8", "fp8", "int4"] = setting(
+        "", help="of the target, as of `serve`"
+    )
     draft_quantization: Literal["", "none", "int8", "fp8", "int4"] = setting("", help="of the head, as of `serve`")
     mesh: str = setting("", help="devices to spread the models over, as of `serve`")
 

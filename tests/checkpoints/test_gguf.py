@@ -25,9 +25,9 @@ from safetensors.numpy import load_file
 
 from specserve.checkpoints.configs import find_config
 from specserve.checkpoints.gguf import weights
+from specserve.checkpoints.gguf.blocks import WHOLE_NUMBERS
 from specserve.checkpoints.gguf.container import read_gguf
 from specserve.checkpoints.gguf.tokenizer import CUTS
-from specserve.checkpoints.gguf.blocks import WHOLE_NUMBERS
 from specserve.checkpoints.gguf.weights import QUANTISED, GgufEntry
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED_FOLDER, resolve_target
@@ -137,7 +137,7 @@ def test_matrices_of_a_type_are_the_packages(kind: Kind, tmp_path: Path, caplog:
     jax.tree.map(np.testing.assert_array_equal, found.params, load_target(folder, dtype="float32").params)
     stored = load_target(resolve_target(str(tmp_path / NAME)).folder, dtype="float32", quantization="stored").params
     kept = [leaf for leaf in jax.tree.leaves(stored, is_leaf=_is_matrix) if _is_matrix(leaf)]
-    assert len(kept) == (3 * 7 + 1 if kind in WHOLE_NUMBERS else 0)  # the router is small, and the embedding is looked up
+    assert len(kept) == (3 * 7 + 1 if kind in WHOLE_NUMBERS else 0)  # the router is small, the embedding looked up
     restored = jax.tree.map(lambda x: dequantize(x, np.float32) if _is_matrix(x) else x, stored, is_leaf=_is_matrix)
     jax.tree.map(np.testing.assert_array_equal, restored, found.params)
 
@@ -169,8 +169,8 @@ def test_blocks_are_the_packages_wherever_a_slice_begins(
     np.testing.assert_array_equal(entry.read((slice(5, 8), ragged)), whole[5:8, ragged])
     np.testing.assert_array_equal(entry.read((np.array([7, 2]), ragged)), whole[[7, 2], ragged])
     if matrix := GgufEntry(tensor, tensor.shape, is_product=True).whole_numbers():
-        columns = slice(block // matrix.block, None)  # of blocks, from the second that is stored on
-        read = [part and part.read((slice(5, 8), slice(columns.start, part.shape[1]))) for part in (matrix.scale, matrix.offset)]
+        first, parts = block // matrix.block, (matrix.scale, matrix.offset)
+        read = [part and part.read((slice(5, 8), slice(first, part.shape[1]))) for part in parts]
         scale, offset = (each if each is None else np.repeat(each, matrix.block, axis=1) for each in read)
         values = matrix.values.read((slice(5, 8), slice(block, 3 * block)))
         restored = values.astype(np.float32) * scale

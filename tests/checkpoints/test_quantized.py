@@ -23,7 +23,7 @@ from specserve.checkpoints.quantized import Storing, read_storing
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
 from specserve.errors import CheckpointError
-from specserve.kernels.matmul import Rounded, QuantizedMatrix, dequantize, matmul, quantize
+from specserve.kernels.matmul import QuantizedMatrix, Rounded, dequantize, matmul, quantize
 from specserve.models import moe
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config

@@ -49,11 +49,16 @@ WEIGHTS: dict[str, tuple[str, str, str, str]] = {  # --quantization: what it rea
         *("measured (bfloat16, float32)", "compiled", "compiled"),
     ),
     "stored": (
-        "those layouts stay in 8 bits, with their scales, 4 bits as INT8 with a scale for each group, exactly; "
-        "act-order, 8-bit GPTQ, MLX's, and GGUF's but Q8_0, Q5_0 and Q4_0 become floats",
+        "those layouts stay in 8 bits, with their scales and offsets, and in native kernels what fits in 4 bits in 4, "
+        "exactly; act-order, 8-bit GPTQ and MLX, and GGUF's IQ1 to IQ3, TQ1 and TQ2 become floats",
         *("runs", EXPERTS_ALONE, EXPERTS_ALONE),
     ),
     "int8": ("rounded to INT8 at load, with a scale for each output", "measured", EXPERTS_ALONE, EXPERTS_ALONE),
+    "int4": (
+        "rounded to 4 bits at load, with a scale and an offset for every 32 inputs of an output; but in native "
+        "kernels the numbers take 8 bits, and experts get INT8",
+        *("measured", EXPERTS_ALONE, EXPERTS_ALONE),
+    ),
     "fp8": ("rounded to FP8 (e4m3) at load, with a scale for each output", "runs", EXPERTS_ALONE, EXPERTS_ALONE),
 }
 

@@ -10,8 +10,8 @@ from rounding import UNIT, assert_within, of_product
 from specserve.kernels import reference
 from specserve.kernels.matmul import (
     BlockedMatrix,
-    Rounded,
     QuantizedMatrix,
+    Rounded,
     block,
     dequantize,
     matmul,
@@ -117,10 +117,11 @@ def test_quantized_elements_keep_their_bound(rng: np.random.Generator, to: Round
     weight[..., 5] = 0
     quantized = quantize(jnp.asarray(weight, jnp.float32), to)
     largest = np.abs(weight).max(-2, keepdims=True)
-    if to == "int4":  # the largest of a block is 8 steps, rounded to float16; what it would be 8 of on the other side is 7
-        scale = np.repeat(np.asarray(quantized.scale), 32, axis=-2)[..., :40, :]
-        largest = np.abs(scale)
-        step = np.where(weight / scale > 7.5, largest, largest / 2) + 2.0**-11 * np.abs(weight)
+    if to == "int4":  # half a step, and the roundings of scale and offset to float16
+        scale, offset = (
+            np.repeat(np.asarray(each), 32, axis=-2)[..., :40, :] for each in (quantized.scale, quantized.offset)
+        )
+        step = scale / 2 + 2.0**-11 * (15 * scale + np.abs(offset)) + 2.0**-24
     else:
         step = {"int8": largest / 254, "fp8": np.maximum(np.abs(weight) / 16, largest / 448 / 1024)}[to]
     error = np.abs(np.asarray(dequantize(quantized, jnp.float32)) - weight)

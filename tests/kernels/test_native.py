@@ -26,9 +26,9 @@ from specserve.kernels.matmul import (
     pack,
 )
 from specserve.kernels.native import build
-from specserve.kernels.panels import FP4_DOUBLES, four_bits
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.pages import Pages, write_pages
+from specserve.kernels.panels import FP4_DOUBLES
 from specserve.kernels.rowwise import (
     ACTIVATIONS,
     Activation,
@@ -81,7 +81,8 @@ def _weight(rng: np.random.Generator, kind: str, d_in: int, d_out: int) -> jax.A
     offset = jnp.asarray(_normal(rng, *scale.shape) * 0.05) if "offset" in kind else None
     if "4" in kind:
         codes = rng.integers(0, 16, (d_in, d_out))
-        zeros = rng.integers(1, 17, scale.shape) if "zeros" in kind else np.full(scale.shape, 8)
+        middle = 0 if kind.startswith("uint4") else 8
+        zeros = rng.integers(1, 17, scale.shape) if "zeros" in kind else np.full(scale.shape, middle)
         zeros = np.repeat(zeros, block, axis=0)[:d_in]
         whole = (FP4_DOUBLES[codes] if kind == "fp4" else codes - zeros).astype(np.int8)
         return QuantizedMatrix(jnp.asarray(whole), jnp.asarray(scale), block, offset)
@@ -91,20 +92,16 @@ def _weight(rng: np.random.Generator, kind: str, d_in: int, d_out: int) -> jax.A
     return QuantizedMatrix(jnp.asarray(whole), jnp.asarray(scale), block, offset)
 
 
-BLOCKS = {"int8 in blocks": 7, "int8, offset": 16, "int4 in blocks": 32, "int4, zeros": 16, "int4, offset": 40, "fp4": 16}
+BLOCKS = {
+    "int8 in blocks": 7,
+    "int8, offset": 16,
+    "int4 in blocks": 32,
+    "int4, zeros": 16,
+    "int4, offset": 40,
+    "uint4, offset": 32,
+    "fp4": 16,
+}
 KINDS = ["float32", "bfloat16", "int8", *BLOCKS, "int4"]
-
-
-def _magnitudes(weight: QuantizedMatrix) -> np.ndarray:  # [d_in, d_out]
-    """Of what is added for each weight: its number of 4 bits, or of 8, times the scale, and the offset."""
-    values, shift, offset = np.asarray(weight.values), np.zeros((1, 1)), np.zeros((1, 1))
-    if (coded := four_bits(values, weight.block)) and coded.shift is not None:
-        shift = coded.shift
-    if weight.offset is not None:
-        offset = np.asarray(weight.offset)
-    scale = np.asarray(weight.scale)
-    scale, shift, offset = (np.repeat(each, weight.block, axis=0)[: len(values)] for each in np.broadcast_arrays(scale, shift, offset))
-    return np.abs(values - shift) * scale + np.abs(shift * scale + offset)
 
 
 @settings(max_examples=40)
@@ -132,7 +129,7 @@ def test_a_packed_product_is_x_times_w(seed: int, kind: str, rows: int, d_in: in
 
     got, alone, added, plain = jax.device_get(run(x, packed, weight))
     block = 0 if packed.format in ("float32", "bfloat16") else packed.block
-    parts = _magnitudes(weight) if packed.format == "int4" or "offset" in kind else plain
+    parts = rounding.magnitudes(weight) if packed.format in ("int4", "uint4") or "offset" in kind else plain
     rounding.assert_within(got, x.astype(np.float64) @ plain.astype(np.float64), rounding.of_product(x, parts, block))
     assert all((alone[row] == got[row]).all() for row in chosen), "a row depends on its neighbours"
     assert (added == residual + got).all(), "a sum is more than the product and a sum"

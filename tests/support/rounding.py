@@ -20,14 +20,27 @@ import numpy as np
 
 from specserve.kernels.check import UNIT
 from specserve.kernels.check import product_bound as of_product
+from specserve.kernels.matmul import QuantizedMatrix
+from specserve.kernels.panels import four_bits
 
-__all__ = ["UNIT", "assert_same", "assert_within", "jittered", "of_product", "tolerance"]
+__all__ = ["UNIT", "assert_same", "assert_within", "jittered", "magnitudes", "of_product", "tolerance"]
 
 # Two programs differ by sqrt(2) of what one is off, and the largest of a million normal numbers lies at 5 deviations.
 # Measured, over all families against transformers: 1.6.
 TIMES = 8
 DRAWS = 8  # their root mean square falls below a fifth of its limit with a chance of 3e-5 (chi-square of 8 degrees)
 SHARE = 1e-3  # of the values themselves: where a tolerance takes more, the fixture sits on an edge and proves nothing
+
+
+def magnitudes(weight: QuantizedMatrix) -> np.ndarray:  # [d_in, d_out]
+    """The magnitudes of what a product adds up for each weight: its whole number times the scale, and the offset."""
+    found = four_bits(np.asarray(weight.values), weight.block)
+    shift = 0.0 if found is None or found.shift is None else found.shift
+    scale = np.asarray(weight.scale)
+    offset = shift * scale + (0.0 if weight.offset is None else np.asarray(weight.offset))
+    shift = np.broadcast_to(shift, scale.shape)
+    shift, scale, offset = (np.repeat(each, weight.block, axis=0)[: weight.shape[0]] for each in (shift, scale, offset))
+    return np.abs(np.asarray(weight.values) - shift) * scale + np.abs(offset)
 
 
 def jittered(tree: Any, seed: int) -> Any:

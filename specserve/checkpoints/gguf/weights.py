@@ -80,12 +80,12 @@ class GgufEntry:
         if numbers is None or not self.is_product:
             return None
         shape = (self.shape[0], self.shape[1] // numbers.inputs)
-        return LazyQuantized(
-            LazyTensor(self.shape, np.dtype(np.int8), lambda index: self._part(numbers, "values", index)),
-            LazyTensor(shape, FLOAT32, lambda index: self._part(numbers, "scale", index)),
-            numbers.inputs,
-            LazyTensor(shape, FLOAT32, lambda index: self._part(numbers, "offset", index)) if numbers.has_offset else None,
-        )
+        values = LazyTensor(self.shape, np.dtype(np.int8), lambda index: self._part(numbers, "values", index))
+        scale = LazyTensor(shape, FLOAT32, lambda index: self._part(numbers, "scale", index))
+        offset = None
+        if numbers.has_offset:
+            offset = LazyTensor(shape, FLOAT32, lambda index: self._part(numbers, "offset", index))
+        return LazyQuantized(values, scale, numbers.inputs, offset)
 
     def _part(self, numbers: WholeNumbers, part: Part, index: Index) -> np.ndarray:
         rows, places = index

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from specserve.checkpoints.configs import find_config
-from specserve.checkpoints.load import Quantization, Target, in_few_bits
+from specserve.checkpoints.load import Quantization, Target, in_few_bits, rounded
 from specserve.checkpoints.source import BUNDLED, resolve_head
 from specserve.checkpoints.tensors import read_json
 from specserve.drafters.interface import Head
@@ -21,7 +21,6 @@ from specserve.errors import ConfigError
 from specserve.eval.prompts import RANDOM
 from specserve.eval.settings import BenchRun, LatencyRun, ThroughputRun
 from specserve.interop.head import load_head
-from specserve.kernels.matmul import quantize
 from specserve.mesh import SERVING_AXES, default_dtype, parse_mesh
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec, init_params, is_product, is_spec
@@ -34,7 +33,6 @@ from specserve.serve.engines import load
 from specserve.serve.launch import Models
 
 PUBLISHED = "bfloat16"  # the dtype of weights where no config.json names another
-_quantize = jax.jit(quantize, static_argnames="to")
 
 
 def bench_models(run: BenchRun | LatencyRun | ThroughputRun) -> Models:
@@ -45,7 +43,7 @@ def bench_models(run: BenchRun | LatencyRun | ThroughputRun) -> Models:
     if run.bench != RANDOM:
         raise ConfigError(f"--random-weights has no tokenizer, and --bench {run.bench} asks in words: --bench {RANDOM}")
     if run.quantization == "stored":
-        raise ConfigError("--quantization stored keeps a checkpoint's 8 bits, and --random-weights has none: give int8")
+        raise ConfigError("--quantization stored keeps a checkpoint's bits, and --random-weights has none: give int8")
     name, mesh = run.target or BUNDLED, parse_mesh(run.mesh, SERVING_AXES)
     target = random_target(name, quantization=run.quantization or "none", mesh=mesh)
     if run.draft:
@@ -85,7 +83,7 @@ def draw_target(
     for number, ((path, leaf), place) in enumerate(zip(leaves, found, strict=True)):
         drawn = _drawing(dataclasses.replace(leaf, name=""), stored, dtype, place)(jax.random.key(number))
         if quantization not in ("none", "stored") and is_product(path):
-            drawn = _quantize(drawn, to=quantization)
+            drawn = rounded(drawn, quantization)
         params.append(drawn)
     whole: TargetParams = jax.tree.unflatten(structure, params)
     del params  # a stack takes the place of its layers

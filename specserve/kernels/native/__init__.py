@@ -38,7 +38,7 @@ HANDLERS = (
     "specserve_argmax",
 )
 
-Format = Literal["float32", "bfloat16", "int8", "int4", "fp4"]  # of a packed matrix's numbers (kernels.h)
+Format = Literal["float32", "bfloat16", "int8", "int4", "uint4", "fp4"]  # of a packed matrix's numbers (kernels.h)
 FORMATS: tuple[Format, ...] = get_args(Format)  # each at its number in C++
 
 Arguments = ParamSpec("Arguments")

@@ -73,6 +73,7 @@ const Kernels* kernels_vnni() {
     Kernels made = *kernels_avx512();
     made.name = "vnni";
     made.tiles[static_cast<int>(Format::kInt4)] = tiles_vnni_int4();
+    made.tiles[static_cast<int>(Format::kUint4)] = tiles_vnni_uint4();
     made.tiles[static_cast<int>(Format::kFp4)] = tiles_vnni_fp4();
     return made;
   }();

@@ -3,7 +3,7 @@
 // (digits_isa.h). (For int8 weights that brings nothing: three digits cost what it saves.)
 //
 // An instruction multiplies bytes without a sign by bytes with one, so weights come with a number added that makes them
-// positive: 8, or 12 (e2m1, whose doubles go from -12 to 12). As many times the digits' sum is what the sums begin with,
+// positive: 8 (but for those that begin at 0), or 12 (e2m1, whose doubles go from -12 to 12). As many times the digits' sum is what the sums begin with,
 // below zero.
 
 #include "digits_isa.h"
@@ -20,7 +20,7 @@ constexpr int kInputs = 8;            // of a line of weights: of a lane of 32 b
 constexpr int kParts = kInputs / kLanes;
 
 template <Format format>
-constexpr int kAdded = format == Format::kInt4 ? 8 : 12;
+constexpr int kAdded = format == Format::kInt4 ? 8 : format == Format::kUint4 ? 0 : 12;
 
 // Of a row's block: what its digits are multiples of, its sum, and what the sums of each digit begin with.
 struct Head {
@@ -166,6 +166,7 @@ constexpr Tiles tiles_for = {kPanel, kInputs, 1, 48, row_bytes, split<format>, m
 }  // namespace
 
 const Tiles* tiles_vnni_int4() { return &tiles_for<Format::kInt4>; }
+const Tiles* tiles_vnni_uint4() { return &tiles_for<Format::kUint4>; }
 const Tiles* tiles_vnni_fp4() { return &tiles_for<Format::kFp4>; }
 
 }  // namespace specserve

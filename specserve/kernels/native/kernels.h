@@ -12,11 +12,11 @@ namespace specserve {
 inline __attribute__((always_inline)) int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline __attribute__((always_inline)) int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
 
-// The last two are codes of 4 bits: whole numbers with 8 added, and floats of 1 sign bit, 2 of exponent and 1 of mantissa
-// (e2m1), which stand for twice their values, so that these are whole numbers too.
-enum class Format : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kFp4 = 4 };
-constexpr int kFormats = 5;
-constexpr int kBits[kFormats] = {32, 16, 8, 4, 4};
+// The last three are codes of 4 bits: whole numbers with 8 added, whole numbers from 0 on, and floats of 1 sign bit, 2 of
+// exponent and 1 of mantissa (e2m1), which stand for twice their values, so that these are whole numbers too.
+enum class Format : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kUint4 = 4, kFp4 = 5 };
+constexpr int kFormats = 6;
+constexpr int kBits[kFormats] = {32, 16, 8, 4, 4, 4};
 
 // y[r] = x[r] @ weight[group[r]] (+ add[r]), summed in float32 over d_in in ascending order, whatever the number of rows.
 // A weight is values * scale + offset, of which each block of inputs has one for each output.
@@ -139,6 +139,7 @@ const Kernels* kernels_neon();
 const Tiles* tiles_amx_bfloat16();
 const Tiles* tiles_amx_int8();
 const Tiles* tiles_vnni_int4();
+const Tiles* tiles_vnni_uint4();
 const Tiles* tiles_vnni_fp4();
 
 }  // namespace specserve

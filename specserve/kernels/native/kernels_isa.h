@@ -62,7 +62,7 @@ inline Floats load_scales(const Matmul& call, const void* first, int64_t place) 
   return load_floats(static_cast<const float*>(first) + place);
 }
 
-constexpr bool is_coded(Format format) { return format == Format::kInt4 || format == Format::kFp4; }
+constexpr bool is_coded(Format format) { return kBits[static_cast<int>(format)] == 4; }
 
 // Bytes of so many inputs in a panel.
 template <Format format>
@@ -103,6 +103,8 @@ inline void widen(const void* panel, int64_t input, int part, Floats (&w)[V]) {
       const int output = part + i * kParts;
       if constexpr (format == Format::kFp4) {
         w[i] = doubles_of(lanes >> (4 * (output + 4 * second)));
+      } else if constexpr (format == Format::kUint4) {
+        w[i] = __builtin_convertvector(reinterpret_cast<Ints>(lanes >> (4 * (output + 4 * second)) & 15), Floats);
       } else if constexpr (format == Format::kInt4) {
         const Words top = lanes << (28 - 4 * (output + 4 * second));
         w[i] = __builtin_convertvector(reinterpret_cast<Ints>(top ^ 0x80000000u) >> 28, Floats);
@@ -260,6 +262,7 @@ void matmul(const Matmul& call, int64_t group, int64_t panel, int64_t begin, int
     case Format::kBfloat16: return matmul_as<Format::kBfloat16>(call, group, panel, begin, end);
     case Format::kInt8: return matmul_as<Format::kInt8>(call, group, panel, begin, end);
     case Format::kInt4: return matmul_as<Format::kInt4>(call, group, panel, begin, end);
+    case Format::kUint4: return matmul_as<Format::kUint4>(call, group, panel, begin, end);
     case Format::kFp4: return matmul_as<Format::kFp4>(call, group, panel, begin, end);
   }
 }

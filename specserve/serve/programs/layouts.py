@@ -116,7 +116,7 @@ def _widened(leaf: jax.Array | QuantizedMatrix) -> jax.Array | QuantizedMatrix:
         return leaf
     if not native.is_available():
         return dequantize(leaf, jnp.dtype(jnp.float32))
-    return dataclasses.replace(leaf, values=leaf.values.astype(jnp.bfloat16))  # which holds 8 bits exactly
+    return dataclasses.replace(leaf, values=leaf.values.astype(jnp.bfloat16))  # 16 bits hold 8 exactly
 
 
 def _is_on_one_cpu(mesh: Mesh | None) -> bool:

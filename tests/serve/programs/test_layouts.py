@@ -15,7 +15,7 @@ import tiny
 
 from specserve.checkpoints.load import Target, in_few_bits
 from specserve.kernels import native
-from specserve.kernels.matmul import BlockedMatrix, PackedMatrix, dequantize, matmul
+from specserve.kernels.matmul import BlockedMatrix, PackedMatrix, Rounded, dequantize, matmul
 from specserve.models.params import is_product
 from specserve.serve.programs import layouts
 from specserve.serve.programs.layouts import BLOCK_COLUMNS, FEW_ROWS, make_layouts
@@ -68,13 +68,14 @@ def test_the_fastest_cut_is_chosen_and_changes_no_product(
         assert bool(cut) == (columns != WHOLE)
 
 
+@pytest.mark.parametrize("to", ["int8", "int4"])
 @pytest.mark.parametrize("way", ["as it is", "no quick bytes", "no kernels"])
-def test_a_heads_8_bits_stay_where_they_are_quick(
-    shallow_target: Target, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, way: str
+def test_a_heads_few_bits_stay_where_they_are_quick(
+    shallow_target: Target, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, way: str, to: Rounded
 ) -> None:
     """Elsewhere the same values lie in wider numbers, which is exact."""
     head = tiny.random_head(shallow_target.config, seed=1)
-    head = dataclasses.replace(head, params=in_few_bits(head.params, "int8"))
+    head = dataclasses.replace(head, params=in_few_bits(head.params, to))
     if way != "as it is" and not native.is_available():
         pytest.skip("there are no kernels to begin with")
     if way == "no quick bytes":
@@ -86,13 +87,14 @@ def test_a_heads_8_bits_stay_where_they_are_quick(
         x = rng.standard_normal((3, before.shape[0])).astype(np.float32)
         product = matmul(jnp.asarray(x), matrix)
     if way == "as it is" and native.is_quick_with_bytes():
-        assert matrix.panels.dtype == jnp.int8
+        assert matrix.format == {"int8": "int8", "int4": "uint4"}[to]
     else:
         assert (
             (matrix.panels.dtype == jnp.bfloat16) if isinstance(matrix, PackedMatrix) else isinstance(matrix, jax.Array)
         )
     plain = np.asarray(dequantize(before, jnp.dtype("float32")), np.float64)
-    rounding.assert_within(product, x.astype(np.float64) @ plain, rounding.of_product(x, plain, before.block))
+    parts = plain if before.offset is None else rounding.magnitudes(before)
+    rounding.assert_within(product, x.astype(np.float64) @ plain, rounding.of_product(x, parts, before.block))
 
 
 def _at(tree: Any, path: tuple[Any, ...]) -> Any:
