@@ -41,17 +41,54 @@ float widened(uint16_t half) {
   return value;
 }
 
+constexpr int64_t kBlock = 32;  // inputs that share a scale and an offset, where numbers have 4 bits
+
 // A weight in panels, as kernels.h says that it lies, and what it is in float32.
 struct Weight {
   std::vector<uint8_t> panels;
-  std::vector<float> plain;  // [d_in, d_out]
+  std::vector<__fp16> scale, offset;         // [panel, block, width]; empty: none
+  std::vector<float> plain, magnitudes;      // [d_in, d_out]
 };
 
+// The number of a code of 4 bits.
+float number(Format format, int code) {
+  constexpr float kDoubles[] = {0, 1, 2, 3, 4, 6, 8, 12};
+  if (format == Format::kFp4) return code & 8 ? -kDoubles[code & 7] : kDoubles[code];
+  return static_cast<float>(format == Format::kInt4 ? code - 8 : code);
+}
+
+Weight make_coded(Format format, int64_t d_in, int64_t d_out, int64_t width, std::mt19937& random) {
+  std::uniform_int_distribution<int> codes(0, 15);
+  std::uniform_real_distribution<float> scales(0.01f, 0.02f);
+  const int64_t num_panels = (d_out + width - 1) / width, num_blocks = (d_in + kBlock - 1) / kBlock;
+  const int64_t pairs = (d_in + 1) / 2, held = num_panels * num_blocks * width;
+  Weight made{std::vector<uint8_t>(num_panels * pairs * width), std::vector<__fp16>(held), std::vector<__fp16>(held),
+              std::vector<float>(d_in * d_out), std::vector<float>(d_in * d_out)};
+  for (int64_t i = 0; i < held; ++i) {
+    made.scale[i] = static_cast<__fp16>(scales(random)), made.offset[i] = static_cast<__fp16>(scales(random));
+  }
+  for (int64_t i = 0; i < d_in; ++i) {
+    for (int64_t j = 0; j < d_out; ++j) {
+      const int code = codes(random);
+      const int64_t panel = j / width, lane = j % width % (width / 4), output = j % width / (width / 4);
+      // the four outputs of a lane in its lower half, or those of the next input in its upper half
+      const int64_t nibble = ((panel * pairs + i / 2) * (width / 4) + lane) * 8 + i % 2 * 4 + output;
+      made.panels[nibble / 2] |= static_cast<uint8_t>(code << nibble % 2 * 4);
+      const int64_t place = (panel * num_blocks + i / kBlock) * width + j % width;
+      const float scaled = number(format, code) * made.scale[place], offset = made.offset[place];
+      made.plain[i * d_out + j] = scaled + offset;
+      made.magnitudes[i * d_out + j] = fabsf(scaled) + fabsf(offset);
+    }
+  }
+  return made;
+}
+
 Weight make(Format format, int64_t d_in, int64_t d_out, int64_t width, std::mt19937& random) {
+  if (specserve::kBits[static_cast<int>(format)] == 4) return make_coded(format, d_in, d_out, width, random);
   std::normal_distribution<float> normal;
   const int64_t num_panels = (d_out + width - 1) / width;
   const int64_t size = format == Format::kFloat32 ? 4 : format == Format::kBfloat16 ? 2 : 1, lanes = 4 / size;
-  Weight made{std::vector<uint8_t>(num_panels * d_in * width * size), std::vector<float>(d_in * d_out)};
+  Weight made{std::vector<uint8_t>(num_panels * d_in * width * size), {}, {}, std::vector<float>(d_in * d_out), {}};
   for (int64_t i = 0; i < d_in; ++i) {
     for (int64_t j = 0; j < d_out; ++j) {
       float value = normal(random);
@@ -71,6 +108,7 @@ Weight make(Format format, int64_t d_in, int64_t d_out, int64_t width, std::mt19
       made.plain[i * d_out + j] = value;
     }
   }
+  for (float value : made.plain) made.magnitudes.push_back(fabsf(value));
   return made;
 }
 
@@ -80,8 +118,13 @@ std::vector<float> multiply(const Kernels& kernels, Format format, const Weight&
   std::vector<int32_t> order(rows);
   for (int64_t row = 0; row < rows; ++row) order[row] = static_cast<int32_t>(row);
   const int64_t start[] = {0, rows};
-  Matmul call = {x.data(), nullptr, weight.panels.data(), nullptr, nullptr, y.data(), rows, 1, d_in, d_out, d_in,
-                 format, order.data(), start};
+  Matmul call = {};
+  call.x = x.data(), call.panels = weight.panels.data(), call.y = y.data(), call.rows = rows, call.groups = 1;
+  call.d_in = d_in, call.d_out = d_out, call.block = d_in, call.format = format, call.order = order.data();
+  call.start = start;
+  if (!weight.scale.empty()) {
+    call.scale = weight.scale.data(), call.offset = weight.offset.data(), call.is_half = true, call.block = kBlock;
+  }
   const int64_t width = kernels.panel_width;
   for (int64_t panel = 0; panel < (d_out + width - 1) / width; ++panel) {
     for (int64_t begin = 0; begin < rows; begin += kernels.row_block) {
@@ -99,7 +142,8 @@ int main() {
   std::mt19937 random(0);
   std::normal_distribution<float> normal;
   int64_t checked = 0;
-  for (Format format : {Format::kFloat32, Format::kBfloat16, Format::kInt8}) {
+  for (int number = 0; number < specserve::kFormats; ++number) {
+    const Format format = static_cast<Format>(number);
     for (int64_t d_in : {1, 5, 33, 512, 2100}) {
       for (int64_t d_out : {1, 15, 16, 17, 65, 200}) {
         const Weight weight = make(format, d_in, d_out, kernels.panel_width, random);
@@ -118,12 +162,12 @@ int main() {
             for (int64_t j = 0; j < d_out; ++j, ++checked) {
               double sum = 0, magnitudes = 0;
               for (int64_t i = 0; i < d_in; ++i) {
-                const double term = double(own[i]) * weight.plain[i * d_out + j];
-                sum += term;
-                magnitudes += fabs(term);
+                sum += double(own[i]) * weight.plain[i * d_out + j];
+                magnitudes += fabs(double(own[i])) * weight.magnitudes[i * d_out + j];
               }
-              // of d_in terms in any order, fused or not (Higham, section 3.1)
-              const double bound = d_in * kUnit / (1 - d_in * kUnit) * magnitudes;
+              // of d_in terms in any order, fused or not (Higham, section 3.1), of which each may be scaled, and was
+              // rounded to float32 here
+              const double bound = (d_in + 3) * kUnit / (1 - (d_in + 3) * kUnit) * magnitudes;
               if (!(fabs(y[row * d_out + j] - sum) <= bound)) {
                 printf("format %d, %ld x %ld, %ld rows: [%ld, %ld] is %g and not %g, rounding explains %g\n",
                        static_cast<int>(format), long(d_in), long(d_out), long(rows), long(row), long(j),
