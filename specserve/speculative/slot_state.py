@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from specserve.kernels.gather import take_rows
 from specserve.kernels.pages import share_out
 from specserve.mesh import keep_along
-from specserve.models.cache import Cache
+from specserve.models.cache import Cache, WindowSizes
 from specserve.models.config import ModelConfig
 from specserve.pytree import pytree
 from specserve.speculative import sampling
@@ -112,11 +112,18 @@ class PromptChunks:
 
 
 def init_state(
-    config: StepConfig, *, num_slots: int, num_pages: int, page_size: int, max_pages: int, num_ranks: int = 1
+    config: StepConfig,
+    *,
+    num_slots: int,
+    num_pages: int,
+    page_size: int,
+    max_pages: int,
+    num_ranks: int = 1,
+    windows: WindowSizes = (),
 ) -> SlotState:
     """Make an empty state. `max_pages` bounds the pages of one sequence, `num_pages` those of all. With `num_ranks` the
     mesh shares the pages out over so many data ranks (`kernels.pages`), and every batch of slots must be cut like
-    them."""
+    them. The target's layers with one of these `windows` have pages of their own."""
     sizes = Sizes(num_slots, num_pages, page_size, max_pages, config.max_depth)
     state = SlotState(
         page_table=jnp.full((num_slots, max_pages), num_pages, jnp.int32),
@@ -130,6 +137,8 @@ def init_state(
             num_pages=num_pages,
             page_size=page_size,
             num_kept=config.kept_states,
+            windows=windows,
+            num_ranks=num_ranks,
         ),
         draft=config.drafter.init_state(config.target, sizes) if config.drafter else None,
     )
@@ -159,6 +168,35 @@ def admit(config: StepConfig, state: SlotState, slot: jax.Array, new: Admission)
 def keep(_config: StepConfig, state: SlotState, slot: jax.Array, place: jax.Array) -> SlotState:
     """Copy the recurrent state of a slot to a place, both [] int32, from which `admit` takes it."""
     return dataclasses.replace(state, cache=state.cache.keep(slot, place))
+
+
+@pytree
+class PageTables:
+    """The parts of the state that say which pages a sequence has."""
+
+    pages: jax.Array  # `SlotState.page_table`
+    windows: dict[int, jax.Array]  # `Cache.window_pages`
+
+    @classmethod
+    def of(cls, state: SlotState) -> "PageTables":
+        return cls(state.page_table, state.cache.window_pages)
+
+    def put_into(self, state: SlotState) -> SlotState:
+        """Return the state with these in place of its own."""
+        cache = dataclasses.replace(state.cache, window_pages=self.windows)
+        return dataclasses.replace(state, page_table=self.pages, cache=cache)
+
+
+def extend(_config: StepConfig, tables: PageTables, entries: jax.Array) -> PageTables:
+    """Give sequences pages. `entries` [3 + windows, n] int32: slot, column and page, and the page's window pages, by
+    the windows' sizes. A slot past the last one stands for none, and a window page below 0 for the one that is
+    there."""
+    slots, columns, pages, *own = entries
+    windows = dict(tables.windows)
+    for window, new in zip(sorted(windows), own, strict=True):
+        place = jnp.where(new >= 0, pages, len(windows[window]))
+        windows[window] = windows[window].at[place].set(new, mode="drop")
+    return PageTables(tables.pages.at[slots, columns].set(pages, mode="drop"), windows)
 
 
 @pytree

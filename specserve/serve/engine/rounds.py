@@ -21,7 +21,8 @@ from specserve.drafters.speculation import describe
 from specserve.serve.engine.delivery import Delivery, take_scores
 from specserve.serve.engine.interface import ROUND_SIZES, EngineStats
 from specserve.serve.engine.options import sampler_rows, token_rows
-from specserve.serve.engine.scheduler import Chunk, Round, Scheduler, Sequence
+from specserve.serve.engine.scheduler import Scheduler
+from specserve.serve.engine.sequence import Chunk, Round, Sequence
 from specserve.serve.engine.step_choice import StepChoice
 from specserve.serve.programs.results import StepHandle
 from specserve.serve.programs.runner import PromptPart, Runner
@@ -340,6 +341,7 @@ class Rounds:
         for chunk in chunks:
             if chunk.is_first:
                 self._admit(chunk)
+        self.runner.extend([row for chunk in chunks for row in chunk.new_pages])
 
     def _admit(self, chunk: Chunk) -> None:
         sequence = chunk.sequence

@@ -15,7 +15,7 @@ from specserve.kernels import paged
 from specserve.kernels.large_pages import give_back_zeros
 from specserve.kernels.pages import PageRows, Pages, share_out
 from specserve.mesh import fitting, num_parts, program_platform, put, whole
-from specserve.models.cache import Cache
+from specserve.models.cache import Cache, WindowSizes
 from specserve.models.config import ModelConfig
 from specserve.models.sharding import part_shapes, place_cache
 from specserve.speculative.drafter import Drafter
@@ -124,6 +124,29 @@ def bytes_per_page(target: ModelConfig, drafter: Drafter | None, page_size: int,
     return state_bytes(config, mesh, 0, 1, **sizes) - state_bytes(config, mesh, 0, 0, **sizes)
 
 
+def pages_in(
+    num_bytes: int,
+    target: ModelConfig,
+    drafter: Drafter | None,
+    mesh: Mesh | None,
+    *,
+    page_size: int,
+    windows: WindowSizes,
+    most: int,
+) -> int:
+    """Return how many pages of a data rank fit into so many bytes of each of its devices, at most `most`. Layers with a
+    window have a page for each of them, but never more than `windows` say: so many pages take the least of what they
+    take with any of these numbers as they are."""
+    config, by_number = StepConfig(target, drafter, max_depth=0), sorted(windows, key=lambda each: each[1])
+    nothing, found = state_bytes(config, mesh, 0, 0, page_size=page_size, max_pages=1), 0
+    for end in range(len(windows) + 1):
+        sizes = {"page_size": page_size, "max_pages": 1, "windows": tuple(by_number[:end])}
+        fixed, with_one = (state_bytes(config, mesh, 0, number, **sizes) for number in (0, 1))
+        left = num_bytes - (fixed - nothing)
+        found = max(found, min(most, left // max(1, with_one - fixed)))
+    return found
+
+
 def state_bytes(
     config: StepConfig,
     mesh: Mesh | None,
@@ -132,9 +155,10 @@ def state_bytes(
     *,
     page_size: int,
     max_pages: int,
+    windows: WindowSizes = (),
 ) -> int:
     """Return the bytes that the state of such a server takes on each device."""
-    cut, others = state_shapes(config, num_parts(mesh, "batch"), num_slots, num_pages, page_size, max_pages)
+    cut, others = state_shapes(config, num_parts(mesh, "batch"), num_slots, num_pages, page_size, max_pages, windows)
     return _num_bytes(cut, mesh) + _num_bytes(others, None)
 
 
@@ -147,12 +171,18 @@ def _num_bytes(parts: Sequence[Any], mesh: Mesh | None) -> int:
 
 @functools.lru_cache(maxsize=256)  # many meshes are asked about one state
 def state_shapes(
-    config: StepConfig, num_ranks: int, num_slots: int, num_pages: int, page_size: int, max_pages: int
+    config: StepConfig,
+    num_ranks: int,
+    num_slots: int,
+    num_pages: int,
+    page_size: int,
+    max_pages: int,
+    windows: WindowSizes = (),
 ) -> tuple[tuple[Cache | PageRows | TokenRows, ...], tuple[jax.ShapeDtypeStruct, ...]]:
     """The parts that a mesh cuts of a state with `num_pages` for each data rank, of shapes in place of arrays, and the
     shapes of everything else."""
     sizes = {"num_slots": num_slots, "page_size": page_size, "max_pages": max_pages, "num_ranks": num_ranks}
-    make = functools.partial(init_state, config, num_pages=num_ranks * num_pages, **sizes)
+    make = functools.partial(init_state, config, num_pages=num_ranks * num_pages, windows=windows, **sizes)
     leaves = jax.tree.leaves(jax.eval_shape(make), is_leaf=_is_cut)
     return tuple(filter(_is_cut, leaves)), tuple(leaf for leaf in leaves if not _is_cut(leaf))
 

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
+from specserve.drafters.layers import windows_of
 from specserve.drafters.speculation import describe
 from specserve.drafters.words import OWN_TEXT
 from specserve.errors import ConfigError
 from specserve.mesh import num_parts, program_kind, program_platform
+from specserve.models.cache import WindowSizes
 from specserve.models.config import ModelConfig
 from specserve.serve.engine.pages import PagePool, Watcher
 from specserve.serve.engine.state_places import StatePlaces
+from specserve.serve.engine.windows import Windows, window_sizes
 from specserve.serve.programs.batches import Batches
 from specserve.serve.programs.placement import reads_by_page
 from specserve.speculative.program import StepProgram
@@ -56,6 +59,7 @@ class Shapes:
     prompt_tokens: int = 0  # of prompts side by side on a device, in one program; 0: one prompt
     kept_layers: tuple[int, ...] = ()  # layers of which requests may ask for hidden states
     kept_states: int = 0  # recurrent ones, of prefixes
+    windows: WindowSizes = ()  # of the layers with a window that have pages of their own; none: no layer has
     is_mixing: bool = False  # there are programs that make a step and prefill prompts
 
     @property
@@ -82,7 +86,23 @@ class Shapes:
         kept = None
         if self.kept_states:
             kept = StatePlaces(self.kept_states, math.lcm(self.chunks[-1], self.page_size))
-        return PagePool(self.num_pages, self.page_size, watcher, num_ranks=self.num_ranks, most=most, kept=kept)
+        windows = Windows(self.windows, self.page_size, self.num_ranks)
+        return PagePool(
+            self.num_pages, self.page_size, watcher, num_ranks=self.num_ranks, most=most, kept=kept, windows=windows
+        )
+
+    def with_windows(self, target: ModelConfig) -> "Shapes":
+        """The shapes of a server that keeps only the pages of windows, in a target's layers that have one."""
+        slots = self.num_slots // self.num_ranks
+        sizes = window_sizes(
+            windows_of(target),
+            num_slots=slots,
+            num_pages=self.pages_of_rank,
+            page_size=self.page_size,
+            ahead=tokens_ahead(self.most_steps, self.max_step),
+            prefill=max(self.most_prompts(chunk) * -(-chunk // self.page_size) for chunk in self.chunks),
+        )
+        return dataclasses.replace(self, windows=sizes)
 
     @property
     def max_depth(self) -> int:
@@ -202,6 +222,12 @@ class Shapes:
         trees = [tree for tree in self.trees_for(batch_size) if tree is not None]
         chains = [tree for tree in trees if tree.top_k == 1 and tree.depth <= ONLY_DEPTH]
         return max(chains, key=lambda tree: tree.depth) if chains else next(iter(trees), None)
+
+
+def tokens_ahead(most_steps: int, max_step: int) -> int:
+    """Return how far a sequence's pages reach beyond the least that it may have committed, in tokens: the steps in
+    flight may have brought more than that, and the next ones follow."""
+    return 2 * most_steps * max_step
 
 
 def check_shared_out(what: str, number: int, num_ranks: int) -> None:

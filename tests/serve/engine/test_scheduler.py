@@ -3,16 +3,21 @@
 import itertools
 import random
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specserve.models.cache import WindowSizes
 from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.pages import PagePool, data_rank
-from specserve.serve.engine.scheduler import Chunk, Round, Scheduler, Sequence
+from specserve.serve.engine.scheduler import Scheduler
+from specserve.serve.engine.sequence import Chunk, PageRow, Round, Sequence
 from specserve.serve.engine.state_places import StatePlaces
+from specserve.serve.engine.windows import Windows, window_sizes
+from specserve.serve.programs.shapes import tokens_ahead
 from specserve.serve.requests.output import OutputStream
 from specserve.serve.requests.request import Request, SamplingParams
 
@@ -39,15 +44,17 @@ def _scheduler(
     is_deterministic: bool = False,
     prompt_tokens: int = 0,
     num_kept: int = 0,
+    windows: WindowSizes = (),
     **options: object,
 ) -> Scheduler:
     """Slots and pages are those of each data rank; the rest are `EngineOptions`. With `prompt_tokens` a program runs
     as many prompts of a rank side by side as have so many tokens, and with `num_kept` prefixes need one of so many
     states."""
     kept = StatePlaces(num_kept, BORDER) if num_kept else None
+    held = Windows(windows, PAGE_SIZE, num_ranks)
     return Scheduler(
         num_slots * num_ranks,
-        PagePool(num_pages * num_ranks, PAGE_SIZE, num_ranks=num_ranks, kept=kept),
+        PagePool(num_pages * num_ranks, PAGE_SIZE, num_ranks=num_ranks, kept=kept, windows=held),
         EngineOptions(**options),  # type: ignore[arg-type]
         chunks=CHUNKS,
         most_prompts=lambda chunk: max(1, prompt_tokens // chunk),
@@ -55,6 +62,14 @@ def _scheduler(
         cache_lag=cache_lag,
         is_deterministic=is_deterministic,
     )
+
+
+def _answered(sequence: Sequence) -> tuple[int, ...]:
+    """A sequence with its whole answer."""
+    token_ids = list(sequence.request.prompt_ids)
+    for _ in range(sequence.request.max_new_tokens):
+        token_ids.append(sum(token_ids[-3:]) % 5)
+    return tuple(token_ids)
 
 
 @dataclass
@@ -65,33 +80,71 @@ class Device:
     scheduler: Scheduler
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     most_steps: int = 1
-    # with epoch, and tokens at least and at most
-    in_flight: deque[list[tuple[Sequence, int, int, int]]] = field(default_factory=deque)
+    # with epoch, tokens at least and at most, and those that it brings
+    in_flight: deque[list[tuple[Sequence, int, int, int, int]]] = field(default_factory=deque)
     done: list[Sequence] = field(default_factory=list)
     first: list[int] = field(default_factory=list)  # order of first admissions
     num_prefilled: int = 0
     states: dict[int, list[int]] = field(default_factory=dict)  # by place: the tokens that a kept state is of
+    lens: dict[tuple[Sequence, int], int] = field(default_factory=dict)  # by sequence and epoch: what is committed
+    window_pages: dict[tuple[int, int], int] = field(default_factory=dict)  # by window and page
+    entries: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)  # by window, window page, place
 
     def round(self) -> Round:
         scheduler, before = self.scheduler, list(self.scheduler.running)
         waiting, ranks = list(scheduler.waiting), {each: self._rank(each) for each in before}
         plan = scheduler.schedule(self.most_steps)
         self._check(plan, before, waiting, ranks)
-        steps = self.rng.randint(1, plan.most_steps)
-        rows = [(sequence, sequence.epoch, steps, steps * MAX_STEP) for sequence in plan.decode]
+        steps, rows = self.rng.randint(1, plan.most_steps), []
+        self._extend(plan.new_pages)
+        for sequence in plan.decode:
+            numbers = [self.rng.randint(1, MAX_STEP) for _ in range(steps)]
+            rows.append((sequence, sequence.epoch, steps, steps * MAX_STEP, sum(numbers)))
+            for number in numbers:
+                self._commit(sequence, number)
+        for side in plan.prefills:
+            self._extend(row for chunk in side for row in chunk.new_pages)
+            for chunk in side:
+                key = chunk.sequence, chunk.sequence.epoch
+                self.lens.setdefault(key, chunk.num_cached)
+                self._commit(chunk.sequence, chunk.num_tokens)
         for chunk in plan.chunks:
             self.num_prefilled += chunk.num_tokens
             self._keep(chunk)
             if chunk.is_first and not chunk.sequence.output_ids and chunk.sequence.epoch == 0:
                 self.first.append(chunk.sequence.order)
             if chunk.is_last:
-                rows.append((chunk.sequence, chunk.sequence.epoch, 1, 1))
-        for sequence, _, least, most in rows:
+                rows.append((chunk.sequence, chunk.sequence.epoch, 1, 1, 1))
+        for sequence, _, least, most, _ in rows:
             sequence.dispatched(least, most)
         self.in_flight.append(rows)
         while len(self.in_flight) > (0 if plan.is_empty else 1):
             self._land()
         return plan
+
+    def _extend(self, rows: Iterable[PageRow]) -> None:
+        """Set the window pages of pages, as the device does before the program that fills them."""
+        for _, _, page, *own in rows:
+            for group, each in zip(self.scheduler.pool.windows.groups, own, strict=True):
+                if each >= 0:
+                    self.window_pages[group.window, page] = each
+
+    def _commit(self, sequence: Sequence, number: int) -> None:
+        """Read the window before a sequence's next token, and write the entries of so many tokens, of which each
+        follows from those before it."""
+        start, known = self.lens[sequence, sequence.epoch], _answered(sequence)
+        self.lens[sequence, sequence.epoch] += number
+        most = len(sequence.request.prompt_ids) + sequence.request.max_new_tokens - 1
+        for group in self.scheduler.pool.windows.groups if start <= most else ():  # else the answer has ended
+
+            def place(index: int, window: int = group.window) -> tuple[int, int, int]:
+                page = sequence.pages[index // PAGE_SIZE]
+                return window, self.window_pages[window, page], index % PAGE_SIZE
+
+            for index in range(max(0, start - group.window + 1), start):
+                assert self.entries[place(index)] == known[: index + 1], "a query would see another token's entry"
+            for index in range(start, min(start + number, most)):
+                self.entries[place(index)] = known[: index + 1]
 
     def _keep(self, chunk: Chunk) -> None:
         """Do with recurrent states what the device does before and behind a chunk."""
@@ -110,11 +163,11 @@ class Device:
             self.states[chunk.keep] = sequence.token_ids[:end]
 
     def _land(self) -> None:
-        for sequence, epoch, least, most in self.in_flight.popleft():
+        for sequence, epoch, least, most, number in self.in_flight.popleft():
             if not sequence.is_of(epoch):
                 continue
             sequence.landed(least, most)
-            for _ in range(self.rng.randint(least, most)):
+            for _ in range(number):
                 sequence.output_ids.append(sum(sequence.token_ids[-3:]) % 5)
                 if len(sequence.output_ids) == sequence.request.max_new_tokens:
                     self.scheduler.finish(sequence)
@@ -128,6 +181,7 @@ class Device:
     def _check(self, plan: Round, before: list[Sequence], waiting: list[Sequence], ranks: dict[Sequence, int]) -> None:
         scheduler = self.scheduler
         scheduler.pool.check()
+        scheduler.pool.windows.check(scheduler.pool._nodes, [each.held for each in scheduler.running if each.held])
         for line in (scheduler.running, scheduler.waiting):
             assert [s.rank for s in line] == sorted(s.rank for s in line)
         slots = [sequence.slot for sequence in scheduler.running]
@@ -159,7 +213,7 @@ class Device:
         for rank in {*ranks.values()}:
             oldest = next(each for each in before if ranks[each] == rank)
             assert oldest not in plan.preempted, "the oldest of a data rank goes on"
-        for slot, column, page in plan.new_pages:
+        for slot, column, page, *_ in plan.new_pages:
             [owner] = [sequence for sequence in plan.decode if sequence.slot == slot]
             assert owner.pages[column] == page
         admitted = [chunk.sequence for chunk in plan.chunks if chunk.is_first]
@@ -205,6 +259,7 @@ def _requests(draw: st.DrawFn) -> list[Request]:
     is_deterministic=st.booleans(),
     prompt_tokens=st.sampled_from([0, 16, 32]),
     num_kept=st.sampled_from([0, 0, 1, 2, 5]),
+    windows=st.sampled_from([(), (1,), (5,), (4, 13)]),
     most_steps=st.sampled_from([1, 2, 8]),
     rng=st.randoms(use_true_random=False),
 )
@@ -218,9 +273,14 @@ def test_everybody_is_served_and_nothing_is_left(
     is_deterministic: bool,
     prompt_tokens: int,
     num_kept: int,
+    windows: tuple[int, ...],
     most_steps: int,
     rng: random.Random,
 ) -> None:
+    """No query sees an entry that is not its own sequence's, where pages behind windows are given to others; and each
+    window has no more pages than are planned."""
+    number = {"num_slots": num_slots, "num_pages": 10_000, "page_size": PAGE_SIZE}
+    prefill = max(max(1, prompt_tokens // chunk) * (chunk // PAGE_SIZE) for chunk in CHUNKS)
     scheduler = _scheduler(
         num_slots,
         num_ranks=num_ranks,
@@ -230,6 +290,7 @@ def test_everybody_is_served_and_nothing_is_left(
         is_deterministic=is_deterministic,
         prompt_tokens=prompt_tokens,
         num_kept=num_kept,
+        windows=window_sizes(windows, **number, ahead=tokens_ahead(most_steps, MAX_STEP), prefill=prefill),
     )
     device = Device(scheduler, rng, most_steps)
     for request in requests:
