@@ -27,7 +27,8 @@ def check_state_fits(config: StepConfig, shapes: Shapes, mesh: Mesh | None) -> N
     free = free_memory(mesh)
 
     def needed(num_slots: int, num_pages: int) -> int:
-        sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages}
+        windows = tuple((window, min(number, num_pages)) for window, number in shapes.windows)
+        sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages, "windows": windows}
         return state_bytes(config, mesh, num_slots, num_pages, **sizes)
 
     slots, pages, ranks = shapes.num_slots, shapes.pages_of_rank, shapes.num_ranks
@@ -55,7 +56,7 @@ def check_swap_fits(present: Runner, other: Runner) -> None:
     """Check that the state of a runner with another head fits in place of the present one's. The weights of both heads
     are in memory already. Raises ConfigError where the state is too large."""
     mesh, shapes = present.place.mesh, present.shapes
-    sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages}
+    sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages, "windows": shapes.windows}
     before, after = (
         state_bytes(runner.config, mesh, shapes.num_slots, shapes.pages_of_rank, **sizes) for runner in (present, other)
     )

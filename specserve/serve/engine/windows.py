@@ -24,13 +24,15 @@ def window_sizes(
     num_pages: int,
     page_size: int,
     ahead: int,
-    prefill: int,
+    chunks: Sequence[int],
 ) -> WindowSizes:
     """Return the window pages that a data rank of so many slots and pages has, for each of these windows, in tokens;
     windows that need no fewer pages than there are have none of their own.
 
     They are enough for the window of each slot's sequence and the `ahead` tokens that the steps in flight and the next
-    ones may add, for the `prefill` pages that one program fills, and for some windows of cached prefixes."""
+    ones may add, for one prefill, whose prompts have as many tokens together as the largest of `chunks`, and for some
+    windows of cached prefixes."""
+    prefill = -(-chunks[-1] // page_size) + min(num_slots, chunks[-1] // chunks[0])
     found = []
     for window in sorted(set(windows) - {0}):
         cached = max(LEAST_CACHED, num_slots // CACHED_PART) * (-(-window // page_size) + 1)

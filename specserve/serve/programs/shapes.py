@@ -93,14 +93,13 @@ class Shapes:
 
     def with_windows(self, target: ModelConfig) -> "Shapes":
         """The shapes of a server that keeps only the pages of windows, in a target's layers that have one."""
-        slots = self.num_slots // self.num_ranks
         sizes = window_sizes(
             windows_of(target),
-            num_slots=slots,
+            num_slots=self.num_slots // self.num_ranks,
             num_pages=self.pages_of_rank,
             page_size=self.page_size,
             ahead=tokens_ahead(self.most_steps, self.max_step),
-            prefill=max(self.most_prompts(chunk) * -(-chunk // self.page_size) for chunk in self.chunks),
+            chunks=self.chunks,
         )
         return dataclasses.replace(self, windows=sizes)
 
@@ -275,7 +274,7 @@ def make_shapes(
         num_ranks=num_ranks,
         kept_layers=kept_layers,
         kept_states=kept_states,
-        most_steps=STEPS_AT_ONCE if _loops_pay() else 1,
+        most_steps=steps_at_once(program_platform(), is_v7x=program_kind() == "TPU7x"),
         # a CPU computes prompts one after another in the same time, and the first is done sooner
         prompt_tokens=0 if program_platform() == "cpu" else chunks[-1],
     )
@@ -293,10 +292,11 @@ def make_shapes(
     return shapes
 
 
-def _loops_pay() -> bool:
-    """Return whether steps are made in a loop. XLA makes a GPU's host drive loops, unless its flags put them into CUDA
-    graphs (+WHILE), which no GPU has timed; and before a loop of a TPU v7x it copies all weights into other tiles."""
-    return program_platform() != "gpu" and program_kind() != "TPU7x"
+def steps_at_once(platform: str, *, is_v7x: bool = False) -> int:
+    """Return how many steps one call makes: several where they are made in a loop. XLA makes a GPU's host drive loops,
+    unless its flags put them into CUDA graphs (+WHILE), which no GPU has timed; and before a loop of a TPU v7x it
+    copies all weights into other tiles."""
+    return 1 if platform == "gpu" or is_v7x else STEPS_AT_ONCE
 
 
 def make_batch_sizes(num_slots: int, num_ranks: int = 1, least: int = 1) -> tuple[int, ...]:

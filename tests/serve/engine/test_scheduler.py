@@ -280,7 +280,6 @@ def test_everybody_is_served_and_nothing_is_left(
     """No query sees an entry that is not its own sequence's, where pages behind windows are given to others; and each
     window has no more pages than are planned."""
     number = {"num_slots": num_slots, "num_pages": 10_000, "page_size": PAGE_SIZE}
-    prefill = max(max(1, prompt_tokens // chunk) * (chunk // PAGE_SIZE) for chunk in CHUNKS)
     scheduler = _scheduler(
         num_slots,
         num_ranks=num_ranks,
@@ -290,7 +289,7 @@ def test_everybody_is_served_and_nothing_is_left(
         is_deterministic=is_deterministic,
         prompt_tokens=prompt_tokens,
         num_kept=num_kept,
-        windows=window_sizes(windows, **number, ahead=tokens_ahead(most_steps, MAX_STEP), prefill=prefill),
+        windows=window_sizes(windows, **number, ahead=tokens_ahead(most_steps, MAX_STEP), chunks=CHUNKS),
     )
     device = Device(scheduler, rng, most_steps)
     for request in requests:
