@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from specserve.models.cache import WindowSizes
 
-LEAST_CACHED, CACHED_PART = 8, 4  # windows of cached prefixes beside those of running sequences: one for each of these
+LEAST_CACHED, CACHED_PART = 8, 4  # windows of cached prefixes: at least so many, or one for so many slots
 
 
 def window_sizes(
@@ -25,17 +25,20 @@ def window_sizes(
     page_size: int,
     ahead: int,
     chunks: Sequence[int],
+    num_cached: int | None = None,
 ) -> WindowSizes:
     """Return the window pages that a data rank of so many slots and pages has, for each of these windows, in tokens;
     windows that need no fewer pages than there are have none of their own.
 
     They are enough for the window of each slot's sequence and the `ahead` tokens that the steps in flight and the next
-    ones may add, for one prefill, whose prompts have as many tokens together as the largest of `chunks`, and for some
-    windows of cached prefixes."""
+    ones may add, for one prefill, whose prompts have as many tokens together as the largest of `chunks`, and for the
+    windows of `num_cached` cached prefixes; None: of a quarter as many as there are slots, and of some at least."""
+    if num_cached is None:
+        num_cached = max(LEAST_CACHED, num_slots // CACHED_PART)
     prefill = -(-chunks[-1] // page_size) + min(num_slots, chunks[-1] // chunks[0])
     found = []
     for window in sorted(set(windows) - {0}):
-        cached = max(LEAST_CACHED, num_slots // CACHED_PART) * (-(-window // page_size) + 1)
+        cached = num_cached * (-(-window // page_size) + 1)
         number = num_slots * (-(-(window + ahead) // page_size) + 1) + cached + prefill
         if number < num_pages:
             found.append((window, number))

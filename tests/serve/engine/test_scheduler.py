@@ -257,9 +257,10 @@ def _requests(draw: st.DrawFn) -> list[Request]:
     cache_lag=st.sampled_from([0, 3]),
     is_caching=st.booleans(),
     is_deterministic=st.booleans(),
-    prompt_tokens=st.sampled_from([0, 16, 32]),
+    prompt_tokens=st.sampled_from([0, 16]),
     num_kept=st.sampled_from([0, 0, 1, 2, 5]),
     windows=st.sampled_from([(), (1,), (5,), (4, 13)]),
+    num_cached=st.sampled_from([0, 1, None]),
     most_steps=st.sampled_from([1, 2, 8]),
     rng=st.randoms(use_true_random=False),
 )
@@ -274,12 +275,13 @@ def test_everybody_is_served_and_nothing_is_left(
     prompt_tokens: int,
     num_kept: int,
     windows: tuple[int, ...],
+    num_cached: int | None,
     most_steps: int,
     rng: random.Random,
 ) -> None:
     """No query sees an entry that is not its own sequence's, where pages behind windows are given to others; and each
     window has no more pages than are planned."""
-    number = {"num_slots": num_slots, "num_pages": 10_000, "page_size": PAGE_SIZE}
+    number = {"num_slots": num_slots, "num_pages": 10_000, "page_size": PAGE_SIZE, "num_cached": num_cached}
     scheduler = _scheduler(
         num_slots,
         num_ranks=num_ranks,
