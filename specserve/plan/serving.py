@@ -367,7 +367,7 @@ def fit_into(
     ranks, sizes = num_parts(mesh, "batch"), {"page_size": page_size, "max_pages": whole}
     models = step.target, step.drafter, mesh
     per_page = bytes_per_page(*models[:2], page_size, mesh)
-    ahead = tokens_ahead(most_steps, 1 + step.max_depth)
+    ahead = tokens_ahead(most_steps, 1 + step.max_depth, step.max_pending)
 
     while each := slots // ranks:  # of a data rank, which has pages of its own
         kept = dataclasses.replace(step, kept_states=num_kept_states(step.target, each * ranks))

@@ -87,7 +87,7 @@ class Served:
             kept_layers=run.hidden_states,
             kept_states=num_kept_states(self.target, sizes.num_slots, run.kept_states) if run.prefix_cache else 0,
         )
-        return shapes.with_windows(self.target)
+        return shapes.with_windows(self.target, drafter_for(self.trees, self.drafter))
 
 
 def num_kept_states(target: ModelConfig, num_slots: int, asked: int = 0) -> int:

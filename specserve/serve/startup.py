@@ -56,9 +56,11 @@ def check_swap_fits(present: Runner, other: Runner) -> None:
     """Check that the state of a runner with another head fits in place of the present one's. The weights of both heads
     are in memory already. Raises ConfigError where the state is too large."""
     mesh, shapes = present.place.mesh, present.shapes
-    sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages, "windows": shapes.windows}
+    sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages}
+    slots, pages = shapes.num_slots, shapes.pages_of_rank
     before, after = (
-        state_bytes(runner.config, mesh, shapes.num_slots, shapes.pages_of_rank, **sizes) for runner in (present, other)
+        state_bytes(runner.config, mesh, slots, pages, **sizes, windows=runner.shapes.windows)
+        for runner in (present, other)
     )
     free = free_memory(mesh)
     if after - before > free:

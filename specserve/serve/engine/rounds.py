@@ -191,7 +191,8 @@ class Rounds:
         runner.take_over(self.runner)
         self.runner, self._num_missed, self._last_read = runner, runner.compiled.num_missed, 0.0
         self.delivery.use(runner)
-        self.scheduler.set_step(max_step=runner.shapes.max_step, cache_lag=runner.config.max_pending)
+        shapes, cache_lag = runner.shapes, runner.config.max_pending
+        self.scheduler.set_step(max_step=shapes.max_step, cache_lag=cache_lag, windows=shapes.windows)
         self.choice.use_head(runner, prior)
         for sequence in self.scheduler.waiting:
             sequence.estimate = None

@@ -19,9 +19,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
+from specserve.models.cache import WindowSizes
 from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.pages import PagePool
 from specserve.serve.engine.sequence import Chunk, PageRow, Round, Sequence
+from specserve.serve.engine.windows import Windows
 
 
 class Scheduler:
@@ -60,9 +62,11 @@ class Scheduler:
         self._is_deterministic = is_deterministic
         self._num_added = 0
 
-    def set_step(self, *, max_step: int, cache_lag: int) -> None:
-        """Steps are other ones from now on; both as for `__init__`. No sequence may be running."""
+    def set_step(self, *, max_step: int, cache_lag: int, windows: WindowSizes) -> None:
+        """Steps are other ones from now on, as for `__init__`, with so many window pages. No sequence may be running,
+        and none may be cached."""
         self._max_step, self._cache_lag = max_step, cache_lag
+        self.pool.windows = Windows(windows, self.pool.page_size, self.pool.num_ranks)
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence into the queue: behind those of its priority, before those of a higher number."""
@@ -124,8 +128,10 @@ class Scheduler:
                 return None
         begin = len(sequence.pages)
         sequence.pages += self.pool.allocate(missing, rank=rank)
-        # no later step has a query before the least that those in flight leave
-        self._leave_behind(sequence, sequence.entries_after(sequence.num_in_flight))
+        # no later step has a query before the least that those in flight leave; and what could be cached by then is to
+        # be hit together with a window before its end
+        committed = max(0, sequence.entries_after(sequence.num_in_flight) - self._cache_lag)
+        self._leave_behind(sequence, committed // self.pool.page_size * self.pool.page_size)
         return self._rows(sequence, begin, self._num_needed(sequence, num_steps))
 
     def _rows(self, sequence: Sequence, begin: int, end: int) -> list[PageRow]:

@@ -30,16 +30,17 @@ def window_sizes(
     """Return the window pages that a data rank of so many slots and pages has, for each of these windows, in tokens;
     windows that need no fewer pages than there are have none of their own.
 
-    They are enough for the window of each slot's sequence and the `ahead` tokens that the steps in flight and the next
-    ones may add, for one prefill, whose prompts have as many tokens together as the largest of `chunks`, and for the
-    windows of `num_cached` cached prefixes; None: of a quarter as many as there are slots, and of some at least."""
+    They are enough for each slot's sequence, whose window begins up to a page before what of it could be cached, and
+    which ends up to `ahead` tokens behind that, with the steps in flight and the next ones; for one prefill, whose
+    prompts have as many tokens together as the largest of `chunks`; and for the windows of `num_cached` cached
+    prefixes; None: of a quarter as many as there are slots, and of some at least."""
     if num_cached is None:
         num_cached = max(LEAST_CACHED, num_slots // CACHED_PART)
     prefill = -(-chunks[-1] // page_size) + min(num_slots, chunks[-1] // chunks[0])
     found = []
     for window in sorted(set(windows) - {0}):
         cached = num_cached * (-(-window // page_size) + 1)
-        number = num_slots * (-(-(window + ahead) // page_size) + 1) + cached + prefill
+        number = num_slots * (-(-(window + ahead) // page_size) + 2) + cached + prefill
         if number < num_pages:
             found.append((window, number))
     return tuple(found)

@@ -164,6 +164,8 @@ class Runner:
         if not shapes.uses_head:
             raise ConfigError("this server speculates without a head, so there is none to replace")
         drafter, other = drafter_for(shapes.trees, head.drafter), copy.copy(self)
+        if shapes.windows:
+            shapes = shapes.with_windows(self.config.target, drafter)
         layouts = self.inputs.layouts.with_head(head)
         is_alike = layouts.draft_shapes() == self.inputs.layouts.draft_shapes()
         if is_alike and (drafter, shapes) == (self.config.drafter, self.shapes):

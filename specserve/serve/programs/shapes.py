@@ -25,6 +25,7 @@ from specserve.serve.engine.state_places import StatePlaces
 from specserve.serve.engine.windows import Windows, window_sizes
 from specserve.serve.programs.batches import Batches
 from specserve.serve.programs.placement import reads_by_page
+from specserve.speculative.drafter import Drafter
 from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import Tree, chain, depth_of
 
@@ -91,14 +92,14 @@ class Shapes:
             self.num_pages, self.page_size, watcher, num_ranks=self.num_ranks, most=most, kept=kept, windows=windows
         )
 
-    def with_windows(self, target: ModelConfig) -> "Shapes":
+    def with_windows(self, target: ModelConfig, drafter: Drafter | None) -> "Shapes":
         """The shapes of a server that keeps only the pages of windows, in a target's layers that have one."""
         sizes = window_sizes(
             windows_of(target),
             num_slots=self.num_slots // self.num_ranks,
             num_pages=self.pages_of_rank,
             page_size=self.page_size,
-            ahead=tokens_ahead(self.most_steps, self.max_step),
+            ahead=tokens_ahead(self.most_steps, self.max_step, drafter.max_pending(self.max_depth) if drafter else 0),
             chunks=self.chunks,
         )
         return dataclasses.replace(self, windows=sizes)
@@ -223,10 +224,10 @@ class Shapes:
         return max(chains, key=lambda tree: tree.depth) if chains else next(iter(trees), None)
 
 
-def tokens_ahead(most_steps: int, max_step: int) -> int:
-    """Return how far a sequence's pages reach beyond the least that it may have committed, in tokens: the steps in
-    flight may have brought more than that, and the next ones follow."""
-    return 2 * most_steps * max_step
+def tokens_ahead(most_steps: int, max_step: int, cache_lag: int) -> int:
+    """Return how far a sequence's pages reach beyond what of it could be cached, in tokens: the last entries that it
+    has committed are not, the steps in flight may have brought more, and the next ones follow."""
+    return cache_lag + 2 * most_steps * max_step
 
 
 def check_shared_out(what: str, number: int, num_ranks: int) -> None:

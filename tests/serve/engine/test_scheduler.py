@@ -291,7 +291,7 @@ def test_everybody_is_served_and_nothing_is_left(
         is_deterministic=is_deterministic,
         prompt_tokens=prompt_tokens,
         num_kept=num_kept,
-        windows=window_sizes(windows, **number, ahead=tokens_ahead(most_steps, MAX_STEP), chunks=CHUNKS),
+        windows=window_sizes(windows, **number, ahead=tokens_ahead(most_steps, MAX_STEP, cache_lag), chunks=CHUNKS),
     )
     device = Device(scheduler, rng, most_steps)
     for request in requests:

@@ -1,0 +1,114 @@
+"""Layers with a window have fewer pages than the others, and give back those behind it: no bit of an answer changes."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import (
+    MAX_LEN,
+    NUM_SLOTS,
+    PAGE_SIZE,
+    Ask,
+    Fixed,
+    Reference,
+    compile_programs,
+    make_engine,
+    make_runner,
+    run,
+    serving,
+)
+from spread import head_of, mesh_of, spread_head, spread_target, target_of
+from storms import storm
+
+from specserve.drafters.speculation import parse_speculation
+from specserve.serve.engine.windows import Windows, window_sizes
+from specserve.serve.launch import Models
+from specserve.serve.launch import make_runner as launch_runner
+from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import tokens_ahead
+from specserve.serve.requests.request import SamplingParams
+from specserve.serve.settings import ServeRun
+
+MODEL, WINDOW = "windows", 11
+WAYS = "tree:2x2x4", "chain:2", "off"
+MOST_STEPS, MAX_STEP, CHUNK = 2, 3, 16
+NUM_PAGES = NUM_SLOTS * MAX_LEN // PAGE_SIZE
+ALL = {"max_tokens": 40, "ignore_eos": True, "logprobs": 3}
+PARAMS = SamplingParams(temperature=0.0, **ALL), SamplingParams(seed=5, presence_penalty=0.3, **ALL)
+[(_, NUMBER)] = SIZES = window_sizes(
+    [WINDOW],
+    num_slots=NUM_SLOTS,
+    num_pages=NUM_PAGES,
+    page_size=PAGE_SIZE,
+    ahead=tokens_ahead(MOST_STEPS, MAX_STEP, cache_lag=8),
+    chunks=(CHUNK,),
+    num_cached=1,
+)
+
+
+@pytest.fixture(scope="module")
+def runner(kept: Path | None) -> Runner:
+    runner = make_runner(target_of(MODEL), head_of(MODEL), *WAYS, windows=SIZES, folder=kept)
+    assert NUMBER < 0.7 * NUM_PAGES
+    assert {layer.k.shape[0] for layer in runner.state.cache.layers} == {NUMBER, NUM_PAGES}
+    compile_programs(runner)
+    return runner
+
+
+@pytest.fixture(scope="module")
+def reference(kept: Path | None) -> Iterator[Reference]:
+    reference = Reference(target_of(MODEL), kept)
+    compile_programs(reference.runner)
+    with serving(reference.engine):
+        yield reference
+
+
+def said(inbox: Any) -> Any:
+    """Everything that depends on a bit of the pages: tokens, their log-probabilities, and what was accepted."""
+    stats = inbox.wait().stats
+    found = [item for delta in inbox.deltas for item in delta.logprobs]
+    return inbox.token_ids, found, stats.num_steps, stats.accepted_per_depth
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_bit_depends_on_what_is_given_back(runner: Runner, way: str) -> None:
+    """Answers over many windows, behind prompts of one chunk and of four, together and alone, and again behind what is
+    cached of them, are those of requests that run alone, each computed whole, and keep all their pages."""
+    prompt = tuple(random.Random(3).choices(range(3, 64), k=50))
+    asks = [Ask(prompt[:n], params) for params in PARAMS for n in (5, 50)]
+    others = [Ask((*prompt[:25], token, 9, 9), PARAMS[1]) for token in (11, 12)]
+    control = Fixed(parse_speculation(way))
+    with serving(make_engine(runner, control, most_steps=MOST_STEPS)) as engine:
+        found = run(engine, asks)
+        turn = Ask((*prompt, *found[1].token_ids), SamplingParams(temperature=0.0, max_tokens=4))
+        again = [asks[3], *others, turn]
+        found += [run(engine, [ask])[0] for ask in again]
+        cached = [inbox.wait().stats.num_cached_tokens for inbox in found[4:]]
+        assert cached == [48, 24, 24, 80]
+    with serving(make_engine(runner, control, most_steps=MOST_STEPS, is_caching=False)) as engine:
+        engine.rounds.scheduler.pool.windows = Windows([(10**6, NUMBER)], PAGE_SIZE)
+        for ask, inbox in zip([*asks, *again], found, strict=True):
+            assert said(run(engine, [ask])[0]) == said(inbox)
+
+
+@pytest.mark.parametrize("spread", ["", pytest.param("data=2,tensor=2", marks=pytest.mark.slow)])
+def test_storms_change_no_token(runner: Runner, reference: Reference, spread: str) -> None:
+    """Few pages, cancelled and preempted requests."""
+    if spread:
+        mesh = mesh_of(spread)
+        target, head = spread_target(MODEL, mesh), spread_head(MODEL, mesh)
+        runner = make_runner(target, head, *WAYS, windows=SIZES, mesh=mesh)
+        compile_programs(runner)
+    stats, _ = storm(runner, reference, 80, 25, num_pages=20, most_steps=MOST_STEPS)
+    assert stats.num_prefix_hits
+
+
+def test_a_server_has_as_many_pages_as_its_windows_need() -> None:
+    models = Models("tiny", target_of(MODEL), None, None)
+    runner = launch_runner(models, ServeRun(max_slots=64, page_size=8), [None])
+    [(window, number)] = runner.shapes.windows
+    assert (window, number) == (WINDOW, runner.state.cache.layers[0].k.shape[0])
+    assert number < runner.shapes.num_pages / 4
+    assert not launch_runner(models, ServeRun(max_model_len=32, page_size=8), [None]).shapes.windows, "none is saved"
