@@ -11,6 +11,7 @@ page then has a window page of its own in these layers, for as long as it is giv
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,10 +47,9 @@ class Cache:
     num_pages: int = static()
     page_size: int = static()
     kept: tuple[State | None, ...] = ()  # recurrent states of prefixes, by layer, leaves [place, ...]; none: not kept
-    windows: tuple[int, ...] = static(default=())  # by layer: the window whose pages it has; 0: `num_pages`; none: all
-    window_pages: dict[int, jax.Array] = dataclasses.field(
-        default_factory=dict
-    )  # by window: of each page, [page] int32
+    windows: tuple[int, ...] = static(default=())  # by layer, the window whose pages it has; 0: those of all tokens
+    # by window, the window page of each page, [page] int32; none: every layer has pages of all tokens
+    window_pages: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def zeros(
@@ -63,13 +63,10 @@ class Cache:
         windows: WindowSizes = (),
         num_ranks: int = 1,
     ) -> "Cache":
-        """Make an empty cache for a target: every array of entries is zero. It has room for `num_kept` states of
-        prefixes. Layers with one of these windows have pages of their own, of each of so many data ranks."""
-        number = {window: num_ranks * of_rank for window, of_rank in windows}
-        own = tuple(config.kind(i).window if config.kind(i).window in number else 0 for i in range(config.num_layers))
+        """Make an empty cache for a target, as `of_layers` does. It has room for `num_kept` states of prefixes."""
 
-        def layer(i: int) -> Pages | State:
-            kind, dtype, pages = config.kind(i), config.cache_dtype or config.dtype, number.get(own[i], num_pages)
+        def layer(i: int, pages: int) -> Pages | State:
+            kind, dtype = config.kind(i), config.cache_dtype or config.dtype
             if kind.mixer == "latent":
                 assert config.latent is not None
                 return Pages.zeros(pages, page_size, 1, config.latent.cache_dim, dtype, has_values=False)
@@ -82,13 +79,33 @@ class Cache:
             return None if kind.mixer in ("latent", "attention") else recurrent.init_state(config, kind, num_kept)
 
         layers = range(config.num_layers)
+        seen, sizes = [config.kind(i).window for i in layers], {"num_pages": num_pages, "page_size": page_size}
+        cache = cls.of_layers(layer, seen, **sizes, windows=windows, num_ranks=num_ranks)
+        return dataclasses.replace(cache, kept=tuple(map(kept, layers)) if num_kept else ())
+
+    @classmethod
+    def of_layers(
+        cls,
+        make: Callable[[int, int], Pages | State],
+        seen: Sequence[int],
+        *,
+        num_pages: int,
+        page_size: int,
+        windows: WindowSizes = (),
+        num_ranks: int = 1,
+    ) -> "Cache":
+        """Make an empty cache, every array of entries zero, of layers that `make` makes, of their number and that of
+        their pages. `seen` are the layers' windows, in tokens; 0: none. Layers with a window have the pages of the
+        shortest of `windows` that is no shorter, of each of so many data ranks; or of all tokens where there is
+        none."""
+        number = {window: num_ranks * of_rank for window, of_rank in windows}
+        own = tuple(min((each for each in number if each >= window > 0), default=0) for window in seen)
         return cls(
-            tuple(map(layer, layers)),
+            tuple(make(i, number.get(window, num_pages)) for i, window in enumerate(own)),
             num_pages,
             page_size,
-            tuple(map(kept, layers)) if num_kept else (),
-            own if any(own) else (),
-            {window: _any_pages(num_pages, each, num_ranks) for window, each in windows if window in own},
+            windows=own if any(own) else (),
+            window_pages={each: _any_pages(num_pages, number[each], num_ranks) for each in sorted({*own} - {0})},
         )
 
     def layer(self, i: int, prefix: Prefix) -> PagedPrefix | State:
@@ -176,10 +193,11 @@ class Cache:
 
 
 def _any_pages(num_pages: int, num_window_pages: int, num_ranks: int) -> jax.Array:
-    """Return a window page of the same data rank for each page, [page] int32. Several may have the same one: none is
-    in use."""
+    """Return one of so many window pages for each page, [page] int32, of the same data rank. Several may have the same
+    one, as none is in use."""
     rank, place = jnp.divmod(jnp.arange(num_pages, dtype=jnp.int32), max(1, num_pages // num_ranks))
-    return rank * num_window_pages + place % max(1, num_window_pages)
+    of_rank = num_window_pages // num_ranks
+    return rank * of_rank + place % max(1, of_rank)
 
 
 def _at(kept: jax.Array, place: jax.Array | None) -> jax.Array:

@@ -123,8 +123,8 @@ def init_state(
 ) -> SlotState:
     """Make an empty state. `max_pages` bounds the pages of one sequence, `num_pages` those of all. With `num_ranks` the
     mesh shares the pages out over so many data ranks (`kernels.pages`), and every batch of slots must be cut like
-    them. The target's layers with one of these `windows` have pages of their own."""
-    sizes = Sizes(num_slots, num_pages, page_size, max_pages, config.max_depth)
+    them. Layers with one of these `windows` have pages of their own (`Cache.of_layers`)."""
+    sizes = Sizes(num_slots, num_pages, page_size, max_pages, config.max_depth, num_ranks, windows)
     state = SlotState(
         page_table=jnp.full((num_slots, max_pages), num_pages, jnp.int32),
         seq_lens=jnp.zeros(num_slots, jnp.int32),
@@ -175,16 +175,26 @@ class PageTables:
     """The parts of the state that say which pages a sequence has."""
 
     pages: jax.Array  # `SlotState.page_table`
-    windows: dict[int, jax.Array]  # `Cache.window_pages`
+    windows: tuple[dict[int, jax.Array], ...]  # `window_pages` of the target's cache, and of the drafter's
 
     @classmethod
     def of(cls, state: SlotState) -> "PageTables":
-        return cls(state.page_table, state.cache.window_pages)
+        caches = jax.tree.leaves((state.cache, state.draft), is_leaf=_is_cache)
+        return cls(state.page_table, tuple(cache.window_pages for cache in caches if _is_cache(cache)))
 
     def put_into(self, state: SlotState) -> SlotState:
         """Return the state with these in place of its own."""
-        cache = dataclasses.replace(state.cache, window_pages=self.windows)
-        return dataclasses.replace(state, page_table=self.pages, cache=cache)
+        windows = iter(self.windows)
+
+        def with_own(leaf: Any) -> Any:
+            return dataclasses.replace(leaf, window_pages=next(windows)) if _is_cache(leaf) else leaf
+
+        cache, draft = jax.tree.map(with_own, (state.cache, state.draft), is_leaf=_is_cache)
+        return dataclasses.replace(state, page_table=self.pages, cache=cache, draft=draft)
+
+
+def _is_cache(leaf: Any) -> bool:
+    return isinstance(leaf, Cache)
 
 
 def extend(_config: StepConfig, tables: PageTables, entries: jax.Array) -> PageTables:
@@ -192,10 +202,13 @@ def extend(_config: StepConfig, tables: PageTables, entries: jax.Array) -> PageT
     the windows' sizes. A slot past the last one stands for none, and a window page below 0 for the one that is
     there."""
     slots, columns, pages, *own = entries
-    windows = dict(tables.windows)
-    for window, new in zip(sorted(windows), own, strict=True):
-        place = jnp.where(new >= 0, pages, len(windows[window]))
-        windows[window] = windows[window].at[place].set(new, mode="drop")
+    new = dict(zip(sorted(tables.windows[0]), own, strict=True))  # every window is one of the target's
+
+    def put(window: int, known: jax.Array) -> jax.Array:
+        place = jnp.where(new[window] >= 0, pages, len(known))
+        return known.at[place].set(new[window], mode="drop")
+
+    windows = tuple({window: put(window, known) for window, known in each.items()} for each in tables.windows)
     return PageTables(tables.pages.at[slots, columns].set(pages, mode="drop"), windows)
 
 

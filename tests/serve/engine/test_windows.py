@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from engines import (
     MAX_LEN,
     NUM_SLOTS,
@@ -19,9 +20,10 @@ from engines import (
     run,
     serving,
 )
-from spread import head_of, mesh_of, spread_head, spread_target, target_of
+from spread import mesh_of, spread_head, spread_target, target_of
 from storms import storm
 
+from specserve.drafters.layers import windowed
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine.windows import Windows, window_sizes
 from specserve.serve.launch import Models
@@ -48,11 +50,15 @@ PARAMS = SamplingParams(temperature=0.0, **ALL), SamplingParams(seed=5, presence
 )
 
 
+HEAD = tiny.random_head(target_of(MODEL).config, 1, num_kv_heads=2, head_dim=8, layers=windowed((WINDOW - 2,)))
+
+
 @pytest.fixture(scope="module")
 def runner(kept: Path | None) -> Runner:
-    runner = make_runner(target_of(MODEL), head_of(MODEL), *WAYS, windows=SIZES, folder=kept)
+    runner = make_runner(target_of(MODEL), HEAD, *WAYS, windows=SIZES, folder=kept)
     assert NUMBER < 0.7 * NUM_PAGES
     assert {layer.k.shape[0] for layer in runner.state.cache.layers} == {NUMBER, NUM_PAGES}
+    assert [layer.k.shape[0] for layer in runner.state.draft.cache.layers] == [NUMBER], "the head's layer too"
     compile_programs(runner)
     return runner
 
