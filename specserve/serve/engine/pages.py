@@ -20,6 +20,7 @@ from itertools import islice
 from typing import Protocol
 
 from specserve.errors import CapacityError
+from specserve.models.cache import WindowSizes
 from specserve.serve.engine.state_places import StatePlaces
 from specserve.serve.engine.windows import Windows
 
@@ -148,6 +149,11 @@ class PagePool:
             pages.append(node.page)
             children = node.children
         return pages
+
+    def use_windows(self, sizes: WindowSizes) -> None:
+        """Go on with other window pages. Nothing may be held or cached."""
+        assert not (self._num_references or self._nodes), "pages have window pages"
+        self.windows = Windows(sizes, self.page_size, self.num_ranks)
 
     def is_cached(self, page: int) -> bool:
         """Return whether a page's tokens are in the tree."""

@@ -23,7 +23,6 @@ from specserve.models.cache import WindowSizes
 from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.pages import PagePool
 from specserve.serve.engine.sequence import Chunk, PageRow, Round, Sequence
-from specserve.serve.engine.windows import Windows
 
 
 class Scheduler:
@@ -66,7 +65,7 @@ class Scheduler:
         """Steps are other ones from now on, as for `__init__`, with so many window pages. No sequence may be running,
         and none may be cached."""
         self._max_step, self._cache_lag = max_step, cache_lag
-        self.pool.windows = Windows(windows, self.pool.page_size, self.pool.num_ranks)
+        self.pool.use_windows(windows)
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence into the queue: behind those of its priority, before those of a higher number."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from specserve.serve.engine.windows import Held
+from specserve.serve.engine.windows import HeldWindows
 from specserve.serve.requests.output import OutputStream
 from specserve.serve.requests.request import Delta, PromptToken, Request
 from specserve.speculative.acceptance import Acceptance
@@ -34,7 +34,7 @@ class Sequence:
     epoch: int = 0  # steps dispatched in an earlier one no longer count
     pages: list[int] = field(default_factory=list)
     kept: int = -1  # the place of the state behind its cached prefix; -1: none
-    held: Held | None = None  # its window pages, while it has a slot
+    held: HeldWindows | None = None  # its window pages, while it has a slot
     borders: frozenset[int] = frozenset()  # of its prompt, behind which states and windows are to be kept
     num_shared: int = 0  # of the pages, those that the prefix cache knows already
     num_prefilled: int = 0  # tokens whose keys and values are, or are about to be, committed

@@ -62,9 +62,9 @@ class Windows:
                 end = group.reach(pages, end)
         return end
 
-    def hold(self, cached: Sequence[int], rank: int) -> "Held":
+    def hold(self, cached: Sequence[int], rank: int) -> "HeldWindows":
         """Take the window pages that a sequence needs which goes on behind these cached pages of its data rank."""
-        return Held(self, cached, rank)
+        return HeldWindows(self, cached, rank)
 
     def forget(self, page: int) -> None:
         """Note that a page is in the tree no more."""
@@ -78,7 +78,7 @@ class Windows:
                 group.forget(page)
             group.private = set(group.references)
 
-    def check(self, cached: Collection[int], held: Sequence["Held"] | None = None) -> None:
+    def check(self, cached: Collection[int], held: Sequence["HeldWindows"] | None = None) -> None:
         """Asserts that the books balance, with the pages that are in the tree and what all sequences hold. Reads
         everything: for tests."""
         for i, group in enumerate(self.groups):
@@ -88,14 +88,14 @@ class Windows:
                 assert counted == group.references, "what nobody holds is not held"
 
 
-class Held:
+class HeldWindows:
     """The window pages that a sequence holds: in each window, those of consecutive pages of the sequence, of which
     `end` is the number of the last one and one more."""
 
     def __init__(self, windows: Windows, cached: Sequence[int], rank: int) -> None:
-        self._groups, self._page_size, self._rank = windows.groups, windows.page_size, rank
+        self._groups, self.page_size, self._rank = windows.groups, windows.page_size, rank
         self.end = len(cached)
-        self.firsts = [group.first(self.end * self._page_size) for group in self._groups]
+        self.firsts = [group.first(self.end * self.page_size) for group in self._groups]
         self.own = [
             deque(group.acquire(page) for page in cached[first:])
             for group, first in zip(self._groups, self.firsts, strict=True)
@@ -118,7 +118,7 @@ class Held:
         worth keeping for others."""
         for i, (group, own) in enumerate(zip(self._groups, self.own, strict=True)):
             for column in range(self.firsts[i], group.first(position)):
-                is_worth = any(group.first(end * self._page_size) <= column < end for end in kept_ends)
+                is_worth = any(group.first(end * self.page_size) <= column < end for end in kept_ends)
                 group.release(own.popleft(), is_worth=is_worth)
                 self.firsts[i] += 1
 
@@ -141,7 +141,7 @@ class _Group:
     """The window pages of one length of window."""
 
     def __init__(self, window: int, number: int, page_size: int, num_ranks: int) -> None:
-        self.window, self._number, self._page_size = window, number, page_size
+        self.window, self._number, self.page_size = window, number, page_size
         self._free = [list(reversed(range(rank * number, (rank + 1) * number))) for rank in range(num_ranks)]
         # by data rank, without a holder, with a page in the tree; the next one to be given away first
         self._idle: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_ranks)]
@@ -152,12 +152,12 @@ class _Group:
 
     def first(self, position: int) -> int:
         """Return the number of the first of a sequence's pages that the token at a position sees."""
-        return max(0, position - self.window + 1) // self._page_size
+        return max(0, position - self.window + 1) // self.page_size
 
     def reach(self, pages: Sequence[int], end: int) -> int:
         """See `Windows.reach`."""
         column = end
-        while column > self.first(end * self._page_size):
+        while column > self.first(end * self.page_size):
             column -= 1
             if pages[column] not in self.of_page:
                 end = column  # and no further one: a longer beginning needs this page too

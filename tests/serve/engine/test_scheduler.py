@@ -3,18 +3,18 @@
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from window_memory import WindowMemory, follows
 
 from specserve.models.cache import WindowSizes
 from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.pages import PagePool, data_rank
 from specserve.serve.engine.scheduler import Scheduler
-from specserve.serve.engine.sequence import Chunk, PageRow, Round, Sequence
+from specserve.serve.engine.sequence import Chunk, Round, Sequence
 from specserve.serve.engine.state_places import StatePlaces
 from specserve.serve.engine.windows import Windows, window_sizes
 from specserve.serve.programs.shapes import tokens_ahead
@@ -64,14 +64,6 @@ def _scheduler(
     )
 
 
-def _answered(sequence: Sequence) -> tuple[int, ...]:
-    """A sequence with its whole answer."""
-    token_ids = list(sequence.request.prompt_ids)
-    for _ in range(sequence.request.max_new_tokens):
-        token_ids.append(sum(token_ids[-3:]) % 5)
-    return tuple(token_ids)
-
-
 @dataclass
 class Device:
     """Runs rounds of one or more steps, and reads each one round later. The token at a position follows from what
@@ -86,9 +78,7 @@ class Device:
     first: list[int] = field(default_factory=list)  # order of first admissions
     num_prefilled: int = 0
     states: dict[int, list[int]] = field(default_factory=dict)  # by place: the tokens that a kept state is of
-    lens: dict[tuple[Sequence, int], int] = field(default_factory=dict)  # by sequence and epoch: what is committed
-    window_pages: dict[tuple[int, int], int] = field(default_factory=dict)  # by window and page
-    entries: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)  # by window, window page, place
+    windows: WindowMemory = field(default_factory=WindowMemory)
 
     def round(self) -> Round:
         scheduler, before = self.scheduler, list(self.scheduler.running)
@@ -96,18 +86,17 @@ class Device:
         plan = scheduler.schedule(self.most_steps)
         self._check(plan, before, waiting, ranks)
         steps, rows = self.rng.randint(1, plan.most_steps), []
-        self._extend(plan.new_pages)
+        groups = scheduler.pool.windows.groups
+        self.windows.extend(groups, plan.new_pages)
         for sequence in plan.decode:
             numbers = [self.rng.randint(1, MAX_STEP) for _ in range(steps)]
             rows.append((sequence, sequence.epoch, steps, steps * MAX_STEP, sum(numbers)))
             for number in numbers:
-                self._commit(sequence, number)
+                self.windows.commit(groups, sequence, number)
         for side in plan.prefills:
-            self._extend(row for chunk in side for row in chunk.new_pages)
+            self.windows.extend(groups, [row for chunk in side for row in chunk.new_pages])
             for chunk in side:
-                key = chunk.sequence, chunk.sequence.epoch
-                self.lens.setdefault(key, chunk.num_cached)
-                self._commit(chunk.sequence, chunk.num_tokens)
+                self.windows.commit(groups, chunk.sequence, chunk.num_tokens, chunk.num_cached)
         for chunk in plan.chunks:
             self.num_prefilled += chunk.num_tokens
             self._keep(chunk)
@@ -121,30 +110,6 @@ class Device:
         while len(self.in_flight) > (0 if plan.is_empty else 1):
             self._land()
         return plan
-
-    def _extend(self, rows: Iterable[PageRow]) -> None:
-        """Set the window pages of pages, as the device does before the program that fills them."""
-        for _, _, page, *own in rows:
-            for group, each in zip(self.scheduler.pool.windows.groups, own, strict=True):
-                if each >= 0:
-                    self.window_pages[group.window, page] = each
-
-    def _commit(self, sequence: Sequence, number: int) -> None:
-        """Read the window before a sequence's next token, and write the entries of so many tokens, of which each
-        follows from those before it."""
-        start, known = self.lens[sequence, sequence.epoch], _answered(sequence)
-        self.lens[sequence, sequence.epoch] += number
-        most = len(sequence.request.prompt_ids) + sequence.request.max_new_tokens - 1
-        for group in self.scheduler.pool.windows.groups if start <= most else ():  # else the answer has ended
-
-            def place(index: int, window: int = group.window) -> tuple[int, int, int]:
-                page = sequence.pages[index // PAGE_SIZE]
-                return window, self.window_pages[window, page], index % PAGE_SIZE
-
-            for index in range(max(0, start - group.window + 1), start):
-                assert self.entries[place(index)] == known[: index + 1], "a query would see another token's entry"
-            for index in range(start, min(start + number, most)):
-                self.entries[place(index)] = known[: index + 1]
 
     def _keep(self, chunk: Chunk) -> None:
         """Do with recurrent states what the device does before and behind a chunk."""
@@ -168,7 +133,7 @@ class Device:
                 continue
             sequence.landed(least, most)
             for _ in range(number):
-                sequence.output_ids.append(sum(sequence.token_ids[-3:]) % 5)
+                sequence.output_ids.append(follows(sequence.token_ids))
                 if len(sequence.output_ids) == sequence.request.max_new_tokens:
                     self.scheduler.finish(sequence)
                     self.done.append(sequence)
@@ -304,7 +269,7 @@ def test_everybody_is_served_and_nothing_is_left(
         assert len(sequence.output_ids) == sequence.request.max_new_tokens
         token_ids = list(sequence.request.prompt_ids)
         for token_id in sequence.output_ids:
-            assert token_id == sum(token_ids[-3:]) % 5, "a token was lost or repeated"
+            assert token_id == follows(token_ids), "a token was lost or repeated"
             token_ids.append(token_id)
     assert scheduler.pool.num_available == scheduler.pool.num_pages
     assert sorted(itertools.chain(*scheduler._free_slots)) == list(range(num_slots * num_ranks))

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 import tiny
 from engines import (
@@ -25,13 +27,16 @@ from storms import storm
 
 from specserve.drafters.layers import windowed
 from specserve.drafters.speculation import parse_speculation
-from specserve.serve.engine.windows import Windows, window_sizes
+from specserve.serve.engine.engine import Engine
+from specserve.serve.engine.windows import window_sizes
 from specserve.serve.launch import Models
 from specserve.serve.launch import make_runner as launch_runner
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import tokens_ahead
 from specserve.serve.requests.request import SamplingParams
 from specserve.serve.settings import ServeRun
+from specserve.speculative.controller import Controller
+from specserve.speculative.slot_state import PageTables
 
 MODEL, WINDOW = "windows", 11
 WAYS = "tree:2x2x4", "chain:2", "off"
@@ -78,6 +83,15 @@ def said(inbox: Any) -> Any:
     return inbox.token_ids, found, stats.num_steps, stats.accepted_per_depth
 
 
+def _engine(runner: Runner, control: Controller, **options: Any) -> Engine:
+    """An engine whose pages all have the same window page, until it gives them others."""
+    engine = make_engine(runner, control, most_steps=MOST_STEPS, **options)
+    tables = PageTables.of(runner.state)
+    nothing = jax.tree.map(jnp.zeros_like, tables.windows)
+    runner.state = PageTables(tables.pages, nothing).put_into(runner.state)
+    return engine
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_no_bit_depends_on_what_is_given_back(runner: Runner, way: str) -> None:
     """Answers over many windows, behind prompts of one chunk and of four, together and alone, and again behind what is
@@ -86,15 +100,15 @@ def test_no_bit_depends_on_what_is_given_back(runner: Runner, way: str) -> None:
     asks = [Ask(prompt[:n], params) for params in PARAMS for n in (5, 50)]
     others = [Ask((*prompt[:25], token, 9, 9), PARAMS[1]) for token in (11, 12)]
     control = Fixed(parse_speculation(way))
-    with serving(make_engine(runner, control, most_steps=MOST_STEPS)) as engine:
+    with serving(_engine(runner, control)) as engine:
         found = run(engine, asks)
         turn = Ask((*prompt, *found[1].token_ids), SamplingParams(temperature=0.0, max_tokens=4))
         again = [asks[3], *others, turn]
         found += [run(engine, [ask])[0] for ask in again]
         cached = [inbox.wait().stats.num_cached_tokens for inbox in found[4:]]
         assert cached == [48, 24, 24, 80]
-    with serving(make_engine(runner, control, most_steps=MOST_STEPS, is_caching=False)) as engine:
-        engine.rounds.scheduler.pool.windows = Windows([(10**6, NUMBER)], PAGE_SIZE)
+    with serving(_engine(runner, control, is_caching=False)) as engine:
+        engine.rounds.scheduler.pool.use_windows(((10**6, NUMBER),))
         for ask, inbox in zip([*asks, *again], found, strict=True):
             assert said(run(engine, [ask])[0]) == said(inbox)
 
