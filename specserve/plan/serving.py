@@ -357,7 +357,7 @@ def fit_into(
     longest: int,  # tokens of a sequence
     own: int,  # of them, those that no other sequence shares
     page_size: int,
-    most_steps: int = 1,  # that one call makes
+    most_steps: int = 1,  # of one call
 ) -> Fit | None:
     """Return what each device of a replica holds: the weights, the head, the state of so many slots as there is room
     for, and its data rank's pages in all that is left. Return None where there is not room for a sequence of each rank,

@@ -152,7 +152,8 @@ class PagePool:
 
     def use_windows(self, sizes: WindowSizes) -> None:
         """Go on with other window pages. Nothing may be held or cached."""
-        assert not (self._num_references or self._nodes), "pages have window pages"
+        assert not self._num_references, "held pages have window pages"
+        assert not self._nodes, "cached pages have window pages"
         self.windows = Windows(sizes, self.page_size, self.num_ranks)
 
     def is_cached(self, page: int) -> bool:

@@ -183,7 +183,7 @@ class Scheduler:
                 self._fill_up(prompts, most, can_admit)
             room -= size * (most if len(prompts) > alone else 1)
             prefills.append(tuple(self._chunk(sequence, size) for sequence in prompts))
-            for sequence in prompts:  # what follows is another program
+            for sequence in prompts:  # the next one reads from there on
                 self._leave_behind(sequence, sequence.num_prefilled)
         return prefills
 

@@ -72,7 +72,7 @@ class Windows:
             group.forget(page)
 
     def clear(self) -> None:
-        """Note that no page is in the tree, and that those which are held are never to be found there."""
+        """Note that no page is in the tree, and that the held ones are never to be found there."""
         for group in self.groups:
             for page in list(group.of_page):
                 group.forget(page)
@@ -129,8 +129,8 @@ class HeldWindows:
                 group.release(own.popleft(), is_worth=True)
 
     def lend(self, column: int, page: int) -> tuple[int, ...]:
-        """Let those find the window pages of a page of the sequence, by its number, who hit a page of the tree, which
-        has the same tokens. Returns those that this one had none of before; -1 for the others."""
+        """Give a page of the tree the window pages of a page of the sequence, by its number, which has the same tokens,
+        where it has none: then a prefix is hit with them. Returns those that it got; -1 for the others."""
         return tuple(
             own[column - first] if column >= first and group.attach(page, own[column - first]) else -1
             for group, own, first in zip(self._groups, self.own, self.firsts, strict=True)
