@@ -373,10 +373,9 @@ def fit_into(
         kept = dataclasses.replace(step, kept_states=num_kept_states(step.target, each * ranks))
         of_slots = state_bytes(kept, mesh, each * ranks, 0, **sizes)
         left, needed = int(memory - weights - of_head - of_slots), whole + (each - 1) * part
-        most = max(each * whole, left // max(1, per_page))
-        numbers = {"num_slots": each, "num_pages": most, "page_size": page_size}
+        numbers = {"num_slots": each, "num_pages": left // max(1, per_page), "page_size": page_size}
         windows = window_sizes(windows_of(step.target), **numbers, ahead=ahead, chunks=DEVICE_CHUNKS)
-        pages = pages_in(left, *models, page_size=page_size, windows=windows, most=most)
+        pages = pages_in(left, *models, page_size=page_size, windows=windows, most=each * whole)
         if left >= 0 and pages >= needed:
             break
         slots //= 2

@@ -188,7 +188,7 @@ def _filled(served: Served, run: ServeRun, longest: int, set_aside: int | None) 
         if each <= LEAST_BATCH or pages * tokens >= each * min(longest, TOKENS_EACH):
             break
         each //= 2
-    pages = max(1, pages)  # `check_state_fits` refuses what does not fit
+    pages = max(1, min(pages, sizes.num_pages // ranks))  # `check_state_fits` refuses what does not fit
     unkept = max(0, pages.bit_length() - KEPT_BITS)
     pages = pages >> unkept << unkept
     if not run.max_model_len:
@@ -204,11 +204,10 @@ def _num_pages(served: Served, run: ServeRun, num_slots: int, longest: int) -> i
         return in_equal_parts(served.mesh, "batch", -(-run.cache_tokens // tokens)) or whole
     available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * free_memory(served.mesh))
     per_page = bytes_per_page(served.target, served.drafter, tokens, served.mesh)
-    shapes = served.shapes(run, ServerSizes(in_equal_parts(served.mesh, "batch", num_slots), longest, whole))
-    models, windows = (served.target, served.drafter, served.mesh), shapes.windows
-    # where every layer has a window, the pages of all sequences that there can be take no more than those of some
-    most = max(whole // served.num_ranks, available // max(1, per_page))
-    pages = pages_in(available, *models, page_size=tokens, windows=windows, most=most)
+    slots, ranks = in_equal_parts(served.mesh, "batch", num_slots), served.num_ranks
+    shapes = served.shapes(run, ServerSizes(slots, longest, available // max(1, per_page) * ranks))
+    models, sizes = (served.target, served.drafter, served.mesh), {"page_size": tokens, "windows": shapes.windows}
+    pages = pages_in(available, *models, **sizes, most=whole // ranks)
     if pages < 1:
         raise ConfigError(
             f"the cache may take {available:,} bytes, and one page of {tokens} tokens takes {per_page:,}: "

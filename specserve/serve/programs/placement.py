@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from specserve.drafters.layers import windows_of
 from specserve.kernels import paged
 from specserve.kernels.large_pages import give_back_zeros
 from specserve.kernels.pages import PageRows, Pages, share_out
@@ -21,6 +22,8 @@ from specserve.models.sharding import part_shapes, place_cache
 from specserve.speculative.drafter import Drafter
 from specserve.speculative.sampling import TokenRows
 from specserve.speculative.slot_state import SlotState, StepConfig, init_state
+
+BYTES_OF_ID = 4  # of a page's window page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +116,17 @@ def _put(value: Any, dtype: type, place: NamedSharding | None) -> jax.Array:
 def bytes_per_token(target: ModelConfig, drafter: Drafter | None, mesh: Mesh | None = None) -> int:
     """Return what a token takes in the paged caches of both, on each device of its data rank. Recurrent layers take
     nothing."""
-    shapes = state_shapes(StepConfig(target, drafter, max_depth=0), num_parts(mesh, "batch"), 0, 1, 1, 1)
-    return _num_bytes([cache for cache in shapes[0] if isinstance(cache, Cache)], mesh)
+    return bytes_seen(target, drafter, 1, mesh)
+
+
+def bytes_seen(target: ModelConfig, drafter: Drafter | None, context: int, mesh: Mesh | None = None) -> int:
+    """Return what the tokens take in the paged caches of both which the next token after so many sees: in layers with
+    a window of the target those of the window alone."""
+    windows = tuple((window, window) for window in sorted({*windows_of(target)}) if 0 < window < context)
+    config = StepConfig(target, drafter, max_depth=0)
+    cut, _ = state_shapes(config, num_parts(mesh, "batch"), 0, context, 1, 1, windows)
+    caches = [dataclasses.replace(part, window_pages={}) for part in cut if isinstance(part, Cache)]
+    return _num_bytes(caches, mesh)
 
 
 def bytes_per_page(target: ModelConfig, drafter: Drafter | None, page_size: int, mesh: Mesh | None = None) -> int:
@@ -134,16 +146,17 @@ def pages_in(
     windows: WindowSizes,
     most: int,
 ) -> int:
-    """Return how many pages of a data rank fit into so many bytes of each of its devices, at most `most`. Layers with a
-    window have a page for each of them, but never more than `windows` say: so many pages take the least of what they
-    take with any of these numbers as they are."""
+    """Return how many pages of a data rank fit into so many bytes of each of its devices; `most` where no layer keeps
+    all tokens, so that further pages take nothing. Layers with a window have a page for each of them, but never more
+    than `windows` say: so many pages take the least of what they take with any of these numbers as they are."""
     config, by_number = StepConfig(target, drafter, max_depth=0), sorted(windows, key=lambda each: each[1])
     nothing, found = state_bytes(config, mesh, 0, 0, page_size=page_size, max_pages=1), 0
     for end in range(len(windows) + 1):
         sizes = {"page_size": page_size, "max_pages": 1, "windows": tuple(by_number[:end])}
         fixed, with_one = (state_bytes(config, mesh, 0, number, **sizes) for number in (0, 1))
-        left = num_bytes - (fixed - nothing)
-        found = max(found, min(most, left // max(1, with_one - fixed)))
+        left, each = num_bytes - (fixed - nothing), with_one - fixed
+        fit = left // each if each > BYTES_OF_ID * end else most if left >= most * each else 0
+        found = max(found, fit)
     return found
 
 
