@@ -121,8 +121,9 @@ def test_storms_change_no_token(runner: Runner, reference: Reference, spread: st
         target, head = spread_target(MODEL, mesh), spread_head(MODEL, mesh)
         runner = make_runner(target, head, *WAYS, windows=SIZES, mesh=mesh)
         compile_programs(runner)
-    stats, _ = storm(runner, reference, 80, 25, num_pages=20, most_steps=MOST_STEPS)
+    stats, _ = storm(runner, reference, 80, 25, num_pages=13, most_steps=MOST_STEPS)
     assert stats.num_prefix_hits
+    assert spread or stats.num_preemptions, "nobody had to give up its pages"
 
 
 def test_a_server_has_as_many_pages_as_its_windows_need() -> None:
