@@ -364,7 +364,7 @@ def fit_into(
     or `slots` are fewer than ranks."""
     mesh, weights, of_head = replica.mesh, total_bytes(replica.target_held), total_bytes(replica.head_held)
     whole, part = (-(-tokens // page_size) for tokens in (longest, own))
-    ranks, sizes = num_parts(mesh, "batch"), {"page_size": page_size, "max_pages": whole}
+    ranks, sizes = num_parts(mesh, "batch"), dict[str, Any](page_size=page_size, max_pages=whole)
     models = step.target, step.drafter, mesh
     per_page = bytes_per_page(*models[:2], page_size, mesh)
     ahead = tokens_ahead(most_steps, 1 + step.max_depth, step.max_pending)

@@ -70,7 +70,7 @@ class Calls:
         place: Placement,
         state: SlotState | None,
         *,
-        sizes: Mapping[str, int],
+        sizes: Mapping[str, Any],
         most_steps: int,
     ) -> None:
         """`state` gives the places of the arrays of the state; None: the default device. `sizes` are those of an empty

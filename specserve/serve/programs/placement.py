@@ -132,8 +132,9 @@ def bytes_seen(target: ModelConfig, drafter: Drafter | None, context: int, mesh:
 def bytes_per_page(target: ModelConfig, drafter: Drafter | None, page_size: int, mesh: Mesh | None = None) -> int:
     """Return what a page takes on each device of its data rank, with what a drafter keeps of each page beside its
     entries."""
-    config, sizes = StepConfig(target, drafter, max_depth=0), {"page_size": page_size, "max_pages": 1}
-    return state_bytes(config, mesh, 0, 1, **sizes) - state_bytes(config, mesh, 0, 0, **sizes)
+    config = StepConfig(target, drafter, max_depth=0)
+    one, nothing = (state_bytes(config, mesh, 0, number, page_size=page_size, max_pages=1) for number in (1, 0))
+    return one - nothing
 
 
 def pages_in(
@@ -152,7 +153,7 @@ def pages_in(
     config, by_number = StepConfig(target, drafter, max_depth=0), sorted(windows, key=lambda each: each[1])
     nothing, found = state_bytes(config, mesh, 0, 0, page_size=page_size, max_pages=1), 0
     for end in range(len(windows) + 1):
-        sizes = {"page_size": page_size, "max_pages": 1, "windows": tuple(by_number[:end])}
+        sizes: dict[str, Any] = {"page_size": page_size, "max_pages": 1, "windows": tuple(by_number[:end])}
         fixed, with_one = (state_bytes(config, mesh, 0, number, **sizes) for number in (0, 1))
         left, each = num_bytes - (fixed - nothing), with_one - fixed
         fit = left // each if each > BYTES_OF_ID * end else most if left >= most * each else 0

@@ -127,9 +127,11 @@ def test_storms_change_no_token(runner: Runner, reference: Reference, spread: st
 
 
 def test_a_server_has_as_many_pages_as_its_windows_need() -> None:
-    models = Models("tiny", target_of(MODEL), None, None)
-    runner = launch_runner(models, ServeRun(max_slots=64, page_size=8), [None])
+    models = Models("tiny", target_of(MODEL), HEAD, None)
+    runner = launch_runner(models, ServeRun(max_slots=64, page_size=8), [parse_speculation("chain:2")])
+    assert runner.with_head(HEAD).compiled is runner.compiled, "another head alike takes the same programs"
+    deeper = runner.with_head(HEAD, [parse_speculation("chain:7")]).shapes.windows
     [(window, number)] = runner.shapes.windows
     assert (window, number) == (WINDOW, runner.state.cache.layers[0].k.shape[0])
-    assert number < runner.shapes.num_pages / 4
+    assert number < deeper[0][1] < runner.shapes.num_pages / 2
     assert not launch_runner(models, ServeRun(max_model_len=32, page_size=8), [None]).shapes.windows, "none is saved"
