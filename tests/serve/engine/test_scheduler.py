@@ -146,7 +146,11 @@ class Device:
     def _check(self, plan: Round, before: list[Sequence], waiting: list[Sequence], ranks: dict[Sequence, int]) -> None:
         scheduler = self.scheduler
         scheduler.pool.check()
-        scheduler.pool.windows.check(scheduler.pool._nodes, [each.held for each in scheduler.running if each.held])
+        held = [each.held for each in scheduler.running if each.held]
+        scheduler.pool.windows.check(scheduler.pool._nodes, held)
+        ahead = tokens_ahead(self.most_steps, MAX_STEP, scheduler._cache_lag)
+        for own, group in ((own, group) for each in held for own, group in zip(each.own, each._groups, strict=True)):
+            assert len(own) <= -(-(group.window + ahead) // PAGE_SIZE) + 2, "no more than is planned for a slot"
         for line in (scheduler.running, scheduler.waiting):
             assert [s.rank for s in line] == sorted(s.rank for s in line)
         slots = [sequence.slot for sequence in scheduler.running]
