@@ -104,7 +104,7 @@ def test_no_bit_depends_on_what_is_given_back(runner: Runner, way: str) -> None:
         found += [run(engine, [ask])[0] for ask in again]
         stats = [inbox.wait().stats for inbox in found]
         cached = [each.num_cached_tokens for each in stats[4:]]
-        assert sum(each.num_accepted for each in stats) > 20 * (way != "off")
+        assert way == "off" or sum(each.num_accepted for each in stats) > 20
         assert cached == [48, 24, 24, 80]
     with serving(_engine(runner, control, is_caching=False)) as engine:
         engine.rounds.scheduler.pool.use_windows(((10**6, NUMBER),))
