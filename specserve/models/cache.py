@@ -4,10 +4,14 @@ slot.
 A forward never writes: it reads the committed entries and returns the new ones of its own tokens. Those that are kept
 (all of a prefill chunk, the accepted path of a tree) are written once, by `Cache.write`. So compacting a tree costs no
 copy, a rejected node never touches a page or a state, and the buffers can be donated.
+
+Layers with a window may have fewer pages than the others: only those that some query can still see need to be there. A
+page then has a window page of its own in these layers, for as long as it is given one (`serve.engine.windows`).
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,26 +37,41 @@ class Prefix:
     slots: jax.Array | None = None  # [batch] int32, whose states; needed where layers are recurrent
 
 
+# of layers with a window that have pages of their own: the window's tokens, and the pages of each data rank
+WindowSizes = tuple[tuple[int, int], ...]
+
+
 @pytree
 class Cache:
     layers: tuple[Pages | State, ...]
     num_pages: int = static()
     page_size: int = static()
     kept: tuple[State | None, ...] = ()  # recurrent states of prefixes, by layer, leaves [place, ...]; none: not kept
+    windows: tuple[int, ...] = static(default=())  # by layer, the window whose pages it has; 0: those of all tokens
+    # by window, the window page of each page, [page] int32; none: every layer has pages of all tokens
+    window_pages: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def zeros(
-        cls, config: ModelConfig, *, num_slots: int, num_pages: int, page_size: int, num_kept: int = 0
+        cls,
+        config: ModelConfig,
+        *,
+        num_slots: int,
+        num_pages: int,
+        page_size: int,
+        num_kept: int = 0,
+        windows: WindowSizes = (),
+        num_ranks: int = 1,
     ) -> "Cache":
-        """Make an empty cache for a target: every array is zero. It has room for `num_kept` states of prefixes."""
+        """Make an empty cache for a target, as `of_layers` does. It has room for `num_kept` states of prefixes."""
 
-        def layer(i: int) -> Pages | State:
+        def layer(i: int, pages: int) -> Pages | State:
             kind, dtype = config.kind(i), config.cache_dtype or config.dtype
             if kind.mixer == "latent":
                 assert config.latent is not None
-                return Pages.zeros(num_pages, page_size, 1, config.latent.cache_dim, dtype, has_values=False)
+                return Pages.zeros(pages, page_size, 1, config.latent.cache_dim, dtype, has_values=False)
             if kind.mixer == "attention":
-                return Pages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, dtype)
+                return Pages.zeros(pages, page_size, config.num_kv_heads, config.head_dim, dtype)
             return recurrent.init_state(config, kind, num_slots)
 
         def kept(i: int) -> State | None:
@@ -60,7 +79,34 @@ class Cache:
             return None if kind.mixer in ("latent", "attention") else recurrent.init_state(config, kind, num_kept)
 
         layers = range(config.num_layers)
-        return cls(tuple(map(layer, layers)), num_pages, page_size, tuple(map(kept, layers)) if num_kept else ())
+        seen, sizes = [config.kind(i).window for i in layers], {"num_pages": num_pages, "page_size": page_size}
+        cache = cls.of_layers(layer, seen, **sizes, windows=windows, num_ranks=num_ranks)
+        return dataclasses.replace(cache, kept=tuple(map(kept, layers)) if num_kept else ())
+
+    @classmethod
+    def of_layers(
+        cls,
+        make: Callable[[int, int], Pages | State],
+        seen: Sequence[int],
+        *,
+        num_pages: int,
+        page_size: int,
+        windows: WindowSizes = (),
+        num_ranks: int = 1,
+    ) -> "Cache":
+        """Make an empty cache, every array of entries zero, of layers that `make` makes, of their number and that of
+        their pages. `seen` are the layers' windows, in tokens; 0: none. Layers with a window have the pages of the
+        shortest of `windows` that is no shorter, of each of so many data ranks; or of all tokens where there is
+        none."""
+        number = {window: num_ranks * of_rank for window, of_rank in windows}
+        own = tuple(min((each for each in number if each >= window > 0), default=0) for window in seen)
+        return cls(
+            tuple(make(i, number.get(window, num_pages)) for i, window in enumerate(own)),
+            num_pages,
+            page_size,
+            windows=own if any(own) else (),
+            window_pages={each: _any_pages(num_pages, number[each], num_ranks) for each in sorted({*own} - {0})},
+        )
 
     def layer(self, i: int, prefix: Prefix) -> PagedPrefix | State:
         """The committed entries that layer i sees: a `PagedPrefix`, or the rows of a recurrent state for the prefix's
@@ -74,7 +120,18 @@ class Cache:
         """The committed keys and values that layer i sees, as a `PagedPrefix`. The layer must have pages."""
         layer = self.layers[i]
         assert isinstance(layer, Pages)
-        return PagedPrefix(layer, prefix.page_table, prefix.lens, prefix.first, prefix.is_exact)
+        return PagedPrefix(layer, self._own(i, prefix.page_table), prefix.lens, prefix.first, prefix.is_exact)
+
+    def _own(self, i: int, pages: jax.Array) -> jax.Array:
+        """Return the pages that these, [...] int32, are in layer i. Those out of range stay so."""
+        layer, window = self.layers[i], self._window(i)
+        if not window:
+            return pages
+        assert isinstance(layer, Pages), "only pages have windows"
+        return self.window_pages[window].at[pages].get(mode="fill", fill_value=layer.k.shape[0])
+
+    def _window(self, i: int) -> int:
+        return self.windows[i] if self.windows else 0
 
     def write(
         self,
@@ -99,9 +156,14 @@ class Cache:
             rows = recurrent.advance(_rows(state, slots), entries, is_kept)
             return jax.tree.map(lambda all_rows, row: all_rows.at[slots].set(row, mode="drop"), state, rows)
 
-        paged = {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, Pages)}
-        written = write_pages(list(paged.values()), [new[i] for i in paged], page, offset, path)
-        done: dict[int, Pages | State] = dict(zip(paged, written, strict=True))
+        done: dict[int, Pages | State] = {}
+        for window in (0, *self.window_pages):
+            paged = [i for i, layer in enumerate(self.layers) if isinstance(layer, Pages) and self._window(i) == window]
+            layers: Any = [self.layers[i] for i in paged]
+            if paged:
+                own = self._own(paged[0], page)
+                written = write_pages(layers, [new[i] for i in paged], own, offset, path)
+                done.update(zip(paged, written, strict=True))
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, Pages):
                 done[i] = advance(layer, new[i])
@@ -128,6 +190,14 @@ class Cache:
             return None if kept is None else jax.tree.map(lambda x, own: own.at[place].set(x[slot]), layer, kept)
 
         return dataclasses.replace(self, kept=tuple(map(copy, self.layers, self.kept)))
+
+
+def _any_pages(num_pages: int, num_window_pages: int, num_ranks: int) -> jax.Array:
+    """Return one of so many window pages for each page, [page] int32, of the same data rank. Several may have the same
+    one, as none is in use."""
+    rank, place = jnp.divmod(jnp.arange(num_pages, dtype=jnp.int32), max(1, num_pages // num_ranks))
+    of_rank = num_window_pages // num_ranks
+    return rank * of_rank + place % max(1, of_rank)
 
 
 def _at(kept: jax.Array, place: jax.Array | None) -> jax.Array:

@@ -24,6 +24,7 @@ from specserve.mesh import (
     free_memory,
     num_parts,
     shardings,
+    whole,
 )
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec, is_product, is_spec, num_params
@@ -72,7 +73,8 @@ def place_cache(cache: Any, mesh: Mesh) -> Any:
         )
 
     kept = tuple(state and place(state) for state in cache.kept)
-    return dataclasses.replace(cache, layers=tuple(map(place, cache.layers)), kept=kept)
+    window_pages = dict.fromkeys(cache.window_pages, whole(mesh))
+    return dataclasses.replace(cache, layers=tuple(map(place, cache.layers)), kept=kept, window_pages=window_pages)
 
 
 def part_shapes(shapes: Sequence[tuple[int, ...]], places: Any | None) -> Sequence[tuple[int, ...]]:

@@ -104,7 +104,7 @@ def compile_steps(plan: ServePlan) -> tuple[CompiledStep, ...]:
             max_model_len=run.prompt + run.answer,
             page_size=order.page_size,
             num_pages=fleet.fit.num_pages,
-        )
+        ).with_windows(target, order.step.drafter)
     runner, replica, found = described.runner(target, order.head, shapes, mesh), fleet.replica, []
     buckets = dict.fromkeys(next((size for size in shapes.batch_sizes if size >= n), 0) for n in BATCHES)
     for tree in trees:

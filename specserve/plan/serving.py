@@ -14,6 +14,7 @@ from specserve import config
 from specserve.checkpoints.configs import find_config
 from specserve.devices import REFERENCE, Device, parse_devices
 from specserve.drafters.interface import TrainedDrafter
+from specserve.drafters.layers import windows_of
 from specserve.drafters.registry import KindName
 from specserve.drafters.speculation import describe, drafter_for, parse_speculation
 from specserve.errors import ConfigError
@@ -26,9 +27,10 @@ from specserve.plan.settings import PlanServeRun
 from specserve.plan.steady_state import Load, SteadyState, StepCosts, break_even_tau, solve
 from specserve.plan.taus import Reached, expected, tau_of
 from specserve.plan.work import MemoryPart, Replica, abstract_mesh, target_held, total_bytes
+from specserve.serve.engine.windows import window_sizes
 from specserve.serve.launch import CACHE_DTYPES
-from specserve.serve.programs.placement import state_bytes
-from specserve.serve.programs.shapes import DEVICE_CHUNKS, LEAST_BATCH, make_batch_sizes
+from specserve.serve.programs.placement import bytes_per_page, pages_in, state_bytes
+from specserve.serve.programs.shapes import DEVICE_CHUNKS, LEAST_BATCH, make_batch_sizes, steps_at_once, tokens_ahead
 from specserve.serve.sizes import num_kept_states
 from specserve.speculative.slot_state import StepConfig
 from specserve.speculative.tree import Tree
@@ -138,6 +140,11 @@ class Order:
         return self.run.shared_prompt // self.page_size * self.page_size
 
     @property
+    def most_steps(self) -> int:
+        """The steps that one call makes."""
+        return steps_at_once("tpu" if self.device.is_tpu else "gpu", is_v7x=self.device.id == "tpu-v7x")
+
+    @property
     def page_size(self) -> int:
         """The tokens of a page."""
         return self.run.page_size or default_page_size("tpu" if self.device.is_tpu else "gpu")
@@ -241,6 +248,7 @@ def _fleets(order: Order) -> list[PlannedFleet]:
             longest=run.prompt + run.answer,
             own=run.prompt + run.answer - order.shared,
             page_size=order.page_size,
+            most_steps=order.most_steps,
         )
         if fit:
             found.append(_fleet(order, text, replica, fit))
@@ -349,32 +357,38 @@ def fit_into(
     longest: int,  # tokens of a sequence
     own: int,  # of them, those that no other sequence shares
     page_size: int,
+    most_steps: int = 1,  # of one call
 ) -> Fit | None:
     """Return what each device of a replica holds: the weights, the head, the state of so many slots as there is room
     for, and its data rank's pages in all that is left. Return None where there is not room for a sequence of each rank,
     or `slots` are fewer than ranks."""
     mesh, weights, of_head = replica.mesh, total_bytes(replica.target_held), total_bytes(replica.head_held)
     whole, part = (-(-tokens // page_size) for tokens in (longest, own))
-    per_page = state_bytes(step, mesh, 0, 1, page_size=page_size, max_pages=whole)
-    ranks = num_parts(mesh, "batch")
+    ranks, sizes = num_parts(mesh, "batch"), dict[str, Any](page_size=page_size, max_pages=whole)
+    models = step.target, step.drafter, mesh
+    per_page = bytes_per_page(*models[:2], page_size, mesh)
+    ahead = tokens_ahead(most_steps, 1 + step.max_depth, step.max_pending)
 
     while each := slots // ranks:  # of a data rank, which has pages of its own
         kept = dataclasses.replace(step, kept_states=num_kept_states(step.target, each * ranks))
-        of_slots = state_bytes(kept, mesh, each * ranks, 0, page_size=page_size, max_pages=whole)
-        left = memory - weights - of_head - of_slots
-        pages = needed = whole + (each - 1) * part
-        if per_page:  # recurrent layers alone have none
-            pages = int(left // per_page)
+        of_slots = state_bytes(kept, mesh, each * ranks, 0, **sizes)
+        left, needed = int(memory - weights - of_head - of_slots), whole + (each - 1) * part
+        numbers = {"num_slots": each, "num_pages": left // max(1, per_page), "page_size": page_size}
+        windows = window_sizes(windows_of(step.target), **numbers, ahead=ahead, chunks=DEVICE_CHUNKS)
+        pages = pages_in(left, *models, page_size=page_size, windows=windows, most=each * whole)
         if left >= 0 and pages >= needed:
             break
         slots //= 2
     else:
         return None
     head_dtype = replica.head.dtype if replica.head else "none"
+    windows = tuple((window, number) for window, number in windows if number < pages)
+    of_pages = state_bytes(kept, mesh, each * ranks, pages, **sizes, windows=windows) - of_slots
+    beside = "".join(f", {number:,} for the window of {window:,}" for window, number in windows)
     parts = (
         MemoryPart("target's weights", weights, "8-bit matrices" if replica.is_quantized else replica.target.dtype),
         MemoryPart("head", of_head, head_dtype),
-        MemoryPart("pages", pages * per_page, f"{pages:,} of {page_size} tokens"),
+        MemoryPart("pages", of_pages, f"{pages:,} of {page_size} tokens{beside}"),
         MemoryPart("slots", of_slots, f"{each * ranks} of up to {longest:,} tokens"),
     )
     return Fit(parts, each * ranks, pages * ranks, ranks)

@@ -22,7 +22,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.params import is_matrix
 from specserve.models.sharding import Held, held_by_each, place_target, total_bytes
 from specserve.models.target import target_spec
-from specserve.serve.programs.placement import bytes_per_token
+from specserve.serve.programs.placement import bytes_seen
 from specserve.speculative.tree import Tree
 from specserve.train.flops import mixing_flops
 
@@ -116,7 +116,7 @@ class Replica:
             read = expected_experts(experts.num_experts, experts.top_k, among) / experts.num_experts
             weights += total_bytes(self._experts) * read
             flops += 2 * among * _multiplied(self._experts) * experts.top_k / experts.num_experts
-        cache = own * context * bytes_per_token(config, None, mesh)
+        cache = own * bytes_seen(config, None, context, mesh)
         return DeviceWork(flops, weights, cache, *self._sent(rows, among))
 
     def _sent(self, rows: int, among: int) -> tuple[int, float]:
@@ -137,8 +137,8 @@ class Replica:
         assert self.head is not None, "a tree that a head proposes has one"
         own = -(-batch // num_parts(self.mesh, "batch"))
         size = sum(each.size for each in self.head_held if is_matrix(each.spec))
-        entries = bytes_per_token(self.target, self.head, self.mesh) - bytes_per_token(self.target, None, self.mesh)
-        weights, cache = size * np.dtype(self.head.dtype).itemsize, own * context * entries
+        both, target = (bytes_seen(self.target, head, context, self.mesh) for head in (self.head, None))
+        weights, cache = size * np.dtype(self.head.dtype).itemsize, own * (both - target)
         later = DeviceWork(2 * size * own * tree.top_k, weights, cache)
         return (DeviceWork(2 * size * own, weights, cache), *(tree.depth - 1) * (later,))
 

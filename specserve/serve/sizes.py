@@ -28,7 +28,7 @@ from specserve.mesh import (
     program_platform,
 )
 from specserve.models.config import ModelConfig
-from specserve.serve.programs.placement import bytes_per_page, state_bytes
+from specserve.serve.programs.placement import bytes_per_page, pages_in, state_bytes
 from specserve.serve.programs.shapes import LEAST_BATCH, Shapes, make_shapes
 from specserve.serve.settings import ServeRun
 from specserve.speculative.program import StepProgram
@@ -75,7 +75,7 @@ class Served:
 
     def shapes(self, run: ServeRun, sizes: ServerSizes) -> Shapes:
         """The shapes of the steps of a server of these sizes. Raises ConfigError."""
-        return make_shapes(
+        shapes = make_shapes(
             self.trees,
             self.target,
             self.mesh,
@@ -87,6 +87,7 @@ class Served:
             kept_layers=run.hidden_states,
             kept_states=num_kept_states(self.target, sizes.num_slots, run.kept_states) if run.prefix_cache else 0,
         )
+        return shapes.with_windows(self.target, drafter_for(self.trees, self.drafter))
 
 
 def num_kept_states(target: ModelConfig, num_slots: int, asked: int = 0) -> int:
@@ -168,7 +169,7 @@ def _filled(served: Served, run: ServeRun, longest: int, set_aside: int | None) 
     ranks, tokens = served.num_ranks, page_size(run)
     whole, free = -(-longest // tokens), free_memory(served.mesh)
     drafter, each = drafter_for(served.trees, served.drafter), MOST_SLOTS
-    per_page = bytes_per_page(served.target, drafter, tokens, served.mesh)
+    models = served.target, drafter, served.mesh
     while True:
         sizes, aside = ServerSizes(each * ranks, longest, each * ranks * whole), set_aside
         shapes = served.shapes(run, sizes)
@@ -183,7 +184,7 @@ def _filled(served: Served, run: ServeRun, longest: int, set_aside: int | None) 
         )
         of_slots = state_bytes(config, served.mesh, each * ranks, 0, page_size=tokens, max_pages=whole)
         left = free - round(UNPLANNED * free) - aside - of_slots
-        pages = left // max(1, per_page)
+        pages = pages_in(left, *models, page_size=tokens, windows=shapes.windows, most=each * whole)
         if each <= LEAST_BATCH or pages * tokens >= each * min(longest, TOKENS_EACH):
             break
         each //= 2
@@ -198,15 +199,18 @@ def _filled(served: Served, run: ServeRun, longest: int, set_aside: int | None) 
 def _num_pages(served: Served, run: ServeRun, num_slots: int, longest: int) -> int:
     """Return the pages of all data ranks together, each of which has the same number. By default every slot can have
     a sequence of the longest, which ends in the middle of a page where the pages' size does not divide it."""
+    tokens, whole = page_size(run), in_equal_parts(served.mesh, "batch", num_slots * -(-longest // page_size(run)))
     if run.cache_tokens or not (run.cache_gb or run.cache_fraction):
-        whole = num_slots * -(-longest // page_size(run))
-        return in_equal_parts(served.mesh, "batch", -(-run.cache_tokens // page_size(run)) or whole)
+        return in_equal_parts(served.mesh, "batch", -(-run.cache_tokens // tokens)) or whole
     available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * free_memory(served.mesh))
-    per_page = bytes_per_page(served.target, served.drafter, page_size(run), served.mesh)
-    pages = available // per_page
+    per_page = bytes_per_page(served.target, served.drafter, tokens, served.mesh)
+    slots, ranks = in_equal_parts(served.mesh, "batch", num_slots), served.num_ranks
+    shapes = served.shapes(run, ServerSizes(slots, longest, available // max(1, per_page) * ranks))
+    models, sizes = (served.target, served.drafter, served.mesh), {"page_size": tokens, "windows": shapes.windows}
+    pages = pages_in(available, *models, **sizes, most=whole // ranks)
     if pages < 1:
         raise ConfigError(
-            f"the cache may take {available:,} bytes, and one page of {page_size(run)} tokens takes {per_page:,}: "
+            f"the cache may take {available:,} bytes, and one page of {tokens} tokens takes {per_page:,}: "
             "raise --cache-gb or --cache-fraction, or lower --page-size"
         )
     return pages * served.num_ranks

@@ -27,7 +27,8 @@ def check_state_fits(config: StepConfig, shapes: Shapes, mesh: Mesh | None) -> N
     free = free_memory(mesh)
 
     def needed(num_slots: int, num_pages: int) -> int:
-        sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages}
+        windows = tuple((window, min(number, num_pages)) for window, number in shapes.windows)
+        sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages, "windows": windows}
         return state_bytes(config, mesh, num_slots, num_pages, **sizes)
 
     slots, pages, ranks = shapes.num_slots, shapes.pages_of_rank, shapes.num_ranks
@@ -56,8 +57,10 @@ def check_swap_fits(present: Runner, other: Runner) -> None:
     are in memory already. Raises ConfigError where the state is too large."""
     mesh, shapes = present.place.mesh, present.shapes
     sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages}
+    slots, pages = shapes.num_slots, shapes.pages_of_rank
     before, after = (
-        state_bytes(runner.config, mesh, shapes.num_slots, shapes.pages_of_rank, **sizes) for runner in (present, other)
+        state_bytes(runner.config, mesh, slots, pages, **sizes, windows=runner.shapes.windows)
+        for runner in (present, other)
     )
     free = free_memory(mesh)
     if after - before > free:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from specserve.models.cache import WindowSizes
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree
@@ -30,6 +31,14 @@ class Sizes:
     page_size: int  # tokens
     max_pages: int  # of one sequence
     max_depth: int  # of any tree that runs on the state
+    num_ranks: int = 1  # data ranks
+    windows: WindowSizes = ()  # see `Cache.of_layers`
+
+    @property
+    def of_pages(self) -> dict[str, Any]:
+        """The sizes of a cache of pages, as `Cache.of_layers` takes them."""
+        names = "num_pages", "page_size", "windows", "num_ranks"
+        return {name: getattr(self, name) for name in names}
 
 
 @pytree

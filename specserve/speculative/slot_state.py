@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from specserve.kernels.gather import take_rows
 from specserve.kernels.pages import share_out
 from specserve.mesh import keep_along
-from specserve.models.cache import Cache
+from specserve.models.cache import Cache, WindowSizes
 from specserve.models.config import ModelConfig
 from specserve.pytree import pytree
 from specserve.speculative import sampling
@@ -112,12 +112,19 @@ class PromptChunks:
 
 
 def init_state(
-    config: StepConfig, *, num_slots: int, num_pages: int, page_size: int, max_pages: int, num_ranks: int = 1
+    config: StepConfig,
+    *,
+    num_slots: int,
+    num_pages: int,
+    page_size: int,
+    max_pages: int,
+    num_ranks: int = 1,
+    windows: WindowSizes = (),
 ) -> SlotState:
     """Make an empty state. `max_pages` bounds the pages of one sequence, `num_pages` those of all. With `num_ranks` the
     mesh shares the pages out over so many data ranks (`kernels.pages`), and every batch of slots must be cut like
-    them."""
-    sizes = Sizes(num_slots, num_pages, page_size, max_pages, config.max_depth)
+    them. Layers with one of these `windows` have pages of their own (`Cache.of_layers`)."""
+    sizes = Sizes(num_slots, num_pages, page_size, max_pages, config.max_depth, num_ranks, windows)
     state = SlotState(
         page_table=jnp.full((num_slots, max_pages), num_pages, jnp.int32),
         seq_lens=jnp.zeros(num_slots, jnp.int32),
@@ -130,6 +137,8 @@ def init_state(
             num_pages=num_pages,
             page_size=page_size,
             num_kept=config.kept_states,
+            windows=windows,
+            num_ranks=num_ranks,
         ),
         draft=config.drafter.init_state(config.target, sizes) if config.drafter else None,
     )
@@ -159,6 +168,48 @@ def admit(config: StepConfig, state: SlotState, slot: jax.Array, new: Admission)
 def keep(_config: StepConfig, state: SlotState, slot: jax.Array, place: jax.Array) -> SlotState:
     """Copy the recurrent state of a slot to a place, both [] int32, from which `admit` takes it."""
     return dataclasses.replace(state, cache=state.cache.keep(slot, place))
+
+
+@pytree
+class PageTables:
+    """The parts of the state that say which pages a sequence has."""
+
+    pages: jax.Array  # `SlotState.page_table`
+    windows: tuple[dict[int, jax.Array], ...]  # `window_pages` of the target's cache, and of the drafter's
+
+    @classmethod
+    def of(cls, state: SlotState) -> "PageTables":
+        caches = jax.tree.leaves((state.cache, state.draft), is_leaf=_is_cache)
+        return cls(state.page_table, tuple(cache.window_pages for cache in caches if _is_cache(cache)))
+
+    def put_into(self, state: SlotState) -> SlotState:
+        """Return the state with these in place of its own."""
+        windows = iter(self.windows)
+
+        def with_own(leaf: Any) -> Any:
+            return dataclasses.replace(leaf, window_pages=next(windows)) if _is_cache(leaf) else leaf
+
+        cache, draft = jax.tree.map(with_own, (state.cache, state.draft), is_leaf=_is_cache)
+        return dataclasses.replace(state, page_table=self.pages, cache=cache, draft=draft)
+
+
+def _is_cache(leaf: Any) -> bool:
+    return isinstance(leaf, Cache)
+
+
+def extend(_config: StepConfig, tables: PageTables, entries: jax.Array) -> PageTables:
+    """Give sequences pages. `entries` [3 + windows, n] int32: slot, column and page, and the page's window pages, by
+    the windows' sizes. A slot past the last one stands for none, and a window page below 0 for the one that is
+    there."""
+    slots, columns, pages, *own = entries
+    new = dict(zip(sorted(tables.windows[0]), own, strict=True))  # every window is one of the target's
+
+    def put(window: int, known: jax.Array) -> jax.Array:
+        place = jnp.where(new[window] >= 0, pages, len(known))
+        return known.at[place].set(new[window], mode="drop")
+
+    windows = tuple({window: put(window, known) for window, known in each.items()} for each in tables.windows)
+    return PageTables(tables.pages.at[slots, columns].set(pages, mode="drop"), windows)
 
 
 @pytree

@@ -10,6 +10,7 @@ import jax
 import pytest
 import tiny
 from jax.sharding import Mesh
+from spread import head_of, target_of
 from typer.testing import CliRunner
 
 from specserve.checkpoints.load import Target, load_target
@@ -22,7 +23,7 @@ from specserve.plan.serving import fit_into, make_serve_plan, step_costs
 from specserve.plan.settings import PlanServeRun
 from specserve.plan.work import Replica, abstract_mesh
 from specserve.serve.programs.runner import Runner
-from specserve.serve.programs.shapes import make_shapes
+from specserve.serve.programs.shapes import DEVICE_CHUNKS, make_shapes
 from specserve.speculative.drafter import Weights
 from specserve.speculative.tree import DynamicTree, Tree, chain
 
@@ -69,6 +70,26 @@ def test_the_memory_is_that_of_an_engines_arrays(target: Target, tensor: int) ->
         if spare == 0:
             assert held["pages"] + held["slots"] == _on_first(runner.state)
     assert fit_into(runner.config, replica, 1000.0, **sizes) is None
+
+
+def test_window_pages_are_those_of_an_engine() -> None:
+    """Beside all other pages, which are as many as then fit."""
+    target, page = target_of("windows"), 4
+    sizes = {"num_slots": 4, "max_model_len": 512, "page_size": page, "num_pages": 480}
+    shapes = make_shapes([chain(3)], target.config, **sizes)
+    head = head_of("windows")
+    shapes = dataclasses.replace(shapes, chunks=DEVICE_CHUNKS, most_steps=1).with_windows(target.config, head.drafter)
+    assert shapes.windows
+    runner = Runner(target, head, shapes, has_constrained=False)
+    room = _on_first(target.params) + _on_first(head.params) + _on_first(runner.state)
+    replica = Replica(target.config, head.drafter, abstract_mesh({}))
+    fit = fit_into(runner.config, replica, room, slots=4, longest=512, own=400, page_size=page)
+    assert fit is not None
+    assert fit.num_pages == 480
+    held = {part.name: part for part in fit.memory}
+    assert held["pages"].num_bytes + held["slots"].num_bytes == _on_first(runner.state)
+    [(window, number)] = shapes.windows
+    assert held["pages"].what == f"480 of 4 tokens, {number} for the window of {window}"
 
 
 @pytest.mark.parametrize("tree", [None, chain(3), DynamicTree(3, 2, 6)], ids=["plain", "chain", "tree"])

@@ -23,6 +23,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval.verify.rule import rule_scores
+from specserve.models.cache import WindowSizes
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.options import Encoder, EngineOptions, bad_sequences
 from specserve.serve.programs.compile_queue import compile_all
@@ -187,6 +188,7 @@ def make_runner(
     widths: Sequence[int] = (),  # empty: the widest alone
     is_mixing: bool = False,  # as on an accelerator: steps and prompts in one program
     kept_states: int = 0,  # recurrent ones, of prefixes
+    windows: WindowSizes = (),  # with pages of their own, as many as these
     kept_layers: tuple[int, ...] = (),  # layers of which hidden states may be asked for
     make: Callable[..., Runner] = Runner,
 ) -> Runner:
@@ -205,7 +207,7 @@ def make_runner(
     few = dataclasses.replace(
         shapes, batch_sizes=(num_slots,), widths=(*widths, shapes.widths[-1]), chunks=(chunk,), max_rows=1024
     )
-    few = dataclasses.replace(few, is_mixing=is_mixing)
+    few = dataclasses.replace(few, is_mixing=is_mixing, windows=windows)
     return make(target, head, few, has_constrained=has_constrained, mesh=mesh, folder=folder)
 
 

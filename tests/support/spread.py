@@ -48,6 +48,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "latents": DENSE | EXPERTS | LATENTS,
     "delta nets": DENSE | EXPERTS | DELTA_NETS,
 }
+WINDOWS: dict[str, Any] = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
+OTHERS = {"windows": DENSE | WINDOWS | {"sliding_window": 11}}
 ANY_MODEL = ("data=2", "tensor=2", "tensor=4", "tensor=8")
 WITH_EXPERTS = ("expert=2", "expert=4", "data=2,tensor=2,expert=2")
 CASES = [
@@ -67,7 +69,7 @@ def mesh_of(text: str) -> Mesh:
 @functools.cache
 def target_of(model: str) -> Target:
     """On one device."""
-    config = model_config(MODELS[model], dtype="float32")
+    config = model_config((MODELS | OTHERS)[model], dtype="float32")
     return Target(config, init_params(target_spec(config), jax.random.key(0), "float32"), (2,), Path(model))
 
 

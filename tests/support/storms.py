@@ -47,6 +47,7 @@ def storm(
     num_requests: int,
     num_distinct: int,
     num_pages: int | None = None,  # the engine believes to have as many
+    most_steps: int | None = None,
 ) -> tuple[EngineStats, set[FinishReason | None]]:
     """Serve all of that. When it is over nothing is held, nothing was compiled, and every answer is the one that plain
     decoding gives to that request alone. Returns the counts of the engine, and how requests have ended."""
@@ -54,7 +55,8 @@ def storm(
     families = [rng.choices(range(VOCAB), k=60) for _ in range(4)]
     asked = reference.firm(_any_ask(rng, families) for _ in itertools.count())
     distinct = list(itertools.islice(asked, num_distinct))
-    engine = make_engine(runner, Dice(1), num_pages=num_pages, max_queue=num_requests, prefers_cached=True)
+    options = {"num_pages": num_pages, "most_steps": most_steps, "max_queue": num_requests, "prefers_cached": True}
+    engine = make_engine(runner, Dice(1), **options)
     asks = [rng.choice(distinct) for _ in range(num_requests)]
     cancelled = set(rng.sample(range(num_requests), k=num_requests // 8))
     too_late = min(cancelled)  # this one is cancelled when its answer is whole

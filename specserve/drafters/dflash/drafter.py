@@ -20,7 +20,7 @@ from specserve.drafters.dflash.joint import JointSlots
 from specserve.drafters.dflash.model import DFlashParams, Output, block_inputs, block_logits, block_states
 from specserve.drafters.grow import Marginals, grow_tree
 from specserve.drafters.interface import Kind, TrainedDrafter
-from specserve.drafters.layers import facts_of
+from specserve.drafters.layers import facts_of, windows_of
 from specserve.drafters.learning import Costs, DraftTargets, Rollout, Rows
 from specserve.kernels.attention import attend
 from specserve.kernels.rowwise import rms_norm
@@ -60,11 +60,11 @@ class DFlash(TrainedDrafter):
 
     def init_state(self, target: ModelConfig, sizes: Sizes) -> Cache:
         backbone = self.config.backbone
-        layers = tuple(
-            Pages.zeros(sizes.num_pages, sizes.page_size, backbone.num_kv_heads, backbone.head_dim, backbone.dtype)
-            for _ in range(backbone.num_layers)
-        )
-        return Cache(layers, sizes.num_pages, sizes.page_size)
+
+        def layer(_: int, pages: int) -> Pages:
+            return Pages.zeros(pages, sizes.page_size, backbone.num_kv_heads, backbone.head_dim, backbone.dtype)
+
+        return Cache.of_layers(layer, windows_of(backbone), **sizes.of_pages)
 
     def observe(self, weights: Weights, state: Cache, view: SlotView, committed: Committed, after: After) -> Cache:
         assert committed.aux_hidden_states is not None, "the target was not asked for its taps"

@@ -72,7 +72,7 @@ class OnEagle(FollowingDrafter):
         return ReadyHead(self.network_params(own.params), own.vocab, weights.target)
 
     def empty_cache(self, sizes: Sizes) -> Cache:
-        return empty_cache(self.shape, num_pages=sizes.num_pages, page_size=sizes.page_size)
+        return empty_cache(self.shape, **sizes.of_pages)
 
     def write(self, weights: Weights, cache: Cache, tables: Tables, *entries: jax.Array) -> Cache:
         return extend(self.ready(weights), self.shape, cache, tables, *entries)[0]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from specserve.drafters.eagle3.config import Eagle3Config
 from specserve.drafters.follow import FIRST_ENTRY, Tables
+from specserve.drafters.layers import windows_of
 from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight, matmul_float32
 from specserve.kernels.paged import PagedPrefix
@@ -255,12 +256,14 @@ class ReadyHead:
         return token_embedding(self.params, self.target.embedding)
 
 
-def empty_cache(config: Eagle3Config, *, num_pages: int, page_size: int) -> Cache:
-    """Make empty pages for the head's layers."""
+def empty_cache(config: Eagle3Config, *, page_size: int, **sizes: Any) -> Cache:
+    """Make empty pages for the head's layers, as `Cache.of_layers` does."""
     num_heads, width, _ = config.entry_dims
-    sizes = num_pages, page_size, num_heads, width, config.dtype
-    layers = tuple(Pages.zeros(*sizes, has_values=config.latent is None) for _ in range(config.num_layers))
-    return Cache(layers, num_pages, page_size)
+
+    def layer(_: int, pages: int) -> Pages:
+        return Pages.zeros(pages, page_size, num_heads, width, config.dtype, has_values=config.latent is None)
+
+    return Cache.of_layers(layer, windows_of(config), page_size=page_size, **sizes)
 
 
 def stored(config: Eagle3Config, entries: tuple[KV, ...]) -> tuple[Any, ...]:

@@ -67,7 +67,7 @@ class Mtp(FollowingDrafter):
         }
 
     def empty_cache(self, sizes: Sizes) -> Cache:
-        return Cache.zeros(self.config.layer, num_slots=0, num_pages=sizes.num_pages, page_size=sizes.page_size)
+        return Cache.zeros(self.config.layer, num_slots=0, **sizes.of_pages)
 
     def write(self, weights: Weights, cache: Cache, tables: Tables, *entries: jax.Array) -> Cache:
         return extend(ready(weights), self.config, cache, tables[0], *entries)[0]

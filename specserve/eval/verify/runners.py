@@ -91,7 +91,7 @@ def _open(
         page_size=PAGE_SIZE,
         num_pages=num_slots * -(-max_model_len // PAGE_SIZE),
         kept_states=num_kept_states(models.target.config, num_slots),
-    )
+    ).with_windows(models.target.config, models.head.drafter if models.head else None)
     # every way is proved alone and in a batch, also where serve would step large batches plainly
     batch_sizes = tuple(dict.fromkeys((shapes.batch_sizes[0], num_slots)))
     rows = num_slots * max(map(shapes.num_nodes, shapes.trees))

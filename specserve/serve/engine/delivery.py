@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 
 from specserve.errors import RequestError
-from specserve.serve.engine.scheduler import Scheduler, Sequence
+from specserve.serve.engine.scheduler import Scheduler
+from specserve.serve.engine.sequence import Sequence
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import (
     Delta,

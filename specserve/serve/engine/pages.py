@@ -20,7 +20,9 @@ from itertools import islice
 from typing import Protocol
 
 from specserve.errors import CapacityError
+from specserve.models.cache import WindowSizes
 from specserve.serve.engine.state_places import StatePlaces
+from specserve.serve.engine.windows import Windows
 
 # data rank, salt and one page of token ids: neither ranks nor salts ever meet, and one tree has them all
 _Key = tuple[int, str, tuple[int, ...]]
@@ -97,10 +99,11 @@ class PagePool:
         num_ranks: int = 1,
         most: int | None = None,  # pages of each data rank that are handed out, the first ones; None: all
         kept: StatePlaces | None = None,  # without a state of these behind it no prefix can be hit
+        windows: Windows | None = None,  # nor without these window pages before its end
     ) -> None:
         assert num_pages % num_ranks == 0, f"{num_pages} pages for {num_ranks} data ranks"
         self._num_stored, self.num_ranks, self.page_size, self._watcher = num_pages, num_ranks, page_size, watcher
-        self.kept = kept
+        self.kept, self.windows = kept, windows or Windows((), page_size)
         each = num_pages // num_ranks
         most = each if most is None else min(most, each)
         self.num_pages = most * num_ranks
@@ -136,17 +139,26 @@ class PagePool:
         nodes = list(self._nodes.values())  # in one piece
         return [node.digest for node in islice(reversed(nodes), most)]
 
-    def num_known(self, token_ids: Sequence[int], salt: str = "", *, rank: int = 0) -> int:
-        """Return how many tokens a data rank has cached of a prompt's beginning, whether or not they can be hit."""
-        return len(self._walk(token_ids, salt, rank)) * self.page_size
+    def known(self, token_ids: Sequence[int], salt: str = "", *, rank: int = 0) -> list[int]:
+        """The pages that a data rank has cached of a prompt's beginning, whether or not they can be hit."""
+        pages, children = [], self._tree
+        for key in self._keys(token_ids, salt, rank):
+            node = children.get(key)
+            if node is None:
+                break
+            pages.append(node.page)
+            children = node.children
+        return pages
 
-    def keep_state(self, token_ids: Sequence[int], salt: str = "", *, rank: int = 0) -> int | None:
-        """Return the place that the state behind these tokens, which end with a page, is to be copied to; None where
-        none is to be."""
-        nodes = self._walk(token_ids, salt, rank)
-        if self.kept is None or len(nodes) * self.page_size != len(token_ids):
-            return None
-        return self.kept.keep(nodes[-1])
+    def use_windows(self, sizes: WindowSizes) -> None:
+        """Go on with other window pages. Nothing may be held or cached."""
+        assert not self._num_references, "held pages have window pages"
+        assert not self._nodes, "cached pages have window pages"
+        self.windows = Windows(sizes, self.page_size, self.num_ranks)
+
+    def is_cached(self, page: int) -> bool:
+        """Return whether a page's tokens are in the tree."""
+        return page in self._nodes
 
     def match(self, token_ids: Sequence[int], salt: str = "", *, rank: int = 0) -> int:
         """Return how many tokens `acquire` would find, in whole pages from the start. It changes nothing."""
@@ -176,6 +188,7 @@ class PagePool:
             assert not node.children, f"page {page} is evicted before the pages that continue it"
             del node.siblings[node.key]
             free.append(page)
+            self.windows.forget(page)
             if self.kept is not None:
                 self.kept.forget(page)
             evicted.append(node.digest)
@@ -247,6 +260,7 @@ class PagePool:
         num_forgotten = len(self._nodes)
         self._tree, self._nodes = {}, {}
         self._num_copies.clear()
+        self.windows.clear()
         if self.kept is not None:
             self.kept.clear()
         for free, idle in zip(self._free, self._idle, strict=True):
@@ -267,6 +281,7 @@ class PagePool:
             assert {self._rank_of(page) for part in parts for page in part} <= {rank}, "pages stay with their data rank"
         assert Counter(node.digest for node in self._nodes.values()) == self._num_copies
         assert all(count > 0 for count in self._num_references.values())
+        self.windows.check(self._nodes)
         if self.kept is not None:
             self.kept.check(set(self._nodes))
         assert self._private <= self._num_references.keys() - self._nodes.keys()
@@ -298,18 +313,11 @@ class PagePool:
 
     def _find(self, token_ids: Sequence[int], salt: str, rank: int) -> list[int]:
         """The pages of the longest cached prefix that can be hit."""
-        pages = self._walk(token_ids, salt, rank)
-        while self.kept is not None and pages and pages[-1] not in self.kept:
-            pages.pop()
-        return pages
-
-    def _walk(self, token_ids: Sequence[int], salt: str, rank: int) -> list[int]:
-        """The pages of the longest cached prefix."""
-        pages, children = [], self._tree
-        for key in self._keys(token_ids, salt, rank):
-            node = children.get(key)
-            if node is None:
-                break
-            pages.append(node.page)
-            children = node.children
-        return pages
+        pages = self.known(token_ids, salt, rank=rank)
+        end, at = len(pages), -1
+        while at != end:
+            at = end
+            while self.kept is not None and end and pages[end - 1] not in self.kept:
+                end -= 1
+            end = self.windows.reach(pages, end)
+        return pages[:end]

@@ -21,7 +21,8 @@ from specserve.drafters.speculation import describe
 from specserve.serve.engine.delivery import Delivery, take_scores
 from specserve.serve.engine.interface import ROUND_SIZES, EngineStats
 from specserve.serve.engine.options import sampler_rows, token_rows
-from specserve.serve.engine.scheduler import Chunk, Round, Scheduler, Sequence
+from specserve.serve.engine.scheduler import Scheduler
+from specserve.serve.engine.sequence import Chunk, Round, Sequence
 from specserve.serve.engine.step_choice import StepChoice
 from specserve.serve.programs.results import StepHandle
 from specserve.serve.programs.runner import PromptPart, Runner
@@ -190,7 +191,8 @@ class Rounds:
         runner.take_over(self.runner)
         self.runner, self._num_missed, self._last_read = runner, runner.compiled.num_missed, 0.0
         self.delivery.use(runner)
-        self.scheduler.set_step(max_step=runner.shapes.max_step, cache_lag=runner.config.max_pending)
+        shapes, cache_lag = runner.shapes, runner.config.max_pending
+        self.scheduler.set_step(max_step=shapes.max_step, cache_lag=cache_lag, windows=shapes.windows)
         self.choice.use_head(runner, prior)
         for sequence in self.scheduler.waiting:
             sequence.estimate = None
@@ -340,6 +342,7 @@ class Rounds:
         for chunk in chunks:
             if chunk.is_first:
                 self._admit(chunk)
+        self.runner.extend([row for chunk in chunks for row in chunk.new_pages])
 
     def _admit(self, chunk: Chunk) -> None:
         sequence = chunk.sequence

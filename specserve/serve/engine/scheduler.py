@@ -16,143 +16,13 @@ so a prompt that begins as another one does waits for the next program, and find
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import Any
 
+from specserve.models.cache import WindowSizes
 from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.pages import PagePool
-from specserve.serve.requests.output import OutputStream
-from specserve.serve.requests.request import Delta, PromptToken, Request
-from specserve.speculative.acceptance import Acceptance
-from specserve.speculative.controller import Estimate
-from specserve.speculative.tree import Tree
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A request in the engine, from its arrival to its end: the only object that scheduler and rounds share."""
-
-    request: Request
-    # The part of the rounds. The scheduler only counts the emitted tokens.
-    output: OutputStream
-    output_ids: list[int] = field(default_factory=list)  # emitted and read
-    prompt: list[PromptToken] = field(default_factory=list)  # the scored tokens so far of a prompt that is scored
-    hidden_states: list[Any] = field(default_factory=list)  # the same, of its chunks
-    estimate: Estimate | None = None  # how many draft tokens it accepts; None before its first admission
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    drafts: list[tuple[int, int]] = field(default_factory=list)  # see `SpeculationStats`
-    admit_time: float = 0.0  # of the first admission, as all times by time.monotonic; 0: not yet
-    first_time: float = 0.0  # of the first token
-    last_time: float = 0.0  # of the last one so far
-    # The part of the scheduler.
-    order: int = -1  # of arrival
-    slot: int = -1
-    data_rank: int = 0  # the one that has its slot
-    epoch: int = 0  # steps dispatched in an earlier one no longer count
-    pages: list[int] = field(default_factory=list)
-    kept: int = -1  # the place of the state behind its cached prefix; -1: none
-    borders: frozenset[int] = frozenset()  # of its prompt, behind which states are to be kept
-    num_shared: int = 0  # of the pages, those that the prefix cache knows already
-    num_prefilled: int = 0  # tokens whose keys and values are, or are about to be, committed
-    num_start: int = 0  # tokens to prefill: the prompt, and after a preemption the answer so far
-    num_cached: int | None = None  # prompt tokens that were cached at the first admission
-    is_new: bool = False  # it has a slot, and nothing of it has been dispatched there
-    num_in_flight: int = 0  # tokens that steps dispatched and not read emit, at least
-    most_in_flight: int = 0  # the same, at most
-    has_ended: bool = False
-
-    def dispatched(self, least: int, most: int) -> None:
-        """Note that a program was dispatched which emits so many tokens of this sequence."""
-        self.num_in_flight += least
-        self.most_in_flight += most
-
-    def landed(self, least: int, most: int) -> None:
-        """Note that the result of such a program has been read."""
-        self.num_in_flight -= least
-        self.most_in_flight -= most
-
-    def count_step(self, tree: Tree | None, delta: Delta) -> None:
-        """Count a step over that tree, of which the delta has what belongs to the answer."""
-        # 0: the request wants no draft tokens
-        num_draft_tokens = tree.num_nodes if tree and self.estimate and self.estimate.max_depth else 0
-        if num_draft_tokens:
-            self.drafts.append((num_draft_tokens, delta.num_accepted))
-        self.acceptance = self.acceptance.after_step(
-            delta.num_accepted,
-            depth=tree.depth if tree else 0,
-            num_draft_tokens=num_draft_tokens,
-            num_emitted=len(delta.token_ids),
-        )
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [*self.request.prompt_ids, *self.output_ids]
-
-    @property
-    def is_running(self) -> bool:
-        return self.slot >= 0
-
-    def is_of(self, epoch: int) -> bool:
-        """Return whether steps of this epoch count: it has neither ended since, nor will it do them again."""
-        return self.is_running and self.epoch == epoch
-
-    @property
-    def is_scored(self) -> bool:
-        """Return whether log-probabilities or hidden states of its prompt are still to be returned."""
-        params = self.request.params
-        return (params.prompt_logprobs is not None or params.hidden_states) and not self.output_ids
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.num_prefilled < self.num_start
-
-    @property
-    def num_left(self) -> int:
-        """Tokens that it may still emit, if what is in flight brings the least."""
-        return self.request.max_new_tokens - len(self.output_ids) - self.num_in_flight
-
-    def entries_after(self, num_new: int) -> int:
-        """Committed entries after `num_new` more tokens: all but the last token, which is never read."""
-        most = min(len(self.output_ids) + num_new, self.request.max_new_tokens)
-        return len(self.request.prompt_ids) + most - 1
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        return self.request.priority, self.order
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A part of a prompt that is to run next."""
-
-    sequence: Sequence
-    num_cached: int  # tokens that its pages held when it was admitted
-    num_tokens: int
-    is_first: bool  # the sequence has just been admitted
-    is_last: bool
-    keep: int | None = None  # the place that the recurrent state behind it is copied to
-
-
-@dataclass(frozen=True)
-class Round:
-    """The work that the engine does next, in this order."""
-
-    preempted: list[Sequence]
-    decode: list[Sequence]
-    new_pages: list[tuple[int, int, int]]  # for `decode`: slot, which page of the sequence, page
-    prefills: list[tuple[Chunk, ...]]  # of each prefill program: chunks of prompts of the data ranks that have some
-    most_steps: int = 1  # steps that `decode` has pages for
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        """The chunks of all prefill programs."""
-        return [chunk for chunks in self.prefills for chunk in chunks]
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.decode or self.prefills)
+from specserve.serve.engine.sequence import Chunk, PageRow, Round, Sequence
 
 
 class Scheduler:
@@ -191,9 +61,11 @@ class Scheduler:
         self._is_deterministic = is_deterministic
         self._num_added = 0
 
-    def set_step(self, *, max_step: int, cache_lag: int) -> None:
-        """Steps are other ones from now on; both as for `__init__`. No sequence may be running."""
+    def set_step(self, *, max_step: int, cache_lag: int, windows: WindowSizes) -> None:
+        """Steps are other ones from now on, as for `__init__`, with so many window pages. No sequence may be running,
+        and none may be cached."""
         self._max_step, self._cache_lag = max_step, cache_lag
+        self.pool.use_windows(windows)
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence into the queue: behind those of its priority, before those of a higher number."""
@@ -208,13 +80,13 @@ class Scheduler:
         there are programs for that."""
         preempted: list[Sequence] = []
         decode: list[Sequence] = []
-        new_pages: list[tuple[int, int, int]] = []
+        new_pages: list[PageRow] = []
         ready = [each for each in self.running if not each.is_prefilling and each.num_left > 0]
         most_steps = self._most_steps(ready, most_steps)
         for sequence in ready:  # the oldest takes pages first
-            pages = self._grow(sequence, most_steps, preempted) if sequence.is_running else None
-            if pages is not None:
-                new_pages += [(sequence.slot, len(sequence.pages) - len(pages) + i, p) for i, p in enumerate(pages)]
+            rows = self._grow(sequence, most_steps, preempted) if sequence.is_running else None
+            if rows is not None:
+                new_pages += rows
                 decode.append(sequence)
         return Round(preempted, decode, new_pages, self._prefills_of_round(not preempted, side_by_side), most_steps)
 
@@ -236,10 +108,13 @@ class Scheduler:
 
     def _num_missing(self, sequence: Sequence, num_steps: int) -> int:
         """Pages that a sequence lacks for so many more steps."""
-        entries = sequence.entries_after(sequence.most_in_flight + num_steps * self._max_step)
-        return max(0, self.pool.pages_for(entries) - len(sequence.pages))
+        return max(0, self._num_needed(sequence, num_steps) - len(sequence.pages))
 
-    def _grow(self, sequence: Sequence, num_steps: int, preempted: list[Sequence]) -> list[int] | None:
+    def _num_needed(self, sequence: Sequence, num_steps: int) -> int:
+        """Pages that a sequence needs for so many more steps, with those that it has."""
+        return self.pool.pages_for(sequence.entries_after(sequence.most_in_flight + num_steps * self._max_step))
+
+    def _grow(self, sequence: Sequence, num_steps: int, preempted: list[Sequence]) -> list[PageRow] | None:
         """Pages for so many more steps, taken from younger sequences of its data rank if it must; None when it had to
         give up its own."""
         missing, rank = self._num_missing(sequence, num_steps), sequence.data_rank
@@ -250,9 +125,39 @@ class Scheduler:
             preempted.append(victim)
             if victim is sequence:
                 return None
-        pages = self.pool.allocate(missing, rank=rank)
-        sequence.pages += pages
-        return pages
+        begin = len(sequence.pages)
+        sequence.pages += self.pool.allocate(missing, rank=rank)
+        # no later step has a query before the least that those in flight leave; and what could be cached by then is to
+        # be hit together with a window before its end
+        committed = max(0, sequence.entries_after(sequence.num_in_flight) - self._cache_lag)
+        self._leave_behind(sequence, committed // self.pool.page_size * self.pool.page_size)
+        return self._rows(sequence, begin, self._num_needed(sequence, num_steps))
+
+    def _rows(self, sequence: Sequence, begin: int, end: int) -> list[PageRow]:
+        """The pages of a sequence from `begin` on that are new, and those up to `end` that get window pages now."""
+        assert sequence.held is not None
+        if self.pool.windows.groups:
+            begin = min(begin, sequence.held.end)
+            sequence.held.extend(end)
+        return [
+            (sequence.slot, column, sequence.pages[column], *sequence.held.row(column)) for column in range(begin, end)
+        ]
+
+    def _leave_behind(self, sequence: Sequence, position: int) -> None:
+        """Give back the window pages that no token of a sequence from this position on can see."""
+        if self.pool.windows.groups:
+            assert sequence.held is not None
+            sequence.held.leave_behind(position, [border // self.pool.page_size for border in sequence.borders])
+
+    def _lend(self, sequence: Sequence, known: Seq[int]) -> Iterator[PageRow]:
+        """Give the pages of the tree that hold a sequence's beginning the window pages that it has computed again,
+        where they have none."""
+        assert sequence.held is not None
+        nowhere = self._slots_of_rank * self.pool.num_ranks
+        for column in range(min(sequence.held.firsts, default=len(known)), len(known)):
+            own = sequence.held.lend(column, known[column])
+            if max(own) >= 0:
+                yield nowhere, 0, known[column], *own
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -278,6 +183,8 @@ class Scheduler:
                 self._fill_up(prompts, most, can_admit)
             room -= size * (most if len(prompts) > alone else 1)
             prefills.append(tuple(self._chunk(sequence, size) for sequence in prompts))
+            for sequence in prompts:  # the next one reads from there on
+                self._leave_behind(sequence, sequence.num_prefilled)
         return prefills
 
     def _first_prompts(self, can_admit: bool) -> list[Sequence]:
@@ -328,12 +235,19 @@ class Scheduler:
         if self.pool.kept:  # chunks end at borders, whatever room the ones before had
             num_tokens = min(num_tokens, self.pool.kept.border - num_cached % self.pool.kept.border)
         sequence.num_prefilled += num_tokens
+        new_pages: list[PageRow] = []
+        if self.pool.windows.groups:
+            end = self.pool.pages_for(sequence.num_prefilled)
+            new_pages = self._rows(sequence, end, end)
         self._cache(sequence, sequence.num_prefilled)  # computed before anybody can read it
-        keep = None
-        if sequence.num_prefilled in sequence.borders:
-            known, salt = sequence.token_ids[: sequence.num_prefilled], sequence.request.cache_salt
-            keep = self.pool.keep_state(known, salt, rank=sequence.data_rank)
-        return Chunk(sequence, num_cached, num_tokens, is_first, not sequence.is_prefilling, keep)
+        keep, token_ids, salt = None, sequence.token_ids, sequence.request.cache_salt
+        for border in sequence.borders:
+            if num_cached < border <= sequence.num_prefilled:
+                known = self.pool.known(token_ids[:border], salt, rank=sequence.data_rank)
+                new_pages += self._lend(sequence, known)
+                if self.pool.kept and len(known) * self.pool.page_size == border:
+                    keep = self.pool.kept.keep(known[-1])
+        return Chunk(sequence, num_cached, num_tokens, is_first, not sequence.is_prefilling, keep, tuple(new_pages))
 
     def _admit(self, busy: Mapping[int, int]) -> Sequence | None:
         """Give the next waiting sequence a slot and pages of the best data rank that has them, unless that one is to be
@@ -360,9 +274,12 @@ class Scheduler:
             assert self.running, "a request larger than the cache was let in"
             return None
         self.waiting.remove(sequence)
+        sequence.held = self.pool.windows.hold(cached, rank)
+        if (self.pool.kept or self.pool.windows.groups) and self.is_caching:
+            num_known = len(self.pool.known(prompt, salt, rank=rank)) * self.pool.page_size
+            sequence.borders = self._borders(token_ids[:-1], num_known)
         if self.pool.kept and self.is_caching:
             sequence.kept = self.pool.kept.use(cached[-1]) if cached else -1
-            sequence.borders = self._borders(token_ids[:-1], self.pool.num_known(prompt, salt, rank=rank))
         sequence.pages = cached + self.pool.allocate(missing, rank=rank)
         sequence.num_shared = len(cached)
         sequence.num_prefilled = len(cached) * self.pool.page_size
@@ -376,10 +293,9 @@ class Scheduler:
         return sequence
 
     def _borders(self, prompt: Seq[int], num_known: int) -> frozenset[int]:
-        """Return the numbers of tokens of a prompt behind which states are worth keeping: as many as a longer prompt of
-        the same conversation can begin with, and as many as another prompt began with before."""
-        assert self.pool.kept is not None
-        border = self.pool.kept.border
+        """Return the numbers of tokens of a prompt behind which states and windows are worth keeping: as many as a
+        longer prompt of the same conversation can begin with, and as many as another prompt began with before."""
+        border = self.pool.kept.border if self.pool.kept else self.pool.page_size
         return frozenset(number // border * border for number in (len(prompt), num_known)) - {0}
 
     def _ranks_for(self, prompt: Seq[int], salt: str, busy: Mapping[int, int]) -> list[int]:
@@ -430,6 +346,10 @@ class Scheduler:
         if self.is_caching and num_full > sequence.num_shared:
             token_ids = sequence.token_ids[: num_full * self.pool.page_size]
             self.pool.insert(token_ids, sequence.pages, sequence.request.cache_salt, num_known=sequence.num_shared)
+            assert sequence.held is not None
+            for column in range(max(sequence.num_shared, min(sequence.held.firsts, default=num_full)), num_full):
+                if self.pool.is_cached(sequence.pages[column]):
+                    sequence.held.lend(column, sequence.pages[column])
             sequence.num_shared = num_full
 
     def _leave(self, sequence: Sequence) -> None:
@@ -439,6 +359,9 @@ class Scheduler:
         self.running.remove(sequence)
         self._free_slots[sequence.data_rank].append(sequence.slot)
         self.pool.release(sequence.pages)
+        assert sequence.held is not None
+        sequence.held.release()
+        sequence.held = None
         sequence.slot, sequence.pages, sequence.num_shared = -1, [], 0
         sequence.num_prefilled = sequence.num_start = 0
         sequence.num_in_flight = sequence.most_in_flight = 0

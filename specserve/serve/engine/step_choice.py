@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from specserve.drafters.speculation import describe
-from specserve.serve.engine.scheduler import Sequence
+from specserve.serve.engine.sequence import Sequence
 from specserve.serve.programs import program_list
 from specserve.serve.programs.runner import PromptPart, Runner
 from specserve.speculative.controller import Controller, Estimate

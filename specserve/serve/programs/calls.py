@@ -70,7 +70,7 @@ class Calls:
         place: Placement,
         state: SlotState | None,
         *,
-        sizes: Mapping[str, int],
+        sizes: Mapping[str, Any],
         most_steps: int,
     ) -> None:
         """`state` gives the places of the arrays of the state; None: the default device. `sizes` are those of an empty
@@ -88,7 +88,7 @@ class Calls:
             # one program: the cache must not be whole on one device of a mesh, not for a moment
             "empty state": jit(slot_state.init_state, None, state, *sizes),
             "admission": jit(slot_state.admit, 0, state),
-            "page table": jit(_extend, 0, whole),
+            "page table": jit(slot_state.extend, 0, whole),
             "recall": jit(step.remember, 0, state),
             "kept state": jit(slot_state.keep, 0, state),
             "catch-up": jit(step.catch_up, 1, state),
@@ -126,8 +126,3 @@ def _steps(
         return step.speculate(config, layout, state, burst.slots, tree=tree, width=width)
 
     return repeat(one, state, burst.slots, burst.num_steps, most=most)
-
-
-def _extend(_config: StepConfig, page_table: jax.Array, entries: jax.Array) -> jax.Array:
-    """Write pages into the page table. `entries` [3, n]: slot, column and page; a slot out of range is padding."""
-    return page_table.at[entries[0], entries[1]].set(entries[2], mode="drop")

@@ -20,7 +20,7 @@ from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.drafter import Weights
 from specserve.speculative.program import Kind, StepProgram
 from specserve.speculative.sampling import SamplerRows, TokenRows
-from specserve.speculative.slot_state import Admission, PromptChunks, SlotState
+from specserve.speculative.slot_state import Admission, PageTables, PromptChunks, SlotState
 from specserve.speculative.tree import Proposal, Tree
 
 PAGES_AT_ONCE = 32  # page-table entries that one call sets
@@ -100,10 +100,10 @@ class Inputs:
     def _page_table(
         self, _program: StepProgram, state: SlotState, entries: np.ndarray | None = None
     ) -> tuple[Any, ...]:
-        """Set entries of the page table, [3, PAGES_AT_ONCE] int32: slots, columns and pages."""
+        """Set entries of the page table, as `slot_state.extend` takes PAGES_AT_ONCE of them."""
         if entries is None:
-            entries = np.zeros((3, PAGES_AT_ONCE), np.int32)
-        return state.page_table, self._place.put(entries)
+            entries = np.zeros((3 + len(self._shapes.windows), PAGES_AT_ONCE), np.int32)
+        return PageTables.of(state), self._place.put(entries)
 
     def _recall(
         self, _program: StepProgram, state: SlotState, slot: int = 0, start: int = 0, last: int = 0, number: int = 0

@@ -11,16 +11,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from specserve.drafters.layers import windows_of
 from specserve.kernels import paged
 from specserve.kernels.large_pages import give_back_zeros
 from specserve.kernels.pages import PageRows, Pages, share_out
 from specserve.mesh import fitting, num_parts, program_platform, put, whole
-from specserve.models.cache import Cache
+from specserve.models.cache import Cache, WindowSizes
 from specserve.models.config import ModelConfig
 from specserve.models.sharding import part_shapes, place_cache
 from specserve.speculative.drafter import Drafter
 from specserve.speculative.sampling import TokenRows
 from specserve.speculative.slot_state import SlotState, StepConfig, init_state
+
+BYTES_OF_ID = 4  # of a page's window page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,15 +116,49 @@ def _put(value: Any, dtype: type, place: NamedSharding | None) -> jax.Array:
 def bytes_per_token(target: ModelConfig, drafter: Drafter | None, mesh: Mesh | None = None) -> int:
     """Return what a token takes in the paged caches of both, on each device of its data rank. Recurrent layers take
     nothing."""
-    shapes = state_shapes(StepConfig(target, drafter, max_depth=0), num_parts(mesh, "batch"), 0, 1, 1, 1)
-    return _num_bytes([cache for cache in shapes[0] if isinstance(cache, Cache)], mesh)
+    return bytes_seen(target, drafter, 1, mesh)
+
+
+def bytes_seen(target: ModelConfig, drafter: Drafter | None, context: int, mesh: Mesh | None = None) -> int:
+    """Return what the tokens take in the paged caches of both which the next token after so many sees: in layers with
+    a window of the target those of the window alone."""
+    windows = tuple((window, window) for window in sorted({*windows_of(target)}) if 0 < window < context)
+    config = StepConfig(target, drafter, max_depth=0)
+    cut, _ = state_shapes(config, num_parts(mesh, "batch"), 0, context, 1, 1, windows)
+    caches = [dataclasses.replace(part, window_pages={}) for part in cut if isinstance(part, Cache)]
+    return _num_bytes(caches, mesh)
 
 
 def bytes_per_page(target: ModelConfig, drafter: Drafter | None, page_size: int, mesh: Mesh | None = None) -> int:
     """Return what a page takes on each device of its data rank, with what a drafter keeps of each page beside its
     entries."""
-    config, sizes = StepConfig(target, drafter, max_depth=0), {"page_size": page_size, "max_pages": 1}
-    return state_bytes(config, mesh, 0, 1, **sizes) - state_bytes(config, mesh, 0, 0, **sizes)
+    config = StepConfig(target, drafter, max_depth=0)
+    one, nothing = (state_bytes(config, mesh, 0, number, page_size=page_size, max_pages=1) for number in (1, 0))
+    return one - nothing
+
+
+def pages_in(
+    num_bytes: int,
+    target: ModelConfig,
+    drafter: Drafter | None,
+    mesh: Mesh | None,
+    *,
+    page_size: int,
+    windows: WindowSizes,
+    most: int,
+) -> int:
+    """Return how many pages of a data rank fit into so many bytes of each of its devices; `most` where no layer keeps
+    all tokens, so that further pages take nothing. Layers with a window have a page for each of them, but never more
+    than `windows` say: so many pages take the least of what they take with any of these numbers as they are."""
+    config, by_number = StepConfig(target, drafter, max_depth=0), sorted(windows, key=lambda each: each[1])
+    nothing, found = state_bytes(config, mesh, 0, 0, page_size=page_size, max_pages=1), 0
+    for end in range(len(windows) + 1):
+        sizes: dict[str, Any] = {"page_size": page_size, "max_pages": 1, "windows": tuple(by_number[:end])}
+        fixed, with_one = (state_bytes(config, mesh, 0, number, **sizes) for number in (0, 1))
+        left, each = num_bytes - (fixed - nothing), with_one - fixed
+        fit = left // each if each > BYTES_OF_ID * end else most if left >= most * each else 0
+        found = max(found, fit)
+    return found
 
 
 def state_bytes(
@@ -132,9 +169,10 @@ def state_bytes(
     *,
     page_size: int,
     max_pages: int,
+    windows: WindowSizes = (),
 ) -> int:
     """Return the bytes that the state of such a server takes on each device."""
-    cut, others = state_shapes(config, num_parts(mesh, "batch"), num_slots, num_pages, page_size, max_pages)
+    cut, others = state_shapes(config, num_parts(mesh, "batch"), num_slots, num_pages, page_size, max_pages, windows)
     return _num_bytes(cut, mesh) + _num_bytes(others, None)
 
 
@@ -147,12 +185,18 @@ def _num_bytes(parts: Sequence[Any], mesh: Mesh | None) -> int:
 
 @functools.lru_cache(maxsize=256)  # many meshes are asked about one state
 def state_shapes(
-    config: StepConfig, num_ranks: int, num_slots: int, num_pages: int, page_size: int, max_pages: int
+    config: StepConfig,
+    num_ranks: int,
+    num_slots: int,
+    num_pages: int,
+    page_size: int,
+    max_pages: int,
+    windows: WindowSizes = (),
 ) -> tuple[tuple[Cache | PageRows | TokenRows, ...], tuple[jax.ShapeDtypeStruct, ...]]:
     """The parts that a mesh cuts of a state with `num_pages` for each data rank, of shapes in place of arrays, and the
     shapes of everything else."""
     sizes = {"num_slots": num_slots, "page_size": page_size, "max_pages": max_pages, "num_ranks": num_ranks}
-    make = functools.partial(init_state, config, num_pages=num_ranks * num_pages, **sizes)
+    make = functools.partial(init_state, config, num_pages=num_ranks * num_pages, windows=windows, **sizes)
     leaves = jax.tree.leaves(jax.eval_shape(make), is_leaf=_is_cut)
     return tuple(filter(_is_cut, leaves)), tuple(leaf for leaf in leaves if not _is_cut(leaf))
 

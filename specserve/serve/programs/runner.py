@@ -34,7 +34,7 @@ from specserve.serve.programs.slot_bounds import SlotBounds
 from specserve.speculative import slot_state
 from specserve.speculative.program import StepProgram
 from specserve.speculative.sampling import SamplerRows, TokenRows
-from specserve.speculative.slot_state import StepConfig, StepResult
+from specserve.speculative.slot_state import PageTables, StepConfig, StepResult
 from specserve.speculative.tree import Proposal, Tree, depth_of
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Runner:
         """Bind the programs to this config and these shapes. Nothing is compiled; the state is one of shapes."""
         shapes, config = self.shapes, self.config
         sizes = {"num_slots": shapes.num_slots, "num_pages": shapes.num_pages, "page_size": shapes.page_size}
-        sizes |= {"max_pages": shapes.max_pages, "num_ranks": shapes.num_ranks}
+        sizes |= {"max_pages": shapes.max_pages, "num_ranks": shapes.num_ranks, "windows": shapes.windows}
         make = functools.partial(slot_state.init_state, config, **sizes)
         self.state: Any = self.place.shapes(make)
         state = self.place.state(make)
@@ -140,14 +140,13 @@ class Runner:
         results."""
         returned = self.compiled.run(self.call(program, *values))
         state, result = returned if isinstance(returned, tuple) else (returned, None)
-        # one program returns the page table alone
-        self.state = dataclasses.replace(self.state, page_table=state) if isinstance(state, jax.Array) else state
+        self.state = state.put_into(self.state) if isinstance(state, PageTables) else state
         return result
 
     def reset(self) -> None:
         """Forget every sequence and every cached page: after a device error the donated buffers are gone."""
         self.state = self.compiled.run(self.call(EMPTY_STATE))
-        self.place.give_back_zeros(self.state.cache)
+        self.place.give_back_zeros((self.state.cache.layers, self.state.cache.kept))
         self.bounds = SlotBounds(self.shapes, self.config.max_pending)
         self._num_remembered = 0
 
@@ -165,6 +164,8 @@ class Runner:
         if not shapes.uses_head:
             raise ConfigError("this server speculates without a head, so there is none to replace")
         drafter, other = drafter_for(shapes.trees, head.drafter), copy.copy(self)
+        if shapes.windows:
+            shapes = shapes.with_windows(self.config.target, drafter)
         layouts = self.inputs.layouts.with_head(head)
         is_alike = layouts.draft_shapes() == self.inputs.layouts.draft_shapes()
         if is_alike and (drafter, shapes) == (self.config.drafter, self.shapes):
@@ -214,10 +215,12 @@ class Runner:
         """Copy the recurrent state of a sequence to a place, where `admit` finds it."""
         self.run(KEEPING, slot, place)
 
-    def extend(self, new_pages: Sequence[tuple[int, int, int]]) -> None:
-        """Give sequences more pages: (slot, which page of the sequence, page)."""
+    def extend(self, new_pages: Sequence[tuple[int, ...]]) -> None:
+        """Give sequences more pages: (slot, which page of the sequence, page), and behind them the page's window page
+        for each of the windows, -1 where it is to have none."""
         for start in range(0, len(new_pages), PAGES_AT_ONCE):
-            entries = np.full((3, PAGES_AT_ONCE), self.shapes.num_slots, np.int32)
+            entries = np.full((3 + len(self.shapes.windows), PAGES_AT_ONCE), -1, np.int32)
+            entries[0] = self.shapes.num_slots
             part = np.array(new_pages[start : start + PAGES_AT_ONCE], np.int32).T
             entries[:, : part.shape[1]] = part
             self.run(PAGE_TABLE, entries)

@@ -13,15 +13,19 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
+from specserve.drafters.layers import windows_of
 from specserve.drafters.speculation import describe
 from specserve.drafters.words import OWN_TEXT
 from specserve.errors import ConfigError
 from specserve.mesh import num_parts, program_kind, program_platform
+from specserve.models.cache import WindowSizes
 from specserve.models.config import ModelConfig
 from specserve.serve.engine.pages import PagePool, Watcher
 from specserve.serve.engine.state_places import StatePlaces
+from specserve.serve.engine.windows import Windows, window_sizes
 from specserve.serve.programs.batches import Batches
 from specserve.serve.programs.placement import reads_by_page
+from specserve.speculative.drafter import Drafter
 from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import Tree, chain, depth_of
 
@@ -56,6 +60,7 @@ class Shapes:
     prompt_tokens: int = 0  # of prompts side by side on a device, in one program; 0: one prompt
     kept_layers: tuple[int, ...] = ()  # layers of which requests may ask for hidden states
     kept_states: int = 0  # recurrent ones, of prefixes
+    windows: WindowSizes = ()  # of the layers with a window that have pages of their own; none: no layer has
     is_mixing: bool = False  # there are programs that make a step and prefill prompts
 
     @property
@@ -82,7 +87,22 @@ class Shapes:
         kept = None
         if self.kept_states:
             kept = StatePlaces(self.kept_states, math.lcm(self.chunks[-1], self.page_size))
-        return PagePool(self.num_pages, self.page_size, watcher, num_ranks=self.num_ranks, most=most, kept=kept)
+        windows = Windows(self.windows, self.page_size, self.num_ranks)
+        return PagePool(
+            self.num_pages, self.page_size, watcher, num_ranks=self.num_ranks, most=most, kept=kept, windows=windows
+        )
+
+    def with_windows(self, target: ModelConfig, drafter: Drafter | None) -> "Shapes":
+        """The shapes of a server that keeps only the pages of windows, in a target's layers that have one."""
+        sizes = window_sizes(
+            windows_of(target),
+            num_slots=self.num_slots // self.num_ranks,
+            num_pages=self.pages_of_rank,
+            page_size=self.page_size,
+            ahead=tokens_ahead(self.most_steps, self.max_step, drafter.max_pending(self.max_depth) if drafter else 0),
+            chunks=self.chunks,
+        )
+        return dataclasses.replace(self, windows=sizes)
 
     @property
     def max_depth(self) -> int:
@@ -204,6 +224,12 @@ class Shapes:
         return max(chains, key=lambda tree: tree.depth) if chains else next(iter(trees), None)
 
 
+def tokens_ahead(most_steps: int, max_step: int, cache_lag: int) -> int:
+    """Return how far a sequence's pages reach beyond what of it could be cached, in tokens: the last entries that it
+    has committed are not, the steps in flight may have brought more, and the next ones follow."""
+    return cache_lag + 2 * most_steps * max_step
+
+
 def check_shared_out(what: str, number: int, num_ranks: int) -> None:
     """Check that each data rank can have as many of something as any other. Raises ConfigError."""
     if number % num_ranks:
@@ -249,7 +275,7 @@ def make_shapes(
         num_ranks=num_ranks,
         kept_layers=kept_layers,
         kept_states=kept_states,
-        most_steps=STEPS_AT_ONCE if _loops_pay() else 1,
+        most_steps=steps_at_once(program_platform(), is_v7x=program_kind() == "TPU7x"),
         # a CPU computes prompts one after another in the same time, and the first is done sooner
         prompt_tokens=0 if program_platform() == "cpu" else chunks[-1],
     )
@@ -267,10 +293,11 @@ def make_shapes(
     return shapes
 
 
-def _loops_pay() -> bool:
-    """Return whether steps are made in a loop. XLA makes a GPU's host drive loops, unless its flags put them into CUDA
-    graphs (+WHILE), which no GPU has timed; and before a loop of a TPU v7x it copies all weights into other tiles."""
-    return program_platform() != "gpu" and program_kind() != "TPU7x"
+def steps_at_once(platform: str, *, is_v7x: bool = False) -> int:
+    """Return how many steps one call makes: several where they are made in a loop. XLA makes a GPU's host drive loops,
+    unless its flags put them into CUDA graphs (+WHILE), which no GPU has timed; and before a loop of a TPU v7x it
+    copies all weights into other tiles."""
+    return 1 if platform == "gpu" or is_v7x else STEPS_AT_ONCE
 
 
 def make_batch_sizes(num_slots: int, num_ranks: int = 1, least: int = 1) -> tuple[int, ...]:

@@ -8,11 +8,16 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from window_memory import WindowMemory, follows
 
+from specserve.models.cache import WindowSizes
 from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.pages import PagePool, data_rank
-from specserve.serve.engine.scheduler import Chunk, Round, Scheduler, Sequence
+from specserve.serve.engine.scheduler import Scheduler
+from specserve.serve.engine.sequence import Chunk, Round, Sequence
 from specserve.serve.engine.state_places import StatePlaces
+from specserve.serve.engine.windows import Windows, window_sizes
+from specserve.serve.programs.shapes import tokens_ahead
 from specserve.serve.requests.output import OutputStream
 from specserve.serve.requests.request import Request, SamplingParams
 
@@ -39,15 +44,17 @@ def _scheduler(
     is_deterministic: bool = False,
     prompt_tokens: int = 0,
     num_kept: int = 0,
+    windows: WindowSizes = (),
     **options: object,
 ) -> Scheduler:
     """Slots and pages are those of each data rank; the rest are `EngineOptions`. With `prompt_tokens` a program runs
     as many prompts of a rank side by side as have so many tokens, and with `num_kept` prefixes need one of so many
     states."""
     kept = StatePlaces(num_kept, BORDER) if num_kept else None
+    held = Windows(windows, PAGE_SIZE, num_ranks)
     return Scheduler(
         num_slots * num_ranks,
-        PagePool(num_pages * num_ranks, PAGE_SIZE, num_ranks=num_ranks, kept=kept),
+        PagePool(num_pages * num_ranks, PAGE_SIZE, num_ranks=num_ranks, kept=kept, windows=held),
         EngineOptions(**options),  # type: ignore[arg-type]
         chunks=CHUNKS,
         most_prompts=lambda chunk: max(1, prompt_tokens // chunk),
@@ -65,28 +72,39 @@ class Device:
     scheduler: Scheduler
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     most_steps: int = 1
-    # with epoch, and tokens at least and at most
-    in_flight: deque[list[tuple[Sequence, int, int, int]]] = field(default_factory=deque)
+    # with epoch, tokens at least and at most, and those that it brings
+    in_flight: deque[list[tuple[Sequence, int, int, int, int]]] = field(default_factory=deque)
     done: list[Sequence] = field(default_factory=list)
     first: list[int] = field(default_factory=list)  # order of first admissions
     num_prefilled: int = 0
     states: dict[int, list[int]] = field(default_factory=dict)  # by place: the tokens that a kept state is of
+    windows: WindowMemory = field(default_factory=WindowMemory)
 
     def round(self) -> Round:
         scheduler, before = self.scheduler, list(self.scheduler.running)
         waiting, ranks = list(scheduler.waiting), {each: self._rank(each) for each in before}
         plan = scheduler.schedule(self.most_steps)
         self._check(plan, before, waiting, ranks)
-        steps = self.rng.randint(1, plan.most_steps)
-        rows = [(sequence, sequence.epoch, steps, steps * MAX_STEP) for sequence in plan.decode]
+        steps, rows = self.rng.randint(1, plan.most_steps), []
+        groups = scheduler.pool.windows.groups
+        self.windows.extend(groups, plan.new_pages)
+        for sequence in plan.decode:
+            numbers = [self.rng.randint(1, MAX_STEP) for _ in range(steps)]
+            rows.append((sequence, sequence.epoch, steps, steps * MAX_STEP, sum(numbers)))
+            for number in numbers:
+                self.windows.commit(groups, sequence, number)
+        for side in plan.prefills:
+            self.windows.extend(groups, [row for chunk in side for row in chunk.new_pages])
+            for chunk in side:
+                self.windows.commit(groups, chunk.sequence, chunk.num_tokens, chunk.num_cached)
         for chunk in plan.chunks:
             self.num_prefilled += chunk.num_tokens
             self._keep(chunk)
             if chunk.is_first and not chunk.sequence.output_ids and chunk.sequence.epoch == 0:
                 self.first.append(chunk.sequence.order)
             if chunk.is_last:
-                rows.append((chunk.sequence, chunk.sequence.epoch, 1, 1))
-        for sequence, _, least, most in rows:
+                rows.append((chunk.sequence, chunk.sequence.epoch, 1, 1, 1))
+        for sequence, _, least, most, _ in rows:
             sequence.dispatched(least, most)
         self.in_flight.append(rows)
         while len(self.in_flight) > (0 if plan.is_empty else 1):
@@ -110,12 +128,12 @@ class Device:
             self.states[chunk.keep] = sequence.token_ids[:end]
 
     def _land(self) -> None:
-        for sequence, epoch, least, most in self.in_flight.popleft():
+        for sequence, epoch, least, most, number in self.in_flight.popleft():
             if not sequence.is_of(epoch):
                 continue
             sequence.landed(least, most)
-            for _ in range(self.rng.randint(least, most)):
-                sequence.output_ids.append(sum(sequence.token_ids[-3:]) % 5)
+            for _ in range(number):
+                sequence.output_ids.append(follows(sequence.token_ids))
                 if len(sequence.output_ids) == sequence.request.max_new_tokens:
                     self.scheduler.finish(sequence)
                     self.done.append(sequence)
@@ -128,6 +146,11 @@ class Device:
     def _check(self, plan: Round, before: list[Sequence], waiting: list[Sequence], ranks: dict[Sequence, int]) -> None:
         scheduler = self.scheduler
         scheduler.pool.check()
+        held = [each.held for each in scheduler.running if each.held]
+        scheduler.pool.windows.check(scheduler.pool._nodes, held)
+        ahead = tokens_ahead(self.most_steps, MAX_STEP, scheduler._cache_lag)
+        for own, group in ((own, group) for each in held for own, group in zip(each.own, each._groups, strict=True)):
+            assert len(own) <= -(-(group.window + ahead) // PAGE_SIZE) + 2, "no more than is planned for a slot"
         for line in (scheduler.running, scheduler.waiting):
             assert [s.rank for s in line] == sorted(s.rank for s in line)
         slots = [sequence.slot for sequence in scheduler.running]
@@ -159,7 +182,7 @@ class Device:
         for rank in {*ranks.values()}:
             oldest = next(each for each in before if ranks[each] == rank)
             assert oldest not in plan.preempted, "the oldest of a data rank goes on"
-        for slot, column, page in plan.new_pages:
+        for slot, column, page, *_ in plan.new_pages:
             [owner] = [sequence for sequence in plan.decode if sequence.slot == slot]
             assert owner.pages[column] == page
         admitted = [chunk.sequence for chunk in plan.chunks if chunk.is_first]
@@ -203,8 +226,10 @@ def _requests(draw: st.DrawFn) -> list[Request]:
     cache_lag=st.sampled_from([0, 3]),
     is_caching=st.booleans(),
     is_deterministic=st.booleans(),
-    prompt_tokens=st.sampled_from([0, 16, 32]),
+    prompt_tokens=st.sampled_from([0, 16]),
     num_kept=st.sampled_from([0, 0, 1, 2, 5]),
+    windows=st.sampled_from([(), (1,), (5,), (4, 13)]),
+    num_cached=st.sampled_from([0, 1, None]),
     most_steps=st.sampled_from([1, 2, 8]),
     rng=st.randoms(use_true_random=False),
 )
@@ -218,9 +243,14 @@ def test_everybody_is_served_and_nothing_is_left(
     is_deterministic: bool,
     prompt_tokens: int,
     num_kept: int,
+    windows: tuple[int, ...],
+    num_cached: int | None,
     most_steps: int,
     rng: random.Random,
 ) -> None:
+    """No query sees an entry that is not its own sequence's, where pages behind windows are given to others; and each
+    window has no more pages than are planned."""
+    number = {"num_slots": num_slots, "num_pages": 10_000, "page_size": PAGE_SIZE, "num_cached": num_cached}
     scheduler = _scheduler(
         num_slots,
         num_ranks=num_ranks,
@@ -230,6 +260,7 @@ def test_everybody_is_served_and_nothing_is_left(
         is_deterministic=is_deterministic,
         prompt_tokens=prompt_tokens,
         num_kept=num_kept,
+        windows=window_sizes(windows, **number, ahead=tokens_ahead(most_steps, MAX_STEP, cache_lag), chunks=CHUNKS),
     )
     device = Device(scheduler, rng, most_steps)
     for request in requests:
@@ -242,7 +273,7 @@ def test_everybody_is_served_and_nothing_is_left(
         assert len(sequence.output_ids) == sequence.request.max_new_tokens
         token_ids = list(sequence.request.prompt_ids)
         for token_id in sequence.output_ids:
-            assert token_id == sum(token_ids[-3:]) % 5, "a token was lost or repeated"
+            assert token_id == follows(token_ids), "a token was lost or repeated"
             token_ids.append(token_id)
     assert scheduler.pool.num_available == scheduler.pool.num_pages
     assert sorted(itertools.chain(*scheduler._free_slots)) == list(range(num_slots * num_ranks))

@@ -21,7 +21,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.interface import DraftInfo
-from specserve.serve.engine.scheduler import Sequence
+from specserve.serve.engine.sequence import Sequence
 from specserve.serve.engine.swap import LoadedHead
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer

@@ -6,13 +6,15 @@ import logging
 from typing import Any
 
 import pytest
-from spread import mesh_of
+from spread import head_of, mesh_of, target_of
 
+from specserve.drafters.layers import windowed
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
+from specserve.models.cache import WindowSizes
 from specserve.serve import sizes
 from specserve.serve.launch import Models, make_runner, with_cache_dtype
-from specserve.serve.programs.placement import bytes_per_token, state_bytes
+from specserve.serve.programs.placement import bytes_per_token, pages_in, state_bytes
 from specserve.serve.programs.shapes import Shapes
 from specserve.serve.settings import ServeRun
 from specserve.serve.sizes import FEW_SLOTS, MOST_SLOTS, Served, choose_sizes, largest_programs, most_slots
@@ -113,6 +115,54 @@ def test_an_accelerator_is_filled_and_never_more_than_that(
     most = most_slots(ServeRun(mesh=spread))
     assert most == MOST_SLOTS * given.num_ranks
     assert before == (most, most * 512 // 32, 512), "all there can be"
+
+
+def test_windows_leave_room_for_more_pages(filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages and window pages fill what is free, and hardly a page more would fit; there are more than where layers with
+    a window have all of them."""
+    monkeypatch.setattr(sizes, "TOKENS_EACH", 200)
+    config = target_of("windows").config
+    every = dataclasses.replace(config, layers=())
+    for drafter in (None, head_of("windows").drafter):
+        ways = (parse_speculation("chain:3"), None) if drafter else (None,)
+        number = []
+        for target in (config, every):
+            given = Served(target, drafter, ways, None)
+            filled(3e7)
+            chosen = choose_sizes(given, ServeRun(page_size=16))
+            shapes = given.shapes(ServeRun(page_size=16), chosen)
+            made = StepConfig(target, drafter, shapes.max_depth)
+
+            def taken(more: int, made: StepConfig = made, shapes: Shapes = shapes) -> int:
+                sized = {"page_size": 16, "max_pages": shapes.max_pages, "windows": shapes.windows}
+                return state_bytes(made, None, shapes.num_slots, shapes.num_pages + more, **sized)
+
+            left = 3e7 - round(sizes.UNPLANNED * 3e7) - chosen.set_aside
+            assert taken(0) <= left < taken(1 + shapes.num_pages // 32)
+            number.append((chosen.num_slots, chosen.num_pages))
+            assert [window for window, _ in shapes.windows] == ([11] if target is config else [])
+        few, all_of_them = number
+        assert few[0] == all_of_them[0]
+        assert few[1] > 1.2 * all_of_them[1]
+
+
+@pytest.mark.parametrize("windows", [(), ((11, 9),), ((5, 9), (11, 20))])
+def test_pages_take_the_least_of_what_they_can(windows: WindowSizes) -> None:
+    config = dataclasses.replace(target_of("windows").config, num_layers=3, layers=windowed((11, 0, 5)))
+    step, sized = StepConfig(config, None, 0), {"page_size": 16, "max_pages": 1}
+
+    def taken(pages: int) -> int:
+        """Bytes of so many pages, where windows have no more than so many of their own."""
+        own = tuple((window, number) for window, number in windows if number < pages)
+        return state_bytes(step, None, 0, pages, **sized, windows=own) - state_bytes(step, None, 0, 0, **sized)
+
+    for pages in (0, 1, 8, 9, 10, 20, 21, 40):
+        for spare in (0, -1):
+            found = pages_in(taken(pages) + spare, config, None, None, page_size=16, windows=windows, most=100)
+            assert found == max(0, pages + spare)
+    all_slide = dataclasses.replace(config, layers=windowed((11, 11, 5)))
+    found = pages_in(2 * 10**5, all_slide, None, None, page_size=16, windows=windows, most=100)
+    assert found == (100 if windows else 2 * 10**5 // 3 // 2048), "pages without entries"
 
 
 def test_a_little_less_memory_takes_the_same_programs(models: Models, filled: Any) -> None:
