@@ -91,6 +91,7 @@ def load_target(
     is_served: bool = False,  # each device of the mesh has a KV head of its own (`spread_kv_heads`)
     has_layers: bool = True,  # without them: embedding, final norm and output head alone
     is_looped: bool = False,  # layers that repeat are stacked where that pays, for programs that run over rows
+    place: Callable[[ModelConfig, TargetParams, Mesh], TargetParams] = place_target,
 ) -> Target:
     """Load a Hugging Face folder. Raises ConfigError or CheckpointError, before anything is read where the target
     cannot be spread like that or is larger than the memory."""
@@ -102,7 +103,7 @@ def load_target(
     tensors = TensorFolder(folder)
     rename = renamer(tensors.names())
     spec = target_spec(config)
-    places = place_target(config, spec, mesh) if mesh is not None else None
+    places = place(config, spec, mesh) if mesh is not None else None
     skipped = _skipped(config, raw, rename)
     if not has_layers:
         spec, places = dataclasses.replace(spec, layers=()), places and dataclasses.replace(places, layers=())

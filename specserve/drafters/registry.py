@@ -1,4 +1,4 @@
-"""The kinds of drafters that can be trained and served, one line each. It imports no arrays, so that a command's help
+"""The kinds of drafters with weights, one line each. It imports no arrays, so that a command's help
 is quick: what makes a drafter of a kind is imported when `load_kind` is called."""
 
 import dataclasses
@@ -13,6 +13,7 @@ from specserve.drafters.dflash.settings import BlockSettings, JointSettings
 from specserve.drafters.eagle3.settings import Eagle3Settings
 from specserve.drafters.peagle.settings import PEagleSettings
 from specserve.drafters.settings import HeadSettings, WidthSettings
+from specserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from specserve.drafters.interface import Kind
@@ -24,6 +25,7 @@ class KindEntry:
 
     kind: str  # "module:name" of its `interface.Kind`
     settings: type[HeadSettings] = HeadSettings  # the settings of a head that it has a use for
+    is_trained: bool = True  # by us; else it is a model that was trained without any target
 
     @property
     def setting_names(self) -> frozenset[str]:
@@ -37,6 +39,7 @@ KINDS: dict[str, KindEntry] = {
     "dflash": KindEntry("specserve.drafters.dflash.drafter:DFLASH", BlockSettings),
     "dspark": KindEntry("specserve.drafters.dflash.drafter:DSPARK", JointSettings),
     "dflash2": KindEntry("specserve.drafters.dflash.drafter:DFLASH2", JointSettings),
+    "lm": KindEntry("specserve.drafters.lm.drafter:LM", is_trained=False),
 }
 DEFAULT_KIND = "eagle3"
 CARRIED = "mtp"  # in the place of a head's folder: the layer that the target's own checkpoint carries
@@ -46,6 +49,15 @@ def load_kind(name: str) -> "Kind":
     """Import what makes drafters of a kind."""
     module, _, kind = KINDS[name].kind.partition(":")
     return getattr(importlib.import_module(module), kind)
+
+
+def check_trained(kind: str, given: str) -> None:
+    """Check that drafters of a kind are trained here, of whatever was given. Raises ConfigError."""
+    if not KINDS[kind].is_trained:
+        raise ConfigError(
+            f"{given}: that is a language model, which drafts as it is and is not trained here; serve it (specserve "
+            f"serve --draft FOLDER), or give another kind: {', '.join(name for name in KINDS if KINDS[name].is_trained)}"
+        )
 
 
 if TYPE_CHECKING:

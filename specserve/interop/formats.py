@@ -2,12 +2,14 @@
 of `HeadFormat`."""
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
 
+from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.drafters.registry import DEFAULT_KIND, KINDS
 from specserve.interop.dflash.files import DFlashFormat
 from specserve.interop.eagle3.files import Eagle3Format
 from specserve.interop.format import HeadFormat
+from specserve.interop.lm.files import LmFormat, is_language_model
 from specserve.interop.mtp.files import MtpFormat
 from specserve.interop.peagle.files import PEagleFormat
 
@@ -18,6 +20,7 @@ FORMATS: Mapping[str, HeadFormat] = {
     "dflash": DFlashFormat("dflash"),
     "dspark": DFlashFormat("dspark"),
     "dflash2": DFlashFormat("dflash2"),
+    "lm": LmFormat("lm"),
 }
 
 
@@ -26,7 +29,9 @@ def format_for(kind: str) -> HeadFormat:
     return FORMATS.get(kind) or HeadFormat(kind)
 
 
-def format_of(raw: Mapping[str, Any]) -> HeadFormat:
-    """Return the format that a config.json is in. A config that none of them recognises goes to that of the default
-    kind, which names what it lacks."""
-    return next((found for found in map(format_for, KINDS) if found.is_named(raw)), format_for(DEFAULT_KIND))
+def format_of(folder: Path) -> HeadFormat:
+    """Return the format that a folder is in. One that none of them recognises goes to that of the default kind, which
+    names what it lacks. Raises CheckpointError where there is no config.json."""
+    raw = read_json(folder / CONFIG)
+    named = (found for found in map(format_for, KINDS) if found.is_named(raw))
+    return next(named, format_for("lm" if is_language_model(folder, raw) else DEFAULT_KIND))

@@ -68,7 +68,7 @@ class Runner:
         self.shapes = shapes
         self.config = StepConfig(
             target.config.for_length(shapes.max_model_len),
-            drafter_for(shapes.trees, head.drafter if head else None),
+            drafter_for(shapes.trees, head.drafter.for_length(shapes.max_model_len) if head else None),
             shapes.max_depth,
             is_coupled=is_coupled,
             kept_layers=shapes.kept_layers,
@@ -164,7 +164,8 @@ class Runner:
         shapes = dataclasses.replace(self.shapes, trees=tuple(trees) or self.shapes.trees)
         if not shapes.uses_head:
             raise ConfigError("this server speculates without a head, so there is none to replace")
-        drafter, other = drafter_for(shapes.trees, head.drafter), copy.copy(self)
+        drafter = drafter_for(shapes.trees, head.drafter.for_length(shapes.max_model_len))
+        other = copy.copy(self)
         layouts = self.inputs.layouts.with_head(head)
         is_alike = layouts.draft_shapes() == self.inputs.layouts.draft_shapes()
         if is_alike and (drafter, shapes) == (self.config.drafter, self.shapes):
