@@ -42,6 +42,7 @@ KINDS: dict[str, KindEntry] = {
     "lm": KindEntry("specserve.drafters.lm.drafter:LM", is_trained=False),
 }
 DEFAULT_KIND = "eagle3"
+LANGUAGE_MODEL = "lm"
 CARRIED = "mtp"  # in the place of a head's folder: the layer that the target's own checkpoint carries
 
 
@@ -54,9 +55,10 @@ def load_kind(name: str) -> "Kind":
 def check_trained(kind: str, given: str) -> None:
     """Check that drafters of a kind are trained here, of whatever was given. Raises ConfigError."""
     if not KINDS[kind].is_trained:
+        others = ", ".join(name for name, entry in KINDS.items() if entry.is_trained)
         raise ConfigError(
-            f"{given}: that is a language model, which drafts as it is and is not trained here; serve it (specserve "
-            f"serve --draft FOLDER), or give another kind: {', '.join(name for name in KINDS if KINDS[name].is_trained)}"
+            f"{given}: that is a language model, which drafts as it is; it is served (specserve serve --draft FOLDER), "
+            f"and not trained or converted as heads are. Give a head, of the kinds {others}"
         )
 
 

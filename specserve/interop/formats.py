@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from specserve.checkpoints.tensors import CONFIG, read_json
-from specserve.drafters.registry import DEFAULT_KIND, KINDS
+from specserve.drafters.registry import DEFAULT_KIND, KINDS, LANGUAGE_MODEL
 from specserve.interop.dflash.files import DFlashFormat
 from specserve.interop.eagle3.files import Eagle3Format
 from specserve.interop.format import HeadFormat
@@ -34,4 +34,4 @@ def format_of(folder: Path) -> HeadFormat:
     names what it lacks. Raises CheckpointError where there is no config.json."""
     raw = read_json(folder / CONFIG)
     named = (found for found in map(format_for, KINDS) if found.is_named(raw))
-    return next(named, format_for("lm" if is_language_model(folder, raw) else DEFAULT_KIND))
+    return next(named, format_for(LANGUAGE_MODEL if is_language_model(folder, raw) else DEFAULT_KIND))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from specserve.drafters.follow import MIN_PENDING
 from specserve.drafters.grow import Level, NodeByNode, grow_tree
 from specserve.drafters.interface import Kind, TrainedDrafter
+from specserve.errors import ConfigError
 from specserve.kernels.gather import take_each, take_rows
 from specserve.kernels.rows import Documents
 from specserve.models import target as target_model
@@ -159,8 +160,14 @@ def _read_ids(draft: DraftWeights, token_ids: jax.Array) -> jax.Array:
     return token_ids if draft.vocab.draft_ids is None else draft.vocab.draft_ids[token_ids]
 
 
-def _unmade(*_given: Any) -> Any:
-    raise AssertionError("`registry.check_trained` refuses to make one")
+def new_config(_settings: Any, model: ModelConfig, _draft_vocab_size: int) -> ModelConfig:
+    """Return the config of a drafter that is this model. Raises ConfigError where it keeps recurrent states."""
+    if model.is_recurrent:
+        raise ConfigError(
+            f"--draft: a {model.family} has layers that keep a recurrent state, which holds no older one to go back to "
+            "where a draft is rejected; give a draft whose layers all attend"
+        )
+    return model
 
 
-LM = Kind(LanguageModel, _unmade)
+LM = Kind(LanguageModel, new_config)

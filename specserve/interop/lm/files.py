@@ -5,16 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.interface import Head, TrainedDrafter
-from specserve.drafters.lm.drafter import LanguageModel
+from specserve.drafters.lm.drafter import LM, LanguageModel
 from specserve.drafters.mtp.carried import is_whole
 from specserve.errors import CheckpointError, ConfigError
-from specserve.interop.findings import Dialect
 from specserve.interop.format import HeadFormat
 from specserve.interop.lm.vocabulary import share_tokens
 from specserve.models.config import ModelConfig
@@ -40,9 +38,8 @@ class LmFormat(HeadFormat):
         return False
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
-        return drafter_of(
-            model_config(read_json(folder / CONFIG), dtype=dtype, where=str(folder / CONFIG)), str(folder)
-        )
+        config = model_config(read_json(folder / CONFIG), dtype=dtype, where=str(folder / CONFIG))
+        return LM.new(None, config, config.vocab_size)
 
     def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> Head:
         drafter = self.read(folder, target.config, str(target.folder), dtype=dtype)
@@ -61,22 +58,3 @@ class LmFormat(HeadFormat):
 
         loaded = load_target(folder, dtype=dtype, mesh=mesh, is_served=True, place=place)
         return Head(LanguageModel(loaded.config), loaded.params, shared.target_ids, shared.draft_ids)
-
-    def files(
-        self, head: Head, target: Target, *, dtype: str, dialect: Dialect, target_name: str
-    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        raise CheckpointError(
-            "this draft is a language model, of which there is nothing to convert: other engines take its folder as it "
-            "is (vLLM as draft_model, SGLang as STANDALONE)"
-        )
-
-
-def drafter_of(config: ModelConfig, name: str) -> LanguageModel:
-    """Return the drafter that a language model of this config is. Raises ConfigError where it keeps recurrent
-    states."""
-    if config.is_recurrent:
-        raise ConfigError(
-            f"--draft {name}: {config.family} has layers that keep a recurrent state, which holds no older one to go "
-            "back to where a draft is rejected; give a draft whose layers all attend"
-        )
-    return LanguageModel(config)
