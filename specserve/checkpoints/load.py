@@ -140,6 +140,11 @@ def renamer(names: frozenset[str]) -> Callable[[str], str]:
     return lambda name: name
 
 
+def is_whole(names: frozenset[str], target: ModelConfig) -> bool:
+    """Return whether the tensors are those of a whole target."""
+    return renamer(names)(target.names.norm) in names
+
+
 def _skipped(config: ModelConfig, raw: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, str]:
     """Tensors of a target's checkpoint that its forward does not need, as patterns, and why."""
     skipped = {_OTHER_SENSES: "of a model that also sees or hears; text alone is served"}

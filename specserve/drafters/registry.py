@@ -39,10 +39,10 @@ KINDS: dict[str, KindEntry] = {
     "dflash": KindEntry("specserve.drafters.dflash.drafter:DFLASH", BlockSettings),
     "dspark": KindEntry("specserve.drafters.dflash.drafter:DSPARK", JointSettings),
     "dflash2": KindEntry("specserve.drafters.dflash.drafter:DFLASH2", JointSettings),
-    "lm": KindEntry("specserve.drafters.lm.drafter:LM", is_trained=False),
+    "language-model": KindEntry("specserve.drafters.language_model.drafter:LANGUAGE_MODEL", is_trained=False),
 }
 DEFAULT_KIND = "eagle3"
-LANGUAGE_MODEL = "lm"
+WHOLE = "language-model"  # a draft that is a whole model of its own
 CARRIED = "mtp"  # in the place of a head's folder: the layer that the target's own checkpoint carries
 
 

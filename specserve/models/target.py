@@ -106,7 +106,7 @@ class TokenGroup:
     position_ids: jax.Array  # [batch, n] int32
     mask: Mask  # [batch or 1, n, n] bool: which of the n tokens each of them sees
     prefix: Prefix | None = None  # the committed entries that they follow
-    # what m - n tokens before them left in each layer, where these have run before: places and mask are of all m then
+    # entries that m - n tokens before them left in each layer when these ran: places and mask are of all m then
     earlier: tuple[Any, ...] | None = None
 
 

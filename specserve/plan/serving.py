@@ -14,7 +14,7 @@ from specserve import config
 from specserve.checkpoints.configs import find_config
 from specserve.devices import REFERENCE, Device, parse_devices
 from specserve.drafters.interface import TrainedDrafter
-from specserve.drafters.registry import DEFAULT_KIND, LANGUAGE_MODEL, KindName, load_kind
+from specserve.drafters.registry import DEFAULT_KIND, WHOLE, KindName, load_kind
 from specserve.drafters.speculation import describe, drafter_for, parse_speculation
 from specserve.errors import ConfigError
 from specserve.kernels.pages import default_page_size
@@ -337,11 +337,11 @@ def step_costs(
 def planned_head(name: str, kind: KindName, target: ModelConfig, draft: str = "") -> TrainedDrafter:
     """The head of this kind that `specserve train` would make for the target of this name, or the language model that
     drafts in its place. Raises ConfigError or CheckpointError."""
-    if draft and kind not in (DEFAULT_KIND, LANGUAGE_MODEL):
+    if draft and kind not in (DEFAULT_KIND, WHOLE):
         raise ConfigError(f"--drafter {kind} is a kind of head, and --draft {draft} a language model; give one of them")
     if draft:
         model = find_config(draft)[0]
-        return load_kind(LANGUAGE_MODEL).new(None, model, model.vocab_size)
+        return load_kind(WHOLE).new(None, model, model.vocab_size)
     flags = {"target": name, "drafter": kind, "dry_run": True}
     published = functools.partial(fill, device=REFERENCE)
     return plan_drafter(config.resolve(TrainRun, flags=flags, fill=published), target).with_dtype(target.dtype)

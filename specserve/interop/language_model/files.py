@@ -7,14 +7,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from specserve.checkpoints.load import Target, load_target
+from specserve.checkpoints.load import Target, is_whole, load_target
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.interface import Head, TrainedDrafter
-from specserve.drafters.lm.drafter import LM, LanguageModel
-from specserve.drafters.mtp.carried import is_whole
+from specserve.drafters.language_model.drafter import LANGUAGE_MODEL, LanguageModel
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.format import HeadFormat
-from specserve.interop.lm.vocabulary import share_tokens
+from specserve.interop.language_model.vocabulary import share_tokens
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.tokenizer import Tokenizer, check_files
@@ -31,15 +30,15 @@ def is_language_model(folder: Path, raw: Mapping[str, Any]) -> bool:
         return False
 
 
-class LmFormat(HeadFormat):
-    """The files of a language model, which no config.json tells from those of a head (`is_language_model`)."""
+class LanguageModelFormat(HeadFormat):
+    """The files of a language model. No config.json distinguishes it from a head: see `is_language_model`."""
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
         return False
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         config = model_config(read_json(folder / CONFIG), dtype=dtype, where=str(folder / CONFIG))
-        return LM.new(None, config, config.vocab_size)
+        return LANGUAGE_MODEL.new(None, config, config.vocab_size)
 
     def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> Head:
         drafter = self.read(folder, target.config, str(target.folder), dtype=dtype)

@@ -43,7 +43,7 @@ class LanguageModel(TrainedDrafter):
     """See `interface.TrainedDrafter` for the meaning of each member. Its parameters are those of a target."""
 
     config: ModelConfig
-    name = "lm"
+    name = "language-model"
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -170,4 +170,4 @@ def new_config(_settings: Any, model: ModelConfig, _draft_vocab_size: int) -> Mo
     return model
 
 
-LM = Kind(LanguageModel, new_config)
+LANGUAGE_MODEL = Kind(LanguageModel, new_config)
