@@ -1,5 +1,5 @@
-"""A language model as a draft, alone: it proposes what it would say itself, in the target's tokens, from whatever part of
-a sequence it has not read. What holds for every kind of draft is in tests/serve/lossless/test_every_kind.py."""
+"""A language model as a draft, alone: it proposes what it would say itself, in the target's tokens, whatever part of a
+sequence it has not read. What holds for every kind of draft is in tests/serve/lossless/test_every_kind.py."""
 
 import dataclasses
 import json
@@ -90,7 +90,8 @@ def test_a_target_that_drafts_for_itself_accepts_everything(
             for ask, inbox in zip(asks, inboxes, strict=True):
                 reference.check(ask, inbox)
                 *drafts, _last = _stats(inbox).drafts  # which the end of the answer may cut
-                assert {proposed for proposed, _ in drafts} == {2, 3}
+                assert {proposed for proposed, _ in drafts} <= {2, 3}
+                assert len(drafts) > 2
                 assert all(accepted == proposed for proposed, accepted in drafts)
             assert _stats(inboxes[-1]).num_cached_tokens > len(asks[2].prompt)
 
@@ -201,7 +202,7 @@ def test_other_tokenizers_share_the_tokens_of_the_same_text(names: tuple[str, st
     common = {*texts} & {*own_texts} - {b"\xff"}  # which no text has
     assert common <= {texts[its] for its, _ in pairs}
     lacking = [i for i, text in enumerate(texts) if text not in own_texts and i not in dict(ends)]
-    assert len(lacking) > 10
+    assert lacking
     for token_id in lacking:
         assert texts[token_id].endswith(own_texts[shared.draft_ids[token_id]]), texts[token_id]
     assert shared.draft_ids[-2:].tolist() == [draft.eos_token_id] * 2
@@ -210,7 +211,7 @@ def test_other_tokenizers_share_the_tokens_of_the_same_text(names: tuple[str, st
 def _texts(tokenizer: Tokenizer) -> list[bytes]:
     """The bytes of each token, by how byte-level vocabularies and those of SentencePiece write them."""
     names = {token_id: name for name, token_id in tokenizer.vocabulary().items()}
-    is_of_pieces = "</s>" in tokenizer.vocabulary()
+    is_of_pieces = "<0x00>" in tokenizer.vocabulary()
     special, letters = tokenizer.special_token_ids, {letter: byte for byte, letter in _LETTERS.items()}
 
     def text(token_id: int, name: str) -> bytes:
