@@ -85,8 +85,8 @@ def resolve_head(text: str, option: str) -> Path:
     if is_downloaded(text):
         return _download(text, PRESETS[text].hub_id if text in PRESETS else text, option)
     raise ConfigError(
-        f"{option} {text!r}: no such folder, no hub id (owner/name), no preset and none of the bundled heads, "
-        f"{' and '.join(sorted(BUNDLED_HEADS))}; train a head first (specserve train --output {text}), or name one"
+        f"{option} {text}: no such folder; train a head first (specserve train --output {text}), or name a bundled one "
+        f"({', '.join(sorted(BUNDLED_HEADS))}), or a language model by its preset or hub id (owner/name)"
     )
 
 

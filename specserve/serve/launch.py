@@ -339,12 +339,6 @@ def make_runner(
         )
 
     runner = make_for(sizes := agreed(choose_sizes(served, run)))
-    if served.drafter and served.drafter.max_len < sizes.max_model_len:
-        logger.warning(
-            "the draft is made for sequences of %s tokens, and they may have %s here: behind that, less may be "
-            "accepted",
-            *(f"{number:,}" for number in (served.drafter.max_len, sizes.max_model_len)),
-        )
     if not is_filled(run):
         return runner
     needed = max(map(runner.temporary_bytes, largest_programs(runner.shapes)))

@@ -61,7 +61,7 @@ def under_other_ids(target: Target) -> Head:
         return jnp.zeros((size + OTHERS, rows.shape[1]), rows.dtype).at[place].set(rows)
 
     params, config = target.params, dataclasses.replace(target.config, vocab_size=size + OTHERS)
-    assert params.head is not None
+    assert isinstance(params.head, jax.Array)
     head = spread(params.head.T).at[others].set(100.0).at[others[0]].set(-100.0).T
     params = dataclasses.replace(params, embedding=spread(params.embedding), head=head)
     return Head(LanguageModel(config), params, target_ids, place)

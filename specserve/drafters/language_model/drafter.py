@@ -43,7 +43,10 @@ class LanguageModel(TrainedDrafter):
     """See `interface.TrainedDrafter` for the meaning of each member. Its parameters are those of a target."""
 
     config: ModelConfig
-    name = "language-model"
+
+    @property
+    def name(self) -> str:
+        return "language-model"
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
