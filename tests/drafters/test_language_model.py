@@ -89,7 +89,7 @@ def test_a_target_that_drafts_for_itself_accepts_everything(
                 inboxes += run(engine, [ask])
             for ask, inbox in zip(asks, inboxes, strict=True):
                 reference.check(ask, inbox)
-                *drafts, _last = _stats(inbox).drafts  # which the end of the answer may cut
+                *drafts, _last = _stats(inbox).drafts  # the end of the answer may cut that
                 assert {proposed for proposed, _ in drafts} <= {2, 3}
                 assert len(drafts) > 2
                 assert all(accepted == proposed for proposed, accepted in drafts)
@@ -199,7 +199,7 @@ def test_other_tokenizers_share_the_tokens_of_the_same_text(names: tuple[str, st
     ends = {(target.eos_token_id, draft.eos_token_id)}
     assert all(texts[its] == own_texts[own] or (its, own) in ends for its, own in pairs)
     assert dict(pairs).items() <= dict(enumerate(shared.draft_ids.tolist())).items()
-    common = {*texts} & {*own_texts} - {b"\xff"}  # which no text has
+    common = {*texts} & {*own_texts} - {b"\xff"}  # no text has that
     assert common <= {texts[its] for its, _ in pairs}
     lacking = [i for i, text in enumerate(texts) if text not in own_texts and i not in dict(ends)]
     assert lacking
