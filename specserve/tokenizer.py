@@ -64,6 +64,10 @@ class Tokenizer:
         beyond it."""
         return self._vocab_size
 
+    def vocabulary(self) -> Mapping[str, int]:
+        """Return the ids of all tokens, added ones included, by their names in a tokenizer.json."""
+        return self._backend.get_vocab()
+
     @property
     def bos_token_id(self) -> int | None:
         return self._backend.bos_token_id

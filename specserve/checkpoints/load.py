@@ -92,6 +92,7 @@ def load_target(
     is_served: bool = False,  # each device of the mesh has a KV head of its own (`spread_kv_heads`)
     has_layers: bool = True,  # without them: embedding, final norm and output head alone
     is_looped: bool = False,  # layers that repeat are stacked where that pays, for programs that run over rows
+    place: Callable[[ModelConfig, TargetParams, Mesh], TargetParams] = place_target,
 ) -> Target:
     """Load a Hugging Face folder. Raises ConfigError or CheckpointError, before anything is read where the target
     cannot be spread like that or is larger than the memory."""
@@ -103,7 +104,7 @@ def load_target(
     tensors = TensorFolder(folder)
     rename = renamer(tensors.names())
     spec = target_spec(config)
-    places = place_target(config, spec, mesh) if mesh is not None else None
+    places = place(config, spec, mesh) if mesh is not None else None
     skipped = _skipped(config, raw, rename)
     if not has_layers:
         spec, places = dataclasses.replace(spec, layers=()), places and dataclasses.replace(places, layers=())
@@ -138,6 +139,11 @@ def renamer(names: frozenset[str]) -> Callable[[str], str]:
     if any(name.startswith("model.language_model.") for name in names):
         return lambda name: re.sub(r"^model\.", "model.language_model.", name)
     return lambda name: name
+
+
+def is_whole(names: frozenset[str], target: ModelConfig) -> bool:
+    """Return whether the tensors are those of a whole target."""
+    return renamer(names)(target.names.norm) in names
 
 
 def _skipped(config: ModelConfig, raw: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, str]:

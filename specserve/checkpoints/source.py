@@ -78,15 +78,22 @@ def resolve_target(text: str, *, needs_weights: bool = True) -> TargetSource:
 
 
 def resolve_head(text: str, option: str) -> Path:
-    """Find or download a head. `option` is the option that named it, for errors. Raises as `resolve_target` does."""
-    if path := find_head(text, option):
+    """Find or download a head, or a language model that drafts: the bundled target too, and those of presets. `option`
+    is the option that named it, for errors. Raises as `resolve_target` does."""
+    if path := BUNDLED_FOLDER if text == BUNDLED else find_head(text, option):
         return path.resolve()
-    if is_hub_id(text):
-        return _download(text, text, option)
+    if is_downloaded(text):
+        return _download(text, PRESETS[text].hub_id if text in PRESETS else text, option)
     raise ConfigError(
-        f"{option} {text!r} is no folder here, no hub id (owner/name) and none of the bundled heads, "
-        f"{' and '.join(sorted(BUNDLED_HEADS))}"
+        f"{option} {text}: no such folder; train a head first (specserve train --output {text}), or name a bundled one "
+        f"({', '.join(sorted(BUNDLED_HEADS))}), or a language model by its preset or hub id (owner/name)"
     )
+
+
+def is_downloaded(text: str) -> bool:
+    """Return whether `resolve_head` looks for this in the hub's cache, and on the hub."""
+    is_here = text in BUNDLED_HEADS or find_folder(text, "--draft") is not None
+    return not is_here and (text in PRESETS or is_hub_id(text))
 
 
 def _download(text: str, hub_id: str, option: str = "--target", *, needs_weights: bool = True) -> Path:

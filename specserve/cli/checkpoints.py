@@ -15,7 +15,6 @@ from rich.table import Table
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import BUNDLED_HEADS, resolve_target
-from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop import convert as exchange
 from specserve.interop import doctor
@@ -192,7 +191,7 @@ def _has_embedding(folder: Path) -> bool:
     """Return whether the head brings its own embedding along. An import compares it with the target's. An export to a
     layout in which every head has one takes the target's where it is missing. No other weight of the target is ever
     read."""
-    return format_of(read_json(folder / CONFIG)).has_own_embedding(folder)
+    return format_of(folder).has_own_embedding(folder)
 
 
 def _target(folder: Path, name: str, *, needs_weights: bool) -> tuple[str, Target]:

@@ -17,8 +17,10 @@ import numpy as np
 
 from specserve.kernels.gather import take_each
 from specserve.kernels.rowwise import argmax, largest
+from specserve.models.context import join
+from specserve.pytree import pytree
 from specserve.speculative import sampling
-from specserve.speculative.drafter import HEAD
+from specserve.speculative.drafter import HEAD, SlotView
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.tree import DynamicTree, Proposal, StaticTree, Tree, chain_proposal
 from specserve.speculative.vocab import DraftVocab
@@ -107,6 +109,61 @@ class Marginals:
 
     def width(self, tree: DynamicTree, depth: int) -> int:
         return every_width(tree, depth)
+
+
+@pytree
+class Level:
+    """The nodes of a tree whose children are drawn next, and the entries of all nodes that have run so far."""
+
+    states: jax.Array  # [batch, k, d_model]
+    sees: jax.Array  # [batch, k, seen] bool, which of those entries each node's children see: its own, its ancestors'
+    depths: jax.Array  # [batch, seen] int32, of the entries
+    entries: Any  # [batch, seen, ...] each, of the network's kind; None: none has run
+
+    @classmethod
+    def of_root(cls, states: jax.Array) -> "Level":
+        """Return the level that is the root alone, [batch, 1, d_model], whose own entry is in the pages."""
+        batch = states.shape[0]
+        return cls(states, jnp.zeros((batch, 1, 0), bool), jnp.zeros((batch, 0), jnp.int32), None)
+
+
+class NodeByNode:
+    """See `Expander`. Of a drafter that runs once for each node: every level is a `Level`, and one pass of its
+    network. A kind has `logits` and `run`."""
+
+    def __init__(self, view: SlotView, target_ids: jax.Array) -> None:
+        self.view, self.target_ids = view, target_ids
+
+    def logits(self, states: jax.Array) -> jax.Array:
+        """Compute the logits [batch, k, draft_vocab] float32 of the nodes' states [batch, k, d_model]."""
+        raise NotImplementedError
+
+    def run(
+        self,
+        before: jax.Array,  # [batch, k, d_model], the states of the nodes' parents
+        token_ids: jax.Array,  # [batch, k] int32, of the nodes
+        position_ids: jax.Array,  # [batch, seen] int32, of all that they may see, and of themselves at the end
+        sees: jax.Array,  # [batch, k, seen] bool
+        entries: Any,  # of the nodes that have run before
+    ) -> tuple[jax.Array, Any]:
+        """Run the network for nodes. Returns their states [batch, k, d_model], and the entries that they leave."""
+        raise NotImplementedError
+
+    def candidates(self, level: Level, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
+        logits = self.logits(level.states)
+        return best_tokens(self.view.rows, self.target_ids, logits, self.view.seq_lens + depth, top_k)
+
+    def descend(self, level: Level, parents: jax.Array, token_ids: jax.Array, depth: int) -> Level:
+        batch, k = token_ids.shape
+        own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
+        sees = jnp.concatenate([take_each(level.sees, parents), own], axis=2)
+        depths = jnp.concatenate([level.depths, jnp.full((batch, k), depth, jnp.int32)], axis=1)
+        position_ids = self.view.seq_lens[:, None] + depths
+        states, left = self.run(take_each(level.states, parents), token_ids, position_ids, sees, level.entries)
+        return Level(states, sees, depths, join(level.entries, left))
+
+    def width(self, tree: DynamicTree, depth: int) -> int:
+        return tree.top_k
 
 
 def _grow_dynamic(expand: Expander, tree: DynamicTree, root_ids: jax.Array, root: Any) -> Proposal:

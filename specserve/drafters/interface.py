@@ -78,6 +78,10 @@ class TrainedDrafter(Learning, Drafter):
         shape = dataclasses.replace(self.shape, **changes)
         return type(self)(dataclasses.replace(self.config, **{self.part: shape}) if self.part else shape)  # type: ignore[call-arg]
 
+    def for_length(self: Own, length: int) -> Own:
+        """Return the drafter for sequences of at most `length` tokens, which some rotary embeddings depend on."""
+        return self
+
     def facts(self) -> Mapping[str, Any]:
         """Return its shape and its switches by the names of `registry.DraftSettings`, and other facts that are worth
         showing."""
@@ -137,11 +141,12 @@ class Head:
 
     drafter: TrainedDrafter
     params: Any  # arrays in place of the `ParamSpec`s of `drafter.spec()`
-    target_ids: np.ndarray  # [draft_vocab] int32, sorted
+    target_ids: np.ndarray  # [draft_vocab] int32, sorted; see `DraftVocab` for this and the next
+    draft_ids: np.ndarray | None = None
 
     def weights(self, place: Sharding | None = None) -> DraftWeights:
         """Return the weights and the vocabulary as steps take them."""
-        return DraftWeights(self.params, DraftVocab(put(self.target_ids, place)))
+        return DraftWeights(self.params, put(DraftVocab(self.target_ids, self.draft_ids), place))  # type: ignore[arg-type]
 
 
 def nothing(_given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The kinds of drafters that can be trained and served, one line each. It imports no arrays, so that a command's help
+"""The kinds of drafters with weights, one line each. It imports no arrays, so that a command's help
 is quick: what makes a drafter of a kind is imported when `load_kind` is called."""
 
 import dataclasses
@@ -13,6 +13,7 @@ from specserve.drafters.dflash.settings import BlockSettings, JointSettings
 from specserve.drafters.eagle3.settings import Eagle3Settings
 from specserve.drafters.peagle.settings import PEagleSettings
 from specserve.drafters.settings import HeadSettings, WidthSettings
+from specserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from specserve.drafters.interface import Kind
@@ -24,6 +25,7 @@ class KindEntry:
 
     kind: str  # "module:name" of its `interface.Kind`
     settings: type[HeadSettings] = HeadSettings  # the settings of a head that it has a use for
+    is_trained: bool = True  # by us; else it is a model that was trained without any target
 
     @property
     def setting_names(self) -> frozenset[str]:
@@ -37,8 +39,10 @@ KINDS: dict[str, KindEntry] = {
     "dflash": KindEntry("specserve.drafters.dflash.drafter:DFLASH", BlockSettings),
     "dspark": KindEntry("specserve.drafters.dflash.drafter:DSPARK", JointSettings),
     "dflash2": KindEntry("specserve.drafters.dflash.drafter:DFLASH2", JointSettings),
+    "language-model": KindEntry("specserve.drafters.language_model.drafter:LANGUAGE_MODEL", is_trained=False),
 }
 DEFAULT_KIND = "eagle3"
+WHOLE = "language-model"  # a draft that is a whole model of its own
 CARRIED = "mtp"  # in the place of a head's folder: the layer that the target's own checkpoint carries
 
 
@@ -46,6 +50,16 @@ def load_kind(name: str) -> "Kind":
     """Import what makes drafters of a kind."""
     module, _, kind = KINDS[name].kind.partition(":")
     return getattr(importlib.import_module(module), kind)
+
+
+def check_trained(kind: str, given: str) -> None:
+    """Check that drafters of a kind are trained here, of whatever was given. Raises ConfigError."""
+    if not KINDS[kind].is_trained:
+        others = ", ".join(name for name, entry in KINDS.items() if entry.is_trained)
+        raise ConfigError(
+            f"{given}: that is a language model, which drafts as it is; it is served (specserve serve --draft FOLDER), "
+            f"and not trained or converted as heads are. Give a head, of the kinds {others}"
+        )
 
 
 if TYPE_CHECKING:

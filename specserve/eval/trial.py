@@ -26,6 +26,7 @@ from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.data.dataset import Prompt
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.learning import Rollout, Rows
+from specserve.drafters.registry import check_trained
 from specserve.errors import DataError, SpecServeError
 from specserve.eval.prompts import load_questions, render
 from specserve.interop.convert import write_head
@@ -191,6 +192,7 @@ def run_head(
 ) -> Trial:
     """Run the head in a folder over prompts, and look for what is wrong where it accepts too little. Raises
     ConfigError or CheckpointError where it cannot be loaded, DataError where no prompt fits."""
+    check_trained(format_of(folder).kind, str(folder))
     head = load_head(folder, target, dtype=dtype)
     arm = Arm(SPECULATION)
     meter = AcceptanceMeter(target, head.drafter, [arm], prompts, max_new_tokens=max_tokens)
@@ -240,7 +242,7 @@ def find_misreading(
 ) -> tuple[Finding | None, int]:
     """Try every repair, and then every further one on top of the best, for as long as one helps. Also returns how many
     were tried. A repair is offered as a fix where no other one does as well."""
-    kind = format_of(read_json(folder / CONFIG))
+    kind = format_of(folder)
     chosen: list[Repair] = []
     others: list[str] = []
     num_tried = 0

@@ -22,11 +22,11 @@ from specserve.checkpoints.tensors import (
     write_tensors,
 )
 from specserve.drafters.interface import Head
-from specserve.drafters.registry import CARRIED
+from specserve.drafters.registry import CARRIED, check_trained
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop import doctor
 from specserve.interop.findings import Dialect, stored_dtype
-from specserve.interop.formats import format_for
+from specserve.interop.formats import format_for, format_of
 from specserve.interop.head import head_files, load_head
 from specserve.interop.notes import read_notes
 from specserve.models.families import model_config
@@ -65,6 +65,7 @@ def export_head(
     stretch: tuple[float, int] | None = None,  # (factor, length), see `stretched`
 ) -> Head:
     """Write a head as another engine reads it, beside what was noted of it. Raises ConfigError or CheckpointError."""
+    check_trained(format_of(folder).kind, str(folder))
     check_output(folder, output, is_forced=is_forced)
     dtype = dtype or stored_dtype(TensorFolder(folder))
     head = load_head(folder, target, dtype=dtype)
@@ -99,6 +100,7 @@ def import_head(
 ) -> Imported:
     """Read a head from any dialect, repair what can be without guessing, and write it in our own layout. Raises
     CheckpointError that lists what cannot."""
+    check_trained(format_of(folder).kind, str(folder))
     check_output(folder, output, is_forced=is_forced)
     found = doctor.examine(folder, target)
     if hopeless := [finding for finding in found.errors if finding.fix is None]:

@@ -8,7 +8,6 @@ and reports the entries of `RUNNING`.
 from pathlib import Path
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.interop.findings import DoctorReport, read_checks
 from specserve.interop.formats import format_of
 
@@ -30,4 +29,4 @@ below-notes warning: it accepts less than its notes say, and no slip that is kno
 def examine(folder: Path, target: Target | None) -> DoctorReport:
     """Make all checks. Without a target, those that need one are left out. Raises CheckpointError where there is
     nothing to look at: no config.json, no whole safetensors file."""
-    return format_of(read_json(folder / CONFIG)).examine(folder, target)
+    return format_of(folder).examine(folder, target)

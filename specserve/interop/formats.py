@@ -2,12 +2,15 @@
 of `HeadFormat`."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from specserve.drafters.registry import DEFAULT_KIND, KINDS
+from specserve.checkpoints.tensors import CONFIG, read_json
+from specserve.drafters.registry import DEFAULT_KIND, KINDS, WHOLE
 from specserve.interop.dflash.files import DFlashFormat
 from specserve.interop.eagle3.files import Eagle3Format
 from specserve.interop.format import HeadFormat
+from specserve.interop.language_model.files import LanguageModelFormat, is_language_model
 from specserve.interop.mtp.files import MtpFormat
 from specserve.interop.peagle.files import PEagleFormat
 
@@ -18,6 +21,7 @@ FORMATS: Mapping[str, HeadFormat] = {
     "dflash": DFlashFormat("dflash"),
     "dspark": DFlashFormat("dspark"),
     "dflash2": DFlashFormat("dflash2"),
+    "language-model": LanguageModelFormat("language-model"),
 }
 
 
@@ -26,7 +30,13 @@ def format_for(kind: str) -> HeadFormat:
     return FORMATS.get(kind) or HeadFormat(kind)
 
 
-def format_of(raw: Mapping[str, Any]) -> HeadFormat:
-    """Return the format that a config.json is in. A config that none of them recognises goes to that of the default
-    kind, which names what it lacks."""
-    return next((found for found in map(format_for, KINDS) if found.is_named(raw)), format_for(DEFAULT_KIND))
+def format_named(raw: Mapping[str, Any]) -> HeadFormat | None:
+    """Return the format that a config.json names; None where it names none that is known."""
+    return next((found for found in map(format_for, KINDS) if found.is_named(raw)), None)
+
+
+def format_of(folder: Path) -> HeadFormat:
+    """Return the format that a folder is in. One that none of them recognises goes to that of the default kind, which
+    names what it lacks. Raises CheckpointError where there is no config.json."""
+    raw = read_json(folder / CONFIG)
+    return format_named(raw) or format_for(WHOLE if is_language_model(folder, raw) else DEFAULT_KIND)

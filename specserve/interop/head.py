@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target, check_weights
 from specserve.checkpoints.source import NOTES_FILE
-from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, read_json, write_json, write_tensors
+from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, write_json, write_tensors
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import KindName
 from specserve.errors import CheckpointError
@@ -50,7 +50,7 @@ def load_head(
 ) -> Head:
     """Read a head for this target, over whose mesh it is spread too. Raises ConfigError or CheckpointError, also when
     it belongs to another target, and where a tensor holds a value that is not finite, or nothing but zeros."""
-    reader = format_for(kind) if kind else format_of(read_json(folder / CONFIG))
+    reader = format_for(kind) if kind else format_of(folder)
     head = reader.load(folder, target, dtype=dtype, mesh=mesh)
     check_weights(head.params, head.drafter.spec(), str(folder), may_be_zero=False)
     return head
@@ -58,4 +58,4 @@ def load_head(
 
 def read_drafter(folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
     """Read the shape of a head from its files, without its weights. Raises as `load_head` does."""
-    return format_of(read_json(folder / CONFIG)).read(folder, target, target_name, dtype=dtype)
+    return format_of(folder).read(folder, target, target_name, dtype=dtype)

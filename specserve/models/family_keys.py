@@ -51,7 +51,7 @@ class Keys:
 
     def number(self, key: str, default: float) -> float:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
             raise ConfigError(f"{self.where}: {key} must be a number, got {value!r}")
         return float(value)
 

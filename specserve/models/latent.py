@@ -42,6 +42,11 @@ class LatentAttention:
     o_bias: jax.Array | None
     gate: Weight | None  # [d_model, head]
 
+    @property
+    def num_heads(self) -> int:
+        """The number of heads, of parameters as they were loaded."""
+        return self.q_rope.shape[-1] // (self.kv_down.shape[-1] - self.k_up.shape[0])
+
 
 def latent_spec(config: ModelConfig, prefix: str, d_in: int) -> LatentAttention:
     """The parameters of one layer's attention as `ParamSpec`s. `d_in` is the width of what it takes, see

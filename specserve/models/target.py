@@ -106,6 +106,8 @@ class TokenGroup:
     position_ids: jax.Array  # [batch, n] int32
     mask: Mask  # [batch or 1, n, n] bool: which of the n tokens each of them sees
     prefix: Prefix | None = None  # the committed entries that they follow
+    # entries that m - n tokens before them left in each layer when these ran: places and mask are of all m then
+    earlier: tuple[Any, ...] | None = None
 
 
 def forward(
@@ -118,9 +120,11 @@ def forward(
     cache: Cache | None = None,
     prefix: Prefix | None = None,
     aux_layers: tuple[int, ...] = (),
+    earlier: tuple[Any, ...] | None = None,
 ) -> TargetOutput:
-    """Run the decoder over n tokens of each sequence, which follow `prefix` where there is one."""
-    group = TokenGroup(token_ids, position_ids, mask, prefix)
+    """Run the decoder over n tokens of each sequence, which follow `prefix` where there is one, and `earlier` ones (see
+    `TokenGroup`)."""
+    group = TokenGroup(token_ids, position_ids, mask, prefix, earlier)
     [out] = forward_groups(params, config, [group], cache=cache, aux_layers=aux_layers)
     return out
 
@@ -136,10 +140,11 @@ def forward_groups(
     """Run the decoder over groups of tokens, of any shapes, side by side: weights are read once for all of them. A
     target with recurrent layers takes one group."""
     assert len(groups) == 1 or not config.is_recurrent, "recurrent layers run over one group"
+    assert len(groups) == 1 or not any(group.earlier for group in groups), "a group that goes on runs alone"
     assert all((cache is None) == (group.prefix is None) for group in groups), "cache and prefix come together"
     shapes = [group.token_ids.shape for group in groups]
     x = embed(params.embedding, config, side_by_side([group.token_ids for group in groups]))
-    context = joined([make_context(config, group.position_ids, group.mask) for group in groups])
+    context = joined([make_context(config, group.position_ids, group.mask, group.earlier) for group in groups])
     taps: dict[int, jax.Array] = {}
     new, i = list[Any](), 0  # by layer, then by group
     for part in params.layers:
@@ -150,6 +155,8 @@ def forward_groups(
             continue
         for layer in each_layer((part,)):
             seen = [cache.layer(i, group.prefix) if cache and group.prefix else None for group in groups]
+            if groups[0].earlier is not None:
+                context = dataclasses.replace(context, earlier=groups[0].earlier[i])
             x, left = run_layer(layer, config, config.kind(i), x, seen if len(groups) > 1 else seen[0], context)
             new.append(left if len(groups) > 1 else (left,))
             if i in aux_layers:

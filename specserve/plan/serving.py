@@ -15,7 +15,7 @@ from specserve.checkpoints.configs import find_config
 from specserve.devices import REFERENCE, Device, parse_devices
 from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.layers import windows_of
-from specserve.drafters.registry import KindName
+from specserve.drafters.registry import DEFAULT_KIND, WHOLE, KindName, load_kind
 from specserve.drafters.speculation import describe, drafter_for, parse_speculation
 from specserve.errors import ConfigError
 from specserve.kernels.pages import default_page_size
@@ -203,7 +203,9 @@ def _read(run: PlanServeRun) -> Order:
     device, num_devices = parse_devices(run.devices)
     tree, head = parse_speculation(run.speculation), None
     if tree is not None and tree.uses_head:
-        head = planned_head(run.target, run.drafter, target)
+        head = planned_head(run.target, run.drafter, target, run.draft)
+    elif run.draft:
+        raise ConfigError(f"--draft {run.draft}: --speculation {run.speculation} asks for none; leave it out")
     step = StepConfig(target, drafter_for([tree], head), tree.depth if tree else 0)
     return Order(run, config_from, step, head, tree, *_tau(run, tree, target), device, num_devices)
 
@@ -217,7 +219,7 @@ def _tau(run: PlanServeRun, tree: Tree | None, target: ModelConfig) -> tuple[flo
         if not 1 <= run.tau <= 1 + tree.depth:
             raise ConfigError(f"--tau {run.tau:g}: a step of {describe(tree)} emits 1 to {1 + tree.depth} tokens")
         return run.tau, None
-    if not tree.uses_head:
+    if not tree.uses_head or run.draft:
         raise ConfigError(f"--speculation {run.speculation}: published taus are those of heads; give one with --tau")
     reached = expected(run.target, target_size(target).total)
     tau, stated = reached.tau, OF_CHAIN.search(reached.how)
@@ -340,9 +342,14 @@ def step_costs(
     return StepCosts(batch_sizes, plain, step, DEVICE_CHUNKS, prefill, source, ranks)
 
 
-def planned_head(name: str, kind: KindName, target: ModelConfig) -> TrainedDrafter:
-    """The head of this kind that `specserve train` would make for the target of this name. Raises ConfigError or
-    CheckpointError."""
+def planned_head(name: str, kind: KindName, target: ModelConfig, draft: str = "") -> TrainedDrafter:
+    """The head of this kind that `specserve train` would make for the target of this name, or the language model that
+    drafts in its place. Raises ConfigError or CheckpointError."""
+    if draft and kind not in (DEFAULT_KIND, WHOLE):
+        raise ConfigError(f"--drafter {kind} is a kind of head, and --draft {draft} a language model; give one of them")
+    if draft:
+        model = find_config(draft)[0]
+        return load_kind(WHOLE).new(None, model, model.vocab_size)
     flags = {"target": name, "drafter": kind, "dry_run": True}
     published = functools.partial(fill, device=REFERENCE)
     return plan_drafter(config.resolve(TrainRun, flags=flags, fill=published), target).with_dtype(target.dtype)

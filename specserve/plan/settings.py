@@ -24,6 +24,9 @@ class PlanServeRun:
     )
     speculation: str = setting("chain:3", help="one shape, as of `serve`: off, a chain or a tree")
     drafter: KindName = setting(DEFAULT_KIND, help="kind of the head, as `train` would make it for the target")
+    draft: str = setting(
+        "", help="in place of a head: a language model that drafts, a preset or a folder of a config.json"
+    )
     tau: float = setting(
         0.0, help="tokens per step that speculation brings; 0: as published, of the nearest target", ge=0
     )

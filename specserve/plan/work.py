@@ -92,9 +92,7 @@ class Replica:
         self.head_held: tuple[Held, ...] = ()
         if head is not None:
             self.head_held = held_by_each(head.spec(), head.dtype, head.place(mesh))
-        # an embedding that is no output head is only looked up
-        is_tied = all(each.field != "head" for each in self.target_held)
-        self._dense = tuple(e for e in self.target_held if not e.is_expert and (is_tied or e.field != "embedding"))
+        self._dense = tuple(each for each in _without_lookups(self.target_held) if not each.is_expert)
         self._experts = tuple(each for each in self.target_held if each.is_expert)
 
     @property
@@ -136,11 +134,17 @@ class Replica:
             return ()
         assert self.head is not None, "a tree that a head proposes has one"
         own = -(-batch // num_parts(self.mesh, "batch"))
-        size = sum(each.size for each in self.head_held if is_matrix(each.spec))
+        size = _multiplied(_without_lookups(self.head_held))
         both, target = (bytes_seen(self.target, head, context, self.mesh) for head in (self.head, None))
         weights, cache = size * np.dtype(self.head.dtype).itemsize, own * (both - target)
         later = DeviceWork(2 * size * own * tree.top_k, weights, cache)
         return (DeviceWork(2 * size * own, weights, cache), *(tree.depth - 1) * (later,))
+
+
+def _without_lookups(held: tuple[Held, ...]) -> tuple[Held, ...]:
+    """Leave out an embedding that is no output head, and is only looked up."""
+    is_tied = all(each.field != "head" for each in held)
+    return tuple(each for each in held if is_tied or each.field != "embedding")
 
 
 def _multiplied(held: tuple[Held, ...]) -> int:

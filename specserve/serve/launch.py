@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from specserve import host
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_few_bits, load_target
-from specserve.checkpoints.source import BUNDLED, BUNDLED_HEADS, find_head, resolve_target
+from specserve.checkpoints.source import BUNDLED, find_head, is_downloaded, resolve_head, resolve_target
 from specserve.drafters.interface import Head
 from specserve.drafters.registry import CARRIED
 from specserve.drafters.settings import DraftQuantization
@@ -157,7 +157,7 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
         head=head,
         head_fingerprint=head_fingerprint,
         head_acceptance=found.get("accept_rate", ()),
-        draft=DraftInfo(draft if is_carried else folder.name, found.get("tau")),
+        draft=DraftInfo(draft if is_carried or is_downloaded(draft) else folder.name, found.get("tau")),
     )
 
 
@@ -181,15 +181,7 @@ def read_tokenizer(target: str, draft: str) -> Tokenizer:
 
 
 def _head_folder(target: str, draft: str) -> Path | None:
-    if draft:
-        folder = find_head(draft, "--draft")
-        if folder is None:
-            raise ConfigError(
-                f"--draft {draft}: no such folder; train a head first (specserve train --output {draft}), or name a "
-                f"bundled one: {', '.join(sorted(BUNDLED_HEADS))}"
-            )
-        return folder
-    return bundled_head(target or BUNDLED)
+    return resolve_head(draft, "--draft") if draft else bundled_head(target or BUNDLED)
 
 
 def make_engine(

@@ -53,8 +53,8 @@ class ServeRun:
     )
     draft: str = setting(
         "",
-        help=f"folder of a draft head, or a bundled one's name; {CARRIED}: the layer that the target carries; empty: a "
-        "bundled one or none",
+        help=f"folder of a draft head, or a bundled one's name; {CARRIED}: the layer that the target carries; or a "
+        "smaller language model, by folder, preset or hub id; empty: a bundled head or none",
     )
     quantization: Literal["", "none", "stored", "int8", "fp8", "int4"] = setting(
         "",

@@ -12,9 +12,11 @@ from specserve.pytree import pytree
 
 @pytree
 class DraftVocab:
-    """The target ids that the draft can propose, sorted and unique."""
+    """The tokens of a draft in terms of the target's. Those that it can propose are sorted and unique, unless it has
+    ids of its own."""
 
-    target_ids: jax.Array  # [draft_vocab] int32
+    target_ids: jax.Array  # [draft_vocab] int32; below 0: it can read the token, and does not propose it
+    draft_ids: jax.Array | None = None  # [vocab] int32, what it reads for each of the target's tokens; None: the same
 
 
 def choose_draft_vocab(

@@ -7,7 +7,7 @@ from specserve import provenance
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import resolve_head
 from specserve.drafters.interface import Head, TrainedDrafter
-from specserve.drafters.registry import KINDS, DraftSettings, KindName, load_kind
+from specserve.drafters.registry import KINDS, DraftSettings, KindName, check_trained, load_kind
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.head import load_head, read_drafter
 from specserve.interop.notes import read_notes
@@ -17,6 +17,7 @@ from specserve.models.config import ModelConfig
 def new_drafter(kind: KindName, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> TrainedDrafter:
     """Make a drafter of a kind, with the shape that the settings ask for, or the target's where they are 0 or empty.
     Raises ConfigError, also for a setting that this kind has no use for."""
+    check_trained(kind, f"--drafter {kind}")
     known, given = KINDS[kind].setting_names, dataclasses.asdict(settings)
     default = dataclasses.asdict(DraftSettings())
     unused = [f"draft.{name} {value}" for name, value in given.items() if name not in known and value != default[name]]
@@ -44,6 +45,7 @@ def earlier_head(name: str, settings: DraftSettings, target: Target) -> Head:
 def earlier_drafter(folder: Path, settings: DraftSettings, target: ModelConfig, target_name: str) -> TrainedDrafter:
     """Read the shape of an earlier head, which needs none of its weights. Raises as `earlier_head` does."""
     drafter = read_drafter(folder, target, target_name, dtype="float32")
+    check_trained(drafter.name, f"--init-from {folder}")
     has = drafter.facts()
     asked = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     # a setting at its default requires nothing, and a head has no dtype of its export

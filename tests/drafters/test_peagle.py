@@ -29,7 +29,7 @@ from specserve.errors import ConfigError, SpecServeError
 from specserve.interop import doctor
 from specserve.interop.convert import export_head, import_head
 from specserve.interop.format import Dialect
-from specserve.interop.formats import format_for, format_of
+from specserve.interop.formats import format_for, format_named
 from specserve.interop.head import load_head, save_head
 from specserve.models.target import TargetParams, forward
 from specserve.speculative import slot_state, step
@@ -276,7 +276,7 @@ def test_published_spellings_are_read(folder: Path, tiny_target: Target, changes
     found: Any = load_head(folder, tiny_target, dtype="float32").drafter
     slots = 8 if "num_depths" in changes else 4
     assert found.config == dataclasses.replace(expected.drafter.config, num_slots=slots)
-    assert format_of(raw) is format_for("p-eagle")
+    assert format_named(raw) is format_for("p-eagle")
 
 
 @pytest.mark.parametrize(

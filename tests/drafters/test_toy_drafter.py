@@ -75,7 +75,7 @@ MAY_NAME = {"drafters/registry.py", "interop/formats.py"}
 FAMILY = {"eagle3": {"eagle3", "peagle"}}  # P-EAGLE is made of an EAGLE-3 network
 
 
-@pytest.mark.parametrize("room", ["eagle3", "peagle", "mtp", "dflash"])
+@pytest.mark.parametrize("room", ["eagle3", "peagle", "mtp", "dflash", "language_model"])
 def test_a_kind_is_named_in_its_folders_and_two_lines(room: str) -> None:
     """What imports from a kind's folder is its folder, its files in `interop`, the registry and the table of files."""
     found = set()

@@ -20,7 +20,7 @@ from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.interop.dflash.catalogue import ARCHITECTURES as BLOCK_CLASSES
 from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
 from specserve.interop.findings import Dialect
-from specserve.interop.formats import format_for, format_of
+from specserve.interop.formats import format_for, format_named
 from specserve.interop.mtp.layouts import ARCHITECTURES as MTP_CLASSES
 from specserve.interop.peagle.dialects import OWN as PEAGLE_CLASSES
 from specserve.models.config import LayerKind, ModelConfig
@@ -159,7 +159,7 @@ def heads() -> str:
         assert own == classes.keys(), f"{kind}: {sorted(own ^ classes.keys())} are read or listed, and not both"
         for name, writer in classes.items():
             masks = {"mask_token_id": 1} if kind == "p-eagle" else {}
-            assert format_of({"architectures": [name], **masks}) is format_for(kind), f"{name} is not read as {kind}"
+            assert format_named({"architectures": [name], **masks}) is format_for(kind), f"{name} is not read as {kind}"
             equals = ", ".join([*saved.get(name, ()), *([TWINS[name]] if name in TWINS else ())]) or "not by itself"
             engines = ", ".join(exports)
             if kind == "mtp" and name not in OF_SPECULATORS:

@@ -25,7 +25,7 @@ from specserve.eval.trial import DEPTH, Texts, find_misreading
 from specserve.interop import doctor
 from specserve.interop.convert import export_head, write_head
 from specserve.interop.findings import Copy
-from specserve.interop.formats import format_of
+from specserve.interop.formats import format_named, format_of
 from specserve.interop.head import load_head, save_head
 
 Plant = Callable[[dict[str, Any], dict[str, np.ndarray]], object]
@@ -150,7 +150,7 @@ def _assert_same(folder: Path, other: Path, target: Target) -> None:
 def test_a_repair_undoes_each_slip(slipped: tuple[Path, Path, Copy], target: Target, description: str) -> None:
     made, folder, copy = slipped
     assert not doctor.examine(folder, target).errors, "no file shows it"
-    [repair] = [each for each in format_of(copy.raw).repairs(folder, target) if description in each.what]
+    [repair] = [each for each in format_named(copy.raw).repairs(folder, target) if description in each.what]
     repair.fix(copy)
     write_head(folder, copy.tensors, copy.raw, {})
     _assert_same(folder, made, target)
@@ -212,4 +212,4 @@ def test_running_the_head_finds_the_slip(
 def test_the_layer_of_a_whole_checkpoint_is_left_alone(tmp_path: Path) -> None:
     """Nobody has converted it, and to change a copy would be to copy the target."""
     target, _ = carried.models(tmp_path, carried.SMALL)
-    assert format_of(json.loads((tmp_path / "config.json").read_text())).repairs(tmp_path, target) == []
+    assert format_of(tmp_path).repairs(tmp_path, target) == []

@@ -20,7 +20,7 @@ from specserve.eval.trial import DEVIATIONS, Texts, deviations, find_misreading,
 from specserve.interop import doctor
 from specserve.interop.convert import write_head
 from specserve.interop.findings import Copy
-from specserve.interop.formats import format_of
+from specserve.interop.formats import format_named
 from specserve.interop.head import load_head, save_head
 from specserve.speculative.acceptance import Acceptance
 from specserve.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ def test_each_slip_has_a_repair_that_undoes_it(
 ) -> None:
     folder, copy = slipped
     assert not doctor.examine(folder, pydoc_target).errors, "no file shows it"
-    repair = next(each for each in format_of(copy.raw).repairs(folder, pydoc_target) if description in each.what)
+    repair = next(each for each in format_named(copy.raw).repairs(folder, pydoc_target) if description in each.what)
     repair.fix(copy)
     write_head(folder, copy.tensors, copy.raw, {})
     repaired, shipped = (load_head(each, pydoc_target, dtype="float32") for each in (folder, BUNDLED_EAGLE3))

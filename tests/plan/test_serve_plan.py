@@ -4,6 +4,7 @@ promises follows from its costs, and what cannot be is one error with the fix.""
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from specserve.checkpoints.load import Target, load_target
 from specserve.cli.main import app
 from specserve.devices import DEVICES, SHARE_OF_BANDWIDTH, SHARE_OF_PEAK, Device, parse_devices
+from specserve.drafters.interface import Head
 from specserve.errors import ConfigError
 from specserve.eval.bench.roofline import step_work
 from specserve.mesh import make_mesh
@@ -45,12 +47,14 @@ def _on_first(tree: object) -> int:
     return sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards if shard.device == first)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_the_memory_is_that_of_an_engines_arrays(target: Target, tensor: int) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "make"), [(1, tiny.random_head), (2, tiny.random_head), (2, tiny.random_language_model)]
+)
+def test_the_memory_is_that_of_an_engines_arrays(target: Target, tensor: int, make: Callable[..., Head]) -> None:
     """Weights, head, slots and pages of a runner that is really there, byte for byte; the pages are all that fit."""
     mesh: Mesh | None = make_mesh(tensor=tensor) if tensor > 1 else None
     target = load_target(target.folder, dtype="float32", mesh=mesh)
-    head = tiny.random_head(target.config, 1)
+    head = make(target.config, 1)
     if mesh is not None:
         head = dataclasses.replace(head, params=jax.device_put(head.params, head.drafter.place(mesh)))
     sizes = {"num_slots": 4, "max_model_len": LONGEST, "page_size": PAGE, "num_pages": 40}
@@ -162,6 +166,10 @@ def test_the_load_that_the_documents_call_too_much_is() -> None:
         ({"mesh": "sequence=2"}, r"expected data=N"),
         ({"tau": 5.0}, r"--tau 5: a step of chain:3 emits 1 to 4 tokens"),
         ({"speculation": "ngram:3"}, r"published taus are those of heads"),
+        ({"draft": "qwen3-0.6b"}, r"published taus are those of heads"),
+        ({"draft": "qwen3-0.6b", "speculation": "off"}, r"--draft qwen3-0.6b: --speculation off asks for none"),
+        ({"draft": "qwen3-0.6b", "drafter": "mtp", "tau": 2.0}, r"mtp is a kind of head, and .* a language model"),
+        ({"drafter": "language-model", "tau": 2.0}, r"--drafter language-model: that is a language model"),
         ({"speculation": "chain:0"}, r"describes no tree"),
         ({"target": "no-such"}, r"no such folder or preset"),
         ({"prompt": 40_900}, r"the context of qwen3-8b is 40960 tokens"),

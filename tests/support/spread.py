@@ -89,6 +89,8 @@ def head_of(model: str, kind: str = "eagle3") -> Head:
         return tiny.random_joint_head(target, 1, MARKOV | {"foresees_anchor": True}, **blocks)
     if kind == "dflash2":
         return tiny.random_joint_head(target, 1, SELECTOR, vocab_size=target.vocab_size, **blocks)
+    if kind == "language-model":  # three heads, which no mesh divides, beside layers that it does
+        return tiny.random_language_model(target, seed=1, num_attention_heads=3, num_key_value_heads=1)
     assert kind == "eagle3", kind
     return tiny.random_head(target, seed=1, rope=tiny.PLAIN_ROPE, **sizes)
 

@@ -20,6 +20,7 @@ from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.eagle3.model import draft_spec
 from specserve.drafters.interface import Head
+from specserve.drafters.language_model.drafter import LanguageModel
 from specserve.drafters.peagle.config import PEagleConfig
 from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.model import head_spec as peagle_spec
@@ -124,6 +125,15 @@ def random_carried_layer(target: ModelConfig, seed: int) -> Head:
     drafter = load_kind("mtp").new(DraftSettings(), target, target.vocab_size)
     params = init_params(drafter.spec(), jax.random.key(seed), drafter.dtype)
     return Head(drafter, params, np.arange(target.vocab_size, dtype=np.int32))
+
+
+def random_language_model(target: ModelConfig, seed: int, **changes: Any) -> Head:
+    """A smaller model of another family than the target, with a window, that proposes all but a few of the tokens."""
+    raw = TARGET | {"model_type": "mistral", "num_hidden_layers": 2, "hidden_size": 16, "sliding_window": 9} | changes
+    config = model_config(raw | {"vocab_size": target.vocab_size}, dtype=target.dtype)
+    target_ids = np.arange(target.vocab_size, dtype=np.int32)
+    target_ids[:3] = -1
+    return Head(LanguageModel(config), init_params(target_spec(config), jax.random.key(seed), target.dtype), target_ids)
 
 
 def causal(n: int) -> jax.Array:  # [1, n, n] bool

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specserve.checkpoints.load import Target, load_params, renamer
+from specserve.checkpoints.load import Target, is_whole, load_params, renamer
 from specserve.checkpoints.quantized import read_storing
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.mtp.config import Layout, MtpConfig
@@ -107,11 +107,6 @@ def own_names(names: frozenset[str], config: MtpConfig, name_of: Callable[[str],
         return names
     prefixes = tuple(f"{name_of(prefix)}." for prefix in config.layout.prefixes)
     return frozenset(name for name in names if name.startswith(prefixes))
-
-
-def is_whole(names: frozenset[str], target: ModelConfig) -> bool:
-    """Return whether the tensors are those of a whole target."""
-    return renamer(names)(target.names.norm) in names
 
 
 def _is_copy(tensors: TensorFolder, own: str, shared: str) -> bool:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.follow import FIRST_ENTRY, Following, FollowingDrafter, Pending, Tables, pending_of, places
-from specserve.drafters.grow import best_tokens, grow_tree
+from specserve.drafters.grow import Level, NodeByNode, grow_tree
 from specserve.drafters.interface import Kind
 from specserve.drafters.learning import Costs, Rollout, Rows, by_position
 from specserve.drafters.mtp import model, start
@@ -24,11 +24,10 @@ from specserve.drafters.settings import ALL_TOKENS
 from specserve.kernels.gather import take_each
 from specserve.kernels.paged import PagedPrefix
 from specserve.models.cache import Cache, Prefix
-from specserve.models.context import join
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree
 from specserve.speculative.drafter import Sizes, SlotView, Weights
-from specserve.speculative.tree import DynamicTree, Proposal, Tree
+from specserve.speculative.tree import Proposal, Tree
 from specserve.speculative.vocab import DraftVocab
 
 
@@ -142,7 +141,7 @@ def consume(
 
 def at_root(
     draft: ReadyLayer, config: MtpConfig, state: Following, view: SlotView, depth: int
-) -> tuple[Cache, "_Expander", "_Level"]:
+) -> tuple[Cache, "_Nodes", Level]:
     """Consume what is pending before a tree of this depth, and run the layer for the root."""
     # Write first and attend to the written pages: reading the old ones as well would make XLA copy them.
     cache, root = consume(draft, config, state.cache, view.page_table, view.seq_lens, pending_of(state, view, depth))
@@ -151,46 +150,21 @@ def at_root(
     seen = cache.attended(0, Prefix(view.read_table, view.seq_lens, FIRST_ENTRY))
     states, _ = model.run(draft.params, config, root, view.seq_lens[:, None], see_self, seen)
     seen = cache.attended(0, Prefix(view.read_table, view.seq_lens + 1, FIRST_ENTRY))
-    return cache, _Expander(draft, config, seen, view), _Level.of_root(states)
+    return cache, _Nodes(draft, config, seen, view), Level.of_root(states)
 
 
-@pytree
-class _Level:
-    """The nodes whose children are drawn next, and the entries of all nodes that have run so far."""
-
-    states: jax.Array  # [batch, k, d_model]
-    sees: jax.Array  # [batch, k, seen] bool, which of those entries each node's children see: its own, its ancestors'
-    depths: jax.Array  # [batch, seen] int32, of the entries
-    entries: Any  # [batch, seen, ...] each, of the layer's kind; None: none has run
-
-    @classmethod
-    def of_root(cls, states: jax.Array) -> "_Level":
-        """Return the level that is the root alone, [batch, 1, d_model], whose own entry is in the pages."""
-        batch = states.shape[0]
-        return cls(states, jnp.zeros((batch, 1, 0), bool), jnp.zeros((batch, 0), jnp.int32), None)
-
-
-class _Expander:
-    """See `grow.Expander`. Every level is one pass of the layer."""
-
+class _Nodes(NodeByNode):
     def __init__(self, draft: ReadyLayer, config: MtpConfig, seen: PagedPrefix, view: SlotView) -> None:
-        self.draft, self.config, self.seen, self.view = draft, config, seen, view
+        super().__init__(view, draft.vocab.target_ids)
+        self.draft, self.config, self.seen = draft, config, seen
 
-    def candidates(self, level: _Level, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
-        logits = model.draft_logits(self.draft.params.output, self.config, self.draft.target, level.states)
-        return best_tokens(self.view.rows, self.draft.vocab.target_ids, logits, self.view.seq_lens + depth, top_k)
+    def logits(self, states: jax.Array) -> jax.Array:
+        return model.draft_logits(self.draft.params.output, self.config, self.draft.target, states)
 
-    def descend(self, level: _Level, parents: jax.Array, token_ids: jax.Array, depth: int) -> _Level:
+    def run(
+        self, before: jax.Array, token_ids: jax.Array, position_ids: jax.Array, sees: jax.Array, entries: Any
+    ) -> tuple[jax.Array, Any]:
         params, config = self.draft.params, self.config
-        batch, k = token_ids.shape
-        hidden = take_each(model.handed_on(params, config, level.states), parents)
+        hidden = model.handed_on(params, config, before)
         x = model.inputs(params, config, self.draft.target, token_ids, hidden)
-        own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
-        sees = jnp.concatenate([take_each(level.sees, parents), own], axis=2)
-        depths = jnp.concatenate([level.depths, jnp.full((batch, k), depth, jnp.int32)], axis=1)
-        position_ids = self.view.seq_lens[:, None] + depths
-        states, left = model.run(params, config, x, position_ids, sees, self.seen, level.entries)
-        return _Level(states, sees, depths, join(level.entries, left))
-
-    def width(self, tree: DynamicTree, depth: int) -> int:
-        return tree.top_k
+        return model.run(params, config, x, position_ids, sees, self.seen, entries)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import Target, is_whole
 from specserve.checkpoints.tensors import CONFIG, ExpertByExpert, TensorFolder, listed, read_json
-from specserve.drafters.mtp.carried import is_whole, names_in, num_carried, own_tables, read_shared
+from specserve.drafters.mtp.carried import names_in, num_carried, own_tables, read_shared
 from specserve.drafters.mtp.config import LAYOUTS, OTHERS, Layout, MtpConfig, config_of, of_its_own
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.keys import HARMLESS, LAYER, QUANTIZATIONS, ROPE, SLIDING, within

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from specserve.drafters.mtp.carried import is_whole
+from specserve.checkpoints.load import is_whole
 from specserve.drafters.mtp.config import MtpConfig
 from specserve.interop.findings import Repair
 from specserve.interop.mtp import layouts

@@ -20,7 +20,7 @@ from specserve.kernels.matmul import QuantizedMatrix, Weight, block, dequantize,
 from specserve.mesh import program_platform, whole
 from specserve.models.latent import LatentAttention, split_by_head
 from specserve.models.params import PRODUCTS, SMALL_PRODUCTS, is_product
-from specserve.models.target import fuse_for_cpu
+from specserve.models.target import TargetParams, fuse_for_cpu
 from specserve.speculative.drafter import DraftWeights, Weights
 
 logger = logging.getLogger(__name__)
@@ -85,9 +85,8 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
     plain = Weights(params, draft)
     as_loaded: Arrange = _as_loaded
     if is_cpu and native.is_available():
-        packed: Arrange = functools.partial(_packed, num_heads=target.config.num_heads)
-        weights = _arranged(plain, packed)
-        return Layouts(weights, weights, weights, (packed, packed, packed), mesh)
+        weights = _arranged(plain, _packed)
+        return Layouts(weights, weights, weights, (_packed, _packed, _packed), mesh)
     if not is_cpu or sum(leaf.nbytes for leaf in jax.tree.leaves(plain)) > COPIED_BYTES:
         return Layouts(plain, plain, plain, (as_loaded, as_loaded, as_loaded), mesh)
     made: dict[int, tuple[Weights, Arrange]] = {0: (plain, as_loaded)}
@@ -106,7 +105,11 @@ def _draft_weights(head: Head, mesh: Mesh | None) -> DraftWeights:
     """The head's weights, with matrices of 8 bits as wider numbers of the same values where that is quicker: a head is
     small, so what counts is time."""
     draft = head.weights(whole(mesh))
-    if not _is_on_one_cpu(mesh) or native.is_quick_with_bytes():
+    if not _is_on_one_cpu(mesh):
+        return draft
+    if isinstance(draft.params, TargetParams):
+        draft = dataclasses.replace(draft, params=fuse_for_cpu(draft.params))
+    if native.is_quick_with_bytes():
         return draft
     return dataclasses.replace(draft, params=_arrange(draft.params, change=_widened, names=PRODUCTS))
 
@@ -131,12 +134,12 @@ def _arranged(weights: Weights, arrange: Arrange) -> Weights:
     return Weights(arrange(weights.target), arrange(weights.draft))
 
 
-def _packed(params: Params, *, num_heads: int) -> Params:
+def _packed(params: Params) -> Params:
     """Pack the parameters for the native kernel. Latent attention, wherever it stands, has a matrix for each head, as
     it multiplies when it serves."""
 
     def split(node: Any) -> Any:
-        return split_by_head(node, num_heads) if isinstance(node, LatentAttention) else node
+        return split_by_head(node, node.num_heads) if isinstance(node, LatentAttention) else node
 
     apart = jax.tree.map(split, params, is_leaf=lambda node: isinstance(node, LatentAttention | QuantizedMatrix))
     return _arrange(apart, change=pack, names=PRODUCTS | SMALL_PRODUCTS)

@@ -32,6 +32,7 @@ from specserve.serve.programs.results import StepHandle, asked_parts
 from specserve.serve.programs.shapes import Shapes
 from specserve.serve.programs.slot_bounds import SlotBounds
 from specserve.speculative import slot_state
+from specserve.speculative.drafter import Drafter
 from specserve.speculative.program import StepProgram
 from specserve.speculative.sampling import SamplerRows, TokenRows
 from specserve.speculative.slot_state import PageTables, StepConfig, StepResult
@@ -68,7 +69,7 @@ class Runner:
         self.shapes = shapes
         self.config = StepConfig(
             target.config.for_length(shapes.max_model_len),
-            drafter_for(shapes.trees, head.drafter if head else None),
+            _drafter(shapes, head),
             shapes.max_depth,
             is_coupled=is_coupled,
             kept_layers=shapes.kept_layers,
@@ -163,7 +164,7 @@ class Runner:
         shapes = dataclasses.replace(self.shapes, trees=tuple(trees) or self.shapes.trees)
         if not shapes.uses_head:
             raise ConfigError("this server speculates without a head, so there is none to replace")
-        drafter, other = drafter_for(shapes.trees, head.drafter), copy.copy(self)
+        drafter, other = _drafter(shapes, head), copy.copy(self)
         if shapes.windows:
             shapes = shapes.with_windows(self.config.target, drafter)
         layouts = self.inputs.layouts.with_head(head)
@@ -382,3 +383,15 @@ class Runner:
         widths = [each for each in self.shapes.widths if each >= width]
         sizes = [size for size in self.shapes.batch_sizes if size >= least]
         return self.compiled.first(StepProgram(size, each, tree) for each, size in itertools.product(widths, sizes))
+
+
+def _drafter(shapes: Shapes, head: Head | None) -> Drafter | None:
+    """Return what proposes the trees of these shapes. Raises ConfigError where one is too deep for the head."""
+    if head is None:
+        return drafter_for(shapes.trees, None)
+    if shapes.uses_head and head.drafter.max_len < shapes.max_model_len:
+        logger.warning(
+            "the draft is made for sequences of %s tokens, and they may have %s: behind that, less may be accepted",
+            *(f"{number:,}" for number in (head.drafter.max_len, shapes.max_model_len)),
+        )
+    return drafter_for(shapes.trees, head.drafter.for_length(shapes.max_model_len))

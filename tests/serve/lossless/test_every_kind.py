@@ -58,6 +58,7 @@ HEADS: dict[str, Callable[[ModelConfig], Head]] = {
     "dflash": lambda target: tiny.random_block_head(target, seed=4, **BLOCKS),
     "dspark": lambda target: tiny.random_joint_head(target, 1, MARKOV | {"foresees_anchor": True}, **BLOCKS),
     "dflash2": lambda target: tiny.random_joint_head(target, 1, SELECTOR, vocab_size=VOCAB, **BLOCKS),
+    "language-model": lambda target: tiny.random_language_model(target, seed=3),
 }
 QUICK = {(kind, "") for kind in HEADS if kind != "eagle3"} | {("eagle3", "int8")}
 OPTIONS: list[dict[str, Any]] = [

@@ -21,6 +21,7 @@ KINDS = [
     ("experts", "data=2,tensor=2,expert=2", "dflash2"),
     ("experts", "data=2,tensor=2,expert=2", "p-eagle"),
     ("latents", "data=2,tensor=2,expert=2", "mtp"),
+    ("latents", "data=2,tensor=2,expert=2", "language-model"),
 ]
 
 

@@ -1,0 +1,1 @@
+"""A draft that is a language model of its own, smaller than the target. `drafter` is all of it."""

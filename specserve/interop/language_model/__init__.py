@@ -1,0 +1,1 @@
+"""Language models as drafts: their folders in `files`, their tokens in terms of the target's in `vocabulary`."""
