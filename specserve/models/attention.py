@@ -12,7 +12,7 @@ from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import as_heads, by_head, rms_norm, split_as_heads
 from specserve.mesh import program_platform
 from specserve.models.config import LayerKind, ModelConfig
-from specserve.models.context import Context, Tables, by_group, join
+from specserve.models.context import Context, Tables, by_group, join, together
 from specserve.models.layers import linear, norm_spec, side_by_side
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
@@ -39,9 +39,9 @@ class Attention:
     sinks: jax.Array | None  # [head]
 
 
-def attention_spec(config: ModelConfig, prefix: str, d_in: int) -> Attention:
-    """The parameters of one attention layer as `ParamSpec`s. `d_in` is the width of the projections' input: d_model in
-    a target, twice that in the first layer of a draft head."""
+def attention_spec(config: ModelConfig, prefix: str, d_in: int, kind: LayerKind = LayerKind()) -> Attention:
+    """The parameters of one attention layer of this kind as `ParamSpec`s. `config` has the kind's sizes. `d_in` is the
+    width of the projections' input: d_model in a target, twice that in the first layer of a draft head."""
     names, has_gate = config.names, config.has_attention_gate
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     head_dim, times = config.head_dim, config.kv_repeats
@@ -60,20 +60,22 @@ def attention_spec(config: ModelConfig, prefix: str, d_in: int) -> Attention:
         k_part = v_part = optional(times > 1, TensorPart(0, stored, stored, stored, head_dim, times))
     gate_part = TensorPart(head_dim, 2 * head_dim, 2 * head_dim, 2 * q_size)
     has_bias, offset, qk_norm = config.qkv_bias, config.norm_offset, config.qk_norm
+    has_keys = kind.kv_from is None
+    has_values = has_keys and not kind.values_are_keys
     q_norm_size, k_norm_size = q_size, kv_size
     if qk_norm == "head":
         q_norm_size = k_norm_size = head_dim
     return Attention(
         q=matrix(f"{q}.weight", d_in, q_size, ("embed", "heads"), part=q_part),
-        k=matrix(f"{k}.weight", d_in, kv_size, ("embed", "kv_heads"), part=k_part),
-        v=matrix(f"{v}.weight", d_in, kv_size, ("embed", "kv_heads"), part=v_part),
+        k=optional(has_keys, matrix(f"{k}.weight", d_in, kv_size, ("embed", "kv_heads"), part=k_part)),
+        v=optional(has_values, matrix(f"{v}.weight", d_in, kv_size, ("embed", "kv_heads"), part=v_part)),
         o=matrix(f"{prefix}.{names.o}.weight", q_size, config.d_model, ("heads", "embed")),
         q_bias=optional(has_bias, vector(f"{q}.bias", q_size, "heads", init="zeros", part=q_part)),
-        k_bias=optional(has_bias, vector(f"{k}.bias", kv_size, "kv_heads", init="zeros", part=k_part)),
-        v_bias=optional(has_bias, vector(f"{v}.bias", kv_size, "kv_heads", init="zeros", part=v_part)),
+        k_bias=optional(has_bias and has_keys, vector(f"{k}.bias", kv_size, "kv_heads", init="zeros", part=k_part)),
+        v_bias=optional(has_bias and has_values, vector(f"{v}.bias", kv_size, "kv_heads", init="zeros", part=v_part)),
         o_bias=optional(config.o_bias, vector(f"{prefix}.{names.o}.bias", config.d_model, init="zeros")),
         q_norm=optional(qk_norm, norm_spec(f"{prefix}.{names.q_norm}", q_norm_size, offset=offset)),
-        k_norm=optional(qk_norm, norm_spec(f"{prefix}.{names.k_norm}", k_norm_size, offset=offset)),
+        k_norm=optional(qk_norm and has_keys, norm_spec(f"{prefix}.{names.k_norm}", k_norm_size, offset=offset)),
         gate=optional(has_gate, matrix(f"{q}.weight", d_in, q_size, ("embed", "heads"), part=gate_part)),
         gate_bias=optional(has_gate and has_bias, vector(f"{q}.bias", q_size, "heads", init="zeros", part=gate_part)),
         sinks=optional(config.has_sinks, vector(f"{prefix}.{names.sinks}", config.num_heads, "heads", init="zeros")),
@@ -82,7 +84,9 @@ def attention_spec(config: ModelConfig, prefix: str, d_in: int) -> Attention:
 
 def fuse_attention(params: Attention) -> Attention:
     """Join the projections of q, k and v into one matrix, and their biases into one vector. It is only for layers that
-    project all three from the same tokens (`project_qkv`)."""
+    project all three from the same tokens (`project_qkv`); those with fewer projections stay as they are."""
+    if params.v is None:
+        return params
     return dataclasses.replace(
         params,
         q=side_by_side(params.q, params.k, params.v),
@@ -102,10 +106,11 @@ def mix(
     seen: PagedPrefix | None,
     context: Context,
     add: jax.Array | None = None,
+    shared: Any = None,  # the own keys and values of the layer that it shares them with, as that layer returned them
 ) -> tuple[jax.Array, KV]:
     """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and
     the tokens' own keys and values."""
-    *own, v = _turned_qkv(params, config, kind, x, context)
+    *own, v = _turned_qkv(params, config, kind, x, context, shared)
     if seen is not None and x.shape[0] * x.shape[1] >= MANY_ROWS and program_platform() == "gpu":
         # else XLA keeps each layer's product whole, from which it takes the values again when they are written
         v = jax.lax.optimization_barrier(v)
@@ -134,13 +139,16 @@ def mix(
 
 
 def _turned_qkv(
-    params: Attention, config: ModelConfig, kind: LayerKind, x: jax.Array, context: Context
+    params: Attention, config: ModelConfig, kind: LayerKind, x: jax.Array, context: Context, shared: Any = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute queries, keys and values as `project_qkv`, by the rules of this layer and of its family."""
     tables = context.local_rope if kind.is_local else context.rope
     assert tables is not None, "a local layer without local rotary embeddings"
     if not kind.has_rope:  # a turn by no angle
         tables = jnp.ones_like(tables[0]), jnp.zeros_like(tables[1])
+    if kind.kv_from is not None:
+        assert shared is not None, "a layer without keys of its own needs another's"
+        return project_q(params, config, x, tables), *together(context, shared)
     if not config.norms_turned:
         q, k, v = project_qkv(params, config, x, tables)
     else:
@@ -151,6 +159,8 @@ def _turned_qkv(
     if config.has_unit_norms and kind.has_rope:
         unit = jnp.ones(config.head_dim, jnp.float32)
         q, k = rms_norm(q, unit, config.norm_eps), rms_norm(k, unit, config.norm_eps)
+    if config.has_value_norm:
+        v = rms_norm(v, jnp.ones(config.head_dim, jnp.float32), config.norm_eps)
     if kind.has_growth:
         positions = context.position_ids[:, -x.shape[1] :] + config.query_shift
         spans = (positions // config.query_span).astype(jnp.float32)
@@ -191,9 +201,10 @@ def project_kv(
     rope: Tables,
 ) -> KV:
     assert params.k is not None, "fused projections come together: use project_qkv"
-    assert params.v is not None
-    k = as_heads(linear(x, params.k, params.k_bias), config.num_kv_heads, params.k_norm, rope, **_rules(config))
-    return k, by_head(linear(x, params.v, params.v_bias), config.num_kv_heads)
+    keys = linear(x, params.k, params.k_bias)
+    values = keys if params.v is None else linear(x, params.v, params.v_bias)
+    k = as_heads(keys, config.num_kv_heads, params.k_norm, rope, **_rules(config))
+    return k, by_head(values, config.num_kv_heads)
 
 
 def _rules(config: ModelConfig) -> dict[str, Any]:

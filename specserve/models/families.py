@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specserve.errors import ConfigError
-from specserve.models import families_dense, families_latent, families_sparse
+from specserve.models import families_dense, families_gemma4, families_latent, families_sparse
 from specserve.models.config import ModelConfig
 from specserve.models.family_keys import Flags, Keys
 
@@ -92,6 +92,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131_072,
         "sliding_window": 4096,
     },
+    "gemma4_text": {
+        "vocab_size": 262_144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 512,
+    },
     "glm": {"rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5},
     "glm4": {"rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5},
     "mixtral": {"rope_theta": 1e6, "rms_norm_eps": 1e-5},
@@ -129,6 +139,7 @@ FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "ministral3": families_dense.ministral3,
     "gemma2": families_dense.gemma2,
     "gemma3_text": families_dense.gemma3,
+    "gemma4_text": families_gemma4.gemma4,
     "glm": families_dense.glm,
     "glm4": families_dense.glm4,
     "mixtral": families_sparse.mixtral,

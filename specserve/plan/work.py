@@ -92,9 +92,12 @@ class Replica:
         self.head_held: tuple[Held, ...] = ()
         if head is not None:
             self.head_held = held_by_each(head.spec(), head.dtype, head.place(mesh))
-        # an embedding that is no output head is only looked up
         is_tied = all(each.field != "head" for each in self.target_held)
-        self._dense = tuple(e for e in self.target_held if not e.is_expert and (is_tied or e.field != "embedding"))
+
+        def is_looked_up(held: Held) -> bool:
+            return held.spec.init == "embedding" and not (is_tied and held.field == "embedding")
+
+        self._dense = tuple(each for each in self.target_held if not (each.is_expert or is_looked_up(each)))
         self._experts = tuple(each for each in self.target_held if each.is_expert)
 
     @property
