@@ -69,7 +69,7 @@ _quantize = jax.jit(quantize, static_argnames="to")
 # one program for all compiles faster than one for each
 _quantize_all = jax.jit(lambda matrices, to: [quantize(matrix, to) for matrix in matrices], static_argnames="to")
 _OTHER_SENSES = (
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|audio_tower|embed_(vision|audio))"
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|audio_tower|vision_embedder|embed_(vision|audio))"
     r"\..*"
 )
 

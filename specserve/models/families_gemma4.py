@@ -9,22 +9,66 @@ from specserve.errors import ConfigError
 from specserve.models.config import Experts, LayerKind, Names
 from specserve.models.family_keys import Flags, Keys
 
+NAMES = Names(mlp_norm="pre_feedforward_layernorm")
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROPES: Mapping[str, Mapping[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
 
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+}
+
+
+def unified(keys: Keys) -> Flags:
+    """The flags of the text model of Gemma 4 12B, which has neither experts nor inputs for each layer, whatever its
+    config states of them."""
+    return _dense(keys) | {"names": NAMES}
+
 
 def gemma4(keys: Keys) -> Flags:
     """The flags of Gemma 4's text model."""
+    flags, dim = _dense(keys), keys.integer("hidden_size_per_layer_input", 0, least=0)
+    if dim:
+        flags |= {"layer_input_dim": dim, "layer_input_vocab": _layer_input_vocab(keys)}
+    if not keys.flag("enable_moe_block"):
+        return flags | {"names": NAMES}
+    experts = Experts(
+        num_experts=keys.integer("num_experts"),
+        top_k=keys.integer("top_k_experts"),
+        d_ff=keys.integer("moe_intermediate_size"),
+        renormalize=True,
+        shared_d_ff=keys.integer("intermediate_size"),
+        has_norms=True,
+    )
+    keys.must_be("use_double_wide_mlp", False)
+    # a head is as wide as what a token passes
+    return flags | {
+        "d_ff": experts.top_k * experts.d_ff + experts.shared_d_ff,
+        "layers": tuple(dataclasses.replace(kind, has_experts=True) for kind in flags["layers"]),
+        "experts": experts,
+        "names": dataclasses.replace(
+            NAMES, experts="", router="router.proj", shared="mlp", stacked_experts="outputs first"
+        ),
+    }
+
+
+def _dense(keys: Keys) -> Flags:
     keys.must_be("hidden_activation", "gelu_pytorch_tanh")
     keys.must_be("use_bidirectional_attention", "vision")  # of which text knows nothing
     head_dim, kinds = keys.integer("head_dim", 256), _kinds(keys)
     full = _full_heads(keys, kinds)
     rope, local_rope = _ropes(keys, full.get("head_dim", head_dim), head_dim)
-    d_ff, dim = keys.integer("intermediate_size"), keys.integer("hidden_size_per_layer_input", 256, least=0)
-    flags: Flags = {
+    return {
         "head_dim": head_dim,
         "tie_embeddings": keys.flag("tie_word_embeddings", True),
         **keys.bias(),
@@ -37,31 +81,8 @@ def gemma4(keys: Keys) -> Flags:
         "embedding_scale": keys.integer("hidden_size") ** 0.5,
         "attention_scale": 1.0,
         "logit_softcap": keys.number("final_logit_softcapping", 0.0),
-        "layer_input_dim": dim,
-        "layer_input_vocab": _layer_input_vocab(keys) if dim else 0,
         "has_layer_scale": True,
-        "layers": _layers(keys, kinds, full, d_ff),
-    }
-    names = Names(mlp_norm="pre_feedforward_layernorm")
-    if not keys.flag("enable_moe_block"):
-        return flags | {"names": names}
-    experts = Experts(
-        num_experts=keys.integer("num_experts"),
-        top_k=keys.integer("top_k_experts"),
-        d_ff=keys.integer("moe_intermediate_size"),
-        renormalize=True,
-        shared_d_ff=d_ff,
-        has_norms=True,
-    )
-    keys.must_be("use_double_wide_mlp", False)
-    # a head is as wide as what a token passes
-    return flags | {
-        "d_ff": experts.top_k * experts.d_ff + experts.shared_d_ff,
-        "layers": tuple(dataclasses.replace(kind, has_experts=True) for kind in flags["layers"]),
-        "experts": experts,
-        "names": dataclasses.replace(
-            names, experts="", router="router.proj", shared="mlp", stacked_experts="outputs first"
-        ),
+        "layers": _layers(keys, kinds, full, keys.integer("intermediate_size")),
     }
 
 

@@ -228,7 +228,8 @@ def _run_stack(
 
     def no_keys(place: int) -> KV:
         own = config.of(config.kind(first + place))
-        return (jnp.zeros((*x.shape[:2], own.num_kv_heads, own.head_dim), x.dtype),) * 2
+        zeros = jnp.zeros((*x.shape[:2], own.num_kv_heads, own.head_dim), x.dtype)
+        return zeros, zeros
 
     begin = x, jnp.zeros((len(taps) + 1 if taps else 0, *x.shape), x.dtype), {place: no_keys(place) for place in kept}
     by_turn = jax.tree.map(lambda *turns: jnp.stack(turns), *(inputs[at : at + period] for at in starts))

@@ -30,6 +30,7 @@ ORDER = ("untested", "compiled", "runs", "measured")  # a family does the least 
 PARTS: dict[str, tuple[str, str, str]] = {  # of a layer: on CPUs, on GPUs, on TPUs
     "attention": ("runs", "compiled", "compiled"),
     "windows": ("runs", "compiled", "compiled"),
+    "heads of two widths": ("runs", "untested", "untested"),
     "latent attention": ("runs", "compiled", "compiled"),
     "experts": ("runs", "compiled", "compiled"),
     "delta-net": ("runs", "untested", "compiled"),
@@ -198,6 +199,8 @@ def _parts(kind: LayerKind) -> set[str]:
     found = {MIXERS[kind.mixer]}
     if kind.window:
         found.add("windows")
+    if kind.head_dim:
+        found.add("heads of two widths")
     if kind.has_experts:
         found.add("experts")
     return found
