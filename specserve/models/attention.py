@@ -159,8 +159,6 @@ def _turned_qkv(
     if config.has_unit_norms and kind.has_rope:
         unit = jnp.ones(config.head_dim, jnp.float32)
         q, k = rms_norm(q, unit, config.norm_eps), rms_norm(k, unit, config.norm_eps)
-    if config.has_value_norm:
-        v = rms_norm(v, jnp.ones(config.head_dim, jnp.float32), config.norm_eps)
     if kind.has_growth:
         positions = context.position_ids[:, -x.shape[1] :] + config.query_shift
         spans = (positions // config.query_span).astype(jnp.float32)
@@ -176,13 +174,14 @@ def project_qkv(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # q [batch, n, head, head_dim], k and v [batch, n, kv_head, head_dim]
     if params.k is not None:
         return project_q(params, config, x, rope), *project_kv(params, config, x, rope)
-    return split_as_heads(
+    q, k, v = split_as_heads(
         linear(x, params.q, params.q_bias),
         (config.num_heads, config.num_kv_heads, config.head_dim),
         (params.q_norm, params.k_norm),
         rope,
         **_rules(config),
     )
+    return q, k, _values(config, v)
 
 
 def project_q(
@@ -204,7 +203,13 @@ def project_kv(
     keys = linear(x, params.k, params.k_bias)
     values = keys if params.v is None else linear(x, params.v, params.v_bias)
     k = as_heads(keys, config.num_kv_heads, params.k_norm, rope, **_rules(config))
-    return k, by_head(values, config.num_kv_heads)
+    return k, _values(config, by_head(values, config.num_kv_heads))
+
+
+def _values(config: ModelConfig, v: jax.Array) -> jax.Array:  # [batch, n, kv_head, head_dim]
+    if not config.has_value_norm:
+        return v
+    return rms_norm(v, jnp.ones(config.head_dim, jnp.float32), config.norm_eps)
 
 
 def _rules(config: ModelConfig) -> dict[str, Any]:

@@ -334,6 +334,11 @@ def logits_of(params: TargetParams, config: ModelConfig, hidden_states: jax.Arra
 def _scaled(config: ModelConfig, logits: jax.Array) -> jax.Array:
     if config.logit_scale != 1.0:
         logits = logits * config.logit_scale
+    return capped(config, logits)
+
+
+def capped(config: ModelConfig, logits: jax.Array) -> jax.Array:  # [..., vocab]
+    """Return the logits within the config's cap, if it has one."""
     return config.logit_softcap * jnp.tanh(logits / config.logit_softcap) if config.logit_softcap else logits
 
 

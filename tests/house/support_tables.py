@@ -5,6 +5,7 @@ What is of a family follows from its cases (`parity`, `bailing`), and what is of
 is made of. What is of a head follows from its reader and its writer. `python tests/house/test_docs.py` writes it.
 """
 
+import dataclasses
 import json
 from typing import Any, get_args
 
@@ -69,6 +70,7 @@ HEADS: dict[str, dict[str, str]] = {  # by kind: the classes that a config.json 
         "Eagle3Qwen2_5vlForCausalLM": "for vLLM",
         "Eagle3Qwen3vlForCausalLM": "for vLLM",
         "Qwen3Eagle3Model": "DeepSpec",
+        "Gemma4Eagle3Model": "DeepSpec",
         "Eagle3DeepseekV2ForCausalLM": "specserve, Model-Optimizer, TorchSpec",
         "Eagle3DeepseekV3ForCausalLM": "for vLLM",
     },
@@ -84,6 +86,7 @@ HEADS: dict[str, dict[str, str]] = {  # by kind: the classes that a config.json 
         "Qwen3DSparkModel": "specserve, DeepSpec",
         "DSparkDraftModel": "speculators, SpecForge",
         "DSparkSpeculator": EARLY,
+        "Gemma4DSparkModel": "DeepSpec",
     },
     "dflash2": {"DFlash2DraftModel": "specserve, z-lab, speculators"},
     "mtp": {
@@ -99,7 +102,7 @@ CLASSES: dict[str, frozenset[str]] = {  # that are read
 }
 # beside packages, of the same tensors: tests/drafters/test_dense_twin.py, and the oracle of test_mtp.py
 TWINS: dict[str, str] = {
-    **dict.fromkeys((*EAGLE3_KEYS.classes, *PEAGLE_CLASSES), "NumPy"),
+    **dict.fromkeys((*EAGLE3_KEYS.classes, *PEAGLE_CLASSES, "Gemma4DSparkModel"), "NumPy"),
     **dict.fromkeys(("DeepSeekMTPModel", "Glm4MoeMTPModel", "MTPModel", "MTPDraftModel"), "transformers"),
     **dict.fromkeys(("Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP", "MiMoMTPModel"), "transformers"),
 }
@@ -112,6 +115,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "biases of the MLP": {"mlp_bias": True},
     "GELU by tanh": {"activation": "gelu_tanh"},
     "latent attention": tiny.LATENTS,
+    "the layers of a Gemma 4": tiny.GEMMA,
     "another width than the target's": {"d_model": 16, "has_embedding": True},
     "`norm_output`, `fc_norm`": {"norm_output": True, "fc_norm": True},
     "the target's output head": {"has_own_head": False},
@@ -149,15 +153,15 @@ def heads() -> str:
     saved = _saved_by()
     rows = ["| kind | class | written by | loads | equals | trains | exports to |", "|" + "---|" * 7]
     for kind, classes in HEADS.items():
-        drafter = _drafter(kind)
-        exports = [name for name in get_args(Dialect) if not format_for(kind).unknown_to(name, drafter)]
         own = CLASSES[kind]
         assert own == classes.keys(), f"{kind}: {sorted(own ^ classes.keys())} are read or listed, and not both"
         for name, writer in classes.items():
             masks = {"mask_token_id": 1} if kind == "p-eagle" else {}
             assert format_of({"architectures": [name], **masks}) is format_for(kind), f"{name} is not read as {kind}"
             equals = ", ".join([*saved.get(name, ()), *([TWINS[name]] if name in TWINS else ())]) or "not by itself"
-            engines = ", ".join(exports)
+            drafter = _drafter(kind, is_gemma=name.startswith("Gemma4"))
+            exports = [name for name in get_args(Dialect) if not format_for(kind).unknown_to(name, drafter)]
+            engines = ", ".join(exports) or "none"
             if kind == "mtp" and name not in OF_SPECULATORS:
                 engines = engines.replace("speculators, ", "")
             rows.append(f"| `{kind}` | `{name}` | {writer} | yes | {equals} | `--drafter {kind}` | {engines} |")
@@ -179,10 +183,18 @@ def head_options() -> str:
     return "\n".join(rows) + "\n"
 
 
-def _drafter(kind: str) -> TrainedDrafter:
-    """A drafter of the kind, of its own shape beside the tests' tiny target."""
+def _drafter(kind: str, *, is_gemma: bool = False) -> TrainedDrafter:
+    """A drafter of the kind, of its own shape beside the tests' tiny target, or with the layers of a Gemma 4."""
     target = model_config(tiny.TARGET, dtype="float32")
-    return load_kind(kind).new(DraftSettings(), target, target.vocab_size)
+    found = load_kind(kind).new(DraftSettings(), target, target.vocab_size)
+    if not is_gemma:
+        return found
+    config: Any = found.config
+    norm = {"has_value_norm": True}
+    if kind == "eagle3":
+        return dataclasses.replace(found, config=dataclasses.replace(config, **norm))  # type: ignore[type-var]
+    own = dataclasses.replace(config, backbone=dataclasses.replace(config.backbone, **norm))
+    return dataclasses.replace(found, config=own)  # type: ignore[type-var]
 
 
 def _saved_by() -> dict[str, list[str]]:
