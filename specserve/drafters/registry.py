@@ -24,6 +24,7 @@ class KindEntry:
 
     kind: str  # "module:name" of its `interface.Kind`
     settings: type[HeadSettings] = HeadSettings  # the settings of a head that it has a use for
+    is_trained: bool = True  # here; otherwise published heads are served alone
 
     @property
     def setting_names(self) -> frozenset[str]:
@@ -37,6 +38,7 @@ KINDS: dict[str, KindEntry] = {
     "dflash": KindEntry("specserve.drafters.dflash.drafter:DFLASH", BlockSettings),
     "dspark": KindEntry("specserve.drafters.dflash.drafter:DSPARK", JointSettings),
     "dflash2": KindEntry("specserve.drafters.dflash.drafter:DFLASH2", JointSettings),
+    "gemma4-assistant": KindEntry("specserve.drafters.gemma_assistant.drafter:ASSISTANT", is_trained=False),
 }
 DEFAULT_KIND = "eagle3"
 CARRIED = "mtp"  # in the place of a head's folder: the layer that the target's own checkpoint carries
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
 
 else:
-    KindName = Literal[tuple(KINDS)]
+    KindName = Literal[tuple(name for name, entry in KINDS.items() if entry.is_trained)]
     _parts = dict.fromkeys(entry.settings for entry in KINDS.values())
     _bases = tuple(part for part in _parts if not any(part in other.__mro__[1:] for other in _parts))
     DraftSettings = settings_dataclass(frozen=True, config=RULES)(

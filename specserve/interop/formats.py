@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specserve.drafters.registry import DEFAULT_KIND, KINDS
+from specserve.interop.assistant import AssistantFormat
 from specserve.interop.dflash.files import DFlashFormat
 from specserve.interop.eagle3.files import Eagle3Format
 from specserve.interop.format import HeadFormat
@@ -18,6 +19,7 @@ FORMATS: Mapping[str, HeadFormat] = {
     "dflash": DFlashFormat("dflash"),
     "dspark": DFlashFormat("dspark"),
     "dflash2": DFlashFormat("dflash2"),
+    "gemma4-assistant": AssistantFormat("gemma4-assistant"),
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specserve.kernels.attention import attend
+from specserve.kernels.attention import attend, attend_committed
 from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import as_heads, by_head, rms_norm, split_as_heads
@@ -107,9 +107,16 @@ def mix(
     context: Context,
     add: jax.Array | None = None,
     shared: Any = None,  # the own keys and values of the layer that it shares them with, as that layer returned them
-) -> tuple[jax.Array, KV]:
+) -> tuple[jax.Array, KV | None]:
     """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and
     the tokens' own keys and values."""
+    if kind.kv_from is not None and shared is None:  # of another model: committed ones alone
+        assert seen is not None, "a layer without keys of its own needs another's"
+        tables = context.local_rope if kind.is_local else context.rope
+        assert tables is not None, "a local layer without local rotary embeddings"
+        q, scale = project_q(params, config, x, tables), config.attention_scale or None
+        out = attend_committed(q, seen, scale=scale, window=kind.window, position_ids=context.position_ids)
+        return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias, add=add), None
     *own, v = _turned_qkv(params, config, kind, x, context, shared)
     if seen is not None and x.shape[0] * x.shape[1] >= MANY_ROWS and program_platform() == "gpu":
         # else XLA keeps each layer's product whole, from which it takes the values again when they are written

@@ -17,7 +17,8 @@ from specserve.checkpoints.load import Quantization
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.layers import windowed
-from specserve.drafters.registry import DraftSettings, load_kind
+from specserve.drafters.registry import KINDS, DraftSettings, load_kind
+from specserve.interop.assistant import CLASSES as ASSISTANT_CLASSES
 from specserve.interop.dflash.catalogue import ARCHITECTURES as BLOCK_CLASSES
 from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
 from specserve.interop.findings import Dialect
@@ -89,6 +90,7 @@ HEADS: dict[str, dict[str, str]] = {  # by kind: the classes that a config.json 
         "Gemma4DSparkModel": "DeepSpec",
     },
     "dflash2": {"DFlash2DraftModel": "specserve, z-lab, speculators"},
+    "gemma4-assistant": dict.fromkeys(sorted(ASSISTANT_CLASSES), "Google"),
     "mtp": {
         **dict.fromkeys(sorted(MTP_CLASSES - {"MTPDraftModel"}), "the target's checkpoint, specserve"),
         "MTPDraftModel": "speculators",
@@ -99,11 +101,13 @@ CLASSES: dict[str, frozenset[str]] = {  # that are read
     "p-eagle": PEAGLE_CLASSES,
     **{kind: frozenset(names) for kind, names in BLOCK_CLASSES.items()},
     "mtp": MTP_CLASSES,
+    "gemma4-assistant": ASSISTANT_CLASSES,
 }
 # beside packages, of the same tensors: tests/drafters/test_dense_twin.py, and the oracle of test_mtp.py
 TWINS: dict[str, str] = {
     **dict.fromkeys((*EAGLE3_KEYS.classes, *PEAGLE_CLASSES, "Gemma4DSparkModel"), "NumPy"),
     **dict.fromkeys(("DeepSeekMTPModel", "Glm4MoeMTPModel", "MTPModel", "MTPDraftModel"), "transformers"),
+    **dict.fromkeys(ASSISTANT_CLASSES, "transformers"),
     **dict.fromkeys(("Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP", "MiMoMTPModel"), "transformers"),
 }
 OF_SPECULATORS = ("MTPDraftModel", "Qwen3NextMTP")  # layers that it has a layout for, beside a Qwen3's
@@ -159,6 +163,9 @@ def heads() -> str:
             masks = {"mask_token_id": 1} if kind == "p-eagle" else {}
             assert format_of({"architectures": [name], **masks}) is format_for(kind), f"{name} is not read as {kind}"
             equals = ", ".join([*saved.get(name, ()), *([TWINS[name]] if name in TWINS else ())]) or "not by itself"
+            if not KINDS[kind].is_trained:
+                rows.append(f"| `{kind}` | `{name}` | {writer} | yes | {equals} | no | none |")
+                continue
             drafter = _drafter(kind, is_gemma=name.startswith("Gemma4"))
             exports = [name for name in get_args(Dialect) if not format_for(kind).unknown_to(name, drafter)]
             engines = ", ".join(exports) or "none"
