@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import parity
 import pytest
 import seeded
 import tiny
+from dense_head import DenseHead
 from engines import Dice, Reference, compile_programs, make_engine, make_runner, run, serving
 from rounding import assert_same, tolerance
 from safetensors.numpy import load_file, save_file
@@ -28,7 +30,7 @@ from specserve.interop.head import load_head, read_drafter
 from specserve.models.cache import Cache, Prefix
 from specserve.models.families import model_config
 from specserve.models.params import init_params, specs
-from specserve.models.target import forward, target_spec
+from specserve.models.target import TargetOutput, TargetParams, forward, target_spec
 
 LENGTH, STEPS, PAGE_SIZE = 40, 4, 8
 TARGET = parity.RAWS["gemma4"]
@@ -81,17 +83,28 @@ def _read(folder: Path, target: Target) -> Assistant:
     return drafter
 
 
-def _chain(head: Head, target: Target, token_ids: np.ndarray, drafted: np.ndarray) -> list[jax.Array]:
-    """The logits [vocab] of a chain behind the last of some tokens, which the target has not read yet."""
+def _committed(head: Head, target: Target, token_ids: np.ndarray) -> TargetOutput:
+    """What the target leaves of all tokens but the last, which it has not read yet."""
+    n = len(token_ids) - 1
+
+    @functools.partial(jax.jit, compiler_options=parity.QUICKLY)
+    def read(params: TargetParams) -> TargetOutput:
+        index, taps = jnp.arange(n, dtype=jnp.int32)[None], head.drafter.aux_layers
+        return forward(params, target.config, jnp.asarray(token_ids[None, :-1]), index, tiny.causal(n), aux_layers=taps)
+
+    return read(target.params)
+
+
+def _chain(
+    head: Head, target: Target, out: TargetOutput, token_ids: np.ndarray, drafted: np.ndarray
+) -> Callable[[AssistantParams], list[jax.Array]]:
+    """A program of the logits [vocab] of a chain behind the last token."""
     config, n = head.drafter.config, len(token_ids) - 1
     pages = -(-n // PAGE_SIZE)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=parity.QUICKLY)
     def drafts(params: AssistantParams) -> list[jax.Array]:
-        index = jnp.arange(n, dtype=jnp.int32)[None]
-        taps = config.aux_layers
-        out = forward(target.params, target.config, token_ids[None, :-1], index, tiny.causal(n), aux_layers=taps)
-        table = jnp.arange(pages, dtype=jnp.int32)[None]
+        index, table = jnp.arange(n, dtype=jnp.int32)[None], jnp.arange(pages, dtype=jnp.int32)[None]
         cache = Cache.zeros(target.config, num_slots=1, num_pages=pages, page_size=PAGE_SIZE)
         cache = cache.write(out.new, table, index, jnp.ones((1, n), bool))
         assert out.aux_hidden_states is not None
@@ -103,7 +116,37 @@ def _chain(head: Head, target: Target, token_ids: np.ndarray, drafted: np.ndarra
             state = model.handed_on(params, states)
         return found
 
-    return drafts(head.params)
+    return drafts
+
+
+def test_drafts_are_those_of_a_plain_numpy_twin(tmp_path: Path) -> None:
+    """Over the keys and values of the target's last layers of each kind, as far back as the window reaches."""
+    (tmp_path / "target").mkdir()
+    target = parity.golden_case("gemma4", tmp_path / "target").target
+    head, token_ids = _assistant(tmp_path, RAW, target), seeded.tokens(target.config.vocab_size, seed=5)[:LENGTH]
+    out, drafted = _committed(head, target, token_ids), token_ids[:STEPS]
+    ropes, tensors = TEXT["rope_parameters"], load_file(tmp_path / "assistant" / "model.safetensors")
+    whole = TEXT | {"rms_norm_eps": 1e-6}
+    near = whole | {"rope_parameters": {"full_attention": ropes["sliding_attention"] | {"partial_rotary_factor": 1.0}}}
+    kinds = [(DenseHead(near, tensors), 2, TEXT["sliding_window"] + 1)] * 2 + [(DenseHead(whole, tensors), 1, LENGTH)]
+    twin, n = kinds[-1][0], LENGTH - 1
+    assert out.aux_hidden_states is not None
+    arrays = out.aux_hidden_states[0, -1], target.params.norm, target.params.embedding
+    last, norm, table = (np.asarray(x, np.float64) for x in arrays)
+    state, expected = last / np.sqrt(np.mean(last**2) + 1e-6) * norm, []
+    for token in (token_ids[-1], *drafted[:-1]):
+        x = twin._linear(np.concatenate([table[token] * np.sqrt(table.shape[1]), state]), "pre_projection")
+        for i, (own, source, reach) in enumerate(kinds):
+            name, width = f"model.layers.{i}", head.drafter.shape.of(head.drafter.shape.kind(i)).head_dim
+            q = twin._linear(twin._norm(x, f"{name}.input_layernorm"), f"{name}.self_attn.q_proj").reshape(-1, width)
+            q = own._turn(twin._norm(q, f"{name}.self_attn.q_norm"), n)
+            seen = list(zip(*(np.asarray(each[0, -reach:], np.float64) for each in out.new[source]), strict=True))
+            x = twin._after(name, x, twin._read(f"{name}.self_attn", q, seen))
+        normed = twin._norm(x, "model.norm")
+        expected.append(normed @ twin.tensors["model.embed_tokens.weight"].T)
+        state = twin._linear(normed, "post_projection")
+    chain = _chain(head, target, out, token_ids, drafted)
+    assert_same(chain(head.params), expected, tolerance(chain, head.params))
 
 
 @pytest.mark.oracle
@@ -138,10 +181,10 @@ def test_drafts_are_those_of_transformers(tmp_path: Path, more: dict[str, Any]) 
             token, state = int(own.logits.argmax()), own.last_hidden_state
             expected.append(own.logits[0, 0].numpy())
             drafted.append(token)
-    chain = functools.partial(_chain, target=target, token_ids=token_ids, drafted=np.asarray(drafted))
-    found = chain(head)
+    chain = _chain(head, target, _committed(head, target, token_ids), token_ids, np.asarray(drafted))
+    found = chain(head.params)
     plain = dataclasses.replace(head.params, centroids=None, ordering=None)  # rounding may choose another cluster
-    off = tolerance(lambda params: chain(dataclasses.replace(head, params=params)), plain)
+    off = tolerance(chain, plain)
     for step, (ours, logits, own) in enumerate(zip(found, expected, off, strict=True)):
         is_chosen = np.isfinite(ours)
         assert is_chosen.sum() == (3 * 128 // 16 if more else 128)
