@@ -75,6 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "values of keys, experts beside an MLP": {
         "model_type": "gemma4_text",
+        "num_hidden_layers": 3,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         "global_head_dim": 12,
         "num_global_key_value_heads": 1,
