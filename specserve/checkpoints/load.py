@@ -69,7 +69,10 @@ _dequantize = jax.jit(dequantize, static_argnames="dtype")
 _quantize = jax.jit(quantize, static_argnames="to")
 # one program for all compiles faster than one for each
 _quantize_all = jax.jit(lambda matrices, hows: list(map(quantize, matrices, hows)), static_argnames="hows")
-_OTHER_SENSES = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|audio_tower)\..*"
+_OTHER_SENSES = (
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|audio_tower|vision_embedder|embed_(vision|audio))"
+    r"\..*"
+)
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,12 @@ def _skipped(config: ModelConfig, raw: Mapping[str, Any], rename: Callable[[str]
         count = int(config.family in _PREDICTS_FURTHER)
     for i in range(config.num_layers, config.num_layers + count):
         further.add(re.escape(rename(config.names.layer.format(i=i))) + r"\..*")
-    return skipped | dict.fromkeys(further, "layers of multi-token prediction")
+    skipped |= dict.fromkeys(further, "layers of multi-token prediction")
+    for i, kind in enumerate(config.layers):
+        if kind.kv_from is not None:
+            prefix = re.escape(rename(f"{config.names.layer.format(i=i)}.{config.names.attention}"))
+            skipped[rf"{prefix}\.(k|v)_(proj|norm)\..*"] = "keys and values of layers that see those of others"
+    return skipped
 
 
 def load_params(

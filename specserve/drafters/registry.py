@@ -25,7 +25,7 @@ class KindEntry:
 
     kind: str  # "module:name" of its `interface.Kind`
     settings: type[HeadSettings] = HeadSettings  # the settings of a head that it has a use for
-    is_trained: bool = True  # by us; else it is a model that was trained without any target
+    is_trained: bool = True  # here; otherwise it is served as it was published
 
     @property
     def setting_names(self) -> frozenset[str]:
@@ -40,6 +40,7 @@ KINDS: dict[str, KindEntry] = {
     "dspark": KindEntry("specserve.drafters.dflash.drafter:DSPARK", JointSettings),
     "dflash2": KindEntry("specserve.drafters.dflash.drafter:DFLASH2", JointSettings),
     "language-model": KindEntry("specserve.drafters.language_model.drafter:LANGUAGE_MODEL", is_trained=False),
+    "gemma4-assistant": KindEntry("specserve.drafters.gemma_assistant.drafter:ASSISTANT", is_trained=False),
 }
 DEFAULT_KIND = "eagle3"
 WHOLE = "language-model"  # a draft that is a whole model of its own
@@ -73,7 +74,7 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
 
 else:
-    KindName = Literal[tuple(KINDS)]
+    KindName = Literal[tuple(name for name, entry in KINDS.items() if entry.is_trained)]
     _parts = dict.fromkeys(entry.settings for entry in KINDS.values())
     _bases = tuple(part for part in _parts if not any(part in other.__mro__[1:] for other in _parts))
     DraftSettings = settings_dataclass(frozen=True, config=RULES)(

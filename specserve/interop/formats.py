@@ -7,6 +7,7 @@ from typing import Any
 
 from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.drafters.registry import DEFAULT_KIND, KINDS, WHOLE
+from specserve.interop.assistant import AssistantFormat
 from specserve.interop.dflash.files import DFlashFormat
 from specserve.interop.eagle3.files import Eagle3Format
 from specserve.interop.format import HeadFormat
@@ -22,6 +23,7 @@ FORMATS: Mapping[str, HeadFormat] = {
     "dspark": DFlashFormat("dspark"),
     "dflash2": DFlashFormat("dflash2"),
     "language-model": LanguageModelFormat("language-model"),
+    "gemma4-assistant": AssistantFormat("gemma4-assistant"),
 }
 
 

@@ -125,6 +125,8 @@ class KeyTable:
     model_types: frozenset[str]  # the names of the kind in the layout of speculators
     places: frozenset[str]  # beside the layers' settings and the rotary ones
     harmless: frozenset[str] = HARMLESS
+    # (config.json of one of the classes, its name in errors) -> the same in the keys of this table
+    translate: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda raw, _where: raw
 
     def read(self, raw: Mapping[str, Any], where: str) -> "Stated":
         """Read a config.json; `where` names it in errors. Raises ConfigError where a part of it is no object."""
@@ -132,7 +134,9 @@ class KeyTable:
         unknown: dict[str, Any] = {}
         beside = {spelled: key.name for key in self.keys for spelled in (key.name, *key.aliases)}
         within_ropes = {name: name for name in (*ROTARY, *SCALING)} | {"type": "rope_type"}
-        for path, value in walk(raw, {LAYER, ROPE, OLD_ROPE, *self.places}, where):
+        is_own = not architectures(raw).isdisjoint(self.classes)
+        plain = self.translate(raw, where) if is_own else raw
+        for path, value in walk(plain, {LAYER, ROPE, OLD_ROPE, *self.places}, where):
             *places, name = path.split(".")
             known = within_ropes if places and places[-1] in (ROPE, OLD_ROPE) else beside
             if value is None or value == [] or value == {}:

@@ -8,6 +8,7 @@ from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.drafters.layers import windowed, windows_of
 from specserve.errors import ConfigError
+from specserve.interop import gemma
 from specserve.interop.keys import COMMON, FULL, LAYER, SLIDING, Key, Stated, counts, flag, flags, is_count, only
 from specserve.interop.published import rope_keys, speculators_config
 from specserve.kernels.rowwise import Activation
@@ -96,9 +97,10 @@ def window_keys(config: ModelConfig) -> dict[str, Any]:
 def layer_to_hf(
     config: ModelConfig, target: Target, *, model_type: str, dtype: str, has_windows: bool = True
 ) -> dict[str, Any]:
-    """Write the part of a config.json that describes a head's own layers, in the keys of a Llama or a Qwen3."""
+    """Write the part of a config.json that describes a head's own layers, in the keys of a Llama or a Qwen3, or of a
+    Gemma 4 where the layers are such."""
     bos_id = read_json(target.folder / CONFIG).get("bos_token_id")
-    return {
+    layer = {
         "model_type": model_type,
         **{key: getattr(config, ours) for key, ours in SIZES.items()},
         "hidden_act": next(key for key, activation in ACTIVATIONS.items() if activation == config.activation),
@@ -114,6 +116,7 @@ def layer_to_hf(
         "bos_token_id": bos_id if isinstance(bos_id, int) else None,
         "eos_token_id": next(iter(target.eos_ids), None),
     }
+    return gemma.to_hf(layer, config) if gemma.has_gemma_layers(config) else layer
 
 
 def nested_config(

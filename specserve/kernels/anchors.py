@@ -42,6 +42,7 @@ def attend_anchors(
     own_v: jax.Array,  # [batch, anchor, own, kv_head, v_dim]
     own_mask: np.ndarray,  # [slot, own] bool, True where a slot sees an entry of its own anchor
     *,
+    scale: float | None = None,
     sinks: jax.Array | None = None,  # [head]
     window: int = 0,
 ) -> jax.Array:  # [batch, anchor, slot, head, v_dim]
@@ -49,7 +50,7 @@ def attend_anchors(
     `attention.attend` computes it over pages and new keys.
 
     Each slot must see an entry of its own. With a `window` a slot sees the row's entries that are fewer than so many
-    places before it; `own_mask` decides about the own entries. Sinks are those of `attention.attend`. The
+    places before it; `own_mask` decides about the own entries. Sinks and scale are those of `attention.attend`. The
     own entries join the softmax by log-sum-exp (Milakov and Gimelshein 2018, arXiv 1805.02867), so that the row's are
     never copied beside them. Over a mesh that cuts the sequence, each device computes its part of the anchors and
     gathers the row's entries.
@@ -58,7 +59,7 @@ def attend_anchors(
     num_kv_heads = k.shape[2]
     assert own_mask.shape == (q.shape[2], own_k.shape[2]), f"mask {own_mask.shape} for {q.shape[2]} slots"
     assert own_mask.any(axis=1).all(), "a slot sees none of its anchor's entries"
-    q = (q * head_dim**-0.5).reshape(*q.shape[:3], num_kv_heads, num_heads // num_kv_heads, head_dim)
+    q = (q * (scale or head_dim**-0.5)).reshape(*q.shape[:3], num_kv_heads, num_heads // num_kv_heads, head_dim)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
     block = jax.checkpoint(functools.partial(_block, own_mask=own_mask, window=window))

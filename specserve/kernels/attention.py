@@ -59,6 +59,27 @@ def attend(
     return _by_products(q, k, v, mask, prefix, scale or head_dim**-0.5, softcap, sinks, window, position_ids)
 
 
+def attend_committed(
+    q: jax.Array,  # [batch, n, head, head_dim]
+    prefix: PagedPrefix,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    position_ids: jax.Array | None = None,  # [batch, n] int32, of the queries; needed for a window
+) -> jax.Array:  # [batch, n, head, head_dim]
+    """Compute what `attend` does of queries that see no new keys. With none committed, what comes is finite and means
+    nothing."""
+    _, n, num_heads, head_dim = q.shape
+    num_kv_heads = prefix.pages.k.shape[1]
+    rows = _by_kv_head(q * (scale or head_dim**-0.5), num_kv_heads)
+    positions = None
+    if window:
+        assert position_ids is not None, "a window goes by positions"
+        positions = jnp.tile(position_ids, (1, num_heads // num_kv_heads))
+    out, _ = attend_pages(rows, prefix, positions, v_dim=head_dim, window=window)
+    return _by_head(out.astype(q.dtype), n)
+
+
 def _by_products(
     q: jax.Array,
     k: jax.Array,

@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specserve.kernels.attention import attend
+from specserve.kernels.attention import attend, attend_committed
 from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import as_heads, by_head, rms_norm, split_as_heads
 from specserve.mesh import program_platform
 from specserve.models.config import LayerKind, ModelConfig
-from specserve.models.context import Context, Tables, by_group, join
+from specserve.models.context import Context, Tables, by_group, join, together
 from specserve.models.layers import linear, norm_spec, side_by_side
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
@@ -39,9 +39,9 @@ class Attention:
     sinks: jax.Array | None  # [head]
 
 
-def attention_spec(config: ModelConfig, prefix: str, d_in: int) -> Attention:
-    """The parameters of one attention layer as `ParamSpec`s. `d_in` is the width of the projections' input: d_model in
-    a target, twice that in the first layer of a draft head."""
+def attention_spec(config: ModelConfig, prefix: str, d_in: int, kind: LayerKind = LayerKind()) -> Attention:
+    """The parameters of one attention layer of this kind as `ParamSpec`s. `config` has the kind's sizes. `d_in` is the
+    width of the projections' input: d_model in a target, twice that in the first layer of a draft head."""
     names, has_gate = config.names, config.has_attention_gate
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     head_dim, times = config.head_dim, config.kv_repeats
@@ -60,20 +60,22 @@ def attention_spec(config: ModelConfig, prefix: str, d_in: int) -> Attention:
         k_part = v_part = optional(times > 1, TensorPart(0, stored, stored, stored, head_dim, times))
     gate_part = TensorPart(head_dim, 2 * head_dim, 2 * head_dim, 2 * q_size)
     has_bias, offset, qk_norm = config.qkv_bias, config.norm_offset, config.qk_norm
+    has_keys = kind.kv_from is None
+    has_values = has_keys and not kind.values_are_keys
     q_norm_size, k_norm_size = q_size, kv_size
     if qk_norm == "head":
         q_norm_size = k_norm_size = head_dim
     return Attention(
         q=matrix(f"{q}.weight", d_in, q_size, ("embed", "heads"), part=q_part),
-        k=matrix(f"{k}.weight", d_in, kv_size, ("embed", "kv_heads"), part=k_part),
-        v=matrix(f"{v}.weight", d_in, kv_size, ("embed", "kv_heads"), part=v_part),
+        k=optional(has_keys, matrix(f"{k}.weight", d_in, kv_size, ("embed", "kv_heads"), part=k_part)),
+        v=optional(has_values, matrix(f"{v}.weight", d_in, kv_size, ("embed", "kv_heads"), part=v_part)),
         o=matrix(f"{prefix}.{names.o}.weight", q_size, config.d_model, ("heads", "embed")),
         q_bias=optional(has_bias, vector(f"{q}.bias", q_size, "heads", init="zeros", part=q_part)),
-        k_bias=optional(has_bias, vector(f"{k}.bias", kv_size, "kv_heads", init="zeros", part=k_part)),
-        v_bias=optional(has_bias, vector(f"{v}.bias", kv_size, "kv_heads", init="zeros", part=v_part)),
+        k_bias=optional(has_bias and has_keys, vector(f"{k}.bias", kv_size, "kv_heads", init="zeros", part=k_part)),
+        v_bias=optional(has_bias and has_values, vector(f"{v}.bias", kv_size, "kv_heads", init="zeros", part=v_part)),
         o_bias=optional(config.o_bias, vector(f"{prefix}.{names.o}.bias", config.d_model, init="zeros")),
         q_norm=optional(qk_norm, norm_spec(f"{prefix}.{names.q_norm}", q_norm_size, offset=offset)),
-        k_norm=optional(qk_norm, norm_spec(f"{prefix}.{names.k_norm}", k_norm_size, offset=offset)),
+        k_norm=optional(qk_norm and has_keys, norm_spec(f"{prefix}.{names.k_norm}", k_norm_size, offset=offset)),
         gate=optional(has_gate, matrix(f"{q}.weight", d_in, q_size, ("embed", "heads"), part=gate_part)),
         gate_bias=optional(has_gate and has_bias, vector(f"{q}.bias", q_size, "heads", init="zeros", part=gate_part)),
         sinks=optional(config.has_sinks, vector(f"{prefix}.{names.sinks}", config.num_heads, "heads", init="zeros")),
@@ -82,7 +84,9 @@ def attention_spec(config: ModelConfig, prefix: str, d_in: int) -> Attention:
 
 def fuse_attention(params: Attention) -> Attention:
     """Join the projections of q, k and v into one matrix, and their biases into one vector. It is only for layers that
-    project all three from the same tokens (`project_qkv`)."""
+    project all three from the same tokens (`project_qkv`); those with fewer projections stay as they are."""
+    if params.v is None:
+        return params
     return dataclasses.replace(
         params,
         q=side_by_side(params.q, params.k, params.v),
@@ -102,10 +106,18 @@ def mix(
     seen: PagedPrefix | None,
     context: Context,
     add: jax.Array | None = None,
-) -> tuple[jax.Array, KV]:
+    shared: Any = None,  # the own keys and values of the layer that it shares them with, as that layer returned them
+) -> tuple[jax.Array, KV | None]:
     """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and
     the tokens' own keys and values."""
-    *own, v = _turned_qkv(params, config, kind, x, context)
+    if kind.kv_from is not None and shared is None:  # of another model: committed ones alone
+        assert seen is not None, "a layer without keys of its own needs another's"
+        tables = context.local_rope if kind.is_local else context.rope
+        assert tables is not None, "a local layer without local rotary embeddings"
+        q, scale = project_q(params, config, x, tables), config.attention_scale or None
+        out = attend_committed(q, seen, scale=scale, window=kind.window, position_ids=context.position_ids)
+        return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias, add=add), None
+    *own, v = _turned_qkv(params, config, kind, x, context, shared)
     if seen is not None and x.shape[0] * x.shape[1] >= MANY_ROWS and program_platform() == "gpu":
         # else XLA keeps each layer's product whole, from which it takes the values again when they are written
         v = jax.lax.optimization_barrier(v)
@@ -134,13 +146,16 @@ def mix(
 
 
 def _turned_qkv(
-    params: Attention, config: ModelConfig, kind: LayerKind, x: jax.Array, context: Context
+    params: Attention, config: ModelConfig, kind: LayerKind, x: jax.Array, context: Context, shared: Any = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute queries, keys and values as `project_qkv`, by the rules of this layer and of its family."""
     tables = context.local_rope if kind.is_local else context.rope
     assert tables is not None, "a local layer without local rotary embeddings"
     if not kind.has_rope:  # a turn by no angle
         tables = jnp.ones_like(tables[0]), jnp.zeros_like(tables[1])
+    if kind.kv_from is not None:
+        assert shared is not None, "a layer without keys of its own needs another's"
+        return project_q(params, config, x, tables), *together(context, shared)
     if not config.norms_turned:
         q, k, v = project_qkv(params, config, x, tables)
     else:
@@ -166,13 +181,14 @@ def project_qkv(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # q [batch, n, head, head_dim], k and v [batch, n, kv_head, head_dim]
     if params.k is not None:
         return project_q(params, config, x, rope), *project_kv(params, config, x, rope)
-    return split_as_heads(
+    q, k, v = split_as_heads(
         linear(x, params.q, params.q_bias),
         (config.num_heads, config.num_kv_heads, config.head_dim),
         (params.q_norm, params.k_norm),
         rope,
         **_rules(config),
     )
+    return q, k, _values(config, v)
 
 
 def project_q(
@@ -191,9 +207,16 @@ def project_kv(
     rope: Tables,
 ) -> KV:
     assert params.k is not None, "fused projections come together: use project_qkv"
-    assert params.v is not None
-    k = as_heads(linear(x, params.k, params.k_bias), config.num_kv_heads, params.k_norm, rope, **_rules(config))
-    return k, by_head(linear(x, params.v, params.v_bias), config.num_kv_heads)
+    keys = linear(x, params.k, params.k_bias)
+    values = keys if params.v is None else linear(x, params.v, params.v_bias)
+    k = as_heads(keys, config.num_kv_heads, params.k_norm, rope, **_rules(config))
+    return k, _values(config, by_head(values, config.num_kv_heads))
+
+
+def _values(config: ModelConfig, v: jax.Array) -> jax.Array:  # [batch, n, kv_head, head_dim]
+    if not config.has_value_norm:
+        return v
+    return rms_norm(v, jnp.ones(config.head_dim, jnp.float32), config.norm_eps)
 
 
 def _rules(config: ModelConfig) -> dict[str, Any]:

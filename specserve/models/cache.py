@@ -43,7 +43,7 @@ WindowSizes = tuple[tuple[int, int], ...]
 
 @pytree
 class Cache:
-    layers: tuple[Pages | State, ...]
+    layers: tuple[Pages | State | None, ...]  # None: of a layer that sees another's keys and values
     num_pages: int = static()
     page_size: int = static()
     kept: tuple[State | None, ...] = ()  # recurrent states of prefixes, by layer, leaves [place, ...]; none: not kept
@@ -65,13 +65,16 @@ class Cache:
     ) -> "Cache":
         """Make an empty cache for a target, as `of_layers` does. It has room for `num_kept` states of prefixes."""
 
-        def layer(i: int, pages: int) -> Pages | State:
+        def layer(i: int, pages: int) -> Pages | State | None:
             kind, dtype = config.kind(i), config.cache_dtype or config.dtype
+            if kind.kv_from is not None:
+                return None
             if kind.mixer == "latent":
                 assert config.latent is not None
                 return Pages.zeros(pages, page_size, 1, config.latent.cache_dim, dtype, has_values=False)
             if kind.mixer == "attention":
-                return Pages.zeros(pages, page_size, config.num_kv_heads, config.head_dim, dtype)
+                own = config.of(kind)
+                return Pages.zeros(pages, page_size, own.num_kv_heads, own.head_dim, dtype)
             return recurrent.init_state(config, kind, num_slots)
 
         def kept(i: int) -> State | None:
@@ -79,14 +82,15 @@ class Cache:
             return None if kind.mixer in ("latent", "attention") else recurrent.init_state(config, kind, num_kept)
 
         layers = range(config.num_layers)
-        seen, sizes = [config.kind(i).window for i in layers], {"num_pages": num_pages, "page_size": page_size}
+        kinds, sizes = [config.kind(i) for i in layers], {"num_pages": num_pages, "page_size": page_size}
+        seen = [kind.window if kind.kv_from is None else 0 for kind in kinds]
         cache = cls.of_layers(layer, seen, **sizes, windows=windows, num_ranks=num_ranks)
         return dataclasses.replace(cache, kept=tuple(map(kept, layers)) if num_kept else ())
 
     @classmethod
     def of_layers(
         cls,
-        make: Callable[[int, int], Pages | State],
+        make: Callable[[int, int], Pages | State | None],
         seen: Sequence[int],
         *,
         num_pages: int,
@@ -114,6 +118,7 @@ class Cache:
         layer = self.layers[i]
         if isinstance(layer, Pages):
             return self.attended(i, prefix)
+        assert layer is not None, "a layer without entries sees those of another"
         return _rows(layer, prefix.slots)
 
     def attended(self, i: int, prefix: Prefix) -> PagedPrefix:
@@ -165,16 +170,16 @@ class Cache:
                 written = write_pages(layers, [new[i] for i in paged], own, offset, path)
                 done.update(zip(paged, written, strict=True))
         for i, layer in enumerate(self.layers):
-            if not isinstance(layer, Pages):
+            if not isinstance(layer, Pages | None):
                 done[i] = advance(layer, new[i])
-        return dataclasses.replace(self, layers=tuple(done[i] for i in range(len(self.layers))))
+        return dataclasses.replace(self, layers=tuple(map(done.get, range(len(self.layers)))))
 
     def reset(self, slot: jax.Array, place: jax.Array | None = None) -> "Cache":
         """Prepare a slot ([] int32) for a new sequence: its recurrent states become zero, or those that are kept at a
         place ([] int32) of at least 0. Pages are left as they are."""
 
-        def clear(layer: Pages | State, kept: State | None) -> Pages | State:
-            if isinstance(layer, Pages):
+        def clear(layer: Pages | State | None, kept: State | None) -> Pages | State | None:
+            if isinstance(layer, Pages | None):
                 return layer
             if kept is None:
                 return jax.tree.map(lambda x: x.at[slot].set(0), layer)
@@ -186,7 +191,7 @@ class Cache:
     def keep(self, slot: jax.Array, place: jax.Array) -> "Cache":
         """Copy the recurrent states of a slot to a place, both [] int32."""
 
-        def copy(layer: Pages | State, kept: State | None) -> State | None:
+        def copy(layer: Pages | State | None, kept: State | None) -> State | None:
             return None if kept is None else jax.tree.map(lambda x, own: own.at[place].set(x[slot]), layer, kept)
 
         return dataclasses.replace(self, kept=tuple(map(copy, self.layers, self.kept)))

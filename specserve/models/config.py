@@ -25,6 +25,11 @@ class LayerKind:
     has_growth: bool = False  # its queries grow with their position (`query_growth`)
     has_experts: bool = False
     slope_scale: float = 1.0  # lightning: of the rates at which its heads forget
+    head_dim: int = 0  # this and the next two are the model's unless given (`ModelConfig.of`)
+    num_kv_heads: int = 0
+    d_ff: int = 0
+    values_are_keys: bool = False  # one projection gives both: keys are normed and turned, values are not
+    kv_from: int | None = None  # the earlier layer whose keys and values it sees; None: it has its own
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Experts:
     scales_input: bool = False  # the weight is of what the one chosen expert takes, and not of what it gives
     shared_d_ff: int = 0  # of the expert that every token passes; 0: none
     has_shared_gate: bool = False
+    has_norms: bool = False  # router, experts and shared expert each norm their own input (`moe.MoeNorms`)
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,7 @@ class ModelConfig:
     qk_norm: Literal["", "head", "all"] = ""  # over each head, or over all heads together
     norms_turned: bool = False  # `qk_norm` is of heads that position has turned
     has_unit_norms: bool = False  # of heads that position has turned, without weights
+    has_value_norm: bool = False  # of each head's values, without weights
     # queries at position p are multiplied by 1 + growth * log(1 + (p + shift) // span)
     query_growth: float = 0.0
     query_span: int = 0
@@ -164,6 +171,9 @@ class ModelConfig:
     out_norms: bool = False  # on what attention and the MLP add to the residual
     is_parallel: bool = False  # the MLP takes what attention takes, and not what it gives
     residual_scale: float = 1.0  # of what they add
+    layer_input_dim: int = 0  # of the input that each layer has beside the residual stream (`layer_inputs`); 0: none
+    layer_input_vocab: int = 0  # tokens that these inputs know
+    has_layer_scale: bool = False  # a number by which each layer's output is multiplied
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     tie_embeddings: bool = False
@@ -179,6 +189,16 @@ class ModelConfig:
         if not self.layers:
             return LayerKind()
         return self.layers[i]
+
+    def of(self, kind: LayerKind) -> "ModelConfig":
+        """The config with the sizes of the layers of this kind."""
+        own = {name: getattr(kind, name) for name in ("head_dim", "num_kv_heads", "d_ff") if getattr(kind, name)}
+        return dataclasses.replace(self, **own) if own else self
+
+    @property
+    def shared_layers(self) -> frozenset[int]:
+        """The layers whose keys and values later ones see too."""
+        return frozenset(kind.kv_from for kind in self.layers if kind.kv_from is not None)
 
     @property
     def is_recurrent(self) -> bool:

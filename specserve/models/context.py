@@ -74,6 +74,13 @@ def by_group(
     return side_by_side([out for out, _ in found]), tuple(left for _, left in found)
 
 
+def together(context: Context, left: Any) -> Any:
+    """Return what the groups left by `by_group`, side by side again."""
+    if not context.groups:
+        return left
+    return jax.tree.map(lambda *parts: side_by_side(parts), *left)
+
+
 def join(earlier: Any, own: Any) -> Any:
     """Return what all new tokens leave, [batch, m, ...], where those that run now leave `own`, [batch, n, ...]."""
     if earlier is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specserve.errors import ConfigError
-from specserve.models import families_dense, families_latent, families_sparse
+from specserve.models import families_dense, families_gemma4, families_latent, families_sparse
 from specserve.models.config import ModelConfig
 from specserve.models.family_keys import Flags, Keys
 
@@ -92,6 +92,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131_072,
         "sliding_window": 4096,
     },
+    "gemma4_text": families_gemma4.DEFAULTS,
+    "gemma4_unified_text": families_gemma4.DEFAULTS | {"max_position_embeddings": 262_144, "sliding_window": 1024},
     "glm": {"rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5},
     "glm4": {"rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5},
     "mixtral": {"rope_theta": 1e6, "rms_norm_eps": 1e-5},
@@ -129,6 +131,8 @@ FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "ministral3": families_dense.ministral3,
     "gemma2": families_dense.gemma2,
     "gemma3_text": families_dense.gemma3,
+    "gemma4_text": families_gemma4.gemma4,
+    "gemma4_unified_text": families_gemma4.unified,
     "glm": families_dense.glm,
     "glm4": families_dense.glm4,
     "mixtral": families_sparse.mixtral,

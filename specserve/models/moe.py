@@ -21,15 +21,26 @@ from specserve.kernels.matmul import (
     matmul_by_expert,
     matmul_float32,
 )
-from specserve.kernels.rowwise import Activation, gated
+from specserve.kernels.rowwise import Activation, gated, rms_norm
 from specserve.mesh import is_on_one_device, program_platform
 from specserve.models.config import Experts, ModelConfig
 from specserve.models.expert_parts import in_parts
-from specserve.models.layers import Mlp, linear, mlp, mlp_spec
+from specserve.models.layers import Mlp, linear, mlp, mlp_spec, norm_spec
 from specserve.models.params import ParamSpec, TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
 
 ALL_EXPERTS_TOKENS = 128  # on accelerators without a kernel: up to so many tokens every expert computes all of them
+
+
+@pytree
+class MoeNorms:
+    """The norms of a mixture that takes the residual stream itself (Gemma 4)."""
+
+    router: jax.Array  # [d_model], of the router's input, which is divided by sqrt(d_model) besides
+    taken: jax.Array  # [d_model], of the experts' input
+    given: jax.Array  # [d_model], of the sum of the experts
+    shared_taken: jax.Array  # [d_model]
+    shared_given: jax.Array  # [d_model]
 
 
 @pytree
@@ -45,12 +56,15 @@ class Moe:
     down_bias: jax.Array | None  # [expert, d_model]
     shared: Mlp | None
     shared_gate: Weight | None  # [d_model, 1]
+    expert_scale: jax.Array | None = None  # [expert], of the weights of those that were chosen
+    norms: MoeNorms | None = None
 
 
 def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
     experts, names = config.experts, config.names
     assert experts is not None, "a layer with experts needs a config with experts"
-    prefix, n, d_model, d_ff = f"{prefix_of_layer}.{names.experts}", experts.num_experts, config.d_model, experts.d_ff
+    n, d_model, d_ff = experts.num_experts, config.d_model, experts.d_ff
+    prefix = f"{prefix_of_layer}.{names.experts}".removesuffix(".")
     is_stacked = "{e}" not in names.expert_down  # as GPT-OSS: [expert, in, out], gate and up in alternate columns
     gate, up, down = names.expert_gate, names.expert_up, names.expert_down
     parts = (None, None)
@@ -91,7 +105,18 @@ def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
         down_bias=bias(down, d_model, None),
         shared=optional(experts.shared_d_ff, mlp_spec(config, shared, d_ff=experts.shared_d_ff)),
         shared_gate=optional(experts.has_shared_gate, matrix(f"{shared}_gate.weight", d_model, 1, ("embed", None))),
+        expert_scale=optional(experts.has_norms, vector(f"{prefix}.router.per_expert_scale", n)),
+        norms=optional(experts.has_norms, _norms_spec(config, prefix)),
     )
+
+
+def _norms_spec(config: ModelConfig, prefix: str) -> MoeNorms:
+    names = config.names.mlp_norm, config.names.mlp_out_norm
+    shared_taken, given, taken, shared_given = (
+        norm_spec(f"{prefix}.{name}", config.d_model)
+        for name in (names[0], f"{names[1]}_2", f"{names[0]}_2", f"{names[1]}_1")
+    )
+    return MoeNorms(vector(f"{prefix}.router.scale", config.d_model), taken, given, shared_taken, shared_given)
 
 
 def moe(
@@ -105,10 +130,16 @@ def moe(
     experts = config.experts
     assert experts is not None
 
+    def normed(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+        return x if weight is None else rms_norm(x, weight, config.norm_eps)
+
     def choose(params: Moe, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if params.norms:
+            rows = normed(rows, params.norms.router) * config.d_model**-0.5
         return route(params, config, rows)
 
     def compute(params: Moe, rows: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
+        rows = normed(rows, params.norms and params.norms.taken)
         if experts.scales_input:  # a weight of 0, for another device's expert, stays so
             rows, weights = rows * weights.astype(rows.dtype), (weights > 0).astype(weights.dtype)
         chosen = form or best_form(params, experts, len(rows))
@@ -116,9 +147,11 @@ def moe(
 
     tokens = x.reshape(len(x), -1, x.shape[-1])
     y = in_parts(choose, compute, _without_shared(moe_spec(config, "")), _without_shared(params), tokens)
-    y = y.reshape(x.shape)
+    norms = params.norms
+    y = normed(y.reshape(x.shape), norms and norms.given)
     if params.shared is not None:
-        shared = mlp(params.shared, x, config.activation)
+        shared = mlp(params.shared, normed(x, norms and norms.shared_taken), config.activation)
+        shared = normed(shared, norms and norms.shared_given)
         y = y + (shared if params.shared_gate is None else shared * jax.nn.sigmoid(linear(x, params.shared_gate)))
     return y
 
@@ -153,6 +186,8 @@ def route(
     # the softmax of the chosen logits (Mixtral, arXiv 2401.04088, section 2.1) is the softmax of all, renormalised
     if experts.renormalize or experts.scoring == "softmax_of_top":
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    if params.expert_scale is not None:
+        weights = weights * params.expert_scale.astype(jnp.float32)[expert_ids]
     return expert_ids, weights * experts.scale
 
 

@@ -123,6 +123,7 @@ def is_spec(node: Any) -> bool:
 
 # Names of fields. Other parameters are vectors, looked up, or taken apart before they are multiplied by.
 PRODUCTS = frozenset(("q", "k", "v", "o", "gate", "up", "down", "head", "fc", "q_down", "q_nope", "q_rope", "kv_down"))
+PRODUCTS |= {"inputs"}  # of all layers (`layer_inputs`)
 # Rows are multiplied by these too, but they are small or cut up by head, so quantisation leaves them alone.
 SMALL_PRODUCTS = frozenset(("router", "shared_gate", "beta", "decay", "k_up", "v_up"))
 

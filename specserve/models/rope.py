@@ -12,9 +12,9 @@ import numpy as np
 from specserve.errors import ConfigError
 from specserve.kernels.rowwise import cos_sin
 
-Kind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+Kind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
 _LARGEST = 1e30  # far above every base and every stretch
-KINDS: tuple[Kind, ...] = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+KINDS: tuple[Kind, ...] = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Rope:
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_max_len: int = 8192  # all but default and linear
+    original_max_len: int = 8192  # all but default, linear and proportional
+    share: float = 1.0  # proportional: of the pairs of channels that turn, at the angles of all; the others stay
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
@@ -49,7 +50,7 @@ class Rope:
 def plain_rope(rope: Rope) -> Rope:
     """The rotary embedding that a fresh draft head begins with: all channels of its heads turn, the first half against
     the second, whatever the target does."""
-    if rope.kind == "longrope":  # its factors are those of the target's channels
+    if rope.kind in ("longrope", "proportional"):  # their factors are those of the target's channels
         return Rope(rope.theta)
     return dataclasses.replace(rope, rotary_dim=0, is_interleaved=False)
 
@@ -63,8 +64,10 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:  # [rotary_dim // 2] f
         stretch = rope.factor * rope.length / rope.original_max_len - (rope.factor - 1)
         theta *= stretch ** (dim / (dim - 2))
     plain = theta**-exponents
-    if rope.kind == "linear":
+    if rope.kind in ("linear", "proportional"):
         plain = plain / rope.factor
+        if rope.kind == "proportional":
+            plain[int(rope.share * dim // 2) :] = 0.0
     elif rope.kind == "llama3":
         wavelength = 2 * math.pi / plain
         span = rope.high_freq_factor - rope.low_freq_factor
@@ -126,6 +129,8 @@ def _read(raw: Mapping[str, Any], where: str, head_dim: int) -> Rope:
     theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10_000.0)))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     share = float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)))
+    if kind == "proportional":
+        return Rope(theta, kind, float(scaling.get("factor", 1.0)), share=_share(share))
     rotary_dim = int(raw.get("rotary_dim") or head_dim * share)
     if head_dim and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
         raise ConfigError(f"{where}: {rotary_dim} of {head_dim} channels turn; expected an even number of them")
@@ -140,6 +145,12 @@ def _read(raw: Mapping[str, Any], where: str, head_dim: int) -> Rope:
         return _scaled(base, kind, scaling, raw)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: rope of type {kind!r} lacks or misstates {error}") from None
+
+
+def _share(share: float) -> float:
+    if not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor {share:g}")
+    return share
 
 
 def _scaled(base: Rope, kind: Kind, scaling: Mapping[str, Any], raw: Mapping[str, Any]) -> Rope:
@@ -195,7 +206,9 @@ def rope_to_hf(rope: Rope) -> dict[str, Any]:
     if rope.kind == "default":
         return {}
     out: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.kind != "linear":
+    if rope.kind == "proportional":
+        out["partial_rotary_factor"] = rope.share
+    elif rope.kind != "linear":
         out["original_max_position_embeddings"] = rope.original_max_len
     if rope.kind == "llama3":
         out |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}

@@ -38,7 +38,8 @@ def place_target(config: ModelConfig, spec: TargetParams, mesh: Mesh) -> TargetP
     sizes = _sizes(config)
     check_divides(mesh, sizes)
     heads = math.gcd(*(size.number for size in sizes if size.axis == "heads"))
-    return shardings(spec, mesh, {"heads": heads, "kv_heads": config.num_kv_heads})
+    kv_heads = math.gcd(*(config.of(config.kind(i)).num_kv_heads for i in range(config.num_layers)))
+    return shardings(spec, mesh, {"heads": heads, "kv_heads": kv_heads})
 
 
 def spread_kv_heads(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> ModelConfig:
@@ -48,7 +49,9 @@ def spread_kv_heads(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> Mo
     devices, heads = num_parts(mesh, "kv_heads"), config.num_kv_heads
     has_attention = any(config.kind(i).mixer == "attention" for i in range(config.num_layers))
     divides = devices > heads and devices % heads == 0 and config.num_heads % devices == 0
-    if not (has_attention and divides) or config.qk_norm == "all":  # with a weight for each channel of each head
+    differ = any(kind.num_kv_heads for kind in config.layers)
+    # `all` has a weight for each channel of each head
+    if not (has_attention and divides) or config.qk_norm == "all" or differ:
         return config
     return dataclasses.replace(config, num_kv_heads=devices, kv_repeats=devices // heads)
 
@@ -64,7 +67,9 @@ def place_cache(cache: Any, mesh: Mesh) -> Any:
     if isinstance(cache, PageRows):
         return of_page(cache)
 
-    def place(layer: Pages | State) -> Pages | State:
+    def place(layer: Pages | State | None) -> Pages | State | None:
+        if layer is None:
+            return None
         if isinstance(layer, Pages):
             return of_page(layer, "kv_heads")
         conv = tuple(fitting(mesh, (None, None, "heads"), x.shape) for x in layer.conv)

@@ -16,14 +16,22 @@ import numpy as np
 from specserve.kernels.matmul import BlockedMatrix, PackedMatrix, Weight, dequantize, matmul_float32
 from specserve.kernels.rowwise import rms_norm
 from specserve.models import attention, latent, recurrent
-from specserve.models.attention import Attention, attention_spec, fuse_attention
+from specserve.models.attention import KV, Attention, attention_spec, fuse_attention
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context, Mask, apart, joined, side_by_side
 from specserve.models.latent import LatentAttention, latent_spec
+from specserve.models.layer_inputs import (
+    LayerInput,
+    LayerInputs,
+    layer_input_spec,
+    layer_inputs,
+    layer_inputs_spec,
+    with_input,
+)
 from specserve.models.layers import Mlp, fuse_mlp, mlp, mlp_spec, norm_spec
 from specserve.models.moe import Moe, moe, moe_spec
-from specserve.models.params import embedding_table, matrix, optional
+from specserve.models.params import embedding_table, matrix, optional, vector
 from specserve.models.recurrent import DeltaNet, LightningAttention
 from specserve.models.rope import rope_tables
 from specserve.models.stacked import Stack, each_layer
@@ -40,6 +48,8 @@ class Layer:
     mlp_norm: jax.Array | None  # [d_model]
     mlp: Mlp | Moe
     mlp_out_norm: jax.Array | None  # [d_model]
+    own_input: LayerInput | None = None
+    scale: jax.Array | None = None  # [1], of the layer's output
 
 
 @pytree
@@ -48,13 +58,15 @@ class TargetParams:
     layers: tuple[Layer | Stack, ...]  # stacks where only rows are run over (`stacked.stack_layers`)
     norm: jax.Array  # [d_model]
     head: Weight | None  # [d_model, vocab]; None: the embedding is used (tied)
+    layer_inputs: LayerInputs | None = None
 
 
 @pytree
 class TargetOutput:
     hidden_states: jax.Array  # [batch, n, d_model], after the final norm
     aux_hidden_states: jax.Array | None  # [batch, n, taps * d_model], the tapped layers' outputs side by side
-    new: tuple[Any, ...]  # the entries of this call's tokens for the cache, layer by layer; none of stacks
+    # the entries of this call's tokens for the cache, layer by layer, None of those that see another's; none of stacks
+    new: tuple[Any, ...]
 
 
 def target_spec(config: ModelConfig) -> TargetParams:
@@ -68,12 +80,14 @@ def target_spec(config: ModelConfig) -> TargetParams:
             not config.tie_embeddings,
             matrix("lm_head.weight", config.d_model, config.vocab_size, ("embed", "vocab")),
         ),
+        layer_inputs=optional(config.layer_input_dim, layer_inputs_spec(config)),
     )
 
 
 def layer_spec(config: ModelConfig, i: int) -> Layer:
     names, kind = config.names, config.kind(i)
-    prefix = names.layer.format(i=i)
+    prefix, config = names.layer.format(i=i), config.of(kind)
+    norms_itself = kind.has_experts and config.experts is not None and config.experts.has_norms
 
     def norm(name: str) -> Any:
         return norm_spec(f"{prefix}.{name}", config.d_model, offset=config.norm_offset)
@@ -82,11 +96,13 @@ def layer_spec(config: ModelConfig, i: int) -> Layer:
         attention_norm=optional(config.in_norms, norm(names.attention_norm)),
         attention=_mixer_spec(config, kind, prefix),
         attention_out_norm=optional(config.out_norms, norm(names.attention_out_norm)),
-        mlp_norm=optional(config.in_norms and not config.is_parallel, norm(names.mlp_norm)),
+        mlp_norm=optional(config.in_norms and not config.is_parallel and not norms_itself, norm(names.mlp_norm)),
         mlp=moe_spec(config, prefix)
         if kind.has_experts
         else mlp_spec(config, f"{prefix}.{names.mlp}", fused=names.gate_up, has_bias=config.mlp_bias),
         mlp_out_norm=optional(config.out_norms, norm(names.mlp_out_norm)),
+        own_input=optional(config.layer_input_dim, layer_input_spec(config, prefix)),
+        scale=optional(config.has_layer_scale, vector(f"{prefix}.layer_scalar", 1)),
     )
 
 
@@ -95,7 +111,7 @@ def _mixer_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mixer:
         return recurrent.spec(config, kind, f"{prefix}.{config.names.linear_attention}")
     if kind.mixer == "latent":
         return latent_spec(config, f"{prefix}.{config.names.attention}", config.d_model)
-    return attention_spec(config, f"{prefix}.{config.names.attention}", config.d_model)
+    return attention_spec(config, f"{prefix}.{config.names.attention}", config.d_model, kind)
 
 
 @dataclass(frozen=True)
@@ -143,21 +159,31 @@ def forward_groups(
     assert len(groups) == 1 or not any(group.earlier for group in groups), "a group that goes on runs alone"
     assert all((cache is None) == (group.prefix is None) for group in groups), "cache and prefix come together"
     shapes = [group.token_ids.shape for group in groups]
-    x = embed(params.embedding, config, side_by_side([group.token_ids for group in groups]))
+    token_ids = side_by_side([group.token_ids for group in groups])
+    x = embed(params.embedding, config, token_ids)
+    inputs = layer_inputs(params.layer_inputs, config, token_ids, x)
     context = joined([make_context(config, group.position_ids, group.mask, group.earlier) for group in groups])
     taps: dict[int, jax.Array] = {}
+    shared: dict[int, Any] = {}  # keys and values of layers that later ones see too
     new, i = list[Any](), 0  # by layer, then by group
     for part in params.layers:
         if isinstance(part, Stack) and cache is None:
-            x, found = _run_stack(part, config, i, x, context, aux_layers)
+            x, found = _run_stack(part, config, i, x, context, aux_layers, inputs, shared)
             taps |= found
             i += part.num_layers
             continue
         for layer in each_layer((part,)):
-            seen = [cache.layer(i, group.prefix) if cache and group.prefix else None for group in groups]
+            kind = config.kind(i)
+            of = i if kind.kv_from is None else kind.kv_from
+            seen = [cache.layer(of, group.prefix) if cache and group.prefix else None for group in groups]
             if groups[0].earlier is not None:
-                context = dataclasses.replace(context, earlier=groups[0].earlier[i])
-            x, left = run_layer(layer, config, config.kind(i), x, seen if len(groups) > 1 else seen[0], context)
+                context = dataclasses.replace(context, earlier=groups[0].earlier[of])
+            at = seen if len(groups) > 1 else seen[0]
+            x, left = run_layer(layer, config, kind, x, at, context, inputs[i], shared.get(of))
+            if i in config.shared_layers:
+                shared[i] = left
+            if kind.kv_from is not None:
+                left = (None,) * len(groups) if len(groups) > 1 else None
             new.append(left if len(groups) > 1 else (left,))
             if i in aux_layers:
                 taps[i] = x
@@ -175,29 +201,48 @@ def forward_groups(
 
 
 def _run_stack(
-    stack: Stack, config: ModelConfig, first: int, x: jax.Array, context: Context, aux_layers: tuple[int, ...]
+    stack: Stack,
+    config: ModelConfig,
+    first: int,
+    x: jax.Array,
+    context: Context,
+    aux_layers: tuple[int, ...],
+    inputs: list[jax.Array | None],
+    shared: dict[int, Any],
 ) -> tuple[jax.Array, dict[int, jax.Array]]:  # [batch, n, d_model], and of the stack's own taps the same
     """Loop over the turns of a stack whose first layer has this number. A layer that may be a tap writes its output to
     the tap's slot, or to the last one, which is for no tap: so no output of another layer stays, and there is no
-    branch."""
+    branch. Keys and values that later layers see go to `shared`. They are those of the last layer of its kind, and so
+    of the last turn."""
     taps = [i for i in dict.fromkeys(aux_layers) if first <= i < first + stack.num_layers]
     period, slots = len(stack.layers), np.full(stack.num_layers, len(taps), np.int32)
     slots[[i - first for i in taps]] = np.arange(len(taps))
     tapped = {(i - first) % period for i in taps}
     rates = [np.float32(config.kind(first + i).slope_scale) for i in range(stack.num_layers)]
+    starts = range(first, first + stack.num_layers, period)  # of the turns
+    kept = {i - starts[-1]: i for i in config.shared_layers if starts[-1] <= i < starts[-1] + period}
 
-    def turn(carry: tuple[jax.Array, jax.Array], own: tuple[Any, ...]) -> tuple[Any, None]:
-        x, found = carry
-        for place, (layer, slot, rate) in enumerate(zip(*own, strict=True)):
+    def turn(carry: tuple[Any, ...], own: tuple[Any, ...]) -> tuple[Any, None]:
+        x, found, left = carry
+        for place, (layer, slot, rate, given) in enumerate(zip(*own, strict=True)):
             kind: Any = dataclasses.replace(config.kind(first + place), slope_scale=rate)
-            x, _ = run_layer(layer, config, kind, x, None, context)
+            x, own_left = run_layer(layer, config, kind, x, None, context, given, shared.get(kind.kv_from))
+            if place in kept:
+                left = left | {place: own_left}
             if place in tapped:
                 found = jax.lax.dynamic_update_index_in_dim(found, x, slot, 0)
-        return (x, found), None
+        return (x, found, left), None
 
-    begin = x, jnp.zeros((len(taps) + 1 if taps else 0, *x.shape), x.dtype)
-    of_turns = (stack.layers, slots.reshape(-1, period), np.reshape(rates, (-1, period)))
-    (x, found), _ = jax.lax.scan(turn, begin, of_turns)
+    def no_keys(place: int) -> KV:
+        own = config.of(config.kind(first + place))
+        zeros = jnp.zeros((*x.shape[:2], own.num_kv_heads, own.head_dim), x.dtype)
+        return zeros, zeros
+
+    begin = x, jnp.zeros((len(taps) + 1 if taps else 0, *x.shape), x.dtype), {place: no_keys(place) for place in kept}
+    by_turn = jax.tree.map(lambda *turns: jnp.stack(turns), *(inputs[at : at + period] for at in starts))
+    of_turns = (stack.layers, slots.reshape(-1, period), np.reshape(rates, (-1, period)), by_turn)
+    (x, found, left), _ = jax.lax.scan(turn, begin, of_turns)
+    shared |= {kept[place]: own for place, own in left.items()}
     return x, {i: found[slot] for slot, i in enumerate(taps)}
 
 
@@ -238,8 +283,11 @@ def run_layer(
     x: jax.Array,  # [batch, n, d_model]
     seen: Any,
     context: Context,
+    given: jax.Array | None = None,  # [batch, n, layer_input_dim], of `layer_inputs`
+    shared: Any = None,  # the new keys and values of the layer that `kind.kv_from` names
 ) -> tuple[jax.Array, Any]:
     """Compute one layer's output, and what its tokens would leave in the cache."""
+    config = config.of(kind)
 
     def scaled(x: jax.Array) -> jax.Array:
         return x if config.residual_scale == 1.0 else x * jnp.asarray(config.residual_scale, x.dtype)
@@ -248,16 +296,18 @@ def run_layer(
     adds_itself = not config.out_norms and config.residual_scale == 1.0
     add = x if adds_itself else None
     taken = normed(config, x, params.attention_norm)
-    out, left = _mix(params.attention, config, kind, taken, seen, context, add)
+    out, left = _mix(params.attention, config, kind, taken, seen, context, add, shared)
     x = out if add is not None else x + scaled(normed(config, out, params.attention_out_norm))
     if not config.is_parallel:
         taken = normed(config, x, params.mlp_norm)
     block = params.mlp
-    if isinstance(block, Moe):
-        return x + scaled(normed(config, moe(block, config, taken), params.mlp_out_norm)), left
-    add = x if adds_itself else None
-    out = mlp(block, taken, config.activation, add=add)
-    return out if add is not None else x + scaled(normed(config, out, params.mlp_out_norm)), left
+    add = x if adds_itself and not isinstance(block, Moe) else None
+    out = moe(block, config, taken) if isinstance(block, Moe) else mlp(block, taken, config.activation, add=add)
+    x = out if add is not None else x + scaled(normed(config, out, params.mlp_out_norm))
+    if params.own_input is not None:
+        assert given is not None
+        x = with_input(params.own_input, config, x, given)
+    return x if params.scale is None else x * params.scale.astype(x.dtype), left
 
 
 def _mix(
@@ -268,9 +318,10 @@ def _mix(
     seen: Any,
     context: Context,
     add: jax.Array | None,
+    shared: Any,
 ) -> tuple[jax.Array, Any]:
     if isinstance(params, Attention):
-        return attention.mix(params, config, kind, x, seen, context, add)
+        return attention.mix(params, config, kind, x, seen, context, add, shared)
     if isinstance(params, LatentAttention):
         return latent.mix(params, config, x, seen, context, add)
     out, left = recurrent.mix(params, config, kind, x, seen, context)
@@ -290,6 +341,11 @@ def logits_of(params: TargetParams, config: ModelConfig, hidden_states: jax.Arra
 def _scaled(config: ModelConfig, logits: jax.Array) -> jax.Array:
     if config.logit_scale != 1.0:
         logits = logits * config.logit_scale
+    return capped(config, logits)
+
+
+def capped(config: ModelConfig, logits: jax.Array) -> jax.Array:  # [..., vocab]
+    """Return the logits within the config's cap, if it has one."""
     return config.logit_softcap * jnp.tanh(logits / config.logit_softcap) if config.logit_softcap else logits
 
 
@@ -329,4 +385,4 @@ def fuse_for_cpu(params: TargetParams) -> TargetParams:
     head = params.head
     if head is None:
         head = jax.device_put(np.asarray(params.embedding).T)
-    return TargetParams(params.embedding, tuple(fuse(layer) for layer in params.layers), params.norm, head)
+    return dataclasses.replace(params, layers=tuple(fuse(layer) for layer in params.layers), head=head)

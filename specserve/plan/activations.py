@@ -4,6 +4,7 @@ once. What XLA takes for a CPU is within 40% of it."""
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -60,7 +61,8 @@ class Activations:
         rest = dataclasses.replace(spec, layers=())
         size += gathered_bytes(rest, target.dtype, lambda mesh: place_target(target, rest, mesh), self.mesh)
         if self.shape.has_layers:
-            alone = [dataclasses.replace(spec, embedding=None, norm=None, head=None, layers=(i,)) for i in spec.layers]
+            others: Any = dict.fromkeys(("embedding", "norm", "head", "layer_inputs"))
+            alone = [dataclasses.replace(spec, **others, layers=(i,)) for i in spec.layers]
             size += max(
                 gathered_bytes(one, target.dtype, lambda mesh, one=one: place_target(target, one, mesh), self.mesh)
                 for one in alone

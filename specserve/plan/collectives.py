@@ -94,9 +94,11 @@ def gathered_bytes(spec: Any, dtype: str, place: Callable[[Mesh], Any], mesh: Me
 
 
 def multiplied_by(target: ModelConfig) -> TargetParams:
-    """Return the spec of a target without an embedding of which rows are only looked up: these are sent, not all."""
-    spec = target_spec(target)
-    return spec if spec.head is None else dataclasses.replace(spec, embedding=None)  # type: ignore[arg-type]
+    """Return the spec of a target without embeddings of which rows are only looked up: these are sent, not all."""
+    spec: Any = target_spec(target)
+    if spec.layer_inputs is not None:
+        spec = dataclasses.replace(spec, layer_inputs=dataclasses.replace(spec.layer_inputs, table=None))
+    return spec if spec.head is None else dataclasses.replace(spec, embedding=None)
 
 
 def _gathers(shape: StepShape, mesh: Mesh) -> list[Collective]:
@@ -154,10 +156,11 @@ def _layers(target: ModelConfig, mesh: Mesh, positions: int) -> list[Collective]
 
 def _kv_dim(target: ModelConfig, i: int, mesh: Mesh) -> int:
     """Return how many numbers a device has in a layer for a position's keys and values, which are those of its own
-    heads. Latents are expanded. A recurrent layer takes the whole input."""
-    mixer = target.kind(i).mixer
+    heads, and none in a layer that sees another's. Latents are expanded. A recurrent layer takes the whole input."""
+    kind = target.kind(i)
+    mixer, own = kind.mixer, target.of(kind)
     if mixer == "latent" and (latent := target.latent):
         return on_each_device(mesh, "heads", target.num_heads) * (latent.nope_dim + latent.rope_dim + latent.v_dim)
     if mixer != "attention":
         return target.d_model
-    return 2 * on_each_device(mesh, "kv_heads", target.num_kv_heads) * target.head_dim
+    return 0 if kind.kv_from is not None else 2 * on_each_device(mesh, "kv_heads", own.num_kv_heads) * own.head_dim

@@ -142,9 +142,9 @@ class Replica:
 
 
 def _without_lookups(held: tuple[Held, ...]) -> tuple[Held, ...]:
-    """Leave out an embedding that is no output head, and is only looked up."""
-    is_tied = all(each.field != "head" for each in held)
-    return tuple(each for each in held if is_tied or each.field != "embedding")
+    """Leave out embeddings, which are looked up, but for one that is the output head too."""
+    head = "head" if any(each.field == "head" for each in held) else "embedding"
+    return tuple(each for each in held if each.spec.init != "embedding" or each.field == head)
 
 
 def _multiplied(held: tuple[Held, ...]) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from specserve.models.cache import WindowSizes
+from specserve.models.cache import Cache, WindowSizes
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree
@@ -53,6 +53,7 @@ class SlotView:
     root_ids: jax.Array  # [batch] int32, the last emitted token, which the target has not consumed yet
     history: jax.Array  # [batch, max_pages * page_size] int32, the sequence up to the root
     rows: SamplerRows  # [batch]
+    cache: Cache | None = None  # the target's, of all sequences, as the step found it
 
 
 @pytree

@@ -244,6 +244,7 @@ def gather(state: SlotState, slots: jax.Array, width: int) -> Now:
         root_ids=state.history.at[slots, seq_lens].get(mode="clip"),
         history=take_rows(state.history, slots),
         rows=take_rows(state.rows, slots),
+        cache=state.cache,
     )
     return Now(view, take_rows(state.tokens, slots))
 

@@ -308,6 +308,14 @@ def test_experts_in_one_tensor_are_those_one_by_one(
     [
         ("gemma3", "gemma3", "", "language_model.", "vision_tower.encoder.weight"),
         ("gemma3", "gemma3", "model.", "model.language_model.", "vision_tower.encoder.weight"),
+        ("gemma4", "gemma4", "model.", "model.language_model.", "model.embed_audio.embedding_projection.weight"),
+        (
+            "gemma4-unified-untied",
+            "gemma4_unified",
+            "model.",
+            "model.language_model.",
+            "model.vision_embedder.norm",
+        ),
         ("kimi-k2", "kimi_k25", "", "language_model.", "mm_projector.proj.0.weight"),
         ("mistral", "mistral3", "", "language_model.", "multi_modal_projector.linear_1.weight"),
         ("qwen3-vl-tied", "qwen3_vl", "model.", "model.language_model.", "model.visual.pos_embed.weight"),
@@ -335,6 +343,21 @@ def test_the_text_model_of_a_multimodal_one_is_loaded(
     assert "1 (of a model that also sees or hears" in caplog.text
     for one, other in zip(jax.tree.leaves(alone.params), jax.tree.leaves(within.params), strict=True):
         _assert_same_bits(one, other)
+
+
+def test_keys_that_no_layer_reads_are_left_out(
+    tmp_path: Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last layers of Gemma 4 E2B see those of earlier ones, and its checkpoint has some for them all the same."""
+    _, tensors = _write_family(tmp_path, "gemma4", rng)
+    unread = {f"model.layers.3.self_attn.{name}.weight": np.zeros(1, np.float32) for name in ("k_proj", "v_norm")}
+    write_tensors(tmp_path / "model.safetensors", tensors | unread)
+    with caplog.at_level(logging.INFO):
+        load_target(tmp_path, dtype="float32")
+    assert "2 (keys and values of layers that see those of others)" in caplog.text
+    write_tensors(tmp_path / "model.safetensors", tensors | {"model.layers.2.self_attn.v_norm.weight": np.zeros(1)})
+    with pytest.raises(CheckpointError, match="v_norm"):
+        load_target(tmp_path, dtype="float32")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from dflash_case import GEMMA, MARKOV
 from rounding import UNIT, assert_same, assert_within, tolerance
 
 from specserve.checkpoints.load import Target, load_target
@@ -37,9 +38,11 @@ SLOTS = BLOCK - 1
 
 
 def _head(target: Target, **settings: Any) -> Head:
-    switches = settings.pop("switches", {})
+    switches = dict(settings.pop("switches", {}))
     head = tiny.random_block_head(target.config, seed=3, block_size=BLOCK, aux_layers=TAPS, **settings)
-    config = dataclasses.replace(_config(head), **switches)
+    config = _config(head)
+    backbone = dataclasses.replace(config.backbone, **switches.pop("backbone", {}))
+    config = dataclasses.replace(config, backbone=backbone, **switches)
     return Head(DFlash(config), init_params(head_spec(config), jax.random.key(3), "float32"), head.target_ids)
 
 
@@ -141,6 +144,10 @@ def _states(head: Head, target: Target, rows: Rows, rollout: Rollout) -> tuple[A
             {"switches": {"foresees_anchor": True, "conv_taps": 2, "conv_group": 16}},
             id="slot 0 counts, and slots are convolved",
             marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"num_layers": 2, "switches": {key: value for key, value in GEMMA[1].items() if key not in MARKOV}},
+            id="layers of Gemma 4",
         ),
     ],
 )

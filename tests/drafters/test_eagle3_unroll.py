@@ -82,6 +82,7 @@ def test_the_loss_mask_moves_with_the_step(rng: np.random.Generator) -> None:
         {"num_layers": 2, "layers": windowed((3, 0))},
         {"layers": windowed((5,))},
         {"num_layers": 2, **tiny.LATENTS},
+        tiny.GEMMA,
     ],
 )
 def test_rollout_step_k_equals_servings_kth_draft_step(

@@ -5,6 +5,7 @@ What is of a family follows from its cases (`parity`, `bailing`), and what is of
 is made of. What is of a head follows from its reader and its writer. `python tests/house/test_docs.py` writes it.
 """
 
+import dataclasses
 import json
 from typing import Any, get_args
 
@@ -16,7 +17,8 @@ from specserve.checkpoints.load import Quantization
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.layers import windowed
-from specserve.drafters.registry import DraftSettings, load_kind
+from specserve.drafters.registry import KINDS, DraftSettings, load_kind
+from specserve.interop.assistant import CLASSES as ASSISTANT_CLASSES
 from specserve.interop.dflash.catalogue import ARCHITECTURES as BLOCK_CLASSES
 from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
 from specserve.interop.findings import Dialect
@@ -30,6 +32,7 @@ ORDER = ("untested", "compiled", "runs", "measured")  # a family does the least 
 PARTS: dict[str, tuple[str, str, str]] = {  # of a layer: on CPUs, on GPUs, on TPUs
     "attention": ("runs", "compiled", "compiled"),
     "windows": ("runs", "compiled", "compiled"),
+    "heads of two widths": ("runs", "untested", "untested"),
     "latent attention": ("runs", "compiled", "compiled"),
     "experts": ("runs", "compiled", "compiled"),
     "delta-net": ("runs", "untested", "compiled"),
@@ -73,6 +76,7 @@ HEADS: dict[str, dict[str, str]] = {  # by kind: the classes that a config.json 
         "Eagle3Qwen2_5vlForCausalLM": "for vLLM",
         "Eagle3Qwen3vlForCausalLM": "for vLLM",
         "Qwen3Eagle3Model": "DeepSpec",
+        "Gemma4Eagle3Model": "DeepSpec",
         "Eagle3DeepseekV2ForCausalLM": "specserve, Model-Optimizer, TorchSpec",
         "Eagle3DeepseekV3ForCausalLM": "for vLLM",
     },
@@ -88,8 +92,10 @@ HEADS: dict[str, dict[str, str]] = {  # by kind: the classes that a config.json 
         "Qwen3DSparkModel": "specserve, DeepSpec",
         "DSparkDraftModel": "speculators, SpecForge",
         "DSparkSpeculator": EARLY,
+        "Gemma4DSparkModel": "DeepSpec",
     },
     "dflash2": {"DFlash2DraftModel": "specserve, z-lab, speculators"},
+    "gemma4-assistant": dict.fromkeys(sorted(ASSISTANT_CLASSES), "Google"),
     "mtp": {
         **dict.fromkeys(sorted(MTP_CLASSES - {"MTPDraftModel"}), "the target's checkpoint, specserve"),
         "MTPDraftModel": "speculators",
@@ -100,11 +106,13 @@ CLASSES: dict[str, frozenset[str]] = {  # that are read
     "p-eagle": PEAGLE_CLASSES,
     **{kind: frozenset(names) for kind, names in BLOCK_CLASSES.items()},
     "mtp": MTP_CLASSES,
+    "gemma4-assistant": ASSISTANT_CLASSES,
 }
 # beside packages, of the same tensors: tests/drafters/test_dense_twin.py, and the oracle of test_mtp.py
 TWINS: dict[str, str] = {
-    **dict.fromkeys((*EAGLE3_KEYS.classes, *PEAGLE_CLASSES), "NumPy"),
+    **dict.fromkeys((*EAGLE3_KEYS.classes, *PEAGLE_CLASSES, "Gemma4DSparkModel"), "NumPy"),
     **dict.fromkeys(("DeepSeekMTPModel", "Glm4MoeMTPModel", "MTPModel", "MTPDraftModel"), "transformers"),
+    **dict.fromkeys(ASSISTANT_CLASSES, "transformers"),
     **dict.fromkeys(("Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP", "MiMoMTPModel"), "transformers"),
 }
 OF_SPECULATORS = ("MTPDraftModel", "Qwen3NextMTP")  # layers that it has a layout for, beside a Qwen3's
@@ -116,6 +124,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "biases of the MLP": {"mlp_bias": True},
     "GELU by tanh": {"activation": "gelu_tanh"},
     "latent attention": tiny.LATENTS,
+    "the layers of a Gemma 4": tiny.GEMMA,
     "another width than the target's": {"d_model": 16, "has_embedding": True},
     "`norm_output`, `fc_norm`": {"norm_output": True, "fc_norm": True},
     "the target's output head": {"has_own_head": False},
@@ -153,15 +162,18 @@ def heads() -> str:
     saved = _saved_by()
     rows = ["| kind | class | written by | loads | equals | trains | exports to |", "|" + "---|" * 7]
     for kind, classes in HEADS.items():
-        drafter = _drafter(kind)
-        exports = [name for name in get_args(Dialect) if not format_for(kind).unknown_to(name, drafter)]
         own = CLASSES[kind]
         assert own == classes.keys(), f"{kind}: {sorted(own ^ classes.keys())} are read or listed, and not both"
         for name, writer in classes.items():
             masks = {"mask_token_id": 1} if kind == "p-eagle" else {}
             assert format_named({"architectures": [name], **masks}) is format_for(kind), f"{name} is not read as {kind}"
             equals = ", ".join([*saved.get(name, ()), *([TWINS[name]] if name in TWINS else ())]) or "not by itself"
-            engines = ", ".join(exports)
+            if not KINDS[kind].is_trained:
+                rows.append(f"| `{kind}` | `{name}` | {writer} | yes | {equals} | no | none |")
+                continue
+            drafter = _drafter(kind, is_gemma=name.startswith("Gemma4"))
+            exports = [name for name in get_args(Dialect) if not format_for(kind).unknown_to(name, drafter)]
+            engines = ", ".join(exports) or "none"
             if kind == "mtp" and name not in OF_SPECULATORS:
                 engines = engines.replace("speculators, ", "")
             rows.append(f"| `{kind}` | `{name}` | {writer} | yes | {equals} | `--drafter {kind}` | {engines} |")
@@ -183,10 +195,18 @@ def head_options() -> str:
     return "\n".join(rows) + "\n"
 
 
-def _drafter(kind: str) -> TrainedDrafter:
-    """A drafter of the kind, of its own shape beside the tests' tiny target."""
+def _drafter(kind: str, *, is_gemma: bool = False) -> TrainedDrafter:
+    """A drafter of the kind, of its own shape beside the tests' tiny target, or with the layers of a Gemma 4."""
     target = model_config(tiny.TARGET, dtype="float32")
-    return load_kind(kind).new(DraftSettings(), target, target.vocab_size)
+    found = load_kind(kind).new(DraftSettings(), target, target.vocab_size)
+    if not is_gemma:
+        return found
+    config: Any = found.config
+    norm = {"has_value_norm": True}
+    if kind == "eagle3":
+        return dataclasses.replace(found, config=dataclasses.replace(config, **norm))  # type: ignore[type-var]
+    own = dataclasses.replace(config, backbone=dataclasses.replace(config.backbone, **norm))
+    return dataclasses.replace(found, config=own)  # type: ignore[type-var]
 
 
 def _saved_by() -> dict[str, list[str]]:
@@ -203,6 +223,8 @@ def _parts(kind: LayerKind) -> set[str]:
     found = {MIXERS[kind.mixer]}
     if kind.window:
         found.add("windows")
+    if kind.head_dim:
+        found.add("heads of two widths")
     if kind.has_experts:
         found.add("experts")
     return found

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rounding
-from dflash_case import SPECULATORS, TARGET, Z_LAB, Case, assert_same, our_logits
+from dense_head import DenseHead
+from dflash_case import ANCHORS, BLOCK, GEMMA, SPECULATORS, TARGET, Z_LAB, Case, assert_same, our_logits, random_head
 from safetensors.numpy import load_file
 
 from specserve.checkpoints.load import Target
 from specserve.interop import doctor
 from specserve.interop.convert import describe_target, export_head, import_head
-from specserve.interop.head import load_head
+from specserve.interop.head import head_files, load_head, save_head
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "dflash"
 NAMES = [*(f"dflash-{name}" for name in Z_LAB), *(f"speculators-{name}" for name in SPECULATORS)]
@@ -52,3 +53,16 @@ def test_draft_logits_are_those_of_the_published_packages(tmp_path: Path, target
     assert exported.keys() == saved.keys()
     for tensor, value in saved.items():
         np.testing.assert_array_equal(exported[tensor], value, tensor)
+
+
+def test_a_block_of_gemma_4s_layers_is_that_of_a_plain_numpy_twin(tmp_path: Path, target: Target) -> None:
+    """DeepSpec's `Gemma4DSparkModel`, for which there is no package."""
+    head, case = random_head(target, GEMMA), Case.random(seed=3)
+    save_head(tmp_path / "head", head, target, dtype="float32", notes={})
+    assert_same(head, load_head(tmp_path / "head", target, dtype="float32"))
+    tensors, raw = head_files(head, target, dtype="float32", dialect="vllm", target_name="tiny")
+    assert raw["architectures"] == ["Gemma4DSparkModel"]
+    twin = DenseHead(raw, tensors)
+    expected = [twin.block(case.aux_hidden_states[:at], case.token_ids[at], BLOCK) for at in ANCHORS]
+    off = rounding.tolerance(lambda params: our_logits(dataclasses.replace(head, params=params), case)[0], head.params)
+    rounding.assert_same(our_logits(head, case)[0], np.stack(expected), off)

@@ -189,7 +189,7 @@ HOPELESS: list[tuple[str, Plant]] = [
     ("uncomputed", put(rms_norm_eps="1e-6")),
     ("windows", put(sliding_window=2048)),
     ("windows", put(layer_types=["sliding_attention"], sliding_window=-1)),
-    ("uncomputed", lambda raw, tensors: raw.update(architectures=["Gemma4Eagle3Model"])),
+    ("uncomputed", lambda raw, tensors: raw.update(architectures=["Gemma4MTPModel"])),
     ("unknown-key", put(window_size=2048)),
     ("quantization", put(quantization_config={"quant_method": "fp8"})),
     ("unreadable", put(num_aux_hidden_states=5)),

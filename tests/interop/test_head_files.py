@@ -72,6 +72,8 @@ def _assert_same(head: Head, other: Head) -> None:
         {"norm_output": True, "fc_norm": True, "norm_before_fc": True, "norm_before_residual": True},
         {"draft_vocab_size": 64, "num_heads": 2, "num_kv_heads": 1, "d_ff": 24},
         {**tiny.LATENTS, "num_layers": 2, "layers": windowed((9, 9))},
+        tiny.GEMMA,
+        tiny.GEMMA | {"layers": (), "logit_softcap": 0.0, "qkv_bias": True, "o_bias": True},
         {
             **tiny.LATENTS,
             "latent": replace(tiny.LATENT, q_rank=0),

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import tiny
-from dflash_case import MARKOV, SELECTOR
+from dflash_case import GEMMA, MARKOV, SELECTOR
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import write_json, write_tensors
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.layers import windowed
-from specserve.errors import SpecServeError
+from specserve.errors import ConfigError, SpecServeError
 from specserve.interop import doctor
 from specserve.interop.dflash.catalogue import KEYS as BLOCK_KEYS
 from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
@@ -354,6 +354,44 @@ def files_of_deepspec(folder: Path, target: Target) -> Any:
     found = load_head(folder, target, dtype="float32").drafter
     assert found == head.drafter
     return found
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_gemma_4s_layers_are_read_from_the_config_of_a_gemma_4(tmp_path: Path, tiny_target: Target, kind: str) -> None:
+    """DeepSpec's heads: the text config of their target, with keys of their own. Each value that their layers do not
+    compute is refused by its key."""
+    head = tiny.random_head(tiny_target.config, 1, aux_layers=(0, 2, 4), draft_vocab_size=64, **tiny.GEMMA)
+    if kind == "dspark":
+        changes = GEMMA[1] | {"embedding_scale": 32**0.5, "has_confidence_bias": False}
+        sizes = {"num_layers": 2, "vocab_size": 64, "aux_layers": (0, 2, 4)}
+        head = tiny.random_joint_head(tiny_target.config, 1, changes, **sizes)
+    tensors, ours = head_files(head, tiny_target, dtype="float32", dialect="vllm", target_name="tiny")
+    write_tensors(tmp_path / "model.safetensors", {n: t for n, t in tensors.items() if n not in ("d2t", "t2d")})
+    raw = ours | {
+        "head_dim": 4,
+        "num_key_value_heads": 4,
+        "sliding_window": 512,
+        "use_bidirectional_attention": "vision",
+        "vocab_size_per_layer_input": 262_144,
+        "num_experts": None,
+        "target_text_model_type": "gemma4_text",
+        "rope_parameters": ours["rope_parameters"] | {"sliding_attention": {"rope_type": "default", "rope_theta": 1.0}},
+    }
+
+    def read(changes: Raw) -> TrainedDrafter:
+        write_json(tmp_path / "config.json", raw | changes)
+        return load_head(tmp_path, tiny_target, dtype="float32").drafter
+
+    assert read({}) == head.drafter
+    assert not doctor.examine(tmp_path, tiny_target).errors
+    for changes in (
+        *({"enable_moe_block": True}, {"hidden_size_per_layer_input": 8}, {"num_kv_shared_layers": 1}),
+        *({"use_double_wide_mlp": True}, {"hidden_activation": "silu"}, {"layer_types": ["sliding_attention"] * 2}),
+        *({"global_head_dim": None}, {"num_global_key_value_heads": None}, {"surprise": 1}),
+        {"rope_parameters": {"sliding_attention": raw["rope_parameters"]["full_attention"]}},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(changes))):
+            read(changes)
 
 
 def test_latent_attention_is_read_as_that_of_its_target(tmp_path: Path, tiny_target: Target) -> None:

@@ -61,6 +61,10 @@ DEFAULTED = (
     "attn_temperature_tuning",
     "interleave_moe_layer_step",
     "moe_layers",
+    "num_kv_shared_layers",
+    "global_head_dim",
+    "attention_k_eq_v",
+    "hidden_size_per_layer_input",
 )
 
 
@@ -134,7 +138,7 @@ def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
     [
         ("llama-llama3", {"hidden_act": "gelu"}, "hidden_act"),
         ("llama-llama3", {"model_type": "lama"}, "nearest is 'llama'"),
-        ("llama-llama3", {"rope_scaling": {"rope_type": "proportional"}}, "proportional"),
+        ("llama-llama3", {"rope_scaling": {"rope_type": "axial"}}, "axial"),
         ("llama-llama3", {"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation"),
         ("gpt-oss", {"hidden_act": "gelu"}, "hidden_act"),
@@ -157,6 +161,17 @@ def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
         ("qwen3-5", {"attn_output_gate": False}, "attn_output_gate"),
         ("qwen3-5-moe", {"norm_topk_prob": False}, "norm_topk_prob"),
         ("qwen3-5-moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ("gemma4", {"layer_types": ["full_attention"] * 4 + ["sliding_attention"]}, "the last one full_attention"),
+        ("gemma4", {"num_kv_shared_layers": 4}, "num_kv_shared_layers 4 of 5 layers"),
+        ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers 5 of 5 layers"),
+        ("gemma4", {"per_layer_config": {"1": {"head_dim": 10}}}, "per_layer_config must give all layers"),
+        ("gemma4", {"per_layer_config": {"0": {"head_dim": 10}}}, "per_layer_config must be of layers with full"),
+        ("gemma4", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters.full_attention"),
+        ("gemma4", {"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input is 100"),
+        ("gemma4-moe", {"num_global_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
+        ("gemma4-moe", {"top_k_experts": None}, "top_k_experts is missing"),
+        ("gemma4-moe", {"use_double_wide_mlp": True}, "use_double_wide_mlp"),
         ("ling-3", {"gated_attention_proj_granularity_type": "element_wise"}, "granularity"),
         ("ling-3", {"architectures": ["BailingMoeV4ForCausalLM"]}, "architectures"),
         ("ling-3", {"no_kda_lora": False}, "no_kda_lora"),

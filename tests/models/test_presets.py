@@ -59,6 +59,11 @@ PUBLISHED = {
     "gemma-3-4b": 3.88,
     "gemma-3-12b": 11.77,
     "gemma-3-27b": 27.0,
+    "gemma-4-e2b": 4.65,  # 2.3 and the tables of the layers' inputs, which are 2.35
+    "gemma-4-e4b": 7.5,
+    "gemma-4-12b": 11.9,
+    "gemma-4-26b-a4b": 25.2,
+    "gemma-4-31b": 30.7,
     "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8,
     "deepseek-v2-lite": 15.7,
@@ -90,6 +95,7 @@ PUBLISHED_ACTIVE = {
     "ling-mini-2.0": 1.43,
     "ling-flash-2.0": 6.1,
     "ring-mini-linear-2.0": 1.6,
+    "gemma-4-26b-a4b": 3.8,
 }
 # ...or without the embedding, of which a token reads one row
 PUBLISHED_ACTIVE_WITHOUT_EMBEDDING = {"gpt-oss-20b": 3.61, "gpt-oss-120b": 5.13, "deepseek-v3": 36.6, "kimi-k2": 31.7}

@@ -12,7 +12,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from rounding import assert_same, tolerance
-from spread import DELTA_NETS, DENSE, EXPERTS, LATENTS, mesh_of
+from spread import DELTA_NETS, DENSE, EXPERTS, LATENTS, SHARED_KEYS, mesh_of
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.drafters.learning import Rollout, Rows
@@ -36,6 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[LayerKind, ...], list[tuple[int, in
     "latents, dense first": (DENSE | EXPERTS | LATENTS | {"num_hidden_layers": 4}, (), [(1, 1), (1, 3)]),
     "delta nets": (DENSE | EXPERTS | DELTA_NETS | {"num_hidden_layers": 4}, (), [(2, 2)]),
 }
+CASES["keys shared"] = (DENSE | SHARED_KEYS | {"num_hidden_layers": 8}, (), [(2, 2), (2, 2)])
 CASES["lightning"] = (bailing.CASES["ring-linear"] | {"num_hidden_layers": 7}, (), [(1, 1), (2, 2), (1, 2)])
 BATCH, SEQ = 8, 12
 

@@ -16,6 +16,7 @@ class DenseHead:
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         self.raw, self.layer = dict.fromkeys(flags, False) | raw, raw.get("transformer_layer_config", raw)
         self.tensors = {name: value.astype(np.float64) for name, value in tensors.items()}
+        self.is_gemma = self.layer["model_type"] == "gemma4_text"
 
     def drafts(self, aux: np.ndarray, token_ids: np.ndarray, at: int, steps: int) -> list[np.ndarray]:
         """The logits of a chain over the text, behind the entry of token at + 1, which has the hidden states aux[at].
@@ -35,6 +36,22 @@ class DenseHead:
             found.append(self._logits(self._run(self.raw["mask_token_id"], feature, position, memory)))
         return found
 
+    def block(self, aux: np.ndarray, token_id: int, slots: int) -> np.ndarray:  # [slot, vocab]
+        """The logits of a block of DSpark behind the tokens whose hidden states are aux: its anchor and masked slots,
+        all of which see each other."""
+        context = self._norm(self._linear(aux, "fc"), "hidden_norm")
+        tokens = (token_id, *(self.raw["mask_token_id"],) * (slots - 1))
+        x = [self._embedded(token) for token in tokens]
+        for i in range(self.layer["num_hidden_layers"]):
+            name = f"layers.{i}"
+            at = f"{name}.self_attn"
+            seen = [self._project(at, row, position)[1:] for position, row in enumerate(context)]
+            own = [self._norm(row, f"{name}.input_layernorm") for row in x]
+            own = [self._project(at, row, len(aux) + slot) for slot, row in enumerate(own)]
+            seen += [(keys, values) for _, keys, values in own]
+            x = [self._after(name, row, self._read(at, q, seen)) for row, (q, _, _) in zip(x, own, strict=True)]
+        return np.stack([self._logits(row) for row in x])
+
     def _known(self, aux: np.ndarray, token_ids: np.ndarray, at: int) -> tuple[np.ndarray, Memory]:
         memory: Memory = [[] for _ in range(self.layer["num_hidden_layers"])]
         state = np.zeros(0)
@@ -52,7 +69,7 @@ class DenseHead:
 
     def _run(self, token_id: int, hidden: np.ndarray, position: int, memory: Memory) -> np.ndarray:
         first = "layers.0"
-        token, x = self._norm(self.tensors["embed_tokens.weight"][token_id], f"{first}.input_layernorm"), hidden
+        token, x = self._norm(self._embedded(token_id), f"{first}.input_layernorm"), hidden
         normed = self._norm(hidden, f"{first}.hidden_norm")
         if self.raw["norm_before_residual"]:
             x = normed
@@ -60,9 +77,22 @@ class DenseHead:
         for i, entries in enumerate(memory):
             if i:
                 taken = self._norm(x, f"layers.{i}.input_layernorm")
-            x = x + self._attend(f"layers.{i}.self_attn", taken, position, self._window(i), entries)
-            x = x + self._mlp(f"layers.{i}.mlp", self._norm(x, f"layers.{i}.post_attention_layernorm"))
+            out = self._attend(f"layers.{i}.self_attn", taken, position, self._window(i), entries)
+            x = self._after(f"layers.{i}", x, out)
         return self._norm(x, "norm") if self.raw["norm_output"] else x
+
+    def _embedded(self, token_id: int) -> np.ndarray:
+        scale = np.sqrt(self.layer["hidden_size"]) if self.is_gemma else 1.0
+        return self.tensors["embed_tokens.weight"][token_id] * scale
+
+    def _after(self, name: str, x: np.ndarray, attended: np.ndarray) -> np.ndarray:
+        """The stream after a layer, of which attention has been computed."""
+        if not self.is_gemma:
+            x = x + attended
+            return x + self._mlp(f"{name}.mlp", self._norm(x, f"{name}.post_attention_layernorm"))
+        x = x + self._norm(attended, f"{name}.post_attention_layernorm")
+        out = self._mlp(f"{name}.mlp", self._norm(x, f"{name}.pre_feedforward_layernorm"))
+        return (x + self._norm(out, f"{name}.post_feedforward_layernorm")) * self.tensors[f"{name}.layer_scalar"]
 
     def _window(self, i: int) -> float:
         kinds = self.layer.get("layer_types")
@@ -72,17 +102,27 @@ class DenseHead:
         if "kv_lora_rank" in self.layer:
             q, k, v = self._from_latents(name, x, position)
         else:
-            q, k, v = (self._linear(x, f"{name}.{part}_proj").reshape(-1, self.layer["head_dim"]) for part in "qkv")
-            if self.layer["model_type"] == "qwen3":
-                q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
-            q, k = self._turn(q, position), self._turn(k, position)
+            q, k, v = self._project(name, x, position)
         entries.append((position, k, v))
-        seen = [(keys, values) for there, keys, values in entries if position - there < window]
-        group, out = len(q) // len(k), []
+        return self._read(name, q, [(keys, values) for there, keys, values in entries if position - there < window])
+
+    def _read(self, name: str, q: np.ndarray, seen: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+        group, out = len(q) // len(seen[0][0]), []
         for head, query in enumerate(q):
-            scores = np.array([query @ keys[head // group] for keys, _ in seen]) / np.sqrt(len(query))
+            scores = np.array([query @ keys[head // group] for keys, _ in seen])
+            scores = scores if self.is_gemma else scores / np.sqrt(len(query))
             out.append(softmax(scores) @ np.stack([values[head // group] for _, values in seen]))
         return self._linear(np.concatenate(out), f"{name}.o_proj")
+
+    def _project(self, name: str, x: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        width = self.layer["global_head_dim" if self.is_gemma else "head_dim"]
+        parts = ("q", "k", "k" if self.layer.get("attention_k_eq_v") else "v")
+        q, k, v = (self._linear(x, f"{name}.{part}_proj").reshape(-1, width) for part in parts)
+        if self.is_gemma:
+            v = v / np.sqrt(np.mean(v**2, axis=-1, keepdims=True) + self.layer["rms_norm_eps"])
+        if self.is_gemma or self.layer["model_type"] == "qwen3":
+            q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
+        return self._turn(q, position), self._turn(k, position), v
 
     def _from_latents(self, name: str, x: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Queries, keys and values of every head (DeepSeek-V2, arXiv 2405.04434, section 2.1). Neighbours turn against
@@ -97,8 +137,12 @@ class DenseHead:
         return q, np.concatenate([up[:, :nope], shared], axis=1), up[:, nope:]
 
     def _turn(self, x: np.ndarray, position: int) -> np.ndarray:  # [head, head_dim]
-        half = x.shape[1] // 2
-        angles = position * self.layer["rope_theta"] ** (-np.arange(half) / half)
+        half, stated = x.shape[1] // 2, self.layer
+        if self.is_gemma:
+            stated = self.layer["rope_parameters"]["full_attention"]
+        angles = position * stated["rope_theta"] ** (-np.arange(half) / half)
+        if self.is_gemma:
+            angles[int(stated["partial_rotary_factor"] * half) :] = 0.0
         one, other = x[:, :half], x[:, half:]
         return np.concatenate(
             [one * np.cos(angles) - other * np.sin(angles), other * np.cos(angles) + one * np.sin(angles)], axis=1
@@ -106,7 +150,7 @@ class DenseHead:
 
     def _mlp(self, name: str, x: np.ndarray) -> np.ndarray:
         gate, up = self._linear(x, f"{name}.gate_proj"), self._linear(x, f"{name}.up_proj")
-        if self.layer["hidden_act"] == "gelu_pytorch_tanh":
+        if self.is_gemma or self.layer["hidden_act"] == "gelu_pytorch_tanh":
             gate = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
         else:
             gate = gate / (1 + np.exp(-gate))
@@ -121,7 +165,8 @@ class DenseHead:
 
     def _logits(self, state: np.ndarray) -> np.ndarray:
         normed = state if self.raw["norm_output"] else self._norm(state, "norm")
-        return normed @ self.tensors["lm_head.weight"].T
+        logits, cap = normed @ self.tensors["lm_head.weight"].T, self.layer.get("final_logit_softcapping")
+        return cap * np.tanh(logits / cap) if cap else logits
 
 
 def _apart(x: np.ndarray) -> np.ndarray:

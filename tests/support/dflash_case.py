@@ -17,8 +17,10 @@ from specserve.drafters.dflash import joint
 from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.drafter import DFlash, run_block
 from specserve.drafters.dflash.model import DFlashParams, block_logits, context_kv, head_spec
+from specserve.drafters.dflash.start import NAMES
 from specserve.drafters.interface import Head
 from specserve.kernels.rowwise import rms_norm
+from specserve.models.config import LayerKind
 from specserve.models.params import init_params
 from specserve.models.target import TargetParams
 from specserve.speculative.drafter import DraftWeights, Sizes, SlotView
@@ -55,6 +57,22 @@ SPECULATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dspark-later": ({}, MARKOV | {"confidence": "state"}),
     "dflash2": ({}, SELECTOR),
 }
+
+GEMMA: tuple[dict[str, Any], dict[str, Any]] = (  # DeepSpec's of Gemma 4's layers
+    {},
+    {
+        "has_embedding": True,
+        "has_own_head": True,
+        "embedding_scale": WIDTH**0.5,
+        "foresees_anchor": True,
+        **MARKOV,
+        "backbone": {
+            **{name: value for name, value in tiny.GEMMA.items() if name not in ("has_embedding", "embedding_scale")},
+            "names": dataclasses.replace(NAMES, mlp_norm="pre_feedforward_layernorm"),
+            "layers": (LayerKind(values_are_keys=True),) * 2,
+        },
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +121,7 @@ def random_head(target: Target, changes: tuple[dict[str, Any], dict[str, Any]]) 
         backbone = dataclasses.replace(backbone, layers=(first, *backbone.layers[1:]))
         more["is_causal"] = (False, *config.is_causal[1:])
     backbone = dataclasses.replace(backbone, logit_softcap=more.pop("logit_softcap", 0.0))
+    backbone = dataclasses.replace(backbone, **more.pop("backbone", {}))
     config = dataclasses.replace(config, backbone=backbone, **more)
     rng = np.random.default_rng(7)  # every part is to matter, norms too
 

@@ -34,7 +34,7 @@ RAWS = {path.parent.name: json.loads(path.read_text()) for path in sorted(TESTS.
 ONE_OF_EACH = tuple({raw["model_type"]: case for case, raw in RAWS.items()}.values())  # family
 # These fields of a config are the same to a cache and to fused parameters: they act on each token alone, or are names.
 OF_A_TOKEN = {"family", "rope", "local_rope", "experts", "activation", "mlp_bias", "out_norms", "norm_offset"}
-OF_A_TOKEN |= {"embedding_scale", "logit_softcap", "names", "layers", "dtype"}
+OF_A_TOKEN |= {"embedding_scale", "logit_softcap", "names", "layers", "dtype", "layer_input_vocab", "has_layer_scale"}
 LENGTH, CHUNK, PAGE_SIZE = 64, 8, 8
 PARENTS = (0, 0, 0, 1, 1, 2, 3, 6)  # of a tree's nodes, the root included
 PATH = (0, 1, 3, 6, 7)  # that is accepted
@@ -45,10 +45,12 @@ QUICKLY = {"xla_backend_optimization_level": 0}  # compiling is nearly all of th
 
 def _choices(config: ModelConfig) -> set[Any]:
     """The features of a target that a cache or fused parameters can get wrong."""
-    each = map(config.kind, range(3))
-    kinds = {
-        (kind.mixer, kind.window > 0, kind.is_local, kind.has_rope, kind.has_growth, kind.has_experts) for kind in each
-    }
+    kinds: set[Any] = set()
+    for kind in map(config.kind, range(config.num_layers)):
+        sizes = kind.head_dim > 0, kind.num_kv_heads > 0, kind.values_are_keys, kind.kv_from is not None
+        kinds |= {
+            (kind.mixer, kind.window > 0, kind.is_local, kind.has_rope, kind.has_growth, kind.has_experts, *sizes)
+        }
     return kinds | {("fused", bool(config.names.qkv), bool(config.names.gate_up))} | _flags(config, "")
 
 

@@ -15,6 +15,9 @@ _SPREAD = (  # (in the name, mean, standard deviation)
     ("e_score_correction_bias", 0.0, 0.3),
     ("gate_up_proj_bias", 0.0, 5.0),  # GPT-OSS clamps at 7
     ("A_log", 0.0, 0.5),
+    ("router.scale", 12.0, 3.0),  # Gemma 4 divides it by the root of the width
+    ("layer_scalar", 1.0, 0.3),
+    ("per_expert_scale", 1.0, 0.3),
 )
 
 

@@ -42,11 +42,23 @@ DELTA_NETS: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "full_attention_interval": 2,
 }
+SHARED_KEYS: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "hidden_act": None,
+    "global_head_dim": 12,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 6,
+    "rope_theta": None,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": DENSE,
     "experts": DENSE | EXPERTS | {"model_type": "qwen3_moe", "num_experts": 8},
     "latents": DENSE | EXPERTS | LATENTS,
     "delta nets": DENSE | EXPERTS | DELTA_NETS,
+    "keys shared": DENSE | SHARED_KEYS | {"num_hidden_layers": 4, "num_kv_shared_layers": 2},
 }
 WINDOWS: dict[str, Any] = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
 OTHERS = {"windows": DENSE | WINDOWS | {"sliding_window": 11}}
@@ -55,7 +67,7 @@ WITH_EXPERTS = ("expert=2", "expert=4", "data=2,tensor=2,expert=2")
 CASES = [
     (model, mesh)
     for model in MODELS
-    for mesh in (*ANY_MODEL, *(WITH_EXPERTS if model != "dense" else ()))
+    for mesh in (*ANY_MODEL, *(WITH_EXPERTS if model not in ("dense", "keys shared") else ()))
     if (model, mesh) != ("delta nets", "tensor=8")  # of four key heads
 ]
 

@@ -25,7 +25,7 @@ from specserve.drafters.peagle.config import PEagleConfig
 from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.model import head_spec as peagle_spec
 from specserve.drafters.registry import DraftSettings, load_kind
-from specserve.models.config import Latent, ModelConfig
+from specserve.models.config import Latent, LayerKind, ModelConfig, Names
 from specserve.models.families import model_config
 from specserve.models.params import init_params
 from specserve.models.rope import Rope
@@ -55,6 +55,20 @@ LATENTS: dict[str, Any] = {  # changes of a head's config that give it latent at
     "num_kv_heads": 1,
     "attention_scale": (6 + 4) ** -0.5,
     "rope": Rope(is_interleaved=True),
+}
+GEMMA: dict[str, Any] = {  # changes that give it the layers of a Gemma 4
+    "has_embedding": True,
+    "names": Names(mlp_norm="pre_feedforward_layernorm"),
+    "layers": (LayerKind(values_are_keys=True),),
+    "qk_norm": "head",
+    "has_value_norm": True,
+    "out_norms": True,
+    "has_layer_scale": True,
+    "attention_scale": 1.0,
+    "activation": "gelu_tanh",
+    "embedding_scale": 32**0.5,
+    "logit_softcap": 3.0,
+    "rope": Rope(kind="proportional", share=0.5),
 }
 PLAIN_ROPE = Rope()  # of a head beside a target that turns in its own way
 
@@ -106,10 +120,13 @@ def random_block_head(target: ModelConfig, seed: int, **settings: Any) -> Head:
 
 
 def random_joint_head(target: ModelConfig, seed: int, changes: dict[str, Any], **settings: Any) -> Head:
-    """A head that fills blocks whose slots depend on each other, by what is changed of a plain one's config."""
-    plain = random_block_head(target, seed, **settings)
+    """A head that fills blocks whose slots depend on each other, by what is changed of a plain one's config, and under
+    `backbone` of its layers'."""
+    plain, own = random_block_head(target, seed, **settings), dict(changes)
     assert isinstance(plain.drafter, DFlash)
-    config = dataclasses.replace(plain.drafter.config, **changes)
+    config = plain.drafter.config
+    backbone = dataclasses.replace(config.backbone, **own.pop("backbone", {}))
+    config = dataclasses.replace(config, backbone=backbone, **own)
     return Head(DFlash(config), init_params(head_spec(config), jax.random.key(seed), "float32"), plain.target_ids)
 
 

@@ -151,6 +151,7 @@ def run_block(
             v,
             mask[None],
             pages.attended(i, prefix),
+            scale=backbone.attention_scale or None,
             sinks=attention.sinks,
             window=backbone.kind(i).window,
             position_ids=position_ids,

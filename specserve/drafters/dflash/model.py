@@ -26,7 +26,7 @@ from specserve.models.layers import linear, mlp
 from specserve.models.moe import Moe
 from specserve.models.params import ParamSpec, embedding_table, matrix, optional, vector
 from specserve.models.rope import rope_tables
-from specserve.models.target import Layer, TargetParams, head_logits, layer_spec
+from specserve.models.target import Layer, TargetParams, capped, head_logits, layer_spec, normed
 from specserve.pytree import pytree
 
 
@@ -164,21 +164,28 @@ def block_states(
     backbone = config.backbone
     rope = rope_tables(backbone.rope, backbone.head_dim, position_ids)
 
-    def attended(i: int, normed: jax.Array, add: jax.Array | None = None) -> jax.Array:
+    def attended(i: int, taken: jax.Array, add: jax.Array | None = None) -> jax.Array:
         attention = _attention(params.layers[i])
-        out = attend(i, *project_qkv(attention, backbone, normed, rope))
-        return linear(out.reshape(*normed.shape[:2], -1), attention.o, attention.o_bias, add=add)
+        out = attend(i, *project_qkv(attention, backbone, taken, rope))
+        return linear(out.reshape(*taken.shape[:2], -1), attention.o, attention.o_bias, add=add)
 
     for i, layer in enumerate(params.layers):
         assert not isinstance(layer.mlp, Moe), "a head has no experts"
         assert layer.attention_norm is not None
         assert layer.mlp_norm is not None
-        normed = rms_norm(x, layer.attention_norm, backbone.norm_eps)
+        taken = rms_norm(x, layer.attention_norm, backbone.norm_eps)
         if params.convs:
-            x = _convolved_layer(params.convs[i], config, layer, x, normed, lambda y, i=i: attended(i, y))
+            x = _convolved_layer(params.convs[i], config, layer, x, taken, lambda y, i=i: attended(i, y))
             continue
-        x = attended(i, normed, add=x)
-        x = mlp(layer.mlp, rms_norm(x, layer.mlp_norm, backbone.norm_eps), backbone.activation, add=x)
+        if not backbone.out_norms:
+            x = attended(i, taken, add=x)
+            x = mlp(layer.mlp, rms_norm(x, layer.mlp_norm, backbone.norm_eps), backbone.activation, add=x)
+            continue
+        x += normed(backbone, attended(i, taken), layer.attention_out_norm)
+        found = mlp(layer.mlp, rms_norm(x, layer.mlp_norm, backbone.norm_eps), backbone.activation)
+        x += normed(backbone, found, layer.mlp_out_norm)
+        if layer.scale is not None:
+            x *= layer.scale.astype(x.dtype)
     return x
 
 
@@ -205,11 +212,7 @@ def block_logits(
     norm, head = output
     states = rms_norm(states, norm, config.backbone.norm_eps)
     out = head_logits(target, states) if head is None else matmul_float32(states, head)
-    out *= config.output_scale
-    softcap = config.backbone.logit_softcap
-    if not softcap:
-        return out
-    return softcap * jnp.tanh(out / softcap)
+    return capped(config.backbone, out * config.output_scale)
 
 
 Output = tuple[jax.Array, Weight | None, JointOutput]

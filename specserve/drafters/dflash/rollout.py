@@ -142,6 +142,7 @@ def _run_blocks(
             apart(k),
             apart(v),
             block_mask(config, i),
+            scale=config.backbone.attention_scale or None,
             sinks=attention.sinks,
             window=config.backbone.kind(i).window,
         )

@@ -27,7 +27,7 @@ from specserve.models.latent import LatentAttention, absorb, latent_spec, projec
 from specserve.models.layers import Mlp, linear, mlp, mlp_spec
 from specserve.models.params import embedding_table, matrix, optional, vector
 from specserve.models.rope import rope_tables
-from specserve.models.target import TargetParams, head_logits
+from specserve.models.target import TargetParams, capped, embed, head_logits, normed
 from specserve.pytree import pytree
 from specserve.speculative.vocab import DraftVocab
 
@@ -41,6 +41,10 @@ class DraftLayer:
     attention: Attention | LatentAttention
     mlp_norm: jax.Array  # [d_model]
     mlp: Mlp
+    # those of Gemma 4's layers alone
+    attention_out_norm: jax.Array | None = None  # [d_model], on what attention adds to the stream
+    mlp_out_norm: jax.Array | None = None  # [d_model], on what the MLP adds
+    scale: jax.Array | None = None  # [1], of the layer's output
 
 
 Output = tuple[jax.Array, Weight | None]  # the final norm, and the head; None: the target's
@@ -84,12 +88,19 @@ def draft_spec(config: Eagle3Config) -> Eagle3Params:
 
 def _layer_spec(config: Eagle3Config, i: int) -> DraftLayer:
     prefix, d_in = (f"layers.{i}", config.d_model) if i else ("midlayer", 2 * config.d_model)
-    spec = attention_spec if config.latent is None else latent_spec
+    names, at = config.names, f"{prefix}.self_attn"
+
+    def norm(name: str) -> Any:
+        return vector(f"{prefix}.{name}.weight", config.d_model)
+
     return DraftLayer(
-        input_norm=vector(f"{prefix}.{'hidden_norm' if i else 'input_layernorm'}.weight", config.d_model),
-        attention=spec(config, f"{prefix}.self_attn", d_in),
-        mlp_norm=vector(f"{prefix}.post_attention_layernorm.weight", config.d_model),
+        input_norm=norm("hidden_norm" if i else "input_layernorm"),
+        attention=latent_spec(config, at, d_in) if config.latent else attention_spec(config, at, d_in, config.kind(i)),
+        mlp_norm=norm(names.mlp_norm),
         mlp=mlp_spec(config, f"{prefix}.mlp", has_bias=config.mlp_bias),
+        attention_out_norm=optional(config.out_norms, norm(names.attention_out_norm)),
+        mlp_out_norm=optional(config.out_norms, norm(names.mlp_out_norm)),
+        scale=optional(config.has_layer_scale, vector(f"{prefix}.layer_scalar", 1)),
     )
 
 
@@ -127,7 +138,7 @@ def draft_inputs(
     position_ids: jax.Array,  # [batch, n] int32
 ) -> DraftInputs:
     """Compute the inputs of the first layer for some entries, before anything attends."""
-    token = rms_norm(embedding[token_ids], params.layers[0].input_norm, config.norm_eps)
+    token = rms_norm(embed(embedding, config, token_ids), params.layers[0].input_norm, config.norm_eps)
     hidden = rms_norm(hidden_states, params.hidden_norm, config.norm_eps)
     return DraftInputs(
         x=jnp.concatenate([token, hidden], axis=-1),
@@ -221,8 +232,14 @@ def _leave(
 ) -> jax.Array:  # [batch, n, d_model], the residual stream after the layer
     if isinstance(layer.attention, LatentAttention):
         out = release(layer.attention, config, out)
-    x = linear(out.reshape(*residual.shape[:2], -1), layer.attention.o, layer.attention.o_bias, add=residual)
-    return mlp(layer.mlp, rms_norm(x, layer.mlp_norm, config.norm_eps), config.activation, add=x)
+    flat = out.reshape(*residual.shape[:2], -1)
+    if not config.out_norms:
+        x = linear(flat, layer.attention.o, layer.attention.o_bias, add=residual)
+        return mlp(layer.mlp, rms_norm(x, layer.mlp_norm, config.norm_eps), config.activation, add=x)
+    x = residual + normed(config, linear(flat, layer.attention.o, layer.attention.o_bias), layer.attention_out_norm)
+    found = mlp(layer.mlp, rms_norm(x, layer.mlp_norm, config.norm_eps), config.activation)
+    x += normed(config, found, layer.mlp_out_norm)
+    return x if layer.scale is None else x * layer.scale.astype(x.dtype)
 
 
 def draft_logits(
@@ -235,9 +252,9 @@ def draft_logits(
     if not config.norm_output:
         hidden_states = rms_norm(hidden_states, norm, config.norm_eps)
     if head is not None:
-        return matmul_float32(hidden_states, head)
+        return capped(config, matmul_float32(hidden_states, head))
     assert target is not None, "a head without output rows shares the target's"
-    return head_logits(target, hidden_states)
+    return capped(config, head_logits(target, hidden_states))
 
 
 # the entries of tokens whose hidden states are known: what the network keeps of a sequence

@@ -129,15 +129,20 @@ class MtpConfig:
 def config_of(target: ModelConfig, *, dtype: str) -> MtpConfig:
     """The layer that a target's checkpoint carries after its last one, or that is trained for it: of the last one's
     kind, for all tokens. Raises ConfigError where that keeps a recurrent state, which knows no trees of a draft's
-    own."""
+    own, or needs other layers."""
     kind, layout = target.kind(target.num_layers - 1), layout_of(target)
     if kind.mixer not in ("attention", "latent"):
         raise ConfigError(
             f"the last layer of a {target.family} target keeps a recurrent state ({kind.mixer}); a layer of "
             "multi-token prediction needs one that attends. Give a head of another kind (--drafter)"
         )
+    if kind.kv_from is not None or target.layer_input_dim:
+        raise ConfigError(
+            f"the last layer of this {target.family} target sees the keys of another layer, or has an input of its own "
+            "beside the stream; a layer of multi-token prediction has neither. Give a head of another kind (--drafter)"
+        )
     layer = dataclasses.replace(
-        target,
+        target.of(kind),
         num_layers=1,
         layers=(kind,),
         names=dataclasses.replace(target.names, layer=layout.layer),

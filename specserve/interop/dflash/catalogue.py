@@ -4,6 +4,8 @@ the draft doctor reports. `dialects` and `checks` look for them."""
 from collections.abc import Mapping
 
 from specserve.interop.findings import read_checks
+from specserve.interop.gemma import CLASSES as GEMMA
+from specserve.interop.gemma import plain
 from specserve.interop.keys import HARMLESS, Key, KeyTable, counts, flag, flags, number, only
 from specserve.interop.layers import LAYER_KEYS
 
@@ -17,7 +19,7 @@ SELECTOR: Mapping[str, str] = {  # keys of heads that choose among candidates, a
 }
 ARCHITECTURES: Mapping[str, tuple[str, ...]] = {  # the first is written; for speculators the second, if there is one
     "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
-    "dspark": ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel"),
+    "dspark": ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel", GEMMA["dspark"]),
     "dflash2": ("DFlash2DraftModel",),
 }
 # Any key may stand in `dflash_config`, beside it, or where speculators keeps the layers' settings.
@@ -45,7 +47,9 @@ KEYS = KeyTable(
     model_types=frozenset(ARCHITECTURES),
     places=frozenset({OWN}),
     # nothing follows from what is of a projector that is none of ours
-    harmless=HARMLESS | {"has_own_lm_head", "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"},
+    harmless=HARMLESS
+    | {"has_own_lm_head", "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "target_text_model_type"},
+    translate=plain,
 )
 
 CHECKS = read_checks("""

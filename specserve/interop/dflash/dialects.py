@@ -15,6 +15,7 @@ from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.start import NAMES, default_taps
 from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
+from specserve.interop import gemma
 from specserve.interop.dflash.catalogue import ARCHITECTURES, CHECKS, INPUT_TAPS, KEYS, OWN, SELECTOR, TAPS
 from specserve.interop.findings import Finding
 from specserve.interop.key_checks import (
@@ -36,6 +37,7 @@ _FIRST_TO_SLIDE = 28  # `max_window_layers` of a Qwen3 that does not state it
 OF_TARGET = "the target's own, which it was trained beside"
 SKIPPED = {r"verifier_(norm|lm_head)\.weight": OF_TARGET}  # tensors that are not read
 _DIALECTS = (("layers.0.", "midlayer."), ("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))
+_OF_GEMMA = ("embedding_scale", "logit_softcap")  # the class says the one, and Gemma's own key the other
 _UNUSUAL = [key for key in KEYS.keys if key.sets in ("has_sinks", "embedding_scale", "output_scale", "logit_softcap")]
 
 
@@ -61,21 +63,17 @@ def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[
     """Read a head's config.json; `names` are those of its tensors. Without a target the number of its layers is not
     known, and where no taps are stated, only their number is right. Raises ConfigError."""
     refuse_keys(stated, OF_KEYS)
-    windows = read_windows(stated)
-    backbone = ModelConfig(
-        family="qwen3",
-        **layers_from_hf(stated, target, windows, dtype=dtype),
-        **stated.fields("logit_softcap", "has_sinks"),
-        qk_norm="head",
-        names=NAMES,
-    )
+    windows, scales = read_windows(stated), stated.fields("embedding_scale", "output_scale", "logit_scale")
+    own = gemma.fields(stated.raw, stated.where, NAMES)
+    scales |= {key: own.pop(key) for key in ("embedding_scale",) if key in own}
+    layers = layers_from_hf(stated, target, windows, dtype=dtype) | stated.fields("logit_softcap", "has_sinks")
+    backbone = ModelConfig(family="qwen3", **(layers | {"qk_norm": "head", "names": NAMES} | own))
     rename = renamer(names)
     draft_vocab_size = stated.get("draft_vocab_size", backbone.vocab_size)
     if draft_vocab_size > backbone.vocab_size:
         raise ConfigError(
             f"{stated.where}: draft_vocab_size is {draft_vocab_size} of a vocabulary {backbone.vocab_size}"
         )
-    scales = stated.fields("embedding_scale", "output_scale", "logit_scale")
     return DFlashConfig(
         backbone=backbone,
         aux_layers=read_taps(stated, target),
@@ -279,7 +277,9 @@ def config_to_hf(
             **nested_config(layer, config.name, config.num_slots, target, target_name),
         }
     own: dict[str, Any] = {"mask_token_id": config.mask_token_id, TAPS: list(config.aux_layers)}
-    out = {"architectures": [ARCHITECTURES[config.name][0]], **layer, "block_size": config.block_size}
+    is_gemma = gemma.has_gemma_layers(backbone)
+    name = gemma.CLASSES[config.name] if is_gemma else ARCHITECTURES[config.name][0]
+    out = {"architectures": [name], **layer, "block_size": config.block_size}
     if config.name == "dspark":  # readers of such heads look for everything at the top
         out |= {**own, **_joint_to_hf(config)}
     else:
@@ -290,7 +290,8 @@ def config_to_hf(
     if config.is_causal != tuple(window > 0 for window in windows):  # else the layers' kinds say it
         own["causal"] = out["is_causal"] = config.is_causal[0]
     fields = vars(backbone) | vars(config)
-    own |= {key.name: fields[key.sets] for key in _UNUSUAL if fields[key.sets] != key.default}
+    unusual = [key for key in _UNUSUAL if fields[key.sets] != key.default and not (is_gemma and key.sets in _OF_GEMMA)]
+    own |= {key.name: fields[key.sets] for key in unusual}
     if is_partial(config):
         out["draft_vocab_size"] = config.draft_vocab_size
     return out
@@ -319,6 +320,7 @@ def unsaid_in(layout: Layout, config: DFlashConfig) -> list[str]:
     unsaid = {
         "causal layers without windows": any(c and not w for c, w in zip(causal, windows, strict=True)),
         "windows of which some are causal": len({c for c, w in zip(causal, windows, strict=True) if w}) > 1,
+        gemma.LAYERS: gemma.has_gemma_layers(config.backbone),
         "attention sinks": config.backbone.has_sinks,
         "a scale of its embedding": config.embedding_scale != 1,
         "a scale of its logits": config.output_scale != 1,

@@ -12,6 +12,7 @@ from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.layers import windows_of
 from specserve.errors import CheckpointError
+from specserve.interop import gemma
 from specserve.interop.dflash import dialects
 from specserve.interop.dflash.catalogue import KEYS
 from specserve.interop.dflash.checks import OF_BLOCKS, BlockFiles
@@ -83,4 +84,5 @@ class DFlashFormat(HeadFormat):
             found = {"layers that see all beside causal ones": is_mixed}
         elif dialect == "sglang-jax" and config.name == "dflash2":
             found = {"convolutions and the choice among candidates": True}
+        found[gemma.LAYERS] = gemma.has_gemma_layers(config.backbone) and dialect != "vllm"
         return present(found)

@@ -5,6 +5,8 @@ docs/checkpoints.md of the faults."""
 from collections.abc import Mapping
 
 from specserve.interop.findings import read_checks
+from specserve.interop.gemma import CLASSES as GEMMA
+from specserve.interop.gemma import plain
 from specserve.interop.keys import HARMLESS, Key, KeyTable, counts, flag, only
 from specserve.interop.layers import LAYER_KEYS
 
@@ -60,6 +62,7 @@ KEYS = KeyTable(
             *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
             *("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"),  # vLLM's, of the same head
             *("Eagle3Qwen3ForCausalLM", "Qwen3Eagle3Model"),
+            GEMMA["eagle3"],
             *LATENT_CLASSES,
         )
     ),
@@ -67,7 +70,9 @@ KEYS = KeyTable(
     places=frozenset({EAGLE}),
     # of DeepSpec's training, and of the target
     harmless=HARMLESS
-    | {"ttt_length", "step_loss_decay", "draft_num_hidden_layers", "num_target_layers", *_OF_EXPERTS.split()},
+    | {"ttt_length", "step_loss_decay", "draft_num_hidden_layers", "num_target_layers", *_OF_EXPERTS.split()}
+    | {"target_text_model_type"},
+    translate=plain,
 )
 
 CHECKS = read_checks("""

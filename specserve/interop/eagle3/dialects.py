@@ -17,6 +17,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
+from specserve.interop import gemma
 from specserve.interop.eagle3.catalogue import (
     EAGLE,
     FLAGS,
@@ -37,7 +38,7 @@ from specserve.interop.key_checks import (
 from specserve.interop.keys import LAYER, OLD_ROPE, ROPE, SLIDING, Stated, architectures, find, inner
 from specserve.interop.layers import layer_kinds, layer_to_hf, layers_from_hf, nested_config, sized_windows
 from specserve.interop.published import D2T, EMBEDDING, OUTPUT, rope_keys
-from specserve.models.config import Latent, ModelConfig
+from specserve.models.config import Latent, ModelConfig, Names
 from specserve.models.families_latent import scale_of
 
 ARCHITECTURES: dict[Dialect, str] = {
@@ -115,10 +116,12 @@ def check_masks(stated: Stated) -> Iterator[Finding]:
 
 
 def is_normed(stated: Stated) -> bool:
-    """Return whether the model class that a head names norms queries and keys, as a Qwen3's layers do. In a flat layout
+    """Return whether the model class that a head names norms queries and keys, as layers of Qwen3 and of
+    Gemma 4 do. In a flat layout
     trainers leave the target's own `model_type`, which says nothing."""
     kind = inner(stated.raw, LAYER).get("model_type")
-    return kind == _QWEN3 or any(_QWEN3 in name.lower() for name in architectures(stated.raw) & NORMED_CLASSES)
+    is_named = any(_QWEN3 in name.lower() for name in architectures(stated.raw) & NORMED_CLASSES)
+    return kind == _QWEN3 or is_named or gemma.is_gemma(stated.raw)
 
 
 def latent_from_hf(stated: Stated) -> dict[str, Any]:
@@ -208,9 +211,9 @@ def draft_config_from_hf(
     rename = renamer(names)
     draft_vocab_size = stated.get("draft_vocab_size", layers["vocab_size"])
     has_norms = rename("midlayer.self_attn.q_norm.weight") in names or is_normed(stated)
+    layers |= {"qk_norm": "head" if has_norms else ""} | gemma.fields(stated.raw, stated.where, Names())
     return Eagle3Config(
         **layers,
-        qk_norm="head" if has_norms else "",
         target_d_model=stated.get("target_hidden_size", target_width),
         draft_vocab_size=draft_vocab_size,
         aux_layers=aux_layers,
@@ -236,6 +239,8 @@ def draft_config_to_hf(
     name = NORMED.get(dialect, ARCHITECTURES[dialect]) if config.qk_norm else ARCHITECTURES[dialect]
     if config.latent:
         name = min(LATENT_CLASSES)
+    if gemma.has_gemma_layers(config):
+        name = gemma.CLASSES["eagle3"]
     head: dict[str, Any] = {"architectures": [name], "target_hidden_size": config.target_d_model}
     if config.has_own_head or dialect == "speculators":  # SGLang shares the target's head where there is no such key
         head["draft_vocab_size"] = config.draft_vocab_size
@@ -252,6 +257,8 @@ def draft_config_to_hf(
             **nested_config(layer, "eagle3", SPECULATIVE_TOKENS, target, target_name),
         }
     out = {**head, **layer} | {flag: True for flag, value in flags.items() if value}
+    if gemma.has_gemma_layers(config):
+        return out | {OUTPUT_TAPS: output_ids}
     if target.config.num_layers >= 5 and config.aux_layers == default_taps(target.config):
         return out  # without taps, because readers count them differently
     if dialect == "vllm":

@@ -12,6 +12,7 @@ from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.layers import windows_of
 from specserve.errors import CheckpointError
+from specserve.interop import gemma
 from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.catalogue import FLAGS, KEYS
 from specserve.interop.eagle3.checks import OF_NETWORK, EagleFiles
@@ -58,8 +59,9 @@ class Eagle3Format(HeadFormat):
         """Return the tensors and the config.json of a head in a dialect. Heads in the layout of speculators bring an
         embedding along; where one is shared that is the target's. Raises CheckpointError where it cannot be read."""
         config = head.drafter.config
-        if dialect == "speculators" and config.latent:
-            raise CheckpointError("a head with latent attention cannot be written for speculators, which has none")
+        unsaid = present({"latent attention": config.latent, gemma.LAYERS: gemma.has_gemma_layers(config)})
+        if dialect == "speculators" and unsaid:
+            raise CheckpointError(f"a head with {unsaid[0]} cannot be written for speculators, which has none")
         tensors = to_numpy(head.params, head.drafter.spec(), dtype)
         tensors |= vocab_to_tensors(head.target_ids, config.vocab_size)
         for table in (EMBEDDING_TABLE, OUTPUT_TABLE) if dialect == "speculators" else ():
@@ -78,7 +80,7 @@ class Eagle3Format(HeadFormat):
     def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
         """List what of a head the engine of a dialect does not compute, as its public code reads today."""
         config = drafter.config
-        found: dict[str, object] = {}
+        found: dict[str, object] = {gemma.LAYERS: gemma.has_gemma_layers(config)}
         if dialect != "speculators":
             found["another activation than silu"] = config.activation != "silu"
         if dialect == "speculators":  # vLLM reads this layout too, and computes both

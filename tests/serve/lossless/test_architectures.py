@@ -63,6 +63,31 @@ CASES: dict[str, dict[str, Any]] = {
         "no_rope_layer_interval": 2,
         "floor_scale": 8,
     },
+    "heads of two widths, keys of earlier layers": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 12,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 6,
+        **WINDOWS,
+    },
+    "values of keys, experts beside an MLP": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "global_head_dim": 12,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "final_logit_softcapping": 20.0,
+        **WINDOWS,
+    },
     "delta nets": {
         "model_type": "qwen3_next",
         "num_experts": 4,
@@ -95,7 +120,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-CACHES = {"dense in int8": ("dense", "int8"), "latents in float8": ("latents", "float8_e4m3fn")}
+CACHES = {
+    "dense in int8": ("dense", "int8"),
+    "latents in float8": ("latents", "float8_e4m3fn"),
+    "heads of two widths in int8": ("heads of two widths, keys of earlier layers", "int8"),
+}
 
 
 def make_target(case: str, num_layers: int = 3) -> Target:

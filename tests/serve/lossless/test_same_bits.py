@@ -73,7 +73,11 @@ def _logits(
 
 
 @pytest.mark.parametrize(
-    "name", ["dense", "experts", "latents", "windows and softcaps", "windows and sinks"]
+    "name",
+    [
+        *("dense", "experts", "latents", "windows and softcaps", "windows and sinks"),
+        *("heads of two widths, keys of earlier layers", "values of keys, experts beside an MLP"),
+    ],
 )  # recurrent layers sum by chunks, in XLA
 def test_a_token_gets_the_same_bits_however_it_is_served(name: str) -> None:
     target = make_target(name, num_layers=2)

@@ -12,6 +12,7 @@ from specserve.drafters.layers import windowed
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
 from specserve.models.cache import WindowSizes
+from specserve.models.presets import PRESETS
 from specserve.serve import sizes
 from specserve.serve.launch import Models, make_runner, with_cache_dtype
 from specserve.serve.programs.placement import bytes_per_token, pages_in, state_bytes
@@ -47,6 +48,9 @@ def test_cache_sizes(models: Models, headless: Models, monkeypatch: pytest.Monke
     quantized = with_cache_dtype(models, ServeRun(kv_cache_dtype="int8"))
     per_head = 8 + 4  # a byte for each number, and the scale; the draft keeps its own in float32
     assert bytes_per_token(quantized.target.config, None) == 6 * 2 * 2 * per_head
+
+    two_widths = PRESETS["gemma-4-e2b"].config()  # of its 35 layers 20 see the keys and values of others
+    assert bytes_per_token(two_widths, None) == 2 * 2 * (12 * 256 + 3 * 512)
 
     def pages(models: Models = models, **settings: Any) -> int:
         run = ServeRun(page_size=16, max_slots=3, max_model_len=100, **settings)
