@@ -47,6 +47,7 @@ _SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, **UNUSED_SCALES}
 _FURTHER = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), r"mtp\..*"),
     "mimo": r"model\.mtp_layers\..*",
+    "mimo_v2_flash": r"model\.mtp\..*",
 }
 # families whose checkpoints append such layers to the model's own, and the key that counts them
 _PREDICTS_FURTHER = {

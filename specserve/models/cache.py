@@ -52,7 +52,8 @@ class Cache:
                 assert config.latent is not None
                 return Pages.zeros(num_pages, page_size, 1, config.latent.cache_dim, dtype, has_values=False)
             if kind.mixer == "attention":
-                return Pages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, dtype)
+                heads = config.of(kind).num_kv_heads
+                return Pages.zeros(num_pages, page_size, heads, config.head_dim, dtype, v_dim=config.value_dim)
             return recurrent.init_state(config, kind, num_slots)
 
         def kept(i: int) -> State | None:

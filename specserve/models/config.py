@@ -24,6 +24,8 @@ class LayerKind:
     has_rope: bool = True  # turns its heads by their position
     has_growth: bool = False  # its queries grow with their position (`query_growth`)
     has_experts: bool = False
+    num_kv_heads: int = 0  # in the checkpoint; 0: as many as the model states
+    has_sinks: bool = True  # where the model has any
     slope_scale: float = 1.0  # lightning: of the rates at which its heads forget
 
 
@@ -60,6 +62,7 @@ class Experts:
     group_score: Literal["max", "top2"] = "max"  # of its experts: the largest, or the two largest together
     has_correction: bool = False  # a bias that is added to choose and not to weigh (DeepSeek-V3, section 2.1.2)
     has_router_bias: bool = False
+    has_float32_router: bool = False  # in a model of any dtype
     has_bias: bool = False  # on the experts' projections
     scales_input: bool = False  # the weight is of what the one chosen expert takes, and not of what it gives
     shared_d_ff: int = 0  # of the expert that every token passes; 0: none
@@ -134,9 +137,11 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int  # in memory
-    head_dim: int
+    head_dim: int  # of queries and keys
     d_ff: int
     max_len: int
+    v_dim: int = 0  # of a head's values; 0: head_dim
+    value_scale: float = 1.0
     kv_repeats: int = 1  # times that each KV head of the checkpoint is there (`sharding.spread_kv_heads`)
     norm_eps: float = 1e-6
     rope: Rope = field(default=Rope())
@@ -171,6 +176,7 @@ class ModelConfig:
     experts: Experts | None = None
     delta: DeltaSizes | None = None
     lightning: Lightning | None = None
+    carried: LayerKind | None = None  # the layer of multi-token prediction in checkpoints; None: as the last one
     names: Names = field(default=Names(), repr=False)
     dtype: str = "float32"
     cache_dtype: str = ""  # of committed keys and values, int8 or float8_e4m3fn with scales; empty: dtype
@@ -179,6 +185,18 @@ class ModelConfig:
         if not self.layers:
             return LayerKind()
         return self.layers[i]
+
+    def of(self, kind: LayerKind) -> "ModelConfig":
+        """The config with the heads that attention has in layers of this kind."""
+        stored = kind.num_kv_heads or self.num_kv_heads // self.kv_repeats
+        heads = max(stored, self.num_kv_heads) if self.kv_repeats > 1 else stored
+        has_sinks = self.has_sinks and kind.has_sinks
+        return dataclasses.replace(self, num_kv_heads=heads, kv_repeats=heads // stored, has_sinks=has_sinks)
+
+    @property
+    def value_dim(self) -> int:
+        """The number of channels in a head's values, and in what it finds."""
+        return self.v_dim or self.head_dim
 
     @property
     def is_recurrent(self) -> bool:

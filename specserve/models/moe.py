@@ -79,8 +79,9 @@ def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
         return vector(f"{prefix}.{name}", n, init="zeros", is_float32=is_float32)
 
     shared = f"{prefix}.{names.shared}"
+    router: Any = matrix(f"{prefix}.{names.router}.weight", d_model, n, ("embed", None))
     return Moe(
-        router=matrix(f"{prefix}.{names.router}.weight", d_model, n, ("embed", None)),
+        router=dataclasses.replace(router, is_float32=experts.has_float32_router),
         router_bias=optional(experts.has_router_bias, per_expert(f"{names.router}.bias")),
         correction=optional(experts.has_correction, per_expert(names.correction, is_float32=True)),
         gate=weight(gate, d_model, d_ff, ("embed", "mlp"), parts[0], ("experts.gate_up_proj", halves[0])),
@@ -141,7 +142,7 @@ def route(
     """
     experts = config.experts
     assert experts is not None
-    logits = matmul_float32(x, params.router)
+    logits = matmul_float32(x.astype(jnp.float32) if experts.has_float32_router else x, params.router)
     if params.router_bias is not None:
         logits = logits + params.router_bias.astype(jnp.float32)
     scores = jax.nn.sigmoid(logits) if experts.scoring == "sigmoid" else jax.nn.softmax(logits)

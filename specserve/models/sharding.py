@@ -37,16 +37,22 @@ def place_target(config: ModelConfig, spec: TargetParams, mesh: Mesh) -> TargetP
     sizes = _sizes(config)
     check_divides(mesh, sizes)
     heads = math.gcd(*(size.number for size in sizes if size.axis == "heads"))
-    return shardings(spec, mesh, {"heads": heads, "kv_heads": config.num_kv_heads})
+    return shardings(spec, mesh, {"heads": heads, "kv_heads": math.gcd(*_kv_heads(config))})
+
+
+def _kv_heads(config: ModelConfig) -> set[int]:
+    """The numbers of KV heads that layers have."""
+    return {config.of(config.kind(i)).num_kv_heads for i in range(config.num_layers)}
 
 
 def spread_kv_heads(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> ModelConfig:
     """Return the config with KV heads repeated, so that each device has one of its own, where they are fewer than the
     devices that share them out: else each device would hold and read the keys and values of all of them, of which its
     query heads see one. The config stays as it is where a device would have query heads of several KV heads."""
-    devices, heads = num_parts(mesh, "kv_heads"), config.num_kv_heads
+    devices, heads, each = num_parts(mesh, "kv_heads"), config.num_kv_heads, _kv_heads(config)
     has_attention = any(config.kind(i).mixer == "attention" for i in range(config.num_layers))
-    divides = devices > heads and devices % heads == 0 and config.num_heads % devices == 0
+    divides = devices > heads and config.num_heads % devices == 0
+    divides &= all(max(devices, own) % min(devices, own) == 0 for own in each)
     if not (has_attention and divides) or config.qk_norm == "all":  # with a weight for each channel of each head
         return config
     return dataclasses.replace(config, num_kv_heads=devices, kv_repeats=devices // heads)

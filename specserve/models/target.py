@@ -16,7 +16,7 @@ import numpy as np
 from specserve.kernels.matmul import BlockedMatrix, PackedMatrix, Weight, dequantize, matmul_float32
 from specserve.kernels.rowwise import rms_norm
 from specserve.models import attention, latent, recurrent
-from specserve.models.attention import Attention, attention_spec, fuse_attention
+from specserve.models.attention import Attention, attention_spec, fuse_attention, has_equal_heads
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context, Mask, apart, joined, side_by_side
@@ -95,7 +95,7 @@ def _mixer_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mixer:
         return recurrent.spec(config, kind, f"{prefix}.{config.names.linear_attention}")
     if kind.mixer == "latent":
         return latent_spec(config, f"{prefix}.{config.names.attention}", config.d_model)
-    return attention_spec(config, f"{prefix}.{config.names.attention}", config.d_model)
+    return attention_spec(config.of(kind), f"{prefix}.{config.names.attention}", config.d_model)
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def _mix(
     add: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     if isinstance(params, Attention):
-        return attention.mix(params, config, kind, x, seen, context, add)
+        return attention.mix(params, config.of(kind), kind, x, seen, context, add)
     if isinstance(params, LatentAttention):
         return latent.mix(params, config, x, seen, context, add)
     out, left = recurrent.mix(params, config, kind, x, seen, context)
@@ -313,7 +313,7 @@ def fuse_for_cpu(params: TargetParams) -> TargetParams:
     backend would transpose the embedding at every call."""
 
     def fuse(layer: Any) -> Any:
-        if isinstance(layer.attention, Attention):
+        if isinstance(layer.attention, Attention) and has_equal_heads(layer.attention):
             layer = dataclasses.replace(layer, attention=fuse_attention(layer.attention))
         if isinstance(layer.mlp, Mlp):
             layer = dataclasses.replace(layer, mlp=fuse_mlp(layer.mlp))

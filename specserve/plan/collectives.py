@@ -155,9 +155,11 @@ def _layers(target: ModelConfig, mesh: Mesh, positions: int) -> list[Collective]
 def _kv_dim(target: ModelConfig, i: int, mesh: Mesh) -> int:
     """Return how many numbers a device has in a layer for a position's keys and values, which are those of its own
     heads. Latents are expanded. A recurrent layer takes the whole input."""
-    mixer = target.kind(i).mixer
+    kind = target.kind(i)
+    mixer = kind.mixer
     if mixer == "latent" and (latent := target.latent):
         return on_each_device(mesh, "heads", target.num_heads) * (latent.nope_dim + latent.rope_dim + latent.v_dim)
     if mixer != "attention":
         return target.d_model
-    return 2 * on_each_device(mesh, "kv_heads", target.num_kv_heads) * target.head_dim
+    heads = on_each_device(mesh, "kv_heads", target.of(kind).num_kv_heads)
+    return heads * (target.head_dim + target.value_dim)

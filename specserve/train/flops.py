@@ -170,7 +170,7 @@ def _mixing(config: ModelConfig, kind: LayerKind, seq: int, mesh: Mesh | None) -
     and of weights with values, or a recurrence."""
     if kind.mixer in ("delta", "lightning"):
         return _recurrence(config, kind, seq) * (num_parts(mesh, "sequence") / num_parts(mesh, "heads"))
-    width, num_heads = 2 * config.head_dim, on_each_device(mesh, "heads", config.num_heads)
+    width, num_heads = config.head_dim + config.value_dim, on_each_device(mesh, "heads", config.num_heads)
     if kind.mixer == "latent" and (latent := config.latent):
         width = latent.nope_dim + latent.rope_dim + latent.v_dim
     seen, computed = mean_keys(seq, kind.window, mesh)

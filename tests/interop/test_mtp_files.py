@@ -72,6 +72,18 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and some name
             "model.mtp_layers.0.self_attn.q_proj.bias",
         ),
     ),
+    "mimo_v2_flash": (
+        carried.MIMO_V2,
+        tuple(
+            f"model.mtp.layers.0.{name}"
+            for name in (
+                "eh_proj.weight",
+                "pre_mlp_layernorm.weight",
+                "mlp.up_proj.weight",
+                "self_attn.attention_sink_bias",
+            )
+        ),
+    ),
     "glm4_moe_lite": (
         LITE,
         tuple(f"model.layers.{LITE['num_hidden_layers']}.{name}.weight" for name in ("eh_proj", "self_attn.kv_b_proj")),

@@ -61,6 +61,7 @@ DEFAULTED = (
     "attn_temperature_tuning",
     "interleave_moe_layer_step",
     "moe_layers",
+    "attention_value_scale",
 )
 
 

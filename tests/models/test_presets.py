@@ -73,6 +73,7 @@ PUBLISHED = {
     "glm-4.7": 355,
     "glm-4.7-flash": 30,
     "minimax-m2": 229,
+    "mimo-v2-flash": 309,
     "ling-mini-2.0": 16.26,
     "ring-mini-2.0": 16.26,
     "ling-flash-2.0": 103,

@@ -25,6 +25,7 @@ class Layout:
     head: str = ""
     hidden_first: bool = False  # `fc` takes [hidden | token], else [token | hidden]
     takes_raw: bool = False  # the target's hidden state before its final norm, else after it
+    mlp_norm: str = ""  # of the layer, without its prefix; empty: as in the target's layers
 
     def at(self, num_layers: int) -> "Layout":
         """The layout for a target of so many layers."""
@@ -77,6 +78,15 @@ _QWEN = Layout(
     norm="mtp.norm",
 )
 _LING = _appended("BailingMoeForCausalLMNextN", norm="final_layernorm", embedding="word_embeddings")
+_MIMO_V2 = Layout(
+    "MiMoV2MTP",
+    layer="model.mtp.layers.0",
+    token_norm="model.mtp.layers.0.enorm",
+    hidden_norm="model.mtp.layers.0.hnorm",
+    fc="model.mtp.layers.0.eh_proj",
+    norm="model.mtp.layers.0.final_layernorm",
+    mlp_norm="pre_mlp_layernorm",
+)
 OTHERS = _appended("MTPModel")  # of targets that come without such a layer, where one was trained for them
 LAYOUTS: Mapping[str, Layout] = {
     "deepseek_v3": _appended("DeepSeekMTPModel"),
@@ -88,6 +98,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "bailing_moe_linear": _LING,
     "bailing_hybrid": _LING,
     "mimo": of_its_own("MiMoMTPModel", "model.mtp_layers.0", hidden_first=True, takes_raw=True),
+    "mimo_v2_flash": _MIMO_V2,
     "qwen3_next": _QWEN,
     "qwen3_5_text": dataclasses.replace(_QWEN, architecture="Qwen3_5MTP"),
     "qwen3_5_moe_text": dataclasses.replace(_QWEN, architecture="Qwen3_5MoeMTP"),
@@ -128,9 +139,9 @@ class MtpConfig:
 
 def config_of(target: ModelConfig, *, dtype: str) -> MtpConfig:
     """The layer that a target's checkpoint carries after its last one, or that is trained for it: of the last one's
-    kind, for all tokens. Raises ConfigError where that keeps a recurrent state, which knows no trees of a draft's
-    own."""
-    kind, layout = target.kind(target.num_layers - 1), layout_of(target)
+    kind, or of the one that the family's carried layers have, for all tokens. Raises ConfigError where that keeps a
+    recurrent state, which knows no trees of a draft's own."""
+    kind, layout = target.carried or target.kind(target.num_layers - 1), layout_of(target)
     if kind.mixer not in ("attention", "latent"):
         raise ConfigError(
             f"the last layer of a {target.family} target keeps a recurrent state ({kind.mixer}); a layer of "
@@ -140,7 +151,7 @@ def config_of(target: ModelConfig, *, dtype: str) -> MtpConfig:
         target,
         num_layers=1,
         layers=(kind,),
-        names=dataclasses.replace(target.names, layer=layout.layer),
+        names=dataclasses.replace(target.names, layer=layout.layer, mlp_norm=layout.mlp_norm or target.names.mlp_norm),
         dtype=dtype,
         cache_dtype="",
     )

@@ -41,6 +41,16 @@ CASES: dict[str, dict[str, Any]] = {
     "latents": {"model_type": "deepseek_v3", **ROUTED, **LATENT},
     "windows and softcaps": {"model_type": "gemma2", "query_pre_attn_scalar": 8, "hidden_activation": None, **WINDOWS},
     "windows and sinks": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
+    "heads of two widths, sinks and KV heads by layer": {
+        "model_type": "mimo_v2_flash",
+        "num_key_value_heads": 1,
+        "v_head_dim": 6,
+        "partial_rotary_factor": 0.5,
+        "hybrid_layer_pattern": [0, 1, 1],
+        "n_routed_experts": 4,
+        **EXPERTS,
+        **WINDOWS,
+    },
     "norms after, windows and no positions": {"model_type": "exaone4", "sliding_window_pattern": 2, **WINDOWS},
     "blocks side by side": {"model_type": "cohere2", "sliding_window_pattern": 2, "logit_scale": 0.5, **WINDOWS},
     "multipliers": {
@@ -95,7 +105,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-CACHES = {"dense in int8": ("dense", "int8"), "latents in float8": ("latents", "float8_e4m3fn")}
+TWO_WIDTHS = "heads of two widths, sinks and KV heads by layer"
+CACHES = {
+    "dense in int8": ("dense", "int8"),
+    "two widths in int8": (TWO_WIDTHS, "int8"),
+    "latents in float8": ("latents", "float8_e4m3fn"),
+}
 
 
 def make_target(case: str, num_layers: int = 3) -> Target:
