@@ -161,10 +161,15 @@ def _turned_qkv(
         unit = jnp.ones(config.head_dim, jnp.float32)
         q, k = rms_norm(q, unit, config.norm_eps), rms_norm(k, unit, config.norm_eps)
     if kind.has_growth:
-        positions = context.position_ids[:, -x.shape[1] :] + config.query_shift
-        spans = (positions // config.query_span).astype(jnp.float32)
-        q = q * (1 + config.query_growth * jnp.log1p(spans))[..., None, None].astype(q.dtype)
+        q = grown(q, config, context)
     return q, k, v if config.value_scale == 1.0 else v * jnp.asarray(config.value_scale, v.dtype)
+
+
+def grown(q: jax.Array, config: ModelConfig, context: Context) -> jax.Array:  # [batch, n, head, dim]
+    """Return queries that grow with the logarithm of their position (Llama 4)."""
+    positions = context.position_ids[:, -q.shape[1] :] + config.query_shift
+    spans = (positions // config.query_span).astype(jnp.float32)
+    return q * (1 + config.query_growth * jnp.log1p(spans))[..., None, None].astype(q.dtype)
 
 
 def project_qkv(

@@ -6,6 +6,7 @@ from typing import Literal
 
 from specserve.errors import ConfigError
 from specserve.models.config import DeltaSizes, Experts, Latent, LayerKind, Lightning, Mixer, Names
+from specserve.models.families_dense import query_growth
 from specserve.models.family_keys import Flags, Keys
 from specserve.models.rope import Rope, yarn_magnitude
 
@@ -81,6 +82,18 @@ def deepseek_v3(keys: Keys) -> Flags:
     keys.must_be("topk_method", "noaux_tc")
     keys.must_be("scoring_func", "sigmoid")
     return _deepseek(keys) | {"experts": routed(keys, scoring="sigmoid", group_score="top2")}
+
+
+def mistral4(keys: Keys) -> Flags:
+    """The flags of Mistral Small 4: a softmax over experts, whose chosen weights sum to 1, and queries that grow."""
+    flags, growth = _deepseek(keys), query_growth(keys)
+    experts = routed(keys, scoring="softmax", group_score="top2")
+    return flags | {
+        **growth,
+        "layers": tuple(dataclasses.replace(layer, has_growth=bool(growth)) for layer in flags["layers"]),
+        "experts": dataclasses.replace(experts, renormalize=keys.flag("norm_topk_prob", True)),
+        "names": Names(stacked_experts="outputs first"),
+    }
 
 
 def glm4_moe_lite(keys: Keys) -> Flags:

@@ -17,7 +17,8 @@ from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import apply_rope, by_head, rms_norm
-from specserve.models.config import ModelConfig
+from specserve.models.attention import grown
+from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context, Tables, by_group, join
 from specserve.models.layers import linear, norm_spec
 from specserve.models.params import TensorPart, matrix, optional, vector
@@ -76,6 +77,7 @@ def latent_spec(config: ModelConfig, prefix: str, d_in: int) -> LatentAttention:
 def mix(
     params: LatentAttention,
     config: ModelConfig,
+    kind: LayerKind,
     x: jax.Array,  # [batch, n, d_model], normed
     seen: PagedPrefix | None,
     context: Context,
@@ -84,6 +86,8 @@ def mix(
     """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and
     the tokens' latents, [batch, n, 1, cache_dim]."""
     q_nope, q_rope = project_queries(params, config, x, context.rope)
+    if kind.has_growth:
+        q_nope, q_rope = (grown(q, config, context) for q in (q_nope, q_rope))
     new = project_latents(params, config, x, context.rope)
 
     def attend_own(context: Context, seen: PagedPrefix | None, *own: jax.Array) -> tuple[jax.Array, Any]:

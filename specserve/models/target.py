@@ -265,7 +265,7 @@ def _mix(
     if isinstance(params, Attention):
         return attention.mix(params, config.of(kind), kind, x, seen, context, add)
     if isinstance(params, LatentAttention):
-        return latent.mix(params, config, x, seen, context, add)
+        return latent.mix(params, config, kind, x, seen, context, add)
     out, left = recurrent.mix(params, config, kind, x, seen, context)
     return out if add is None else add + out, left
 

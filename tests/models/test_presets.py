@@ -72,6 +72,7 @@ PUBLISHED = {
     "glm-4.6": 355,
     "glm-4.7": 355,
     "glm-4.7-flash": 30,
+    "mistral-small-4": 119,
     "minimax-m2": 229,
     "mimo-v2-flash": 309,
     "ling-mini-2.0": 16.26,

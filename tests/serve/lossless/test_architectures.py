@@ -65,6 +65,18 @@ CASES: dict[str, dict[str, Any]] = {
         "model_type": "ministral3",
         "rope_parameters": {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
     },
+    "growing queries of latents": {
+        "model_type": "mistral4",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 8,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+        **ROUTED,
+        **LATENT,
+    },
     "experts of scaled inputs": {
         "model_type": "llama4_text",
         "num_local_experts": 4,
