@@ -50,7 +50,7 @@ class Cache:
             kind, dtype = config.kind(i), config.cache_dtype or config.dtype
             if kind.mixer == "latent":
                 assert config.latent is not None
-                return Pages.zeros(num_pages, page_size, 1, config.latent.cache_dim, dtype, has_values=False)
+                return Pages.zeros(num_pages, page_size, 1, config.latent.entry_dim, dtype, has_values=False)
             if kind.mixer == "attention":
                 heads = config.of(kind).num_kv_heads
                 return Pages.zeros(num_pages, page_size, heads, config.head_dim, dtype, v_dim=config.value_dim)

@@ -26,6 +26,7 @@ class LayerKind:
     has_experts: bool = False
     num_kv_heads: int = 0  # in the checkpoint; 0: as many as the model states
     has_sinks: bool = True  # where the model has any
+    has_indexer: bool = True  # where the model has any
     slope_scale: float = 1.0  # lightning: of the rates at which its heads forget
 
 
@@ -39,12 +40,22 @@ class Latent:
     v_dim: int
     q_rank: int = 0  # 0: queries are projected in one matrix
     has_gate: bool = False  # one sigmoid gate for each head's output
+    index_heads: int = 0  # of the indexer of sparse attention (`models.indexer`); 0: it has none
+    index_dim: int = 0  # of the indexer's heads
+    index_topk: int = 0  # tokens that a query sees, those that the indexer chooses; 0: all
+    index_interleaves: bool = False  # position turns its heads by neighbours
 
     @property
     def cache_dim(self) -> int:
-        """The number of values that a committed token has in the cache: its latent, and the key with position that all
-        heads share."""
+        """The number of values that attention reads of a committed token: its latent, and the key with position that
+        all heads share."""
         return self.kv_rank + self.rope_dim
+
+    @property
+    def entry_dim(self) -> int:
+        """The number of values that a committed token has in the cache: those, and its key in the indexer where that
+        chooses."""
+        return self.cache_dim + (self.index_dim if self.index_topk else 0)
 
 
 @dataclass(frozen=True)
@@ -210,6 +221,8 @@ class ModelConfig:
 
     def for_length(self, length: int) -> "ModelConfig":
         """The config for sequences of at most `length` tokens, which some rotary embeddings depend on
-        (`Rope.for_length`)."""
-        local = self.local_rope and self.local_rope.for_length(length)
-        return dataclasses.replace(self, rope=self.rope.for_length(length), local_rope=local)
+        (`Rope.for_length`). Attention over no more tokens than an indexer chooses needs none."""
+        local, latent = self.local_rope and self.local_rope.for_length(length), self.latent
+        if latent and 0 < length <= latent.index_topk:
+            latent = dataclasses.replace(latent, index_topk=0)
+        return dataclasses.replace(self, rope=self.rope.for_length(length), local_rope=local, latent=latent)

@@ -102,6 +102,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "glm4_moe_lite": {"rms_norm_eps": 1e-5},
     "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "attention_value_scale": 0.707},
+    "deepseek_v32": {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048, "n_shared_experts": 1},
+    "glm_moe_dsa": {
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "n_shared_experts": 1,
+        "rms_norm_eps": 1e-5,
+    },
     "mistral4": {
         "n_shared_experts": 1,
         "rope_parameters": {
@@ -155,6 +163,8 @@ FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "deepseek_v2": families_latent.deepseek_v2,
     "deepseek_v3": families_latent.deepseek_v3,
     "kimi_k2": families_latent.deepseek_v3,
+    "deepseek_v32": families_latent.deepseek_v32,
+    "glm_moe_dsa": families_latent.glm_moe_dsa,
     "mistral4": families_latent.mistral4,
     "glm4_moe": families_sparse.glm4_moe,
     "glm4_moe_lite": families_latent.glm4_moe_lite,

@@ -79,9 +79,9 @@ def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
         return vector(f"{prefix}.{name}", n, init="zeros", is_float32=is_float32)
 
     shared = f"{prefix}.{names.shared}"
-    router: Any = matrix(f"{prefix}.{names.router}.weight", d_model, n, ("embed", None))
+    router, is_float32 = f"{prefix}.{names.router}.weight", experts.has_float32_router
     return Moe(
-        router=dataclasses.replace(router, is_float32=experts.has_float32_router),
+        router=matrix(router, d_model, n, ("embed", None), is_float32=is_float32),
         router_bias=optional(experts.has_router_bias, per_expert(f"{names.router}.bias")),
         correction=optional(experts.has_correction, per_expert(names.correction, is_float32=True)),
         gate=weight(gate, d_model, d_ff, ("embed", "mlp"), parts[0], ("experts.gate_up_proj", halves[0])),

@@ -94,7 +94,8 @@ def _mixer_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mixer:
     if kind.mixer in ("delta", "lightning"):
         return recurrent.spec(config, kind, f"{prefix}.{config.names.linear_attention}")
     if kind.mixer == "latent":
-        return latent_spec(config, f"{prefix}.{config.names.attention}", config.d_model)
+        where = f"{prefix}.{config.names.attention}"
+        return latent_spec(config, where, config.d_model, has_indexer=kind.has_indexer)
     return attention_spec(config.of(kind), f"{prefix}.{config.names.attention}", config.d_model)
 
 

@@ -45,6 +45,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and some name
             "model.layers.3.mlp.gate.e_score_correction_bias",
         ),
     ),
+    "deepseek_v32": (
+        carried.INDEXED,
+        ("model.layers.3.eh_proj.weight", "model.layers.3.self_attn.indexer.weights_proj.weight"),
+    ),
     "glm4_moe": (
         carried.GLM,
         ("model.layers.3.eh_proj.weight", "model.layers.3.self_attn.q_proj.bias"),

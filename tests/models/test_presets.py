@@ -72,6 +72,8 @@ PUBLISHED = {
     "glm-4.6": 355,
     "glm-4.7": 355,
     "glm-4.7-flash": 30,
+    "deepseek-v3.2": 672,
+    "glm-5": 744,
     "mistral-small-4": 119,
     "minimax-m2": 229,
     "mimo-v2-flash": 309,

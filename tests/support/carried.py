@@ -48,6 +48,12 @@ LATENT: dict[str, Any] = SMALL | {
     "topk_method": "noaux_tc",
 }
 
+INDEXED: dict[str, Any] = LATENT | {
+    "model_type": "deepseek_v32",
+    "index_n_heads": 8,
+    "index_head_dim": 6,
+    "index_topk": 32,
+}
 GLM = SMALL | EXPERTS | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True}
 NEXT: dict[str, Any] = SMALL | {
     "model_type": "qwen3_next",

@@ -90,6 +90,8 @@ _MIMO_V2 = Layout(
 OTHERS = _appended("MTPModel")  # of targets that come without such a layer, where one was trained for them
 LAYOUTS: Mapping[str, Layout] = {
     "deepseek_v3": _appended("DeepSeekMTPModel"),
+    "deepseek_v32": _appended("DeepSeekMTPModel"),
+    "glm_moe_dsa": _appended("DeepSeekMTPModel"),
     "kimi_k2": _appended("DeepSeekMTPModel"),
     "glm4_moe": _appended("Glm4MoeMTPModel"),
     "glm4_moe_lite": _appended("Glm4MoeLiteMTPModel"),

@@ -39,6 +39,14 @@ CASES: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "glm4"},
     "experts": {"model_type": "qwen3_moe", "num_experts": 8, **EXPERTS},
     "latents": {"model_type": "deepseek_v3", **ROUTED, **LATENT},
+    "latents that an indexer chooses": {
+        "model_type": "deepseek_v32",
+        "index_n_heads": 12,
+        "index_head_dim": 8,
+        "index_topk": 12,
+        **ROUTED,
+        **LATENT,
+    },
     "windows and softcaps": {"model_type": "gemma2", "query_pre_attn_scalar": 8, "hidden_activation": None, **WINDOWS},
     "windows and sinks": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
     "heads of two widths, sinks and KV heads by layer": {
