@@ -45,7 +45,7 @@ _NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED))  # reasons that a user
 _SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, **UNUSED_SCALES}
 # layers of multi-token prediction, by family
 _FURTHER = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), r"mtp\..*"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h"), r"mtp\..*"),
     "mimo": r"model\.mtp_layers\..*",
     "mimo_v2_flash": r"model\.mtp\..*",
 }

@@ -17,7 +17,7 @@ from specserve.kernels.gather import take_each, take_rows
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.pages import Pages, write_pages
 from specserve.models import recurrent
-from specserve.models.config import ModelConfig
+from specserve.models.config import RECURRENT, ModelConfig
 from specserve.models.recurrent import State
 from specserve.pytree import pytree, static
 
@@ -35,7 +35,7 @@ class Prefix:
 
 @pytree
 class Cache:
-    layers: tuple[Pages | State, ...]
+    layers: tuple[Pages | State | None, ...]  # None: of layers that look at no other token
     num_pages: int = static()
     page_size: int = static()
     kept: tuple[State | None, ...] = ()  # recurrent states of prefixes, by layer, leaves [place, ...]; none: not kept
@@ -46,7 +46,7 @@ class Cache:
     ) -> "Cache":
         """Make an empty cache for a target: every array is zero. It has room for `num_kept` states of prefixes."""
 
-        def layer(i: int) -> Pages | State:
+        def layer(i: int) -> Pages | State | None:
             kind, dtype = config.kind(i), config.cache_dtype or config.dtype
             if kind.mixer == "latent":
                 assert config.latent is not None
@@ -54,22 +54,22 @@ class Cache:
             if kind.mixer == "attention":
                 heads = config.of(kind).num_kv_heads
                 return Pages.zeros(num_pages, page_size, heads, config.head_dim, dtype, v_dim=config.value_dim)
-            return recurrent.init_state(config, kind, num_slots)
+            return recurrent.init_state(config, kind, num_slots) if kind.mixer in RECURRENT else None
 
         def kept(i: int) -> State | None:
             kind = config.kind(i)
-            return None if kind.mixer in ("latent", "attention") else recurrent.init_state(config, kind, num_kept)
+            return recurrent.init_state(config, kind, num_kept) if kind.mixer in RECURRENT else None
 
         layers = range(config.num_layers)
         return cls(tuple(map(layer, layers)), num_pages, page_size, tuple(map(kept, layers)) if num_kept else ())
 
-    def layer(self, i: int, prefix: Prefix) -> PagedPrefix | State:
-        """The committed entries that layer i sees: a `PagedPrefix`, or the rows of a recurrent state for the prefix's
-        slots."""
+    def layer(self, i: int, prefix: Prefix) -> PagedPrefix | State | None:
+        """The committed entries that layer i sees: a `PagedPrefix`, the rows of a recurrent state for the prefix's
+        slots, or None."""
         layer = self.layers[i]
         if isinstance(layer, Pages):
             return self.attended(i, prefix)
-        return _rows(layer, prefix.slots)
+        return None if layer is None else _rows(layer, prefix.slots)
 
     def attended(self, i: int, prefix: Prefix) -> PagedPrefix:
         """The committed keys and values that layer i sees, as a `PagedPrefix`. The layer must have pages."""
@@ -102,18 +102,18 @@ class Cache:
 
         paged = {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, Pages)}
         written = write_pages(list(paged.values()), [new[i] for i in paged], page, offset, path)
-        done: dict[int, Pages | State] = dict(zip(paged, written, strict=True))
+        done: dict[int, Pages | State | None] = dict(zip(paged, written, strict=True))
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, Pages):
-                done[i] = advance(layer, new[i])
+                done[i] = None if layer is None else advance(layer, new[i])
         return dataclasses.replace(self, layers=tuple(done[i] for i in range(len(self.layers))))
 
     def reset(self, slot: jax.Array, place: jax.Array | None = None) -> "Cache":
         """Prepare a slot ([] int32) for a new sequence: its recurrent states become zero, or those that are kept at a
         place ([] int32) of at least 0. Pages are left as they are."""
 
-        def clear(layer: Pages | State, kept: State | None) -> Pages | State:
-            if isinstance(layer, Pages):
+        def clear(layer: Pages | State | None, kept: State | None) -> Pages | State | None:
+            if not isinstance(layer, State):
                 return layer
             if kept is None:
                 return jax.tree.map(lambda x: x.at[slot].set(0), layer)
@@ -125,7 +125,7 @@ class Cache:
     def keep(self, slot: jax.Array, place: jax.Array) -> "Cache":
         """Copy the recurrent states of a slot to a place, both [] int32."""
 
-        def copy(layer: Pages | State, kept: State | None) -> State | None:
+        def copy(layer: Pages | State | None, kept: State | None) -> State | None:
             return None if kept is None else jax.tree.map(lambda x, own: own.at[place].set(x[slot]), layer, kept)
 
         return dataclasses.replace(self, kept=tuple(map(copy, self.layers, self.kept)))

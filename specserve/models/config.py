@@ -11,12 +11,13 @@ from typing import Literal
 from specserve.kernels.rowwise import Activation
 from specserve.models.rope import Rope
 
-Mixer = Literal["attention", "latent", "delta", "lightning"]
+Mixer = Literal["attention", "latent", "delta", "lightning", "mamba", "none"]
+RECURRENT: tuple[Mixer, ...] = ("delta", "lightning", "mamba")
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The parts of one layer: its mixer, its attention window, and whether it has experts."""
+    """The parts of one layer: its mixer, its attention window, and whether it has an MLP or experts."""
 
     mixer: Mixer = "attention"
     window: int = 0  # tokens that a query sees, itself included; 0: all before it
@@ -24,6 +25,7 @@ class LayerKind:
     has_rope: bool = True  # turns its heads by their position
     has_growth: bool = False  # its queries grow with their position (`query_growth`)
     has_experts: bool = False
+    has_mlp: bool = True  # or experts
     num_kv_heads: int = 0  # in the checkpoint; 0: as many as the model states
     has_sinks: bool = True  # where the model has any
     has_indexer: bool = True  # where the model has any
@@ -78,6 +80,7 @@ class Experts:
     scales_input: bool = False  # the weight is of what the one chosen expert takes, and not of what it gives
     shared_d_ff: int = 0  # of the expert that every token passes; 0: none
     has_shared_gate: bool = False
+    latent_dim: int = 0  # of what the routed experts take and give, projected to and from d_model; 0: d_model
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,28 @@ class Lightning:
     rotary_dim: int
     num_norm_groups: int  # of the norm on the heads' outputs
     has_qk_norm: bool = True
+
+
+@dataclass(frozen=True)
+class MambaSizes:
+    """The sizes of Mamba-2 layers (Dao and Gu 2024, arXiv 2405.21060)."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int  # of heads, which share what they write under and read by
+    state_dim: int
+    conv_width: int
+    has_conv_bias: bool = True
+
+    @property
+    def v_size(self) -> int:
+        """The channels of all heads' values."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def k_size(self) -> int:
+        """The channels of all groups' keys."""
+        return self.num_groups * self.state_dim
 
 
 @dataclass(frozen=True)
@@ -187,6 +212,7 @@ class ModelConfig:
     experts: Experts | None = None
     delta: DeltaSizes | None = None
     lightning: Lightning | None = None
+    mamba: MambaSizes | None = None
     carried: LayerKind | None = None  # the layer of multi-token prediction in checkpoints; None: as the last one
     names: Names = field(default=Names(), repr=False)
     dtype: str = "float32"
@@ -212,7 +238,7 @@ class ModelConfig:
     @property
     def is_recurrent(self) -> bool:
         """Return whether some layers keep a recurrent state instead of every token's keys and values."""
-        return any(kind.mixer in ("delta", "lightning") for kind in self.layers)
+        return any(kind.mixer in RECURRENT for kind in self.layers)
 
     @property
     def stored(self) -> "ModelConfig":

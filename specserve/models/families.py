@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specserve.errors import ConfigError
-from specserve.models import families_dense, families_latent, families_sparse
+from specserve.models import families_dense, families_latent, families_recurrent, families_sparse
 from specserve.models.config import ModelConfig
 from specserve.models.family_keys import Flags, Keys
 
@@ -26,6 +26,7 @@ def model_config(raw: Mapping[str, Any], *, dtype: str, where: str = "config.jso
     row = ALIASES.get(family, family)
     keys = Keys(DEFAULTS.get(row, {}) | dict(raw), where)
     flags = FAMILIES[row](keys)
+    num_layers = flags.pop("num_layers", None) or keys.num_layers
     num_heads = keys.integer("num_attention_heads")
     head_dim = flags.get("head_dim") or keys.head_dim
     if "activation" not in flags:
@@ -45,7 +46,7 @@ def model_config(raw: Mapping[str, Any], *, dtype: str, where: str = "config.jso
         family=family,
         vocab_size=keys.integer("vocab_size"),
         d_model=keys.integer("hidden_size"),
-        num_layers=keys.num_layers,
+        num_layers=num_layers,
         num_heads=num_heads,
         **(base | flags),
     )
@@ -125,6 +126,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         },
     },
     "minimax_m2": {"rope_theta": 5e6, "head_dim": 128},
+    "nemotron_h": {
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 8,
+        "ssm_state_size": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "n_shared_experts": 1,
+    },
     "qwen3_next": {"partial_rotary_factor": 0.25},
     "qwen3_5_text": {"partial_rotary_factor": 0.25},
     "qwen3_5_moe_text": {"partial_rotary_factor": 0.25},
@@ -173,6 +184,7 @@ FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "qwen3_next": families_sparse.qwen3_next,
     "qwen3_5_text": families_sparse.qwen3_5,
     "qwen3_5_moe_text": families_sparse.qwen3_5_moe,
+    "nemotron_h": families_recurrent.nemotron_h,
     "bailing_moe": families_latent.bailing_moe,
     "bailing_moe_v2": families_latent.bailing_moe_v2,
     "bailing_moe_linear": families_latent.bailing_moe_linear,

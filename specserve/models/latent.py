@@ -185,7 +185,8 @@ def absorbed(
     assert latent is not None
     q, values, scale = absorb(params, config, q_nope, q_rope), new[..., : latent.kv_rank], config.attention_scale
     if _chooses(latent, new, seen):
-        out = indexer.attend_to_chosen(latent, q, new, context.mask, seen, index, scale)
+        own, weights = index
+        out = indexer.attend_to_chosen(latent, q, new, context.mask, seen, (own, weights), scale)
     else:
         # of the indexer's keys in the pages attention takes no notice
         q = jnp.pad(q, (*[(0, 0)] * 3, (0, latent.entry_dim - latent.cache_dim)))

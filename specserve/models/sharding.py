@@ -69,9 +69,11 @@ def place_cache(cache: Any, mesh: Mesh) -> Any:
     if isinstance(cache, PageRows):
         return of_page(cache)
 
-    def place(layer: Pages | State) -> Pages | State:
+    def place(layer: Pages | State | None) -> Pages | State | None:
         if isinstance(layer, Pages):
             return of_page(layer, "kv_heads")
+        if layer is None:
+            return None
         conv = tuple(fitting(mesh, (None, None, "heads"), x.shape) for x in layer.conv)
         return dataclasses.replace(
             layer, matrix=fitting(mesh, (None, "heads", None, None), layer.matrix.shape), conv=conv
@@ -164,7 +166,10 @@ def _sizes(config: ModelConfig) -> list[Size]:
         found.append(Size("heads", "value heads of delta layers", config.delta.num_v_heads))
     if config.lightning is not None:
         found.append(Size("heads", "heads of lightning layers", config.lightning.num_heads))
-    if not all(kind.has_experts for kind in kinds):
+    if config.mamba is not None:
+        found.append(Size("heads", "heads of Mamba layers", config.mamba.num_heads))
+        found.append(Size("heads", "groups of heads of Mamba layers", config.mamba.num_groups))
+    if any(kind.has_mlp and not kind.has_experts for kind in kinds):
         found.append(Size("mlp", "channels in an MLP", config.d_ff))
     if config.experts is not None:
         found.append(Size("experts", "experts", config.experts.num_experts))

@@ -18,27 +18,27 @@ from specserve.kernels.rowwise import rms_norm
 from specserve.models import attention, latent, recurrent
 from specserve.models.attention import Attention, attention_spec, fuse_attention, has_equal_heads
 from specserve.models.cache import Cache, Prefix
-from specserve.models.config import LayerKind, ModelConfig
+from specserve.models.config import RECURRENT, LayerKind, ModelConfig
 from specserve.models.context import Context, Mask, apart, joined, side_by_side
 from specserve.models.latent import LatentAttention, latent_spec
 from specserve.models.layers import Mlp, fuse_mlp, mlp, mlp_spec, norm_spec
 from specserve.models.moe import Moe, moe, moe_spec
 from specserve.models.params import embedding_table, matrix, optional
-from specserve.models.recurrent import DeltaNet, LightningAttention
+from specserve.models.recurrent import Recurrent
 from specserve.models.rope import rope_tables
 from specserve.models.stacked import Stack, each_layer
 from specserve.pytree import pytree
 
-Mixer = Attention | LatentAttention | DeltaNet | LightningAttention
+Mixer = Attention | LatentAttention | Recurrent
 
 
 @pytree
 class Layer:
     attention_norm: jax.Array | None  # [d_model]
-    attention: Mixer
+    attention: Mixer | None
     attention_out_norm: jax.Array | None  # [d_model]
     mlp_norm: jax.Array | None  # [d_model]
-    mlp: Mlp | Moe
+    mlp: Mlp | Moe | None
     mlp_out_norm: jax.Array | None  # [d_model]
 
 
@@ -73,25 +73,32 @@ def target_spec(config: ModelConfig) -> TargetParams:
 
 def layer_spec(config: ModelConfig, i: int) -> Layer:
     names, kind = config.names, config.kind(i)
-    prefix = names.layer.format(i=i)
+    prefix, has_mixer = names.layer.format(i=i), kind.mixer != "none"
 
     def norm(name: str) -> Any:
         return norm_spec(f"{prefix}.{name}", config.d_model, offset=config.norm_offset)
 
     return Layer(
-        attention_norm=optional(config.in_norms, norm(names.attention_norm)),
-        attention=_mixer_spec(config, kind, prefix),
-        attention_out_norm=optional(config.out_norms, norm(names.attention_out_norm)),
-        mlp_norm=optional(config.in_norms and not config.is_parallel, norm(names.mlp_norm)),
-        mlp=moe_spec(config, prefix)
-        if kind.has_experts
-        else mlp_spec(config, f"{prefix}.{names.mlp}", fused=names.gate_up, has_bias=config.mlp_bias),
-        mlp_out_norm=optional(config.out_norms, norm(names.mlp_out_norm)),
+        attention_norm=optional(has_mixer and config.in_norms, norm(names.attention_norm)),
+        attention=_mixer_spec(config, kind, prefix) if has_mixer else None,
+        attention_out_norm=optional(has_mixer and config.out_norms, norm(names.attention_out_norm)),
+        mlp_norm=optional(kind.has_mlp and config.in_norms and not config.is_parallel, norm(names.mlp_norm)),
+        mlp=_mlp_spec(config, kind, prefix),
+        mlp_out_norm=optional(kind.has_mlp and config.out_norms, norm(names.mlp_out_norm)),
     )
 
 
+def _mlp_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mlp | Moe | None:
+    if not kind.has_mlp:
+        return None
+    if kind.has_experts:
+        return moe_spec(config, prefix)
+    names = config.names
+    return mlp_spec(config, f"{prefix}.{names.mlp}", fused=names.gate_up, has_bias=config.mlp_bias)
+
+
 def _mixer_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mixer:
-    if kind.mixer in ("delta", "lightning"):
+    if kind.mixer in RECURRENT:
         return recurrent.spec(config, kind, f"{prefix}.{config.names.linear_attention}")
     if kind.mixer == "latent":
         where = f"{prefix}.{config.names.attention}"
@@ -152,7 +159,7 @@ def forward_groups(
         for layer in each_layer((part,)):
             seen = [cache.layer(i, group.prefix) if cache and group.prefix else None for group in groups]
             x, left = run_layer(layer, config, config.kind(i), x, seen if len(groups) > 1 else seen[0], context)
-            new.append(left if len(groups) > 1 else (left,))
+            new.append(left if len(groups) > 1 and left is not None else (left,) * len(groups))
             if i in aux_layers:
                 taps[i] = x
             i += 1
@@ -241,12 +248,15 @@ def run_layer(
     # where nothing comes between, the last product of a block adds to the residual stream itself
     adds_itself = not config.out_norms and config.residual_scale == 1.0
     add = x if adds_itself else None
-    taken = normed(config, x, params.attention_norm)
-    out, left = _mix(params.attention, config, kind, taken, seen, context, add)
-    x = out if add is not None else x + scaled(normed(config, out, params.attention_out_norm))
+    taken, left = normed(config, x, params.attention_norm), None
+    if params.attention is not None:
+        out, left = _mix(params.attention, config, kind, taken, seen, context, add)
+        x = out if add is not None else x + scaled(normed(config, out, params.attention_out_norm))
     if not config.is_parallel:
         taken = normed(config, x, params.mlp_norm)
     block = params.mlp
+    if block is None:
+        return x, left
     if isinstance(block, Moe):
         return x + scaled(normed(config, moe(block, config, taken), params.mlp_out_norm)), left
     add = x if adds_itself else None

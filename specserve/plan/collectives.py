@@ -160,6 +160,6 @@ def _kv_dim(target: ModelConfig, i: int, mesh: Mesh) -> int:
     if mixer == "latent" and (latent := target.latent):
         return on_each_device(mesh, "heads", target.num_heads) * (latent.nope_dim + latent.rope_dim + latent.v_dim)
     if mixer != "attention":
-        return target.d_model
+        return 0 if mixer == "none" else target.d_model
     heads = on_each_device(mesh, "kv_heads", target.of(kind).num_kv_heads)
     return heads * (target.head_dim + target.value_dim)

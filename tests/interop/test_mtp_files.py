@@ -76,6 +76,18 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and some name
             "model.mtp_layers.0.self_attn.q_proj.bias",
         ),
     ),
+    "nemotron_h": (
+        carried.NEMOTRON_H,
+        (
+            "mtp.layers.0.eh_proj.weight",
+            "mtp.layers.0.norm.weight",
+            "mtp.layers.0.mixer.q_proj.weight",
+            "mtp.layers.1.norm.weight",
+            "mtp.layers.1.mixer.experts.3.up_proj.weight",
+            "mtp.layers.1.mixer.fc2_latent_proj.weight",
+            "mtp.layers.1.final_layernorm.weight",
+        ),
+    ),
     "mimo_v2_flash": (
         carried.MIMO_V2,
         tuple(

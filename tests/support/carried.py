@@ -73,6 +73,20 @@ NEXT_SPARSE: dict[str, Any] = NEXT_DENSE | {"model_type": "qwen3_5_moe_text"}
 LING: dict[str, Any] = bailing.CASES["ling-2"] | {"num_nextn_predict_layers": 1}
 LING_2_5: dict[str, Any] = bailing.CASES["ling-2.5"] | {"num_nextn_predict_layers": 1}
 MIMO: dict[str, Any] = SMALL | {"model_type": "mimo"}
+NEMOTRON_H: dict[str, Any] = SMALL | {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M*E",
+    "mtp_hybrid_override_pattern": "*E",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_latent_size": 20,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+}
 MIMO_V2: dict[str, Any] = SMALL | {
     "model_type": "mimo_v2_flash",
     "num_hidden_layers": 2,

@@ -25,7 +25,7 @@ class Layout:
     head: str = ""
     hidden_first: bool = False  # `fc` takes [hidden | token], else [token | hidden]
     takes_raw: bool = False  # the target's hidden state before its final norm, else after it
-    mlp_norm: str = ""  # of the layer, without its prefix; empty: as in the target's layers
+    names: tuple[tuple[str, str], ...] = ()  # of the layer's parts (`config.Names`), where the target has others
 
     def at(self, num_layers: int) -> "Layout":
         """The layout for a target of so many layers."""
@@ -85,7 +85,22 @@ _MIMO_V2 = Layout(
     hidden_norm="model.mtp.layers.0.hnorm",
     fc="model.mtp.layers.0.eh_proj",
     norm="model.mtp.layers.0.final_layernorm",
-    mlp_norm="pre_mlp_layernorm",
+    names=(("mlp_norm", "pre_mlp_layernorm"),),
+)
+_NEMOTRON_H = Layout(  # two blocks, of which the first attends
+    "NemotronHMTPModel",
+    layer="mtp.layers",
+    token_norm="mtp.layers.0.enorm",
+    hidden_norm="mtp.layers.0.hnorm",
+    fc="mtp.layers.0.eh_proj",
+    norm="mtp.layers.1.final_layernorm",
+    names=(
+        ("attention_norm", "0.norm"),
+        ("attention", "0.mixer"),
+        ("mlp_norm", "1.norm"),
+        ("experts", "1.mixer"),
+        ("mlp", "1.mixer"),
+    ),
 )
 OTHERS = _appended("MTPModel")  # of targets that come without such a layer, where one was trained for them
 LAYOUTS: Mapping[str, Layout] = {
@@ -101,6 +116,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "bailing_hybrid": _LING,
     "mimo": of_its_own("MiMoMTPModel", "model.mtp_layers.0", hidden_first=True, takes_raw=True),
     "mimo_v2_flash": _MIMO_V2,
+    "nemotron_h": _NEMOTRON_H,
     "qwen3_next": _QWEN,
     "qwen3_5_text": dataclasses.replace(_QWEN, architecture="Qwen3_5MTP"),
     "qwen3_5_moe_text": dataclasses.replace(_QWEN, architecture="Qwen3_5MoeMTP"),
@@ -145,15 +161,16 @@ def config_of(target: ModelConfig, *, dtype: str) -> MtpConfig:
     recurrent state, which knows no trees of a draft's own."""
     kind, layout = target.carried or target.kind(target.num_layers - 1), layout_of(target)
     if kind.mixer not in ("attention", "latent"):
+        has = "no mixer" if kind.mixer == "none" else f"a recurrent state ({kind.mixer})"
         raise ConfigError(
-            f"the last layer of a {target.family} target keeps a recurrent state ({kind.mixer}); a layer of "
-            "multi-token prediction needs one that attends. Give a head of another kind (--drafter)"
+            f"the last layer of a {target.family} target has {has}; a layer of multi-token prediction needs one that "
+            "attends. Give a head of another kind (--drafter)"
         )
     layer = dataclasses.replace(
         target,
         num_layers=1,
         layers=(kind,),
-        names=dataclasses.replace(target.names, layer=layout.layer, mlp_norm=layout.mlp_norm or target.names.mlp_norm),
+        names=dataclasses.replace(target.names, layer=layout.layer, **dict(layout.names)),
         dtype=dtype,
         cache_dtype="",
     )

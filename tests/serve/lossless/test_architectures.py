@@ -104,6 +104,17 @@ CASES: dict[str, dict[str, Any]] = {
         "full_attention_interval": 2,
         **EXPERTS,
     },
+    "Mamba": {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M*E",
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        **EXPERTS,
+    },
     "delta nets by channel": {
         "model_type": "bailing_hybrid",
         "layer_group_size": 3,

@@ -1,0 +1,88 @@
+"""The config.json of families whose layers are one block each: a mixer, which may keep a recurrent state, or an MLP."""
+
+import dataclasses
+
+from specserve.errors import ConfigError
+from specserve.models.config import LayerKind, MambaSizes, Names
+from specserve.models.families_latent import routed
+from specserve.models.family_keys import Flags, Keys
+
+_BLOCKS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+_KINDS = {
+    "linear_attention": LayerKind("mamba", has_mlp=False),
+    "full_attention": LayerKind(has_rope=False, has_mlp=False),
+    "moe": LayerKind("none", has_experts=True),
+    "mlp": LayerKind("none"),
+}
+_FORMER = {"mamba": "linear_attention", "attention": "full_attention"}  # names of the blocks
+_NO_LIMIT = ([0.0, float("inf")], [0.0, "Infinity"], [0.0, {"__float__": "Infinity"}])
+
+
+def nemotron_h(keys: Keys) -> Flags:
+    """The flags of Nemotron-H and Nemotron 3: Mamba-2, attention without positions, MLPs that are not gated, and
+    experts. Time steps have no lower limit, as in the published code."""
+    keys.must_be("mlp_hidden_act", "relu2")
+    keys.must_be("mamba_hidden_act", "silu")
+    for key in ("use_bias", "mamba_proj_bias", "attention_bias", "mlp_bias", "residual_in_fp32"):
+        keys.must_be(key, False)
+    keys.must_be("sliding_window")
+    keys.must_be("time_step_limit", *_NO_LIMIT)
+    blocks = _blocks(keys)
+    flags: Flags = {
+        "num_layers": len(blocks),
+        "head_dim": keys.head_dim,
+        "norm_eps": keys.number("layer_norm_epsilon", 1e-5),
+        "activation": "relu2",
+        "layers": tuple(_KINDS[block] for block in blocks),
+        "carried": _carried(keys),
+        "mamba": MambaSizes(
+            num_heads=keys.integer("mamba_num_heads"),
+            head_dim=keys.integer("mamba_head_dim"),
+            num_groups=keys.integer("mamba_n_groups", keys.integer("n_groups")),
+            state_dim=keys.integer("ssm_state_size"),
+            conv_width=keys.integer("mamba_d_conv", keys.integer("conv_kernel", 4)),
+            has_conv_bias=keys.flag("mamba_conv_bias", keys.flag("use_conv_bias", True)),
+        ),
+        "names": Names(
+            embedding="backbone.embeddings.weight",
+            norm="backbone.norm_f.weight",
+            layer="backbone.layers.{i}",
+            attention_norm="norm",
+            mlp_norm="norm",
+            **dict.fromkeys(("attention", "linear_attention", "mlp", "experts"), "mixer"),
+            expert_up="experts.{e}.up_proj",
+        ),
+    }
+    if "moe" in blocks:
+        experts = routed(keys, scoring="sigmoid", group_score="top2")
+        flags["experts"] = dataclasses.replace(
+            experts,
+            has_float32_router=True,
+            shared_d_ff=keys.integer("moe_shared_expert_intermediate_size", 7688),
+            latent_dim=keys.integer("moe_latent_size", 0, least=0),
+        )
+    return flags
+
+
+def _carried(keys: Keys) -> LayerKind | None:
+    """The layer of multi-token prediction in checkpoints, where one is counted: attention and experts, two blocks."""
+    if not keys.integer("num_nextn_predict_layers", 0, least=0):
+        return None
+    keys.must_be("mtp_hybrid_override_pattern", "*E")
+    keys.must_be("mtp_layers_block_type", ["full_attention", "moe"], ["attention", "moe"])
+    return LayerKind(has_rope=False, has_experts=True)
+
+
+def _blocks(keys: Keys) -> list[str]:
+    """Return the kind of each layer: a list, or published as one letter each."""
+    stated = keys.raw.get("layers_block_type") or keys.raw.get("layer_types")
+    if stated is None:
+        stated = [_BLOCKS.get(letter, letter) for letter in keys.raw.get("hybrid_override_pattern") or ""]
+    blocks = [_FORMER.get(str(block), str(block)) for block in stated]
+    unknown = set(blocks) - _KINDS.keys()
+    if unknown or not blocks:
+        raise ConfigError(
+            f"{keys.where}: hybrid_override_pattern or layers_block_type must name {', '.join(_KINDS)} for each layer"
+            + (f", got {', '.join(sorted(unknown))}" if blocks else "")
+        )
+    return blocks
