@@ -34,7 +34,6 @@ def nemotron_h(keys: Keys) -> Flags:
         "norm_eps": keys.number("layer_norm_epsilon", 1e-5),
         "activation": "relu2",
         "layers": tuple(_KINDS[block] for block in blocks),
-        "carried": _carried(keys),
         "mamba": MambaSizes(
             num_heads=keys.integer("mamba_num_heads"),
             head_dim=keys.integer("mamba_head_dim"),
@@ -55,6 +54,7 @@ def nemotron_h(keys: Keys) -> Flags:
     }
     if "moe" in blocks:
         experts = routed(keys, scoring="sigmoid", group_score="top2")
+        flags["carried"] = LayerKind(has_rope=False, has_experts=True)  # two blocks
         flags["experts"] = dataclasses.replace(
             experts,
             has_float32_router=True,
@@ -62,15 +62,6 @@ def nemotron_h(keys: Keys) -> Flags:
             latent_dim=keys.integer("moe_latent_size", 0, least=0),
         )
     return flags
-
-
-def _carried(keys: Keys) -> LayerKind | None:
-    """The layer of multi-token prediction in checkpoints, where one is counted: attention and experts, two blocks."""
-    if not keys.integer("num_nextn_predict_layers", 0, least=0):
-        return None
-    keys.must_be("mtp_hybrid_override_pattern", "*E")
-    keys.must_be("mtp_layers_block_type", ["full_attention", "moe"], ["attention", "moe"])
-    return LayerKind(has_rope=False, has_experts=True)
 
 
 def _blocks(keys: Keys) -> list[str]:

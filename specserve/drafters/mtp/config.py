@@ -161,9 +161,9 @@ def config_of(target: ModelConfig, *, dtype: str) -> MtpConfig:
     recurrent state, which knows no trees of a draft's own."""
     kind, layout = target.carried or target.kind(target.num_layers - 1), layout_of(target)
     if kind.mixer not in ("attention", "latent"):
-        has = "no mixer" if kind.mixer == "none" else f"a recurrent state ({kind.mixer})"
+        has = "has no mixer" if kind.mixer == "none" else f"keeps a recurrent state ({kind.mixer})"
         raise ConfigError(
-            f"the last layer of a {target.family} target has {has}; a layer of multi-token prediction needs one that "
+            f"the last layer of a {target.family} target {has}; a layer of multi-token prediction needs one that "
             "attends. Give a head of another kind (--drafter)"
         )
     layer = dataclasses.replace(
