@@ -11,8 +11,8 @@ from typing import Literal
 from specserve.kernels.rowwise import Activation
 from specserve.models.rope import Rope
 
-Mixer = Literal["attention", "latent", "delta", "lightning", "mamba", "none"]
-RECURRENT: tuple[Mixer, ...] = ("delta", "lightning", "mamba")
+Mixer = Literal["attention", "latent", "delta", "lightning", "mamba", "conv", "none"]
+RECURRENT: tuple[Mixer, ...] = ("delta", "lightning", "mamba", "conv")
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,9 @@ class Names:
     sinks: str = "sinks"
     mlp: str = "mlp"
     gate_up: str = ""  # one matrix for gate and up; empty: two
+    mlp_gate: str = "gate_proj"
+    mlp_up: str = "up_proj"
+    mlp_down: str = "down_proj"
     experts: str = "mlp"  # the block's prefix
     router: str = "gate"
     correction: str = "gate.e_score_correction_bias"
@@ -213,6 +216,7 @@ class ModelConfig:
     delta: DeltaSizes | None = None
     lightning: Lightning | None = None
     mamba: MambaSizes | None = None
+    conv_width: int = 0  # tokens that a short convolution sees, where that is a layer's mixer
     carried: LayerKind | None = None  # the layer of multi-token prediction in checkpoints; None: as the last one
     names: Names = field(default=Names(), repr=False)
     dtype: str = "float32"

@@ -1,9 +1,9 @@
-"""The config.json of families whose layers are one block each: a mixer, which may keep a recurrent state, or an MLP."""
+"""The config.json of families with Mamba-2 layers or short convolutions beside attention."""
 
 import dataclasses
 
 from specserve.errors import ConfigError
-from specserve.models.config import LayerKind, MambaSizes, Names
+from specserve.models.config import Experts, LayerKind, MambaSizes, Names
 from specserve.models.families_latent import routed
 from specserve.models.family_keys import Flags, Keys
 
@@ -77,3 +77,62 @@ def _blocks(keys: Keys) -> list[str]:
             + (f", got {', '.join(sorted(unknown))}" if blocks else "")
         )
     return blocks
+
+
+def lfm2(keys: Keys) -> Flags:
+    """The flags of LFM2: short convolutions, and attention in some layers. The width of the MLP is a share of the
+    stated one, rounded up."""
+    d_ff = keys.integer("block_ff_dim", keys.integer("intermediate_size"))
+    if keys.flag("block_auto_adjust_ff_dim", True):
+        d_ff, whole = int(keys.positive("block_ffn_dim_multiplier", 1.0) * int(2 * d_ff / 3)), "block_multiple_of"
+        d_ff = -(-d_ff // keys.integer(whole, 256)) * keys.integer(whole, 256)
+    return _lfm2(keys) | {"d_ff": d_ff}
+
+
+def lfm2_moe(keys: Keys) -> Flags:
+    """The flags of LFM2 with experts, in all layers but the first few."""
+    flags, dense = _lfm2(keys), keys.integer("num_dense_layers", 2, least=0)
+    layers = (dataclasses.replace(kind, has_experts=i >= dense) for i, kind in enumerate(flags["layers"]))
+    experts = Experts(
+        num_experts=keys.integer("num_experts"),
+        top_k=keys.integer("num_experts_per_tok"),
+        d_ff=keys.integer("moe_intermediate_size"),
+        scoring="sigmoid",
+        renormalize=keys.flag("norm_topk_prob", True),
+        scale=keys.number("routed_scaling_factor", 1.0),
+        has_correction=keys.flag("use_expert_bias", True),
+    )
+    return flags | {"layers": tuple(layers), "experts": experts}
+
+
+def _lfm2(keys: Keys) -> Flags:
+    keys.must_be("conv_bias", False)
+    n, attends = keys.num_layers, keys.raw.get("full_attn_idxs")
+    kinds = keys.kinds(["full_attention" if attends is None or i in attends else "conv" for i in range(n)])
+    if unknown := set(kinds) - {"full_attention", "conv"}:
+        raise ConfigError(f"{keys.where}: layer_types must be full_attention or conv, got {', '.join(sorted(unknown))}")
+    return {
+        "norm_eps": keys.number("norm_eps", 1e-5),
+        "qk_norm": "head",
+        "tie_embeddings": keys.flag("tie_embedding", keys.flag("tie_word_embeddings", True)),
+        "conv_width": keys.integer("conv_L_cache", 3, least=2),
+        "layers": tuple(LayerKind("conv" if kind == "conv" else "attention") for kind in kinds),
+        "names": Names(
+            norm="model.embedding_norm.weight",
+            attention_norm="operator_norm",
+            mlp_norm="ffn_norm",
+            linear_attention="conv",
+            o="out_proj",
+            q_norm="q_layernorm",
+            k_norm="k_layernorm",
+            mlp="feed_forward",
+            mlp_gate="w1",
+            mlp_up="w3",
+            mlp_down="w2",
+            experts="feed_forward",
+            correction="expert_bias",
+            expert_gate="experts.{e}.w1",
+            expert_up="experts.{e}.w3",
+            expert_down="experts.{e}.w2",
+        ),
+    }

@@ -31,15 +31,17 @@ def mlp_spec(config: ModelConfig, prefix: str, *, d_ff: int = 0, fused: str = ""
     d_ff = d_ff or config.d_ff
     halves = TensorPart(0, d_ff, 2 * d_ff, 2 * d_ff), TensorPart(d_ff, 2 * d_ff, 2 * d_ff, 2 * d_ff)
     parts, is_gated = [optional(fused, half) for half in halves], config.activation not in UNGATED
-    gate, up = (f"{prefix}.{fused or name}" for name in ("gate_proj" if is_gated else "up_proj", "up_proj"))
+    names = config.names
+    gate, up = (f"{prefix}.{fused or name}" for name in (names.mlp_gate if is_gated else names.mlp_up, names.mlp_up))
+    down = f"{prefix}.{names.mlp_down}"
     axes = ("embed", "mlp")
     return Mlp(
         gate=matrix(f"{gate}.weight", config.d_model, d_ff, axes, part=parts[0]),
         up=optional(is_gated, matrix(f"{up}.weight", config.d_model, d_ff, axes, part=parts[1])),
-        down=matrix(f"{prefix}.down_proj.weight", d_ff, config.d_model, ("mlp", "embed")),
+        down=matrix(f"{down}.weight", d_ff, config.d_model, ("mlp", "embed")),
         gate_bias=optional(has_bias, vector(f"{gate}.bias", d_ff, "mlp", init="zeros", part=parts[0])),
         up_bias=optional(has_bias and is_gated, vector(f"{up}.bias", d_ff, "mlp", init="zeros", part=parts[1])),
-        down_bias=optional(has_bias, vector(f"{prefix}.down_proj.bias", config.d_model, init="zeros")),
+        down_bias=optional(has_bias, vector(f"{down}.bias", config.d_model, init="zeros")),
     )
 
 

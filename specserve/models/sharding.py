@@ -75,9 +75,10 @@ def place_cache(cache: Any, mesh: Mesh) -> Any:
         if layer is None:
             return None
         conv = tuple(fitting(mesh, (None, None, "heads"), x.shape) for x in layer.conv)
-        return dataclasses.replace(
-            layer, matrix=fitting(mesh, (None, "heads", None, None), layer.matrix.shape), conv=conv
-        )
+        written = layer.matrix
+        if written is not None:
+            written = fitting(mesh, (None, "heads", None, None), written.shape)
+        return dataclasses.replace(layer, matrix=written, conv=conv)
 
     kept = tuple(state and place(state) for state in cache.kept)
     return dataclasses.replace(cache, layers=tuple(map(place, cache.layers)), kept=kept)

@@ -168,7 +168,7 @@ def _products(config: ModelConfig, layer: Any, positions: int, platform: str) ->
 def _mixing(config: ModelConfig, kind: LayerKind, seq: int, mesh: Mesh | None) -> Flops:
     """Count the operations between the positions of a row, for one of them: attention's products of queries with keys
     and of weights with values, or a recurrence."""
-    if kind.mixer == "none":
+    if kind.mixer in ("none", "conv"):
         return Flops(0, 0)
     if kind.mixer in RECURRENT:
         return _recurrence(config, kind, seq) * (num_parts(mesh, "sequence") / num_parts(mesh, "heads"))

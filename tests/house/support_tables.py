@@ -35,6 +35,7 @@ PARTS: dict[str, tuple[str, str, str]] = {  # of a layer: on CPUs, on GPUs, on T
     "delta-net": ("runs", "untested", "compiled"),
     "lightning attention": ("runs", "untested", "untested"),
     "Mamba-2": ("runs", "untested", "untested"),
+    "short convolutions": ("runs", "untested", "untested"),
 }
 MIXERS = {
     "attention": "attention",
@@ -42,6 +43,7 @@ MIXERS = {
     "delta": "delta-net",
     "lightning": "lightning attention",
     "mamba": "Mamba-2",
+    "conv": "short convolutions",
 }
 EXPERTS_ALONE = "experts: compiled; other products: XLA's, untested"
 WEIGHTS: dict[str, tuple[str, str, str, str]] = {  # --quantization: what it reads and makes, on CPUs, GPUs, TPUs

@@ -163,6 +163,8 @@ def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
         ("mimo-v2-flash", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias"),
         ("mimo-v2-flash", {"swa_head_dim": 8}, "swa_head_dim"),
         ("nemotron-h", {"hybrid_override_pattern": "MX"}, "got X"),
+        ("lfm2", {"conv_bias": True}, "conv_bias"),
+        ("lfm2-moe", {"layer_types": ["conv", "conv", "sliding_attention", "conv"]}, "got sliding_attention"),
         ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
         ("nemotron-h", {"time_step_limit": [0.1, 1.0]}, "time_step_limit"),
         ("minimax-m2", {"scoring_func": "softmax"}, "scoring_func"),

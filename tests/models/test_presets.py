@@ -74,6 +74,8 @@ PUBLISHED = {
     "glm-4.7-flash": 30,
     "deepseek-v3.2": 672,
     "glm-5": 744,
+    "lfm2-1.2b": 1.17,
+    "lfm2-8b-a1b": 8.34,
     "nemotron-3-nano": 31.6,
     "nemotron-3-super": 120.7,
     "mistral-small-4": 119,

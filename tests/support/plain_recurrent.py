@@ -9,6 +9,7 @@ from specserve.models.delta import DeltaNet
 from specserve.models.lightning import LightningAttention, slopes
 from specserve.models.mamba import Mamba
 from specserve.models.recurrent import Recurrent, State
+from specserve.models.short_conv import ShortConv
 
 
 def plain(
@@ -21,6 +22,9 @@ def plain(
     x = np.asarray(x, np.float64)
     if isinstance(params, DeltaNet):
         return _delta(params, config, x, state)
+    if isinstance(params, ShortConv):
+        out, inputs = reference.convolve((x @ params.k) * (x @ params.v), params.conv, state.conv[0])
+        return (x @ params.q) * out @ params.o, State(None, (inputs,))
     if isinstance(params, Mamba):
         return _mamba(params, config, x, state)
     return _lightning(params, config, kind.slope_scale, x, state, first)

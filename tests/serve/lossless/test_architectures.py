@@ -115,6 +115,13 @@ CASES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 8,
         **EXPERTS,
     },
+    "short convolutions": {
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_experts": 4,
+        "num_dense_layers": 1,
+        **EXPERTS,
+    },
     "delta nets by channel": {
         "model_type": "bailing_hybrid",
         "layer_group_size": 3,
