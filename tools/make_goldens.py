@@ -6,6 +6,7 @@ no torch.
 """
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Collection
@@ -77,7 +78,8 @@ def build(folder: Path, seed: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
 
 def _published(name: str, names: Collection[str]) -> str:
     """transformers saves all of Ling 3's output projections as `dense`; the published linear layers have an `o_proj`,
-    which it loads as well."""
+    which it loads as well. So it does with Kimi Linear's MLPs, which it saves under the name of the experts."""
+    name = re.sub(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.", name)
     is_linear = name.replace(".dense.", ".o_norm.") in names
     return name.replace(".attention.dense.", ".attention.o_proj.") if is_linear else name
 

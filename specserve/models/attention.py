@@ -148,8 +148,8 @@ def _turned_qkv(
     """Compute queries, keys and values as `project_qkv`, by the rules of this layer and of its family."""
     tables = context.local_rope if kind.is_local else context.rope
     assert tables is not None, "a local layer without local rotary embeddings"
-    if not kind.has_rope:  # a turn by no angle
-        tables = jnp.ones_like(tables[0]), jnp.zeros_like(tables[1])
+    if not kind.has_rope:
+        tables = unturned(tables)
     if not config.norms_turned:
         q, k, v = project_qkv(params, config, x, tables)
     else:
@@ -163,6 +163,11 @@ def _turned_qkv(
     if kind.has_growth:
         q = grown(q, config, context)
     return q, k, v if config.value_scale == 1.0 else v * jnp.asarray(config.value_scale, v.dtype)
+
+
+def unturned(tables: Tables) -> Tables:
+    """Return the tables of a turn by no angle."""
+    return jnp.ones_like(tables[0]), jnp.zeros_like(tables[1])
 
 
 def grown(q: jax.Array, config: ModelConfig, context: Context) -> jax.Array:  # [batch, n, head, dim]

@@ -94,6 +94,7 @@ class DeltaSizes:
     v_dim: int
     conv_width: int
     by_channel: bool = False
+    gate_rank: int = 0  # by_channel: of the projections of the gate and the decay; 0: each is one matrix
     decay_bound: float = 0.0  # by_channel: the log decay lies between this and 0; 0: unbounded
 
 

@@ -111,6 +111,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "rms_norm_eps": 1e-5,
     },
+    "kimi_linear": {"rms_norm_eps": 1e-5, "num_shared_experts": 1, "routed_scaling_factor": 2.446},
     "mistral4": {
         "n_shared_experts": 1,
         "rope_parameters": {
@@ -179,6 +180,7 @@ FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "deepseek_v32": families_latent.deepseek_v32,
     "glm_moe_dsa": families_latent.glm_moe_dsa,
     "mistral4": families_latent.mistral4,
+    "kimi_linear": families_latent.kimi_linear,
     "glm4_moe": families_sparse.glm4_moe,
     "glm4_moe_lite": families_latent.glm4_moe_lite,
     "minimax_m2": families_sparse.minimax_m2,

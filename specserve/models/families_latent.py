@@ -273,8 +273,8 @@ def _ling_2_5(keys: Keys) -> Flags:
     return flags | {**latent, "layers": flags["layers"], "local_rope": local}
 
 
-def _ling_3(keys: Keys) -> Flags:
-    """Kimi's delta attention, and latent attention with a gate."""
+def _by_kimi_names(keys: Keys) -> Keys:
+    """The keys with DeepSeek's names beside those that Kimi Linear has for the same."""
     raw = dict(keys.raw)
     for ours, theirs in (
         ("n_group", "num_expert_group"),
@@ -286,7 +286,61 @@ def _ling_3(keys: Keys) -> Flags:
     ):
         if raw.get(ours) is None and raw.get(theirs) is not None:
             raw[ours] = raw[theirs]
-    keys = Keys(raw, keys.where)
+    return Keys(raw, keys.where)
+
+
+def kimi_linear(keys: Keys) -> Flags:
+    """The flags of Kimi Linear: Kimi delta attention, and in each fourth layer latent attention, which knows no
+    positions."""
+    keys = _by_kimi_names(keys)
+    n, linear = keys.num_layers, dict(keys.raw.get("linear_attn_config") or {})
+    keys.must_be("mla_use_nope", True)
+    keys.must_be("moe_router_activation_func", "sigmoid")
+    if not keys.raw.get("mlp_layer_types") and keys.raw.get("first_k_dense_replace") is None:
+        keys = Keys({**keys.raw, "first_k_dense_replace": 1}, keys.where)
+    of_linear = Keys({**keys.raw, **{f"linear_{key}": value for key, value in linear.items()}}, keys.where)
+    width, heads = of_linear.integer("linear_head_dim", 128), keys.integer("linear_num_heads", 32)
+    heads = of_linear.integer("linear_num_heads", heads)
+    full = linear.get("full_attn_layers")  # counted from 1
+    kinds = keys.kinds(
+        [
+            "full_attention" if (i + 1 in full if full is not None else i and i % 4 == 0) else "linear_attention"
+            for i in range(n)
+        ]
+    )
+    flags = _deepseek(keys)
+    layers = (
+        dataclasses.replace(kind, mixer="latent" if named == "full_attention" else "delta", has_rope=False)
+        for kind, named in zip(flags["layers"], kinds, strict=True)
+    )
+    latent, experts = flags["latent"], routed(keys, scoring="sigmoid", group_score="top2")
+    return flags | {
+        "max_len": keys.integer("max_position_embeddings", 1_048_576),
+        "attention_scale": (latent.nope_dim + latent.rope_dim) ** -0.5,
+        "layers": tuple(layers),
+        "experts": dataclasses.replace(experts, has_float32_router=True),
+        "delta": DeltaSizes(
+            heads,
+            heads,
+            width,
+            width,
+            of_linear.integer("linear_short_conv_kernel_size", of_linear.integer("linear_conv_kernel_dim", 4)),
+            by_channel=True,
+            gate_rank=width,
+        ),
+        "names": Names(
+            linear_attention="self_attn",
+            experts="block_sparse_moe",
+            expert_gate="experts.{e}.w1",
+            expert_up="experts.{e}.w3",
+            expert_down="experts.{e}.w2",
+        ),
+    }
+
+
+def _ling_3(keys: Keys) -> Flags:
+    """Kimi's delta attention, and latent attention with a gate."""
+    keys = _by_kimi_names(keys)
     keys.must_be("architectures", ["BailingMoeV3ForCausalLM"], ["BailingHybridForCausalLM"])
     keys.must_be("gated_attention_proj_granularity_type", "head_wise")
     keys.must_be("no_kda_lora", True)

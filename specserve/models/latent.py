@@ -18,7 +18,7 @@ from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import apply_rope, by_head, rms_norm
 from specserve.models import indexer
-from specserve.models.attention import grown
+from specserve.models.attention import grown, unturned
 from specserve.models.config import Latent, LayerKind, ModelConfig
 from specserve.models.context import Context, Tables, by_group, join
 from specserve.models.indexer import Indexer, indexer_spec
@@ -90,11 +90,13 @@ def mix(
     """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and
     the tokens' latents, [batch, n, 1, cache_dim]."""
     assert config.latent is not None
-    latent, q_in = config.latent, down_queries(params, x)
-    q_nope, q_rope = _up_queries(params, config, q_in, context.rope)
+    latent, q_in, rope = config.latent, down_queries(params, x), context.rope
+    if not kind.has_rope:
+        rope = unturned(rope)
+    q_nope, q_rope = _up_queries(params, config, q_in, rope)
     if kind.has_growth:
         q_nope, q_rope = (grown(q, config, context) for q in (q_nope, q_rope))
-    new, index = project_latents(params, config, x, context.rope), ()
+    new, index = project_latents(params, config, x, rope), ()
     if latent.index_topk:
         assert params.indexer is not None, "layers that share an indexer's choice serve as many tokens as it chooses"
         new = jnp.concatenate([new, indexer.keys(params.indexer, latent, x, context.rope)], axis=-1)

@@ -163,6 +163,7 @@ def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
         ("mimo-v2-flash", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias"),
         ("mimo-v2-flash", {"swa_head_dim": 8}, "swa_head_dim"),
         ("nemotron-h", {"hybrid_override_pattern": "MX"}, "got X"),
+        ("kimi-linear", {"mla_use_nope": False}, "mla_use_nope"),
         ("lfm2", {"conv_bias": True}, "conv_bias"),
         ("lfm2-moe", {"layer_types": ["conv", "conv", "sliding_attention", "conv"]}, "got sliding_attention"),
         ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),

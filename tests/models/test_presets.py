@@ -76,6 +76,7 @@ PUBLISHED = {
     "glm-5": 744,
     "lfm2-1.2b": 1.17,
     "lfm2-8b-a1b": 8.34,
+    "kimi-linear-48b-a3b": 49.1,
     "nemotron-3-nano": 31.6,
     "nemotron-3-super": 120.7,
     "mistral-small-4": 119,

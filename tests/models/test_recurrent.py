@@ -99,6 +99,12 @@ CONV = BASE | {
     "full_attn_idxs": [0],
     "conv_L_cache": 4,
 }
+LOW_RANK = {key: value for key, value in KIMI.items() if key not in ("kda_lower_bound", "layer_group_size")} | {
+    "model_type": "kimi_linear",
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "linear_conv_kernel_dim": 3,
+}
 FLAVOURS = {"qwen": QWEN, "kimi": KIMI, "lightning": LIGHTNING, "mamba": MAMBA, "conv": CONV}
 FIRST = 5  # position of the first token
 WIDTH, LONG = 8, MAX_TREE + 3  # few shapes, few programs
@@ -340,8 +346,9 @@ def _bfloat16(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), tree)
 
 
-def test_an_unbounded_decay_by_channel_equals_the_plain_loop() -> None:
-    layer = _layer(KIMI | {"kda_safe_gate": False})
+@pytest.mark.parametrize("raw", [KIMI | {"kda_safe_gate": False}, LOW_RANK], ids=["ling", "low rank"])
+def test_an_unbounded_decay_by_channel_equals_the_plain_loop(raw: dict[str, Any]) -> None:
+    layer = _layer(raw)
     x = _inputs(2, WIDTH)
     out, _ = _run_chunks(layer, x, (WIDTH,), WIDTH)
     _same(layer, out[0], _plain(layer, x[0], _row(layer.zero(1), 0))[0])

@@ -40,12 +40,14 @@ def _delta(p: DeltaNet, config: ModelConfig, x: np.ndarray, state: State) -> tup
     q, k = (y.reshape(n, delta.num_k_heads, delta.k_dim) for y in (q, k))
     q, k = (y / np.sqrt((y * y).sum(axis=-1, keepdims=True) + 1e-6) for y in (q, k))
     beta = _sigmoid(x @ p.beta)
-    raw = (x @ p.decay + p.decay_bias).reshape(n, delta.num_v_heads, -1)  # one column, or one for each channel
-    rate = np.exp(p.log_rate)[:, None]
+    to_decay = x if p.decay_down is None else x @ p.decay_down
+    # one column, or one for each channel
+    raw = (to_decay @ p.decay + p.decay_bias).reshape(n, delta.num_v_heads, -1)
+    rate = np.exp(p.log_rate).reshape(-1, 1)
     log_decay = delta.decay_bound * _sigmoid(rate * raw) if delta.decay_bound else -rate * np.log1p(np.exp(raw))
     v = v.reshape(n, delta.num_v_heads, delta.v_dim)
     out, matrix = reference.recur(q * delta.k_dim**-0.5, k, v, log_decay, beta, state.matrix)
-    gate = (x @ p.gate).reshape(out.shape)
+    gate = ((x if p.gate_down is None else x @ p.gate_down) @ p.gate).reshape(out.shape)
     out = _rms(out, config.norm_eps) * p.norm * (_sigmoid(gate) if delta.by_channel else _silu(gate))
     return out.reshape(n, -1) @ p.o, State(matrix, tuple(seen for _, seen in convolved))
 

@@ -129,6 +129,12 @@ CASES: dict[str, dict[str, Any]] = {
         **ROUTED,
         **LATENT,
     },
+    "delta nets beside latents without positions": {
+        "model_type": "kimi_linear",
+        "linear_attn_config": {"full_attn_layers": [2], "head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 3},
+        **ROUTED,
+        **LATENT,
+    },
     "lightning and latents": {
         "model_type": "bailing_hybrid",
         "architectures": ["BailingMoeV2_5ForCausalLM"],
