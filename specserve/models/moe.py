@@ -45,8 +45,8 @@ class Moe:
     down_bias: jax.Array | None  # [expert, d_model]
     shared: Mlp | None
     shared_gate: Weight | None  # [d_model, 1]
-    latent_in: Weight | None  # [d_model, latent_dim], before the routed experts, whose d_model is then the latter
-    latent_out: Weight | None  # [latent_dim, d_model], after them
+    latent_in: Weight | None = None  # [d_model, latent_dim], before the routed experts, whose d_model is then the latter
+    latent_out: Weight | None = None  # [latent_dim, d_model], after them
 
 
 def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
