@@ -6,6 +6,7 @@ no torch.
 """
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Collection
@@ -25,6 +26,7 @@ import seeded  # noqa: E402  # pyright: ignore[reportMissingImports]
 # logits and layers are kept at these positions: the first ones, and about the edges of the windows
 KEPT = (0, 1, 2, 3, 8, 11, 12, 13, 15, 16, 17, 24, 31, 32, 47, 63)
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # published under a model_type that transformers knows by another name
+NOT_AUTOMATIC = ("mistral4",)  # text models that its AutoModelForCausalLM lacks
 # text models that transformers has only within a model that sees, whose vision is as small as it can be
 SEES = {f"{name}_text": name for name in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}
 VISION = {
@@ -44,6 +46,8 @@ def build(folder: Path, seed: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
     raw = json.loads((folder / "config.json").read_text())
     raw["model_type"] = SAME_AS.get(raw["model_type"], raw["model_type"])
     auto: Any = transformers.AutoModelForCausalLM
+    if raw["model_type"] in NOT_AUTOMATIC:
+        auto = getattr(transformers, raw["architectures"][0])
     if raw["model_type"] in SEES:
         auto, vision = transformers.AutoModelForImageTextToText, VISION | {"out_hidden_size": raw["hidden_size"]}
         tied = raw.get("tie_word_embeddings", False)
@@ -53,7 +57,8 @@ def build(folder: Path, seed: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
         path = Path(scratch)
         (path / "config.json").write_text(json.dumps(raw))
         config = transformers.AutoConfig.from_pretrained(path)
-        auto.from_config(config).save_pretrained(path)
+        made = auto._from_config(config) if auto.__name__ in raw.get("architectures", ()) else auto.from_config(config)
+        made.save_pretrained(path)
         with safe_open(path / "model.safetensors", framework="numpy") as tensors:
             shapes = {
                 _published(name, tensors.keys()): tuple(tensors.get_slice(name).get_shape())
@@ -73,7 +78,8 @@ def build(folder: Path, seed: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
 
 def _published(name: str, names: Collection[str]) -> str:
     """transformers saves all of Ling 3's output projections as `dense`; the published linear layers have an `o_proj`,
-    which it loads as well."""
+    which it loads as well. So it does with Kimi Linear's MLPs, which it saves under the name of the experts."""
+    name = re.sub(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.", name)
     is_linear = name.replace(".dense.", ".o_norm.") in names
     return name.replace(".attention.dense.", ".attention.o_proj.") if is_linear else name
 

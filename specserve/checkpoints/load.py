@@ -46,12 +46,15 @@ _NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED))  # reasons that a user
 _SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, **UNUSED_SCALES}
 # layers of multi-token prediction, by family
 _FURTHER = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), r"mtp\..*"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h"), r"mtp\..*"),
     "mimo": r"model\.mtp_layers\..*",
+    "mimo_v2_flash": r"model\.mtp\..*",
 }
 # families whose checkpoints append such layers to the model's own, and the key that counts them
 _PREDICTS_FURTHER = {
     "deepseek_v3": "num_nextn_predict_layers",
+    "deepseek_v32": "num_nextn_predict_layers",
+    "glm_moe_dsa": "num_nextn_predict_layers",
     "kimi_k2": "num_nextn_predict_layers",
     "glm4_moe": "num_nextn_predict_layers",
     "glm4_moe_lite": "num_nextn_predict_layers",

@@ -225,11 +225,32 @@ def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
     return jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
 
 
+def in_order(
+    k: jax.Array,  # [batch, m, kv_head, dim]
+    mask: jax.Array | Documents,  # [batch or 1, n, m] bool
+    prefix: PagedPrefix,  # of pages whose values are their keys' own channels
+) -> tuple[jax.Array, jax.Array]:  # [batch, length, kv_head, dim] and [batch, n, length] bool
+    """Join committed and new keys into one run of keys, each at its index in the sequence, as numbers of the new ones'
+    dtype; and their mask."""
+    mask, dtype, more = mask.dense() if isinstance(mask, Documents) else mask, k.dtype, k.shape[1]
+    scale = None
+    if prefix.pages.is_quantized:  # as later steps will see them
+        k, scale = quantize(k, prefix.pages.k.dtype)
+    k, _, scale, _ = _in_order(k, k, scale, scale, prefix, more)
+    k = k.astype(dtype) if scale is None else (k.astype(jnp.float32) * scale[..., None]).astype(dtype)
+    return k, _mask_in_order(mask, k.shape[1], prefix, 0, None)
+
+
 def _in_order(
-    k: jax.Array, v: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None, prefix: PagedPrefix
+    k: jax.Array,
+    v: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    prefix: PagedPrefix,
+    more: int = 0,  # indices behind those of the prefix's pages
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Join prefix and new keys into one run of keys, each at its index in the sequence, and so the values and the
-    scales of both: [batch, pages * page_size, ...]."""
+    scales of both: [batch, pages * page_size + more, ...]."""
     table, pages = prefix.page_table, prefix.pages
     batch, length = table.shape[0], table.shape[1] * pages.page_size
     row = jnp.arange(batch)[:, None]
@@ -239,6 +260,7 @@ def _in_order(
         old: jax.Array, new: jax.Array
     ) -> jax.Array:  # [page, kv_head, page_size, ...] and [batch, m, kv_head, ...]
         old = take_pages(old, prefix).swapaxes(2, 3).reshape(batch, length, *new.shape[2:])
+        old = jnp.pad(old, ((0, 0), (0, more), *[(0, 0)] * (old.ndim - 2)))
         return old.at[row, index].set(new.astype(old.dtype), mode="drop")
 
     v_dim = v.shape[-1]

@@ -81,20 +81,29 @@ class Pages:
 
     @classmethod
     def zeros(
-        cls, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: str, *, has_values: bool = True
+        cls,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        *,
+        v_dim: int = 0,  # 0: head_dim
+        has_values: bool = True,
     ) -> "Pages":
         """Make empty pages in the layout of the default backend. Those of an 8-bit dtype have scales."""
-        layout = default_layout(head_dim)
+        v_dim = v_dim or head_dim
+        layout = default_layout(max(head_dim, v_dim))
         rows = (num_pages, num_kv_heads, page_size, head_dim)
         columns = (num_pages, num_kv_heads, head_dim, page_size)
         scale = jnp.zeros(rows[:3], jnp.float32) if jnp.dtype(dtype) in LARGEST else None
         if layout == "joined" and has_values:
-            both = jnp.zeros((*rows[:3], 2 * head_dim), dtype)
+            both = jnp.zeros((*rows[:3], head_dim + v_dim), dtype)
             return cls(both, None, scale, scale, layout, v_first=head_dim)
         k = jnp.zeros(columns if layout == "columns" else rows, dtype)
         if not has_values:
             return cls(k, None, scale, None, "columns" if layout == "columns" else "rows")
-        return cls(k, jnp.zeros(rows, dtype), scale, scale, layout)
+        return cls(k, jnp.zeros((*rows[:3], v_dim), dtype), scale, scale, layout)
 
     @property
     def page_size(self) -> int:

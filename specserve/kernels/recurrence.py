@@ -19,6 +19,7 @@ again.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ Decay = tuple[jax.Array, jax.Array]  # coarse and fine part: [count, batch, head
 class State:
     """The recurrent state of each sequence in one layer. A sequence without tokens has zeros."""
 
-    matrix: jax.Array  # [batch, head, k_dim, v_dim] float32
+    matrix: Any  # jax.Array, [batch, head, k_dim, v_dim] float32; None: of a layer that only convolves
     conv: tuple[jax.Array, ...]  # each [batch, width - 1, channel]: a convolution's last inputs, the oldest first
 
 
@@ -47,9 +48,9 @@ class New:
     """The changes that the tokens of a call would make in a state. Applying it (`advance`) needs none of the layer's
     weights."""
 
-    k: jax.Array  # [batch, n, k_head, k_dim] float32
-    u: jax.Array  # [batch, n, head, v_dim] float32
-    log_decay: jax.Array  # [batch, n, head, 1 or k_dim] float32
+    k: jax.Array | None  # [batch, n, k_head, k_dim] float32; None, as the next two, where there is no matrix
+    u: jax.Array | None  # [batch, n, head, v_dim] float32
+    log_decay: jax.Array | None  # [batch, n, head, 1 or k_dim] float32
     conv: tuple[jax.Array, ...]  # each [batch, n, channel]: the convolutions' inputs
 
 
@@ -178,8 +179,6 @@ def advance(
     is_kept: jax.Array,  # [batch, m] bool; the kept tokens come first, each the child of the one before
 ) -> State:
     """Compute the state after the kept tokens, as if they had been run one by one. The other tokens leave no trace."""
-    k = _for_each_head(new.k, new.u.shape[2])
-    k, u, log_decay = (x.transpose(0, 2, 1, 3) for x in (k, new.u, new.log_decay))
     num_kept = jnp.sum(is_kept, axis=1, dtype=jnp.int32)
 
     def latest(seen: jax.Array, x: jax.Array) -> jax.Array:
@@ -187,6 +186,13 @@ def advance(
         return jnp.take_along_axis(jnp.concatenate([seen, x], axis=1), index[..., None], axis=1)
 
     conv = tuple(latest(seen, x) for seen, x in zip(state.conv, new.conv, strict=True))
+    if state.matrix is None:
+        return State(None, conv)
+    assert new.k is not None
+    assert new.u is not None
+    assert new.log_decay is not None
+    k = _for_each_head(new.k, new.u.shape[2])
+    k, u, log_decay = (x.transpose(0, 2, 1, 3) for x in (k, new.u, new.log_decay))
     return State(_absorb(state.matrix, k, u, log_decay, is_kept), conv)
 
 

@@ -15,8 +15,9 @@ import numpy as np
 from specserve.kernels import native
 from specserve.mesh import program_platform
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")  # in the order of `native/kernels.h`
+UNGATED: tuple[Activation, ...] = ("relu2",)  # of MLPs that have no `up`
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool = False) -> jax.Array:
@@ -33,7 +34,10 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool = Fals
 
 def gated(gate: jax.Array, up: jax.Array | None, activation: Activation = "silu") -> jax.Array:
     """Compute act(gate) * up; both are [..., d_ff]. Without `up`, gate [..., 2 * d_ff] holds both side by side. The
-    clamped form is GPT-OSS's: gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up within -7 and 7."""
+    clamped form is GPT-OSS's: gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up within -7 and 7.
+    The form that is not gated, relu(gate) ** 2 (So et al. 2021, arXiv 2109.08668), has no `up`."""
+    if activation in UNGATED:
+        return jnp.square(jax.nn.relu(gate))
     if native.serves(gate) and (up is None or native.serves(up)):
         shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
         code = np.int64(ACTIVATIONS.index(activation))

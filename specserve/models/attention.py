@@ -26,15 +26,15 @@ KV = tuple[jax.Array, jax.Array]  # keys, values: [batch, n, kv_head, head_dim]
 class Attention:
     q: Weight  # [d_in, head * head_dim]; with k and v None it holds all three side by side (`fuse_attention`)
     k: Weight | None  # [d_in, kv_head * head_dim]
-    v: Weight | None  # [d_in, kv_head * head_dim]
-    o: Weight  # [head * head_dim, d_model]
+    v: Weight | None  # [d_in, kv_head * v_dim]
+    o: Weight  # [head * v_dim, d_model]
     q_bias: jax.Array | None
     k_bias: jax.Array | None
     v_bias: jax.Array | None
     o_bias: jax.Array | None
     q_norm: jax.Array | None  # [head_dim], or [head * head_dim]
     k_norm: jax.Array | None  # [head_dim], or [kv_head * head_dim]
-    gate: Weight | None  # [d_in, head * head_dim]
+    gate: Weight | None  # [d_in, head * v_dim]
     gate_bias: jax.Array | None
     sinks: jax.Array | None  # [head]
 
@@ -44,8 +44,9 @@ def attention_spec(config: ModelConfig, prefix: str, d_in: int, kind: LayerKind 
     width of the projections' input: d_model in a target, twice that in the first layer of a draft head."""
     names, has_gate = config.names, config.has_attention_gate
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    head_dim, times = config.head_dim, config.kv_repeats
-    stored = kv_size // times
+    head_dim, v_dim, times = config.head_dim, config.value_dim, config.kv_repeats
+    v_size, out_size, stored = config.num_kv_heads * v_dim, config.num_heads * v_dim, kv_size // times
+    assert v_dim == head_dim or not (names.qkv or has_gate), "one tensor of heads of two widths"
     if names.qkv:
         total = q_size + 2 * stored
         q, k, v = [f"{prefix}.{names.qkv}"] * 3
@@ -57,7 +58,10 @@ def attention_spec(config: ModelConfig, prefix: str, d_in: int, kind: LayerKind 
         q, k, v = (f"{prefix}.{name}_proj" for name in "qkv")
         # with a gate, each head has its query and then its gate in one tensor
         q_part = optional(has_gate, TensorPart(0, head_dim, 2 * head_dim, 2 * q_size))
-        k_part = v_part = optional(times > 1, TensorPart(0, stored, stored, stored, head_dim, times))
+        k_part, v_part = (
+            optional(times > 1, TensorPart(0, size // times, size // times, size // times, width, times))
+            for size, width in ((kv_size, head_dim), (v_size, v_dim))
+        )
     gate_part = TensorPart(head_dim, 2 * head_dim, 2 * head_dim, 2 * q_size)
     has_bias, offset, qk_norm = config.qkv_bias, config.norm_offset, config.qk_norm
     has_keys = kind.kv_from is None
@@ -68,11 +72,11 @@ def attention_spec(config: ModelConfig, prefix: str, d_in: int, kind: LayerKind 
     return Attention(
         q=matrix(f"{q}.weight", d_in, q_size, ("embed", "heads"), part=q_part),
         k=optional(has_keys, matrix(f"{k}.weight", d_in, kv_size, ("embed", "kv_heads"), part=k_part)),
-        v=optional(has_values, matrix(f"{v}.weight", d_in, kv_size, ("embed", "kv_heads"), part=v_part)),
-        o=matrix(f"{prefix}.{names.o}.weight", q_size, config.d_model, ("heads", "embed")),
+        v=optional(has_values, matrix(f"{v}.weight", d_in, v_size, ("embed", "kv_heads"), part=v_part)),
+        o=matrix(f"{prefix}.{names.o}.weight", out_size, config.d_model, ("heads", "embed")),
         q_bias=optional(has_bias, vector(f"{q}.bias", q_size, "heads", init="zeros", part=q_part)),
         k_bias=optional(has_bias and has_keys, vector(f"{k}.bias", kv_size, "kv_heads", init="zeros", part=k_part)),
-        v_bias=optional(has_bias and has_values, vector(f"{v}.bias", kv_size, "kv_heads", init="zeros", part=v_part)),
+        v_bias=optional(has_bias and has_values, vector(f"{v}.bias", v_size, "kv_heads", init="zeros", part=v_part)),
         o_bias=optional(config.o_bias, vector(f"{prefix}.{names.o}.bias", config.d_model, init="zeros")),
         q_norm=optional(qk_norm, norm_spec(f"{prefix}.{names.q_norm}", q_norm_size, offset=offset)),
         k_norm=optional(qk_norm and has_keys, norm_spec(f"{prefix}.{names.k_norm}", k_norm_size, offset=offset)),
@@ -82,10 +86,15 @@ def attention_spec(config: ModelConfig, prefix: str, d_in: int, kind: LayerKind 
     )
 
 
+def has_equal_heads(params: Attention) -> bool:
+    """Return whether values have as many channels as keys."""
+    return params.k is not None and params.v is not None and params.k.shape == params.v.shape
+
+
 def fuse_attention(params: Attention) -> Attention:
     """Join the projections of q, k and v into one matrix, and their biases into one vector. It is only for layers that
-    project all three from the same tokens (`project_qkv`); those with fewer projections stay as they are."""
-    if params.v is None:
+    project all three from the same tokens (`project_qkv`), to heads of one width; others stay as they are."""
+    if not has_equal_heads(params):
         return params
     return dataclasses.replace(
         params,
@@ -151,8 +160,8 @@ def _turned_qkv(
     """Compute queries, keys and values as `project_qkv`, by the rules of this layer and of its family."""
     tables = context.local_rope if kind.is_local else context.rope
     assert tables is not None, "a local layer without local rotary embeddings"
-    if not kind.has_rope:  # a turn by no angle
-        tables = jnp.ones_like(tables[0]), jnp.zeros_like(tables[1])
+    if not kind.has_rope:
+        tables = unturned(tables)
     if kind.kv_from is not None:
         assert shared is not None, "a layer without keys of its own needs another's"
         return project_q(params, config, x, tables), *together(context, shared)
@@ -167,10 +176,20 @@ def _turned_qkv(
         unit = jnp.ones(config.head_dim, jnp.float32)
         q, k = rms_norm(q, unit, config.norm_eps), rms_norm(k, unit, config.norm_eps)
     if kind.has_growth:
-        positions = context.position_ids[:, -x.shape[1] :] + config.query_shift
-        spans = (positions // config.query_span).astype(jnp.float32)
-        q = q * (1 + config.query_growth * jnp.log1p(spans))[..., None, None].astype(q.dtype)
-    return q, k, v
+        q = grown(q, config, context)
+    return q, k, v if config.value_scale == 1.0 else v * jnp.asarray(config.value_scale, v.dtype)
+
+
+def unturned(tables: Tables) -> Tables:
+    """Return the tables of a turn by no angle."""
+    return jnp.ones_like(tables[0]), jnp.zeros_like(tables[1])
+
+
+def grown(q: jax.Array, config: ModelConfig, context: Context) -> jax.Array:  # [batch, n, head, dim]
+    """Return queries that grow with the logarithm of their position (Llama 4)."""
+    positions = context.position_ids[:, -q.shape[1] :] + config.query_shift
+    spans = (positions // config.query_span).astype(jnp.float32)
+    return q * (1 + config.query_growth * jnp.log1p(spans))[..., None, None].astype(q.dtype)
 
 
 def project_qkv(

@@ -21,7 +21,7 @@ from specserve.kernels.gather import take_each, take_rows
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.pages import Pages, write_pages
 from specserve.models import recurrent
-from specserve.models.config import ModelConfig
+from specserve.models.config import RECURRENT, ModelConfig
 from specserve.models.recurrent import State
 from specserve.pytree import pytree, static
 
@@ -43,7 +43,7 @@ WindowSizes = tuple[tuple[int, int], ...]
 
 @pytree
 class Cache:
-    layers: tuple[Pages | State | None, ...]  # None: of a layer that sees another's keys and values
+    layers: tuple[Pages | State | None, ...]  # None: of one without entries of its own
     num_pages: int = static()
     page_size: int = static()
     kept: tuple[State | None, ...] = ()  # recurrent states of prefixes, by layer, leaves [place, ...]; none: not kept
@@ -71,15 +71,15 @@ class Cache:
                 return None
             if kind.mixer == "latent":
                 assert config.latent is not None
-                return Pages.zeros(pages, page_size, 1, config.latent.cache_dim, dtype, has_values=False)
+                return Pages.zeros(pages, page_size, 1, config.latent.entry_dim, dtype, has_values=False)
             if kind.mixer == "attention":
                 own = config.of(kind)
-                return Pages.zeros(pages, page_size, own.num_kv_heads, own.head_dim, dtype)
-            return recurrent.init_state(config, kind, num_slots)
+                return Pages.zeros(pages, page_size, own.num_kv_heads, own.head_dim, dtype, v_dim=own.value_dim)
+            return recurrent.init_state(config, kind, num_slots) if kind.mixer in RECURRENT else None
 
         def kept(i: int) -> State | None:
             kind = config.kind(i)
-            return None if kind.mixer in ("latent", "attention") else recurrent.init_state(config, kind, num_kept)
+            return recurrent.init_state(config, kind, num_kept) if kind.mixer in RECURRENT else None
 
         layers = range(config.num_layers)
         kinds, sizes = [config.kind(i) for i in layers], {"num_pages": num_pages, "page_size": page_size}
@@ -112,14 +112,13 @@ class Cache:
             window_pages={each: _any_pages(num_pages, number[each], num_ranks) for each in sorted({*own} - {0})},
         )
 
-    def layer(self, i: int, prefix: Prefix) -> PagedPrefix | State:
-        """The committed entries that layer i sees: a `PagedPrefix`, or the rows of a recurrent state for the prefix's
-        slots."""
+    def layer(self, i: int, prefix: Prefix) -> PagedPrefix | State | None:
+        """The committed entries that layer i sees: a `PagedPrefix`, the rows of a recurrent state for the prefix's
+        slots, or None."""
         layer = self.layers[i]
         if isinstance(layer, Pages):
             return self.attended(i, prefix)
-        assert layer is not None, "a layer without entries sees those of another"
-        return _rows(layer, prefix.slots)
+        return None if layer is None else _rows(layer, prefix.slots)
 
     def attended(self, i: int, prefix: Prefix) -> PagedPrefix:
         """The committed keys and values that layer i sees, as a `PagedPrefix`. The layer must have pages."""

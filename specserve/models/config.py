@@ -11,12 +11,13 @@ from typing import Literal
 from specserve.kernels.rowwise import Activation
 from specserve.models.rope import Rope
 
-Mixer = Literal["attention", "latent", "delta", "lightning"]
+Mixer = Literal["attention", "latent", "delta", "lightning", "mamba", "conv", "none"]
+RECURRENT: tuple[Mixer, ...] = ("delta", "lightning", "mamba", "conv")
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The parts of one layer: its mixer, its attention window, and whether it has experts."""
+    """The parts of one layer: its mixer, its attention window, and whether it has an MLP or experts."""
 
     mixer: Mixer = "attention"
     window: int = 0  # tokens that a query sees, itself included; 0: all before it
@@ -24,9 +25,12 @@ class LayerKind:
     has_rope: bool = True  # turns its heads by their position
     has_growth: bool = False  # its queries grow with their position (`query_growth`)
     has_experts: bool = False
+    has_mlp: bool = True  # or experts
+    has_sinks: bool = True  # where the model has any
+    has_indexer: bool = True  # where the model has any
     slope_scale: float = 1.0  # lightning: of the rates at which its heads forget
     head_dim: int = 0  # this and the next two are the model's unless given (`ModelConfig.of`)
-    num_kv_heads: int = 0
+    num_kv_heads: int = 0  # in the checkpoint
     d_ff: int = 0
     values_are_keys: bool = False  # one projection gives both: keys are normed and turned, values are not
     kv_from: int | None = None  # the earlier layer whose keys and values it sees; None: it has its own
@@ -42,12 +46,22 @@ class Latent:
     v_dim: int
     q_rank: int = 0  # 0: queries are projected in one matrix
     has_gate: bool = False  # one sigmoid gate for each head's output
+    index_heads: int = 0  # of the indexer of sparse attention (`models.indexer`); 0: it has none
+    index_dim: int = 0  # of the indexer's heads
+    index_topk: int = 0  # tokens that a query sees, those that the indexer chooses; 0: all
+    index_interleaves: bool = False  # position turns its heads by neighbours
 
     @property
     def cache_dim(self) -> int:
-        """The number of values that a committed token has in the cache: its latent, and the key with position that all
-        heads share."""
+        """The number of values that attention reads of a committed token: its latent, and the key with position that
+        all heads share."""
         return self.kv_rank + self.rope_dim
+
+    @property
+    def entry_dim(self) -> int:
+        """The number of values that a committed token has in the cache: those, and its key in the indexer where that
+        chooses."""
+        return self.cache_dim + (self.index_dim if self.index_topk else 0)
 
 
 @dataclass(frozen=True)
@@ -65,11 +79,13 @@ class Experts:
     group_score: Literal["max", "top2"] = "max"  # of its experts: the largest, or the two largest together
     has_correction: bool = False  # a bias that is added to choose and not to weigh (DeepSeek-V3, section 2.1.2)
     has_router_bias: bool = False
+    has_float32_router: bool = False  # in a model of any dtype
     has_bias: bool = False  # on the experts' projections
     scales_input: bool = False  # the weight is of what the one chosen expert takes, and not of what it gives
     shared_d_ff: int = 0  # of the expert that every token passes; 0: none
     has_shared_gate: bool = False
     has_norms: bool = False  # router, experts and shared expert each norm their own input (`moe.MoeNorms`)
+    latent_dim: int = 0  # of what the routed experts take and give, projected to and from d_model; 0: d_model
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,7 @@ class DeltaSizes:
     v_dim: int
     conv_width: int
     by_channel: bool = False
+    gate_rank: int = 0  # by_channel: of the projections of the gate and the decay; 0: each is one matrix
     decay_bound: float = 0.0  # by_channel: the log decay lies between this and 0; 0: unbounded
 
 
@@ -95,6 +112,28 @@ class Lightning:
     rotary_dim: int
     num_norm_groups: int  # of the norm on the heads' outputs
     has_qk_norm: bool = True
+
+
+@dataclass(frozen=True)
+class MambaSizes:
+    """The sizes of Mamba-2 layers (Dao and Gu 2024, arXiv 2405.21060)."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int  # of heads, which share what they write under and read by
+    state_dim: int
+    conv_width: int
+    has_conv_bias: bool = True
+
+    @property
+    def v_size(self) -> int:
+        """The channels of all heads' values."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def k_size(self) -> int:
+        """The channels of all groups' keys."""
+        return self.num_groups * self.state_dim
 
 
 @dataclass(frozen=True)
@@ -119,6 +158,9 @@ class Names:
     sinks: str = "sinks"
     mlp: str = "mlp"
     gate_up: str = ""  # one matrix for gate and up; empty: two
+    mlp_gate: str = "gate_proj"
+    mlp_up: str = "up_proj"
+    mlp_down: str = "down_proj"
     experts: str = "mlp"  # the block's prefix
     router: str = "gate"
     correction: str = "gate.e_score_correction_bias"
@@ -140,9 +182,11 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int  # in memory
-    head_dim: int
+    head_dim: int  # of queries and keys
     d_ff: int
     max_len: int
+    v_dim: int = 0  # of a head's values; 0: head_dim
+    value_scale: float = 1.0
     kv_repeats: int = 1  # times that each KV head of the checkpoint is there (`sharding.spread_kv_heads`)
     norm_eps: float = 1e-6
     rope: Rope = field(default=Rope())
@@ -181,6 +225,9 @@ class ModelConfig:
     experts: Experts | None = None
     delta: DeltaSizes | None = None
     lightning: Lightning | None = None
+    mamba: MambaSizes | None = None
+    conv_width: int = 0  # tokens that a short convolution sees, where that is a layer's mixer
+    carried: LayerKind | None = None  # the layer of multi-token prediction in checkpoints; None: as the last one
     names: Names = field(default=Names(), repr=False)
     dtype: str = "float32"
     cache_dtype: str = ""  # of committed keys and values, int8 or float8_e4m3fn with scales; empty: dtype
@@ -191,9 +238,17 @@ class ModelConfig:
         return self.layers[i]
 
     def of(self, kind: LayerKind) -> "ModelConfig":
-        """The config with the sizes of the layers of this kind."""
-        own = {name: getattr(kind, name) for name in ("head_dim", "num_kv_heads", "d_ff") if getattr(kind, name)}
-        return dataclasses.replace(self, **own) if own else self
+        """The config with the sizes that layers of this kind have."""
+        stored = kind.num_kv_heads or self.num_kv_heads // self.kv_repeats
+        heads = max(stored, self.num_kv_heads) if self.kv_repeats > 1 else stored
+        return dataclasses.replace(
+            self,
+            num_kv_heads=heads,
+            kv_repeats=heads // stored,
+            head_dim=kind.head_dim or self.head_dim,
+            d_ff=kind.d_ff or self.d_ff,
+            has_sinks=self.has_sinks and kind.has_sinks,
+        )
 
     @property
     def shared_layers(self) -> frozenset[int]:
@@ -201,9 +256,14 @@ class ModelConfig:
         return frozenset(kind.kv_from for kind in self.layers if kind.kv_from is not None)
 
     @property
+    def value_dim(self) -> int:
+        """The number of channels in a head's values, and in what it finds."""
+        return self.v_dim or self.head_dim
+
+    @property
     def is_recurrent(self) -> bool:
         """Return whether some layers keep a recurrent state instead of every token's keys and values."""
-        return any(kind.mixer in ("delta", "lightning") for kind in self.layers)
+        return any(kind.mixer in RECURRENT for kind in self.layers)
 
     @property
     def stored(self) -> "ModelConfig":
@@ -212,6 +272,8 @@ class ModelConfig:
 
     def for_length(self, length: int) -> "ModelConfig":
         """The config for sequences of at most `length` tokens, which some rotary embeddings depend on
-        (`Rope.for_length`)."""
-        local = self.local_rope and self.local_rope.for_length(length)
-        return dataclasses.replace(self, rope=self.rope.for_length(length), local_rope=local)
+        (`Rope.for_length`). Attention over no more tokens than an indexer chooses needs none."""
+        local, latent = self.local_rope and self.local_rope.for_length(length), self.latent
+        if latent and 0 < length <= latent.index_topk:
+            latent = dataclasses.replace(latent, index_topk=0)
+        return dataclasses.replace(self, rope=self.rope.for_length(length), local_rope=local, latent=latent)

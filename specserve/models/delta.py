@@ -1,5 +1,7 @@
-"""Gated delta-net layers: those of Qwen3-Next and Qwen3.5, and Kimi delta attention as Ling 3 has it."""
+"""Gated delta-net layers: those of Qwen3-Next and Qwen3.5, and Kimi delta attention as Kimi Linear and Ling 3 have
+it."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ from specserve.kernels.rows import Documents
 from specserve.kernels.rowwise import by_head, rms_norm
 from specserve.models.config import DeltaSizes, ModelConfig
 from specserve.models.layers import linear, norm_spec
-from specserve.models.params import ParamSpec, TensorPart, matrix, vector
+from specserve.models.params import ParamSpec, TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
 
 NORM_EPS = 1e-6  # of the norm of queries and keys, whatever the config says
@@ -22,12 +24,14 @@ class DeltaNet:
     q: Weight  # [d_model, k_head * k_dim]
     k: Weight  # [d_model, k_head * k_dim]
     v: Weight  # [d_model, head * v_dim]
-    gate: Weight  # [d_model, head * v_dim], of the output
+    gate_down: Weight | None  # [d_model, gate_rank]; None: gate takes the layer's input
+    gate: Weight  # [gate_rank or d_model, head * v_dim], of the output
     beta: Weight  # [d_model, head]
-    decay: Weight  # [d_model, head], or by channel [d_model, head * k_dim]
+    decay_down: Weight | None  # [d_model, gate_rank]; None: decay takes the layer's input
+    decay: Weight  # [d_model, head], or by channel [gate_rank or d_model, head * k_dim]
     conv: tuple[jax.Array, ...]  # each [channel, 1, width]: one for q, k and v side by side, or one for each
     decay_bias: jax.Array  # [head], or [head * k_dim]
-    log_rate: jax.Array  # [head]
+    log_rate: jax.Array  # [head], or [1, 1, head, 1] with a gate_rank
     norm: jax.Array  # [v_dim]
     o: Weight  # [head * v_dim, d_model]
 
@@ -67,8 +71,10 @@ def _qwen_spec(config: ModelConfig, delta: DeltaSizes, prefix: str) -> DeltaNet:
         q=wide(0, k_size),
         k=wide(1, k_size),
         v=wide(2, v_size),
+        gate_down=None,
         gate=wide(3, v_size),
         beta=narrow(0),
+        decay_down=None,
         decay=narrow(1),
         conv=(_conv_spec(f"{prefix}.conv1d", 2 * k_size + v_size, delta.conv_width, None),),
         decay_bias=vector(f"{prefix}.dt_bias", heads, "heads", is_float32=True),
@@ -79,25 +85,38 @@ def _qwen_spec(config: ModelConfig, delta: DeltaSizes, prefix: str) -> DeltaNet:
 
 
 def _kimi_spec(config: ModelConfig, delta: DeltaSizes, prefix: str) -> DeltaNet:
-    heads, axes = delta.num_v_heads, ("embed", "heads")
+    heads, rank = delta.num_v_heads, delta.gate_rank
     k_size, v_size = heads * delta.k_dim, heads * delta.v_dim
+    log_rate = vector(f"{prefix}.A_log", heads, "heads", init="zeros", is_float32=True)
+    if rank:
+        log_rate = dataclasses.replace(log_rate, shape=(1, 1, heads, 1), axes=(None, None, "heads", None))
 
-    def project(name: str, size: int) -> Any:
-        return matrix(f"{prefix}.{name}_proj.weight", config.d_model, size, axes)
+    def project(name: str, size: int, d_in: int = config.d_model) -> Any:
+        return matrix(
+            f"{prefix}.{name}_proj.weight", d_in, size, ("embed" if d_in == config.d_model else None, "heads")
+        )
+
+    def down(name: str) -> Any:
+        return optional(rank, matrix(f"{prefix}.{name}_a_proj.weight", config.d_model, rank, ("embed", None)))
+
+    def up(name: str, size: int) -> Any:
+        return project(f"{name}_b", size, rank) if rank else project(name, size)
 
     return DeltaNet(
         q=project("q", k_size),
         k=project("k", k_size),
         v=project("v", v_size),
-        gate=project("g", v_size),
+        gate_down=down("g"),
+        gate=up("g", v_size),
         beta=project("b", heads),
-        decay=project("f", k_size),
+        decay_down=down("f"),
+        decay=up("f", k_size),
         conv=tuple(
             _conv_spec(f"{prefix}.{name}_conv1d", size, delta.conv_width, "heads")
             for name, size in (("q", k_size), ("k", k_size), ("v", v_size))
         ),
         decay_bias=vector(f"{prefix}.dt_bias", k_size, "heads", is_float32=True),
-        log_rate=vector(f"{prefix}.A_log", heads, "heads", init="zeros", is_float32=True),
+        log_rate=log_rate,
         norm=norm_spec(f"{prefix}.o_norm", delta.v_dim),
         o=matrix(f"{prefix}.o_proj.weight", v_size, config.d_model, ("heads", "embed")),
     )
@@ -137,9 +156,11 @@ def mix(
     )
     q, k = _unit(q) * delta.k_dim**-0.5, _unit(k)
     beta = jax.nn.sigmoid(linear(x, params.beta).astype(jnp.float32))
-    log_decay = _log_decay(params, delta, linear(x, params.decay).astype(jnp.float32))
+    raw = linear(x if params.decay_down is None else linear(x, params.decay_down), params.decay)
+    log_decay = _log_decay(params, delta, raw.astype(jnp.float32))
     out, u = recur(q, k, v, log_decay, beta, seen.matrix, mask)
-    gate = by_head(linear(x, params.gate).astype(jnp.float32), delta.num_v_heads)
+    gate = linear(x if params.gate_down is None else linear(x, params.gate_down), params.gate)
+    gate = by_head(gate.astype(jnp.float32), delta.num_v_heads)
     out = rms_norm(out, params.norm, config.norm_eps) * (jax.nn.sigmoid if delta.by_channel else jax.nn.silu)(gate)
     out = out.reshape(*x.shape[:2], -1).astype(x.dtype)
     return linear(out, params.o), New(k, u, log_decay, inputs)
@@ -148,7 +169,7 @@ def mix(
 def _log_decay(params: DeltaNet, delta: DeltaSizes, raw: jax.Array) -> jax.Array:  # -> [batch, n, head, 1 or k_dim]
     """The logarithm of each token's decay: -rate * softplus(raw + bias) (arXiv 2412.06464, as in Mamba-2). With a
     `decay_bound` (Ling 3) it is bound * sigmoid(rate * (raw + bias)), which lies between the bound and 0."""
-    rate = jnp.exp(params.log_rate.astype(jnp.float32))[:, None]
+    rate = jnp.exp(params.log_rate.astype(jnp.float32)).reshape(-1, 1)
     raw = by_head(raw + params.decay_bias.astype(jnp.float32), delta.num_v_heads)
     if delta.decay_bound:
         return delta.decay_bound * jax.nn.sigmoid(rate * raw)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specserve.errors import ConfigError
-from specserve.models import families_dense, families_gemma4, families_latent, families_sparse
+from specserve.models import families_dense, families_gemma4, families_latent, families_recurrent, families_sparse
 from specserve.models.config import ModelConfig
 from specserve.models.family_keys import Flags, Keys
 
@@ -26,6 +26,7 @@ def model_config(raw: Mapping[str, Any], *, dtype: str, where: str = "config.jso
     row = ALIASES.get(family, family)
     keys = Keys(DEFAULTS.get(row, {}) | dict(raw), where)
     flags = FAMILIES[row](keys)
+    num_layers = flags.pop("num_layers", None) or keys.num_layers
     num_heads = keys.integer("num_attention_heads")
     head_dim = flags.get("head_dim") or keys.head_dim
     if "activation" not in flags:
@@ -45,7 +46,7 @@ def model_config(raw: Mapping[str, Any], *, dtype: str, where: str = "config.jso
         family=family,
         vocab_size=keys.integer("vocab_size"),
         d_model=keys.integer("hidden_size"),
-        num_layers=keys.num_layers,
+        num_layers=num_layers,
         num_heads=num_heads,
         **(base | flags),
     )
@@ -103,7 +104,43 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 128, "rope_theta": 150_000.0, "rms_norm_eps": 1e-5},
     "glm4_moe": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "glm4_moe_lite": {"rms_norm_eps": 1e-5},
+    "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "attention_value_scale": 0.707},
+    "deepseek_v32": {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048, "n_shared_experts": 1},
+    "glm_moe_dsa": {
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "n_shared_experts": 1,
+        "rms_norm_eps": 1e-5,
+    },
+    "kimi_linear": {"rms_norm_eps": 1e-5, "num_shared_experts": 1, "routed_scaling_factor": 2.446},
+    "mistral4": {
+        "n_shared_experts": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "minimax_m2": {"rope_theta": 5e6, "head_dim": 128},
+    "nemotron_h": {
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 8,
+        "ssm_state_size": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "n_shared_experts": 1,
+    },
+    "lfm2": {"rope_theta": 1e6, "max_position_embeddings": 128_000},
+    "lfm2_moe": {"rope_theta": 1e6, "max_position_embeddings": 128_000},
     "qwen3_next": {"partial_rotary_factor": 0.25},
     "qwen3_5_text": {"partial_rotary_factor": 0.25},
     "qwen3_5_moe_text": {"partial_rotary_factor": 0.25},
@@ -144,12 +181,20 @@ FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "deepseek_v2": families_latent.deepseek_v2,
     "deepseek_v3": families_latent.deepseek_v3,
     "kimi_k2": families_latent.deepseek_v3,
+    "deepseek_v32": families_latent.deepseek_v32,
+    "glm_moe_dsa": families_latent.glm_moe_dsa,
+    "mistral4": families_latent.mistral4,
+    "kimi_linear": families_latent.kimi_linear,
     "glm4_moe": families_sparse.glm4_moe,
     "glm4_moe_lite": families_latent.glm4_moe_lite,
     "minimax_m2": families_sparse.minimax_m2,
+    "mimo_v2_flash": families_sparse.mimo_v2_flash,
     "qwen3_next": families_sparse.qwen3_next,
     "qwen3_5_text": families_sparse.qwen3_5,
     "qwen3_5_moe_text": families_sparse.qwen3_5_moe,
+    "nemotron_h": families_recurrent.nemotron_h,
+    "lfm2": families_recurrent.lfm2,
+    "lfm2_moe": families_recurrent.lfm2_moe,
     "bailing_moe": families_latent.bailing_moe,
     "bailing_moe_v2": families_latent.bailing_moe_v2,
     "bailing_moe_linear": families_latent.bailing_moe_linear,

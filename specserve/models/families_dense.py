@@ -182,18 +182,22 @@ def hunyuan(keys: Keys) -> Flags:
 def ministral3(keys: Keys) -> Flags:
     """The flags of Ministral 3: queries grow with the logarithm of their position, as in Llama 4."""
     keys.must_be("attention_bias", False)
+    window, growth = keys.integer("sliding_window", 0, least=0), query_growth(keys)
+    return growth | {"layers": (LayerKind(window=window, has_growth=bool(growth)),) * keys.num_layers}
+
+
+def query_growth(keys: Keys) -> Flags:
+    """The flags of queries that grow with the logarithm of their position, where the rotary settings say so; else
+    none."""
     stated = keys.raw.get("rope_parameters") or {}
-    window = keys.integer("sliding_window", 0, least=0)
     growth, span = stated.get("llama_4_scaling_beta"), stated.get("original_max_position_embeddings")
-    if (growth or 0) and not span:
+    if not growth:
+        return {}
+    if not span:
         raise ConfigError(
             f"{keys.where}: rope_parameters.llama_4_scaling_beta needs original_max_position_embeddings beside it"
         )
-    return {
-        "layers": (LayerKind(window=window, has_growth=bool(growth)),) * keys.num_layers,
-        "query_growth": float(growth or 0.0),
-        "query_span": int(span or 0) if growth else 0,
-    }
+    return {"query_growth": float(growth), "query_span": int(span)}
 
 
 def cohere2(keys: Keys) -> Flags:

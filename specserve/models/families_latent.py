@@ -6,6 +6,7 @@ from typing import Literal
 
 from specserve.errors import ConfigError
 from specserve.models.config import DeltaSizes, Experts, Latent, LayerKind, Lightning, Mixer, Names
+from specserve.models.families_dense import query_growth
 from specserve.models.family_keys import Flags, Keys
 from specserve.models.rope import Rope, yarn_magnitude
 
@@ -81,6 +82,64 @@ def deepseek_v3(keys: Keys) -> Flags:
     keys.must_be("topk_method", "noaux_tc")
     keys.must_be("scoring_func", "sigmoid")
     return _deepseek(keys) | {"experts": routed(keys, scoring="sigmoid", group_score="top2")}
+
+
+def deepseek_v32(keys: Keys) -> Flags:
+    """The flags of DeepSeek-V3.2: DeepSeek-V3 with an indexer, which chooses the tokens that a query sees."""
+    if keys.raw.get("first_k_dense_replace") is None:
+        keys = Keys({**keys.raw, "first_k_dense_replace": 3}, keys.where)
+    flags = deepseek_v3(keys)
+    indexed = dataclasses.replace(
+        flags["latent"],
+        q_rank=keys.integer("q_lora_rank"),
+        index_heads=keys.integer("index_n_heads"),
+        index_dim=keys.integer("index_head_dim"),
+        index_topk=keys.integer("index_topk"),
+    )
+    if indexed.index_dim < indexed.rope_dim:
+        raise ConfigError(
+            f"{keys.where}: index_head_dim is {indexed.index_dim}, less than the {indexed.rope_dim} channels "
+            "(qk_rope_head_dim) that turn"
+        )
+    experts = dataclasses.replace(flags["experts"], has_float32_router=True)
+    return flags | {"latent": indexed, "experts": experts}
+
+
+def glm_moe_dsa(keys: Keys) -> Flags:
+    """The flags of GLM-5: the same. In some checkpoints only some layers have an indexer, and the others see what the
+    one before them chose (arXiv 2603.12201). These serve as many tokens as it chooses, which are all of them."""
+    flags, n = deepseek_v32(keys), keys.num_layers
+    latent, kinds = dataclasses.replace(flags["latent"], index_interleaves=True), keys.strings("indexer_types", n)
+    if not kinds:
+        frequency, offset = keys.integer("index_topk_freq", 1), keys.integer("index_skip_topk_offset", 2, least=0)
+        kinds = ["shared" if max(i - offset + 1, 0) % frequency else "full" for i in range(n)]
+        if pattern := keys.raw.get("index_topk_pattern"):
+            names = {"F": "full", "S": "shared"}
+            kinds = [names.get(entry, str(entry)) for entry in pattern][:n]
+    if len(kinds) < n or not set(kinds) <= {"full", "shared"}:
+        raise ConfigError(
+            f"{keys.where}: index_topk_pattern or indexer_types must say 'full' or 'shared' of {n} layers"
+        )
+    flags["layers"] = tuple(
+        dataclasses.replace(layer, has_indexer=kind == "full")
+        for layer, kind in zip(flags["layers"], kinds, strict=True)
+    )
+    if "shared" in kinds:
+        flags["max_len"] = min(keys.integer("max_position_embeddings", 202_752), latent.index_topk)
+        latent = dataclasses.replace(latent, index_topk=0)
+    return flags | {"latent": latent}
+
+
+def mistral4(keys: Keys) -> Flags:
+    """The flags of Mistral Small 4: a softmax over experts, whose chosen weights sum to 1, and queries that grow."""
+    flags, growth = _deepseek(keys), query_growth(keys)
+    experts = routed(keys, scoring="softmax", group_score="top2")
+    return flags | {
+        **growth,
+        "layers": tuple(dataclasses.replace(layer, has_growth=bool(growth)) for layer in flags["layers"]),
+        "experts": dataclasses.replace(experts, renormalize=keys.flag("norm_topk_prob", True)),
+        "names": Names(stacked_experts="outputs first"),
+    }
 
 
 def glm4_moe_lite(keys: Keys) -> Flags:
@@ -214,8 +273,8 @@ def _ling_2_5(keys: Keys) -> Flags:
     return flags | {**latent, "layers": flags["layers"], "local_rope": local}
 
 
-def _ling_3(keys: Keys) -> Flags:
-    """Kimi's delta attention, and latent attention with a gate."""
+def _by_kimi_names(keys: Keys) -> Keys:
+    """The keys with DeepSeek's names beside those that Kimi Linear has for the same."""
     raw = dict(keys.raw)
     for ours, theirs in (
         ("n_group", "num_expert_group"),
@@ -227,7 +286,61 @@ def _ling_3(keys: Keys) -> Flags:
     ):
         if raw.get(ours) is None and raw.get(theirs) is not None:
             raw[ours] = raw[theirs]
-    keys = Keys(raw, keys.where)
+    return Keys(raw, keys.where)
+
+
+def kimi_linear(keys: Keys) -> Flags:
+    """The flags of Kimi Linear: Kimi delta attention, and in each fourth layer latent attention, which knows no
+    positions."""
+    keys = _by_kimi_names(keys)
+    n, linear = keys.num_layers, dict(keys.raw.get("linear_attn_config") or {})
+    keys.must_be("mla_use_nope", True)
+    keys.must_be("moe_router_activation_func", "sigmoid")
+    if not keys.raw.get("mlp_layer_types") and keys.raw.get("first_k_dense_replace") is None:
+        keys = Keys({**keys.raw, "first_k_dense_replace": 1}, keys.where)
+    of_linear = Keys({**keys.raw, **{f"linear_{key}": value for key, value in linear.items()}}, keys.where)
+    width, heads = of_linear.integer("linear_head_dim", 128), keys.integer("linear_num_heads", 32)
+    heads = of_linear.integer("linear_num_heads", heads)
+    full = linear.get("full_attn_layers")  # counted from 1
+    kinds = keys.kinds(
+        [
+            "full_attention" if (i + 1 in full if full is not None else i and i % 4 == 0) else "linear_attention"
+            for i in range(n)
+        ]
+    )
+    flags = _deepseek(keys)
+    layers = (
+        dataclasses.replace(kind, mixer="latent" if named == "full_attention" else "delta", has_rope=False)
+        for kind, named in zip(flags["layers"], kinds, strict=True)
+    )
+    latent, experts = flags["latent"], routed(keys, scoring="sigmoid", group_score="top2")
+    return flags | {
+        "max_len": keys.integer("max_position_embeddings", 1_048_576),
+        "attention_scale": (latent.nope_dim + latent.rope_dim) ** -0.5,
+        "layers": tuple(layers),
+        "experts": dataclasses.replace(experts, has_float32_router=True),
+        "delta": DeltaSizes(
+            heads,
+            heads,
+            width,
+            width,
+            of_linear.integer("linear_short_conv_kernel_size", of_linear.integer("linear_conv_kernel_dim", 4)),
+            by_channel=True,
+            gate_rank=width,
+        ),
+        "names": Names(
+            linear_attention="self_attn",
+            experts="block_sparse_moe",
+            expert_gate="experts.{e}.w1",
+            expert_up="experts.{e}.w3",
+            expert_down="experts.{e}.w2",
+        ),
+    }
+
+
+def _ling_3(keys: Keys) -> Flags:
+    """Kimi's delta attention, and latent attention with a gate."""
+    keys = _by_kimi_names(keys)
     keys.must_be("architectures", ["BailingMoeV3ForCausalLM"], ["BailingHybridForCausalLM"])
     keys.must_be("gated_attention_proj_granularity_type", "head_wise")
     keys.must_be("no_kda_lora", True)

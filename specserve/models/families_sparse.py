@@ -6,6 +6,7 @@ from specserve.models import families_latent
 from specserve.models.config import DeltaSizes, Experts, LayerKind, Names
 from specserve.models.families_dense import alternating, qwen_windows, turned_layers
 from specserve.models.family_keys import Flags, Keys
+from specserve.models.rope import Rope
 
 
 def _sparse_layers(keys: Keys, windows: list[int]) -> tuple[LayerKind, ...]:
@@ -175,6 +176,53 @@ def gpt_oss(keys: Keys) -> Flags:
         ),
         "names": Names(router="router", gate_up="experts.gate_up_proj", expert_down="experts.down_proj"),
     }
+
+
+def mimo_v2_flash(keys: Keys) -> Flags:
+    """The flags of MiMo-V2-Flash: values of fewer channels than keys, and windows, sinks and more KV heads in the
+    layers between the first and each sixth. The layer of multi-token prediction that checkpoints carry is of their
+    kind, with an MLP."""
+    raw, n, v_dim = keys.raw, keys.num_layers, keys.integer("v_head_dim")
+    keys.must_be("topk_method", "noaux_tc")
+    keys.must_be("scoring_func", "sigmoid")
+    for key in ("head_dim", "v_head_dim", "num_attention_heads"):
+        keys.must_be(f"swa_{key}", raw[key])
+    keys.must_be("add_swa_attention_sink_bias", True)
+    keys.must_be("add_full_attention_sink_bias", False)
+    keys.must_be("n_shared_experts", 0)
+    window = keys.integer("sliding_window_size", keys.integer("sliding_window") - 1) + 1
+    slides = keys.integers("hybrid_layer_pattern", n) or [int(i > 0 and (i + 1) % 6 > 0) for i in range(n)]
+    kinds = keys.kinds(["sliding_attention" if slide else "full_attention" for slide in slides])
+    sparse = keys.integers("moe_layer_freq", n) or [int(i > 0) for i in range(n)]
+    if types := keys.strings("mlp_layer_types", n):
+        sparse = [int(kind == "sparse") for kind in types]
+    kv_heads = keys.integer("swa_num_key_value_heads", 2 * keys.integer("num_key_value_heads"))
+    slid = LayerKind(window=window, is_local=True, num_kv_heads=kv_heads)
+    of_kind = {"full_attention": LayerKind(has_sinks=False), "sliding_attention": slid}
+    experts = families_latent.routed(keys, scoring="sigmoid", group_score="top2")
+    return {
+        "v_dim": v_dim,
+        "value_scale": keys.number("attention_value_scale", 1.0),
+        "norm_eps": keys.number("rms_norm_eps", keys.number("layernorm_epsilon", 1e-5)),
+        "qkv_bias": keys.flag("attention_bias"),
+        "has_sinks": True,
+        "rope": _mimo_rope(keys, "full_attention", "rope_theta", 5e6),
+        "local_rope": _mimo_rope(keys, "sliding_attention", "swa_rope_theta", 1e4),
+        "layers": tuple(
+            dataclasses.replace(of_kind[kind], has_experts=bool(has)) for kind, has in zip(kinds, sparse, strict=True)
+        ),
+        "carried": slid,
+        "experts": dataclasses.replace(experts, has_float32_router=True),
+        "names": Names(sinks="attention_sink_bias"),
+    }
+
+
+def _mimo_rope(keys: Keys, kind: str, theta_key: str, theta: float) -> Rope:
+    """The rotary settings of layers of a kind: stated for each, or published as two bases and one share of a head."""
+    nested = (keys.raw.get("rope_parameters") or {}).get(kind) or {}
+    share = nested.get("partial_rotary_factor", keys.number("partial_rotary_factor", 0.334))
+    flat = {"rope_theta": keys.number(theta_key, theta), "partial_rotary_factor": share}
+    return keys.rope(keys.head_dim, {"rope_parameters": flat | nested})
 
 
 def glm4_moe(keys: Keys) -> Flags:

@@ -17,8 +17,11 @@ from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import apply_rope, by_head, rms_norm
-from specserve.models.config import ModelConfig
+from specserve.models import indexer
+from specserve.models.attention import grown, unturned
+from specserve.models.config import Latent, LayerKind, ModelConfig
 from specserve.models.context import Context, Tables, by_group, join
+from specserve.models.indexer import Indexer, indexer_spec
 from specserve.models.layers import linear, norm_spec
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
@@ -41,6 +44,7 @@ class LatentAttention:
     o: Weight  # [head * v_dim, d_model]
     o_bias: jax.Array | None
     gate: Weight | None  # [d_model, head]
+    indexer: Indexer | None
 
     @property
     def num_heads(self) -> int:
@@ -48,9 +52,9 @@ class LatentAttention:
         return self.q_rope.shape[-1] // (self.kv_down.shape[-1] - self.k_up.shape[0])
 
 
-def latent_spec(config: ModelConfig, prefix: str, d_in: int) -> LatentAttention:
+def latent_spec(config: ModelConfig, prefix: str, d_in: int, *, has_indexer: bool = True) -> LatentAttention:
     """The parameters of one layer's attention as `ParamSpec`s. `d_in` is the width of what it takes, see
-    `attention.attention_spec`."""
+    `attention.attention_spec`. Without `has_indexer` it has none, whatever the model has."""
     latent, d_model, num_heads = config.latent, config.d_model, config.num_heads
     assert latent is not None
     q_in = latent.q_rank or d_in
@@ -75,12 +79,14 @@ def latent_spec(config: ModelConfig, prefix: str, d_in: int) -> LatentAttention:
         o=matrix(f"{prefix}.{config.names.o}.weight", num_heads * latent.v_dim, d_model, ("heads", "embed")),
         o_bias=optional(config.o_bias, vector(f"{prefix}.{config.names.o}.bias", d_model, init="zeros")),
         gate=optional(latent.has_gate, matrix(f"{prefix}.g_proj.weight", d_in, num_heads, ("embed", "heads"))),
+        indexer=optional(latent.index_heads and has_indexer, indexer_spec(latent, f"{prefix}.indexer", d_in)),
     )
 
 
 def mix(
     params: LatentAttention,
     config: ModelConfig,
+    kind: LayerKind,
     x: jax.Array,  # [batch, n, d_model], normed
     seen: PagedPrefix | None,
     context: Context,
@@ -88,17 +94,26 @@ def mix(
 ) -> tuple[jax.Array, tuple[jax.Array, None]]:
     """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and
     the tokens' latents, [batch, n, 1, cache_dim]."""
-    q_nope, q_rope = project_queries(params, config, x, context.rope)
-    new = project_latents(params, config, x, context.rope)
+    assert config.latent is not None
+    latent, q_in, rope = config.latent, down_queries(params, x), context.rope
+    if not kind.has_rope:
+        rope = unturned(rope)
+    q_nope, q_rope = _up_queries(params, config, q_in, rope)
+    if kind.has_growth:
+        q_nope, q_rope = (grown(q, config, context) for q in (q_nope, q_rope))
+    new, index = project_latents(params, config, x, rope), ()
+    if latent.index_topk:
+        assert params.indexer is not None, "layers that share an indexer's choice serve as many tokens as it chooses"
+        new = jnp.concatenate([new, indexer.keys(params.indexer, latent, x, context.rope)], axis=-1)
+        index = indexer.queries(params.indexer, latent, x, q_in, context.rope)
 
     def attend_own(context: Context, seen: PagedPrefix | None, *own: jax.Array) -> tuple[jax.Array, Any]:
-        q_nope, q_rope, new = own
+        q_nope, q_rope, new, *index = own
         latents, _ = join(context.earlier, (new, None))
-        if seen is None:
-            return expanded(params, config, q_nope, q_rope, latents, context), (new, None)
-        return absorbed(params, config, q_nope, q_rope, latents, seen, context), (new, None)
+        form = absorbed if seen is not None or _chooses(latent, latents, seen) else expanded
+        return form(params, config, q_nope, q_rope, latents, context, seen, *index), (new, None)
 
-    out, left = by_group(attend_own, context, seen, q_nope, q_rope, new)
+    out, left = by_group(attend_own, context, seen, q_nope, q_rope, new, *index)
     if params.gate is not None:
         out = out * jax.nn.sigmoid(linear(x, params.gate))[..., None]
     return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias, add=add), left
@@ -110,10 +125,20 @@ def project_queries(
     x: jax.Array,  # [batch, n, d_in]
     rope: Tables,
 ) -> tuple[jax.Array, jax.Array]:  # [batch, n, head, nope_dim], and turned [batch, n, head, rope_dim]
-    q_in = x
-    if params.q_down is not None:
-        assert params.q_norm is not None
-        q_in = rms_norm(linear(x, params.q_down, params.q_down_bias), params.q_norm, NORM_EPS)
+    return _up_queries(params, config, down_queries(params, x), rope)
+
+
+def down_queries(params: LatentAttention, x: jax.Array) -> jax.Array:  # [batch, n, d_in] -> [batch, n, q_rank or d_in]
+    """Return what queries are projected from."""
+    if params.q_down is None:
+        return x
+    assert params.q_norm is not None
+    return rms_norm(linear(x, params.q_down, params.q_down_bias), params.q_norm, NORM_EPS)
+
+
+def _up_queries(
+    params: LatentAttention, config: ModelConfig, q_in: jax.Array, rope: Tables
+) -> tuple[jax.Array, jax.Array]:
     q_nope = by_head(linear(q_in, params.q_nope), config.num_heads)
     q_rope = by_head(linear(q_in, params.q_rope), config.num_heads)
     return q_nope, apply_rope(q_rope, rope, is_interleaved=config.rope.is_interleaved)
@@ -137,12 +162,14 @@ def expanded(
     config: ModelConfig,
     q_nope: jax.Array,  # [batch, n, head, nope_dim]
     q_rope: jax.Array,  # [batch, n, head, rope_dim]
-    new: jax.Array,  # [batch, m, 1, cache_dim]
+    new: jax.Array,  # [batch, m, 1, entry_dim]
     context: Context,
+    *_: Any,
 ) -> jax.Array:  # [batch, n, head, v_dim]
     """Attention over the new tokens alone, in the expanded form."""
-    assert config.latent is not None
-    compressed, k_rope = jnp.split(new, (config.latent.kv_rank,), axis=-1)
+    latent = config.latent
+    assert latent is not None
+    compressed, k_rope = new[..., : latent.kv_rank], new[..., latent.kv_rank : latent.cache_dim]
     k_nope = by_head(matmul(compressed[:, :, 0], params.k_up), config.num_heads)
     v = by_head(matmul(compressed[:, :, 0], params.v_up), config.num_heads)
     k = jnp.concatenate([k_nope, jnp.broadcast_to(k_rope, (*k_nope.shape[:3], k_rope.shape[-1]))], axis=-1)
@@ -156,13 +183,28 @@ def absorbed(
     q_nope: jax.Array,  # as in `expanded`
     q_rope: jax.Array,
     new: jax.Array,
-    seen: PagedPrefix | None,
     context: Context,
+    seen: PagedPrefix | None,
+    *index: jax.Array,  # from `indexer.queries`, where it chooses
 ) -> jax.Array:  # [batch, n, head, v_dim]
     """Attention over committed latents and new ones, in the absorbed form."""
-    assert config.latent is not None
-    q, values = absorb(params, config, q_nope, q_rope), new[..., : config.latent.kv_rank]
-    return release(params, config, attend(q, new, values, context.mask, seen, scale=config.attention_scale))
+    latent = config.latent
+    assert latent is not None
+    q, values, scale = absorb(params, config, q_nope, q_rope), new[..., : latent.kv_rank], config.attention_scale
+    if _chooses(latent, new, seen):
+        own, weights = index
+        out = indexer.attend_to_chosen(latent, q, new, context.mask, seen, (own, weights), scale)
+    else:
+        # of the indexer's keys in the pages attention takes no notice
+        q = jnp.pad(q, (*[(0, 0)] * 3, (0, latent.entry_dim - latent.cache_dim)))
+        out = attend(q, new, values, context.mask, seen, scale=scale)
+    return release(params, config, out)
+
+
+def _chooses(latent: Latent, new: jax.Array, seen: PagedPrefix | None) -> bool:
+    """Return whether there may be more keys than the indexer chooses: it is the shapes that decide."""
+    committed = 0 if seen is None else seen.page_table.shape[1] * seen.pages.page_size
+    return 0 < latent.index_topk < committed + new.shape[1]
 
 
 def absorb(

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from specserve.kernels.matmul import Weight, matmul
-from specserve.kernels.rowwise import Activation, gated
+from specserve.kernels.rowwise import UNGATED, Activation, gated
 from specserve.models.config import ModelConfig
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
@@ -17,8 +17,8 @@ from specserve.pytree import pytree
 
 @pytree
 class Mlp:
-    gate: Weight  # [d_model, d_ff]; with up None it holds both side by side (`fuse_mlp`)
-    up: Weight | None  # [d_model, d_ff]
+    gate: Weight  # [d_model, d_ff]; with up None it holds both side by side (`fuse_mlp`), unless there is but one
+    up: Weight | None  # [d_model, d_ff]; None also of an activation that is not gated (`rowwise.UNGATED`)
     down: Weight  # [d_ff, d_model]
     gate_bias: jax.Array | None
     up_bias: jax.Array | None
@@ -30,16 +30,18 @@ def mlp_spec(config: ModelConfig, prefix: str, *, d_ff: int = 0, fused: str = ""
     tensor that holds gate and up together."""
     d_ff = d_ff or config.d_ff
     halves = TensorPart(0, d_ff, 2 * d_ff, 2 * d_ff), TensorPart(d_ff, 2 * d_ff, 2 * d_ff, 2 * d_ff)
-    parts = [optional(fused, half) for half in halves]
-    gate, up = (f"{prefix}.{fused or name}" for name in ("gate_proj", "up_proj"))
+    parts, is_gated = [optional(fused, half) for half in halves], config.activation not in UNGATED
+    names = config.names
+    gate, up = (f"{prefix}.{fused or name}" for name in (names.mlp_gate if is_gated else names.mlp_up, names.mlp_up))
+    down = f"{prefix}.{names.mlp_down}"
     axes = ("embed", "mlp")
     return Mlp(
         gate=matrix(f"{gate}.weight", config.d_model, d_ff, axes, part=parts[0]),
-        up=matrix(f"{up}.weight", config.d_model, d_ff, axes, part=parts[1]),
-        down=matrix(f"{prefix}.down_proj.weight", d_ff, config.d_model, ("mlp", "embed")),
+        up=optional(is_gated, matrix(f"{up}.weight", config.d_model, d_ff, axes, part=parts[1])),
+        down=matrix(f"{down}.weight", d_ff, config.d_model, ("mlp", "embed")),
         gate_bias=optional(has_bias, vector(f"{gate}.bias", d_ff, "mlp", init="zeros", part=parts[0])),
-        up_bias=optional(has_bias, vector(f"{up}.bias", d_ff, "mlp", init="zeros", part=parts[1])),
-        down_bias=optional(has_bias, vector(f"{prefix}.down_proj.bias", config.d_model, init="zeros")),
+        up_bias=optional(has_bias and is_gated, vector(f"{up}.bias", d_ff, "mlp", init="zeros", part=parts[1])),
+        down_bias=optional(has_bias, vector(f"{down}.bias", config.d_model, init="zeros")),
     )
 
 
@@ -60,14 +62,18 @@ def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None, *, add: 
 def mlp(
     params: Mlp, x: jax.Array, activation: Activation = "silu", *, add: jax.Array | None = None
 ) -> jax.Array:  # [..., d_model] -> [..., d_model]
-    """Compute down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202), and add it to `add` where that is given."""
+    """Compute down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202), or down(act(gate(x))) where the activation
+    is not gated, and add it to `add` where that is given."""
     gate = linear(x, params.gate, params.gate_bias)
     up = None if params.up is None else linear(x, params.up, params.up_bias)
     return linear(gated(gate, up, activation), params.down, params.down_bias, add=add)
 
 
 def fuse_mlp(params: Mlp) -> Mlp:
-    """Join gate and up into one matrix: on CPU one product has less to dispatch and to wait for than two."""
+    """Join gate and up into one matrix: on CPU one product has less to dispatch and to wait for than two. An MLP that
+    is not gated stays as it is."""
+    if params.up is None:
+        return params
     gate_up, bias = side_by_side(params.gate, params.up), side_by_side(params.gate_bias, params.up_bias)
     return Mlp(gate_up, None, params.down, bias, None, params.down_bias)
 

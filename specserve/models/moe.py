@@ -21,7 +21,7 @@ from specserve.kernels.matmul import (
     matmul_by_expert,
     matmul_float32,
 )
-from specserve.kernels.rowwise import Activation, gated, rms_norm
+from specserve.kernels.rowwise import UNGATED, Activation, gated, rms_norm
 from specserve.mesh import is_on_one_device, program_platform
 from specserve.models.config import Experts, ModelConfig
 from specserve.models.expert_parts import in_parts
@@ -49,7 +49,7 @@ class Moe:
     router_bias: jax.Array | None  # [expert]
     correction: jax.Array | None  # [expert]
     gate: Matrices  # [expert, d_model, d_ff]
-    up: Matrices  # [expert, d_model, d_ff]
+    up: Any  # Matrices, [expert, d_model, d_ff]; None: of an activation that is not gated
     down: Matrices  # [expert, d_ff, d_model]
     gate_bias: jax.Array | None  # [expert, d_ff]
     up_bias: jax.Array | None  # [expert, d_ff]
@@ -58,6 +58,8 @@ class Moe:
     shared_gate: Weight | None  # [d_model, 1]
     expert_scale: jax.Array | None = None  # [expert], of the weights of those that were chosen
     norms: MoeNorms | None = None
+    latent_in: Weight | None = None  # [d_model, latent_dim], before the routed experts, whose width is the latter
+    latent_out: Weight | None = None  # [latent_dim, d_model], after them
 
 
 def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
@@ -67,6 +69,8 @@ def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
     prefix = f"{prefix_of_layer}.{names.experts}".removesuffix(".")
     is_stacked = "{e}" not in names.expert_down  # as GPT-OSS: [expert, in, out], gate and up in alternate columns
     gate, up, down = names.expert_gate, names.expert_up, names.expert_down
+    d_in, is_gated = experts.latent_dim or d_model, config.activation not in UNGATED
+    gate = gate if is_gated else up
     parts = (None, None)
     if is_stacked:
         gate = up = names.gate_up
@@ -92,14 +96,15 @@ def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
     def per_expert(name: str, *, is_float32: bool = False) -> Any:
         return vector(f"{prefix}.{name}", n, init="zeros", is_float32=is_float32)
 
-    shared = f"{prefix}.{names.shared}"
+    shared, latent = f"{prefix}.{names.shared}", f"{prefix}.fc{{}}_latent_proj.weight"
+    router, is_float32 = f"{prefix}.{names.router}.weight", experts.has_float32_router
     return Moe(
-        router=matrix(f"{prefix}.{names.router}.weight", d_model, n, ("embed", None)),
+        router=matrix(router, d_model, n, ("embed", None), is_float32=is_float32),
         router_bias=optional(experts.has_router_bias, per_expert(f"{names.router}.bias")),
         correction=optional(experts.has_correction, per_expert(names.correction, is_float32=True)),
-        gate=weight(gate, d_model, d_ff, ("embed", "mlp"), parts[0], ("experts.gate_up_proj", halves[0])),
-        up=weight(up, d_model, d_ff, ("embed", "mlp"), parts[1], ("experts.gate_up_proj", halves[1])),
-        down=weight(down, d_ff, d_model, ("mlp", "embed"), None, ("experts.down_proj", None)),
+        gate=weight(gate, d_in, d_ff, ("embed", "mlp"), parts[0], ("experts.gate_up_proj", halves[0])),
+        up=optional(is_gated, weight(up, d_in, d_ff, ("embed", "mlp"), parts[1], ("experts.gate_up_proj", halves[1]))),
+        down=weight(down, d_ff, d_in, ("mlp", "embed"), None, ("experts.down_proj", None)),
         gate_bias=bias(gate, d_ff, "mlp", parts[0]),
         up_bias=bias(up, d_ff, "mlp", parts[1]),
         down_bias=bias(down, d_model, None),
@@ -107,6 +112,8 @@ def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
         shared_gate=optional(experts.has_shared_gate, matrix(f"{shared}_gate.weight", d_model, 1, ("embed", None))),
         expert_scale=optional(experts.has_norms, vector(f"{prefix}.router.per_expert_scale", n)),
         norms=optional(experts.has_norms, _norms_spec(config, prefix)),
+        latent_in=optional(experts.latent_dim, matrix(latent.format("1"), d_model, d_in, (None, None))),
+        latent_out=optional(experts.latent_dim, matrix(latent.format("2"), d_in, d_model, (None, None))),
     )
 
 
@@ -142,8 +149,11 @@ def moe(
         rows = normed(rows, params.norms and params.norms.taken)
         if experts.scales_input:  # a weight of 0, for another device's expert, stays so
             rows, weights = rows * weights.astype(rows.dtype), (weights > 0).astype(weights.dtype)
+        if params.latent_in is not None:
+            rows = linear(rows, params.latent_in)
         chosen = form or best_form(params, experts, len(rows))
-        return chosen(params, config.activation, rows, expert_ids, weights)
+        out = chosen(params, config.activation, rows, expert_ids, weights)
+        return out if params.latent_out is None else linear(out, params.latent_out)
 
     tokens = x.reshape(len(x), -1, x.shape[-1])
     y = in_parts(choose, compute, _without_shared(moe_spec(config, "")), _without_shared(params), tokens)
@@ -174,7 +184,7 @@ def route(
     """
     experts = config.experts
     assert experts is not None
-    logits = matmul_float32(x, params.router)
+    logits = matmul_float32(x.astype(jnp.float32) if experts.has_float32_router else x, params.router)
     if params.router_bias is not None:
         logits = logits + params.router_bias.astype(jnp.float32)
     scores = jax.nn.sigmoid(logits) if experts.scoring == "sigmoid" else jax.nn.softmax(logits)
@@ -207,7 +217,8 @@ Product = Callable[[jax.Array, Matrices, jax.Array | None], jax.Array]
 
 
 def _expert_mlp(params: Moe, activation: Activation, x: jax.Array, product: Product) -> jax.Array:
-    gate, up = product(x, params.gate, params.gate_bias), product(x, params.up, params.up_bias)
+    gate = product(x, params.gate, params.gate_bias)
+    up = None if params.up is None else product(x, params.up, params.up_bias)
     return product(gated(gate, up, activation), params.down, params.down_bias)
 
 
@@ -372,7 +383,8 @@ def best_form(params: Moe, experts: Experts, num_tokens: int) -> Form:
     be called where XLA cuts the work over a mesh, and are not where they are left out (`native.left_out`)."""
     if isinstance(params.down, PackedMatrix):
         return by_rows
-    platform, has_kernel = program_platform(), is_on_one_device() and not native.are_left_out()
+    has_kernel = is_on_one_device() and not native.are_left_out() and params.up is not None
+    platform = program_platform()
     if platform == "gpu" and has_kernel:
         from specserve.kernels import grouped_gpu
 

@@ -92,8 +92,9 @@ def matrix(
     axes: tuple[str | None, str | None],
     *,
     part: TensorPart | None = None,
+    is_float32: bool = False,
 ) -> Any:
-    return ParamSpec((d_in, d_out), axes, name, transpose=True, part=part)
+    return ParamSpec((d_in, d_out), axes, name, transpose=True, part=part, is_float32=is_float32)
 
 
 def vector(

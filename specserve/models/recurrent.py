@@ -1,19 +1,28 @@
-"""The layers that keep a recurrent state instead of every token's keys and values: one interface to both kinds."""
+"""The layers that keep a recurrent state instead of every token's keys and values: one interface to all kinds."""
 
 import jax
 
 from specserve.kernels.recurrence import New, State, advance
 from specserve.kernels.rows import Unrolled
-from specserve.models import delta, lightning
+from specserve.models import delta, lightning, mamba, short_conv
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context
 from specserve.models.delta import DeltaNet, delta_spec
 from specserve.models.lightning import LightningAttention, lightning_spec
+from specserve.models.mamba import Mamba, mamba_spec
+from specserve.models.short_conv import ShortConv, short_conv_spec
 
-__all__ = ["DeltaNet", "LightningAttention", "New", "State", "advance", "init_state", "mix", "spec"]
+__all__ = ["New", "Recurrent", "State", "advance", "init_state", "mix", "spec"]
+
+Recurrent = DeltaNet | LightningAttention | Mamba | ShortConv
 
 
-def spec(config: ModelConfig, kind: LayerKind, prefix: str) -> DeltaNet | LightningAttention:
+def spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Recurrent:
+    if kind.mixer == "mamba":
+        assert config.mamba is not None
+        return mamba_spec(config, config.mamba, prefix)
+    if kind.mixer == "conv":
+        return short_conv_spec(config, prefix)
     if kind.mixer == "delta":
         assert config.delta is not None
         return delta_spec(config, config.delta, prefix)
@@ -23,6 +32,11 @@ def spec(config: ModelConfig, kind: LayerKind, prefix: str) -> DeltaNet | Lightn
 
 def init_state(config: ModelConfig, kind: LayerKind, batch: int) -> State:
     """Make the recurrent state of sequences that have no token yet."""
+    if kind.mixer == "mamba":
+        assert config.mamba is not None
+        return mamba.init_state(config, config.mamba, batch)
+    if kind.mixer == "conv":
+        return short_conv.init_state(config, batch)
     if kind.mixer == "delta":
         assert config.delta is not None
         return delta.init_state(config, config.delta, batch)
@@ -31,7 +45,7 @@ def init_state(config: ModelConfig, kind: LayerKind, batch: int) -> State:
 
 
 def mix(
-    params: DeltaNet | LightningAttention,
+    params: Recurrent,
     config: ModelConfig,
     kind: LayerKind,
     x: jax.Array,  # [batch, n, d_model], normed
@@ -47,5 +61,10 @@ def mix(
     if isinstance(params, DeltaNet):
         assert config.delta is not None
         return delta.mix(params, config, config.delta, x, seen, context.mask)
+    if isinstance(params, Mamba):
+        assert config.mamba is not None
+        return mamba.mix(params, config, config.mamba, x, seen, context.mask)
+    if isinstance(params, ShortConv):
+        return short_conv.mix(params, x, seen, context.mask)
     assert config.lightning is not None
     return lightning.mix(params, config, config.lightning, kind.slope_scale, x, seen, context)

@@ -38,20 +38,23 @@ def place_target(config: ModelConfig, spec: TargetParams, mesh: Mesh) -> TargetP
     sizes = _sizes(config)
     check_divides(mesh, sizes)
     heads = math.gcd(*(size.number for size in sizes if size.axis == "heads"))
-    kv_heads = math.gcd(*(config.of(config.kind(i)).num_kv_heads for i in range(config.num_layers)))
-    return shardings(spec, mesh, {"heads": heads, "kv_heads": kv_heads})
+    return shardings(spec, mesh, {"heads": heads, "kv_heads": math.gcd(*_kv_heads(config))})
+
+
+def _kv_heads(config: ModelConfig) -> set[int]:
+    """The numbers of KV heads that layers have."""
+    return {config.of(config.kind(i)).num_kv_heads for i in range(config.num_layers)}
 
 
 def spread_kv_heads(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> ModelConfig:
     """Return the config with KV heads repeated, so that each device has one of its own, where they are fewer than the
     devices that share them out: else each device would hold and read the keys and values of all of them, of which its
     query heads see one. The config stays as it is where a device would have query heads of several KV heads."""
-    devices, heads = num_parts(mesh, "kv_heads"), config.num_kv_heads
+    devices, heads, each = num_parts(mesh, "kv_heads"), config.num_kv_heads, _kv_heads(config)
     has_attention = any(config.kind(i).mixer == "attention" for i in range(config.num_layers))
-    divides = devices > heads and devices % heads == 0 and config.num_heads % devices == 0
-    differ = any(kind.num_kv_heads for kind in config.layers)
-    # `all` has a weight for each channel of each head
-    if not (has_attention and divides) or config.qk_norm == "all" or differ:
+    divides = devices > heads and config.num_heads % devices == 0
+    divides &= all(max(devices, own) % min(devices, own) == 0 for own in each)
+    if not (has_attention and divides) or config.qk_norm == "all":  # with a weight for each channel of each head
         return config
     return dataclasses.replace(config, num_kv_heads=devices, kv_repeats=devices // heads)
 
@@ -68,14 +71,15 @@ def place_cache(cache: Any, mesh: Mesh) -> Any:
         return of_page(cache)
 
     def place(layer: Pages | State | None) -> Pages | State | None:
-        if layer is None:
-            return None
         if isinstance(layer, Pages):
             return of_page(layer, "kv_heads")
+        if layer is None:
+            return None
         conv = tuple(fitting(mesh, (None, None, "heads"), x.shape) for x in layer.conv)
-        return dataclasses.replace(
-            layer, matrix=fitting(mesh, (None, "heads", None, None), layer.matrix.shape), conv=conv
-        )
+        written = layer.matrix
+        if written is not None:
+            written = fitting(mesh, (None, "heads", None, None), written.shape)
+        return dataclasses.replace(layer, matrix=written, conv=conv)
 
     kept = tuple(state and place(state) for state in cache.kept)
     window_pages = dict.fromkeys(cache.window_pages, whole(mesh))
@@ -165,7 +169,10 @@ def _sizes(config: ModelConfig) -> list[Size]:
         found.append(Size("heads", "value heads of delta layers", config.delta.num_v_heads))
     if config.lightning is not None:
         found.append(Size("heads", "heads of lightning layers", config.lightning.num_heads))
-    if not all(kind.has_experts for kind in kinds):
+    if config.mamba is not None:
+        found.append(Size("heads", "heads of Mamba layers", config.mamba.num_heads))
+        found.append(Size("heads", "groups of heads of Mamba layers", config.mamba.num_groups))
+    if any(kind.has_mlp and not kind.has_experts for kind in kinds):
         found.append(Size("mlp", "channels in an MLP", config.d_ff))
     if config.experts is not None:
         found.append(Size("experts", "experts", config.experts.num_experts))

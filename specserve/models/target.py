@@ -18,7 +18,7 @@ from specserve.kernels.rowwise import rms_norm
 from specserve.models import attention, latent, recurrent
 from specserve.models.attention import KV, Attention, attention_spec, fuse_attention
 from specserve.models.cache import Cache, Prefix
-from specserve.models.config import LayerKind, ModelConfig
+from specserve.models.config import RECURRENT, LayerKind, ModelConfig
 from specserve.models.context import Context, Mask, apart, joined, side_by_side
 from specserve.models.latent import LatentAttention, latent_spec
 from specserve.models.layer_inputs import (
@@ -32,21 +32,21 @@ from specserve.models.layer_inputs import (
 from specserve.models.layers import Mlp, fuse_mlp, mlp, mlp_spec, norm_spec
 from specserve.models.moe import Moe, moe, moe_spec
 from specserve.models.params import embedding_table, matrix, optional, vector
-from specserve.models.recurrent import DeltaNet, LightningAttention
+from specserve.models.recurrent import Recurrent
 from specserve.models.rope import rope_tables
 from specserve.models.stacked import Stack, each_layer
 from specserve.pytree import pytree
 
-Mixer = Attention | LatentAttention | DeltaNet | LightningAttention
+Mixer = Attention | LatentAttention | Recurrent
 
 
 @pytree
 class Layer:
     attention_norm: jax.Array | None  # [d_model]
-    attention: Mixer
+    attention: Mixer | None
     attention_out_norm: jax.Array | None  # [d_model]
     mlp_norm: jax.Array | None  # [d_model]
-    mlp: Mlp | Moe
+    mlp: Mlp | Moe | None
     mlp_out_norm: jax.Array | None  # [d_model]
     own_input: LayerInput | None = None
     scale: jax.Array | None = None  # [1], of the layer's output
@@ -86,31 +86,40 @@ def target_spec(config: ModelConfig) -> TargetParams:
 
 def layer_spec(config: ModelConfig, i: int) -> Layer:
     names, kind = config.names, config.kind(i)
-    prefix, config = names.layer.format(i=i), config.of(kind)
+    prefix, config, has_mixer = names.layer.format(i=i), config.of(kind), kind.mixer != "none"
     norms_itself = kind.has_experts and config.experts is not None and config.experts.has_norms
+    has_mlp_norm = kind.has_mlp and config.in_norms and not config.is_parallel and not norms_itself
 
     def norm(name: str) -> Any:
         return norm_spec(f"{prefix}.{name}", config.d_model, offset=config.norm_offset)
 
     return Layer(
-        attention_norm=optional(config.in_norms, norm(names.attention_norm)),
-        attention=_mixer_spec(config, kind, prefix),
-        attention_out_norm=optional(config.out_norms, norm(names.attention_out_norm)),
-        mlp_norm=optional(config.in_norms and not config.is_parallel and not norms_itself, norm(names.mlp_norm)),
-        mlp=moe_spec(config, prefix)
-        if kind.has_experts
-        else mlp_spec(config, f"{prefix}.{names.mlp}", fused=names.gate_up, has_bias=config.mlp_bias),
-        mlp_out_norm=optional(config.out_norms, norm(names.mlp_out_norm)),
+        attention_norm=optional(has_mixer and config.in_norms, norm(names.attention_norm)),
+        attention=_mixer_spec(config, kind, prefix) if has_mixer else None,
+        attention_out_norm=optional(has_mixer and config.out_norms, norm(names.attention_out_norm)),
+        mlp_norm=optional(has_mlp_norm, norm(names.mlp_norm)),
+        mlp=_mlp_spec(config, kind, prefix),
+        mlp_out_norm=optional(kind.has_mlp and config.out_norms, norm(names.mlp_out_norm)),
         own_input=optional(config.layer_input_dim, layer_input_spec(config, prefix)),
         scale=optional(config.has_layer_scale, vector(f"{prefix}.layer_scalar", 1)),
     )
 
 
+def _mlp_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mlp | Moe | None:
+    if not kind.has_mlp:
+        return None
+    if kind.has_experts:
+        return moe_spec(config, prefix)
+    names = config.names
+    return mlp_spec(config, f"{prefix}.{names.mlp}", fused=names.gate_up, has_bias=config.mlp_bias)
+
+
 def _mixer_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mixer:
-    if kind.mixer in ("delta", "lightning"):
+    if kind.mixer in RECURRENT:
         return recurrent.spec(config, kind, f"{prefix}.{config.names.linear_attention}")
     if kind.mixer == "latent":
-        return latent_spec(config, f"{prefix}.{config.names.attention}", config.d_model)
+        where = f"{prefix}.{config.names.attention}"
+        return latent_spec(config, where, config.d_model, has_indexer=kind.has_indexer)
     return attention_spec(config, f"{prefix}.{config.names.attention}", config.d_model, kind)
 
 
@@ -183,8 +192,8 @@ def forward_groups(
             if i in config.shared_layers:
                 shared[i] = left
             if kind.kv_from is not None:
-                left = (None,) * len(groups) if len(groups) > 1 else None
-            new.append(left if len(groups) > 1 else (left,))
+                left = None
+            new.append(left if len(groups) > 1 and left is not None else (left,) * len(groups))
             if i in aux_layers:
                 taps[i] = x
             i += 1
@@ -295,15 +304,17 @@ def run_layer(
     # where nothing comes between, the last product of a block adds to the residual stream itself
     adds_itself = not config.out_norms and config.residual_scale == 1.0
     add = x if adds_itself else None
-    taken = normed(config, x, params.attention_norm)
-    out, left = _mix(params.attention, config, kind, taken, seen, context, add, shared)
-    x = out if add is not None else x + scaled(normed(config, out, params.attention_out_norm))
+    taken, left = normed(config, x, params.attention_norm), None
+    if params.attention is not None:
+        out, left = _mix(params.attention, config, kind, taken, seen, context, add, shared)
+        x = out if add is not None else x + scaled(normed(config, out, params.attention_out_norm))
     if not config.is_parallel:
         taken = normed(config, x, params.mlp_norm)
     block = params.mlp
-    add = x if adds_itself and not isinstance(block, Moe) else None
-    out = moe(block, config, taken) if isinstance(block, Moe) else mlp(block, taken, config.activation, add=add)
-    x = out if add is not None else x + scaled(normed(config, out, params.mlp_out_norm))
+    if block is not None:
+        add = x if adds_itself and not isinstance(block, Moe) else None
+        out = moe(block, config, taken) if isinstance(block, Moe) else mlp(block, taken, config.activation, add=add)
+        x = out if add is not None else x + scaled(normed(config, out, params.mlp_out_norm))
     if params.own_input is not None:
         assert given is not None
         x = with_input(params.own_input, config, x, given)
@@ -321,9 +332,9 @@ def _mix(
     shared: Any,
 ) -> tuple[jax.Array, Any]:
     if isinstance(params, Attention):
-        return attention.mix(params, config, kind, x, seen, context, add, shared)
+        return attention.mix(params, config.of(kind), kind, x, seen, context, add, shared)
     if isinstance(params, LatentAttention):
-        return latent.mix(params, config, x, seen, context, add)
+        return latent.mix(params, config, kind, x, seen, context, add)
     out, left = recurrent.mix(params, config, kind, x, seen, context)
     return out if add is None else add + out, left
 

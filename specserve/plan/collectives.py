@@ -161,6 +161,8 @@ def _kv_dim(target: ModelConfig, i: int, mesh: Mesh) -> int:
     mixer, own = kind.mixer, target.of(kind)
     if mixer == "latent" and (latent := target.latent):
         return on_each_device(mesh, "heads", target.num_heads) * (latent.nope_dim + latent.rope_dim + latent.v_dim)
+    if mixer == "none" or kind.kv_from is not None:
+        return 0
     if mixer != "attention":
         return target.d_model
-    return 0 if kind.kv_from is not None else 2 * on_each_device(mesh, "kv_heads", own.num_kv_heads) * own.head_dim
+    return on_each_device(mesh, "kv_heads", own.num_kv_heads) * (own.head_dim + own.value_dim)

@@ -27,6 +27,7 @@ from specserve.mesh import (
     on_each_device,
     program_platform,
 )
+from specserve.models import indexer
 from specserve.models.config import ModelConfig
 from specserve.serve.programs.placement import bytes_per_page, pages_in, state_bytes
 from specserve.serve.programs.shapes import LEAST_BATCH, Shapes, make_shapes
@@ -161,22 +162,25 @@ def estimated_temporaries(target: ModelConfig, shapes: Shapes, mesh: Mesh | None
     heads, chunk = on_each_device(mesh, "heads", target.num_heads), prefill.chunk
     logits, scores = LOGITS_AT_ONCE * rows * target.vocab_size, SCORES_AT_ONCE * chunk * chunk * heads
     entries = bytes_per_page(target, None, rows + chunk, mesh)
+    if target.latent and target.latent.index_topk:  # a copy of the pages of a layer, and scores of all heads
+        copied = step.batch // shapes.num_ranks * shapes.max_pages * shapes.page_size * target.latent.entry_dim
+        entries += 4 * (copied + 2 * indexer.SCORES_AT_ONCE)
     return 4 * max(logits, scores, HIDDEN_AT_ONCE * chunk * target.d_model) + entries
 
 
 def _filled(served: Served, run: ServeRun, longest: int, set_aside: int | None) -> ServerSizes:
     """The most slots of which each has a share of the cache, and the cache in all the memory that is left."""
-    ranks, tokens = served.num_ranks, page_size(run)
+    ranks, tokens, target = served.num_ranks, page_size(run), served.target.for_length(longest)
     whole, free = -(-longest // tokens), free_memory(served.mesh)
     drafter, each = drafter_for(served.trees, served.drafter), MOST_SLOTS
-    models = served.target, drafter, served.mesh
+    models = target, drafter, served.mesh
     while True:
         sizes, aside = ServerSizes(each * ranks, longest, each * ranks * whole), set_aside
         shapes = served.shapes(run, sizes)
         if aside is None:
-            aside = estimated_temporaries(served.target, shapes, served.mesh)
+            aside = estimated_temporaries(target, shapes, served.mesh)
         config = StepConfig(
-            served.target,
+            target,
             drafter,
             shapes.max_depth,
             kept_states=shapes.kept_states,
@@ -203,10 +207,11 @@ def _num_pages(served: Served, run: ServeRun, num_slots: int, longest: int) -> i
     if run.cache_tokens or not (run.cache_gb or run.cache_fraction):
         return in_equal_parts(served.mesh, "batch", -(-run.cache_tokens // tokens)) or whole
     available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * free_memory(served.mesh))
-    per_page = bytes_per_page(served.target, served.drafter, tokens, served.mesh)
+    target = served.target.for_length(longest)
+    per_page = bytes_per_page(target, served.drafter, tokens, served.mesh)
     slots, ranks = in_equal_parts(served.mesh, "batch", num_slots), served.num_ranks
     shapes = served.shapes(run, ServerSizes(slots, longest, available // max(1, per_page) * ranks))
-    models, sizes = (served.target, served.drafter, served.mesh), {"page_size": tokens, "windows": shapes.windows}
+    models, sizes = (target, served.drafter, served.mesh), {"page_size": tokens, "windows": shapes.windows}
     pages = pages_in(available, *models, **sizes, most=whole // ranks)
     if pages < 1:
         raise ConfigError(

@@ -18,7 +18,7 @@ from specserve.drafters.learning import Costs, Flops, Rollout
 from specserve.kernels import recurrence
 from specserve.kernels.rows import mean_keys
 from specserve.mesh import gathered, num_parts, on_each_device
-from specserve.models.config import LayerKind, ModelConfig
+from specserve.models.config import RECURRENT, LayerKind, ModelConfig
 from specserve.models.moe import experts_computed
 from specserve.models.params import is_matrix, num_params, on_device, specs
 from specserve.models.sharding import place_target
@@ -168,9 +168,12 @@ def _products(config: ModelConfig, layer: Any, positions: int, platform: str) ->
 def _mixing(config: ModelConfig, kind: LayerKind, seq: int, mesh: Mesh | None) -> Flops:
     """Count the operations between the positions of a row, for one of them: attention's products of queries with keys
     and of weights with values, or a recurrence."""
-    if kind.mixer in ("delta", "lightning"):
+    if kind.mixer in ("none", "conv"):
+        return Flops(0, 0)
+    if kind.mixer in RECURRENT:
         return _recurrence(config, kind, seq) * (num_parts(mesh, "sequence") / num_parts(mesh, "heads"))
-    width, num_heads = 2 * config.of(kind).head_dim, on_each_device(mesh, "heads", config.num_heads)
+    own, num_heads = config.of(kind), on_each_device(mesh, "heads", config.num_heads)
+    width = own.head_dim + own.value_dim
     if kind.mixer == "latent" and (latent := config.latent):
         width = latent.nope_dim + latent.rope_dim + latent.v_dim
     seen, computed = mean_keys(seq, kind.window, mesh)
@@ -181,9 +184,12 @@ def _recurrence(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
     """Count a recurrence's operations for one position. Useful are reading and writing the state; executed is what
     `kernels.recurrence` computes in blocks."""
     block = seq if seq <= recurrence.MAX_TREE else recurrence.BLOCK
-    if kind.mixer == "lightning":
-        assert config.lightning is not None
-        heads, k, v = config.lightning.num_heads, config.lightning.head_dim, config.lightning.head_dim
+    if kind.mixer in ("lightning", "mamba"):
+        if (sizes := config.mamba) and kind.mixer == "mamba":
+            heads, k, v = sizes.num_heads, sizes.state_dim, sizes.head_dim
+        else:
+            assert config.lightning is not None
+            heads, k, v = config.lightning.num_heads, config.lightning.head_dim, config.lightning.head_dim
         return Flops(4 * k * v, 4 * k * v + 2 * block * (k + v) + 4 * block) * heads
     delta = config.delta
     assert delta is not None

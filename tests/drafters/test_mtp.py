@@ -15,7 +15,7 @@ import tiny
 from rounding import assert_same, tolerance
 from tiny_run import metrics, tiny_trainer
 
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
 from specserve.drafters.interface import Head
 from specserve.drafters.learning import Rollout, Rows
@@ -87,16 +87,18 @@ def _by_transformers(folder: Path, config: MtpConfig, raw: dict[str, Any], text:
     import torch
     from transformers import AutoModelForCausalLM
 
-    tensors, layout = TensorFolder(folder), config.layout
+    tensors, layout, layer_names = TensorFolder(folder), config.layout, config.layer.names
     read = {name: tensors.read(name) for name in tensors.names()}
-    names = {f"{layout.norm}.weight": "model.norm.weight"}
-    names |= {name: name.replace(layout.layer, "model.layers.0", 1) for name in read if name.startswith(layout.layer)}
-    tables = ("model.embed_tokens.weight", "lm_head.weight")
-    own = {names[name]: read[name] for name in read if name in names} | {name: read[name] for name in tables}
+    embedding, final = (getattr(layer_names, name) for name in ("embedding", "norm"))
+    first = "backbone.layers" if raw["model_type"] == "nemotron_h" else "model.layers.0"  # the former: of two blocks
+    names = {name: name.replace(layout.layer, first, 1) for name in read if name.startswith(f"{layout.layer}.")}
+    own = {names[name]: read[name] for name in names} | {name: read[name] for name in (embedding, "lm_head.weight")}
+    if first == "model.layers.0":
+        own = {name.replace(layer_names.mlp_norm, "post_attention_layernorm"): own[name] for name in own}
     parts = (layout.token_norm, layout.hidden_norm, layout.fc, layout.norm)
     for part in parts:
-        own.pop(f"{part}.weight".replace(layout.layer, "model.layers.0", 1), None)
-    own["model.norm.weight"] = read[f"{layout.norm}.weight"]
+        own.pop(f"{part}.weight".replace(layout.layer, first, 1), None)
+    own[final] = read[f"{layout.norm}.weight"]
     alone = folder / "alone"
     alone.mkdir()
     write_tensors(alone / "model.safetensors", own)
@@ -107,6 +109,9 @@ def _by_transformers(folder: Path, config: MtpConfig, raw: dict[str, Any], text:
         **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), attends),
         "deepseek_v3": {"head_dim": raw.get("qk_rope_head_dim")},
         "glm4_moe": {"partial_rotary_factor": 0.5},
+        "mimo_v2_flash": {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
+        "nemotron_h": {"hybrid_override_pattern": "*E"},
+        "deepseek_v32": {"mlp_layer_types": ["sparse"]},
     }.get(model_type, {})
     write_json(alone / "config.json", {**raw, **changes, "num_nextn_predict_layers": 0, "architectures": None})
     model = AutoModelForCausalLM.from_pretrained(alone, dtype=torch.float32, attn_implementation="eager").eval()
@@ -115,7 +120,7 @@ def _by_transformers(folder: Path, config: MtpConfig, raw: dict[str, Any], text:
         weight = read[f"{name}.weight"].astype(np.float64) + config.layer.norm_offset
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.layer.norm_eps) * weight
 
-    token = norm(read["model.embed_tokens.weight"][text[1:]].astype(np.float64), layout.token_norm)
+    token = norm(read[embedding][text[1:]].astype(np.float64), layout.token_norm)
     state = norm(hidden[:-1].astype(np.float64), layout.hidden_norm)
     both = np.concatenate([state, token] if raw["model_type"] == "mimo" else [token, state], axis=-1)
     x = torch.tensor(both @ read[f"{layout.fc}.weight"].T.astype(np.float64), dtype=torch.float32)[None]
@@ -183,6 +188,9 @@ def test_the_forward_equals_ling_in_numpy(tmp_path: Path, rng: np.random.Generat
         pytest.param(carried.NEXT_DENSE, id="qwen3_5"),
         pytest.param(carried.NEXT_SPARSE, id="qwen3_5_moe"),
         pytest.param(carried.MIMO, id="mimo"),
+        pytest.param(carried.MIMO_V2, id="mimo_v2_flash"),
+        pytest.param(carried.INDEXED, id="deepseek_v32"),
+        pytest.param(carried.NEMOTRON_H, id="nemotron_h"),
     ],
 )
 def test_the_forward_equals_transformers_layer(tmp_path: Path, rng: np.random.Generator, raw: dict[str, Any]) -> None:
@@ -203,6 +211,9 @@ def test_the_forward_equals_transformers_layer(tmp_path: Path, rng: np.random.Ge
         pytest.param(carried.LATENT, id="latents and experts"),
         pytest.param(carried.WINDOWED, id="windows", marks=pytest.mark.slow),
         pytest.param(carried.MIMO, id="mimo", marks=pytest.mark.slow),
+        pytest.param(carried.MIMO_V2, id="heads of two widths", marks=pytest.mark.slow),
+        pytest.param(carried.NEMOTRON_H, id="two blocks", marks=pytest.mark.slow),
+        pytest.param(carried.INDEXED, id="an indexer", marks=pytest.mark.slow),
         pytest.param(carried.LING, id="ling", marks=pytest.mark.slow),
         pytest.param(carried.LING_2_5, id="latents beside lightning", marks=pytest.mark.slow),
         pytest.param(carried.GLM, id="biases and experts", marks=pytest.mark.slow),
@@ -308,6 +319,13 @@ def test_training_begins_with_the_targets_own_layer(tmp_path: Path, raw: dict[st
     for setting in settings:
         with pytest.raises(ConfigError, match="one layer of the target's own kind and size"):
             load_kind("mtp").new(DraftSettings(**setting), target.config, VOCAB)
+
+
+def test_no_layer_begins_as_one_of_another_kind(tmp_path: Path) -> None:
+    tiny.write_target(tmp_path, carried.MIMO_V2, seed=0)
+    target = load_target(tmp_path, dtype="float32")
+    with pytest.raises(ConfigError, match="of another kind than those have"):
+        load_kind("mtp").new(DraftSettings(), target.config, VOCAB).init_params(target, np.arange(VOCAB), 0)
 
 
 def test_a_part_of_the_tokens_is_foreseen_as_all_are(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -37,12 +37,16 @@ PARTS: dict[str, tuple[str, str, str]] = {  # of a layer: on CPUs, on GPUs, on T
     "experts": ("runs", "compiled", "compiled"),
     "delta-net": ("runs", "untested", "compiled"),
     "lightning attention": ("runs", "untested", "untested"),
+    "Mamba-2": ("runs", "untested", "untested"),
+    "short convolutions": ("runs", "untested", "untested"),
 }
 MIXERS = {
     "attention": "attention",
     "latent": "latent attention",
     "delta": "delta-net",
     "lightning": "lightning attention",
+    "mamba": "Mamba-2",
+    "conv": "short convolutions",
 }
 EXPERTS_ALONE = "experts: compiled; other products: XLA's, untested"
 WEIGHTS: dict[str, tuple[str, str, str, str]] = {  # --quantization: what it reads and makes, on CPUs, GPUs, TPUs
@@ -220,7 +224,7 @@ def _saved_by() -> dict[str, list[str]]:
 
 
 def _parts(kind: LayerKind) -> set[str]:
-    found = {MIXERS[kind.mixer]}
+    found = {MIXERS[kind.mixer]} if kind.mixer in MIXERS else set()
     if kind.window:
         found.add("windows")
     if kind.head_dim:

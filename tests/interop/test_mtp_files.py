@@ -45,6 +45,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and some name
             "model.layers.3.mlp.gate.e_score_correction_bias",
         ),
     ),
+    "deepseek_v32": (
+        carried.INDEXED,
+        ("model.layers.3.eh_proj.weight", "model.layers.3.self_attn.indexer.weights_proj.weight"),
+    ),
     "glm4_moe": (
         carried.GLM,
         ("model.layers.3.eh_proj.weight", "model.layers.3.self_attn.q_proj.bias"),
@@ -70,6 +74,30 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and some name
             "model.mtp_layers.0.input_proj.weight",
             "model.mtp_layers.0.final_layernorm.weight",
             "model.mtp_layers.0.self_attn.q_proj.bias",
+        ),
+    ),
+    "nemotron_h": (
+        carried.NEMOTRON_H,
+        (
+            "mtp.layers.0.eh_proj.weight",
+            "mtp.layers.0.norm.weight",
+            "mtp.layers.0.mixer.q_proj.weight",
+            "mtp.layers.1.norm.weight",
+            "mtp.layers.1.mixer.experts.3.up_proj.weight",
+            "mtp.layers.1.mixer.fc2_latent_proj.weight",
+            "mtp.layers.1.final_layernorm.weight",
+        ),
+    ),
+    "mimo_v2_flash": (
+        carried.MIMO_V2,
+        tuple(
+            f"model.mtp.layers.0.{name}"
+            for name in (
+                "eh_proj.weight",
+                "pre_mlp_layernorm.weight",
+                "mlp.up_proj.weight",
+                "self_attn.attention_sink_bias",
+            )
         ),
     ),
     "glm4_moe_lite": (

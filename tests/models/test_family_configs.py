@@ -65,6 +65,7 @@ DEFAULTED = (
     "global_head_dim",
     "attention_k_eq_v",
     "hidden_size_per_layer_input",
+    "attention_value_scale",
 )
 
 
@@ -125,6 +126,17 @@ def test_llama_4_is_of_one_chunk() -> None:
     assert (_read(raw).max_len, _read(raw | {"attention_chunk_size": None}).max_len) == (128, 256)
 
 
+def test_layers_that_share_a_choice_serve_what_is_chosen() -> None:
+    """All of it; and a server of no longer sequences keeps nothing for an indexer."""
+    shared, own = _read(CONFIGS["glm-moe-dsa-shared-tied"]), _read(CONFIGS["glm-moe-dsa"])
+    assert [kind.has_indexer for kind in shared.layers] == [True, False, True]
+    assert shared.latent is not None
+    assert own.latent is not None
+    assert (shared.max_len, shared.latent.index_topk, own.max_len, own.latent.index_topk) == (64, 0, 2048, 17)
+    sizes = [each.entry_dim for length in (17, 18) if (each := own.for_length(length).latent)]
+    assert sizes == [own.latent.cache_dim, own.latent.cache_dim + own.latent.index_dim]
+
+
 def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
     raw = CONFIGS["qwen2-5-vl"]
     flat = _read(raw | {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}})
@@ -150,6 +162,16 @@ def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
         ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("deepseek-v32", {"index_head_dim": 4}, "index_head_dim"),
+        ("glm-moe-dsa", {"indexer_types": ["full", "none", "full"]}, "indexer_types"),
+        ("mimo-v2-flash", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias"),
+        ("mimo-v2-flash", {"swa_head_dim": 8}, "swa_head_dim"),
+        ("nemotron-h", {"hybrid_override_pattern": "MX"}, "got X"),
+        ("kimi-linear", {"mla_use_nope": False}, "mla_use_nope"),
+        ("lfm2", {"conv_bias": True}, "conv_bias"),
+        ("lfm2-moe", {"layer_types": ["conv", "conv", "sliding_attention", "conv"]}, "got sliding_attention"),
+        ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+        ("nemotron-h", {"time_step_limit": [0.1, 1.0]}, "time_step_limit"),
         ("minimax-m2", {"scoring_func": "softmax"}, "scoring_func"),
         ("smollm3", {"no_rope_layers": ["yes", "no", "yes"]}, "no_rope_layers must list whole numbers"),
         ("granite", {"logits_scaling": 0}, "logits_scaling must be more than 0"),

@@ -7,8 +7,12 @@ import pytest
 import tiny
 from rounding import assert_same, tolerance
 
+from specserve.kernels.pages import Pages, quantize
+from specserve.models import indexer
+from specserve.models.cache import Cache, Prefix
 from specserve.models.config import Latent, ModelConfig
 from specserve.models.context import Context
+from specserve.models.indexer import attend_to_chosen
 from specserve.models.latent import LatentAttention, absorbed, expanded, latent_spec
 from specserve.models.params import init_params
 
@@ -29,7 +33,46 @@ def test_the_absorbed_form_is_the_expanded_one(q_rank: int, rng: np.random.Gener
         return expanded(params, config, *given, context)
 
     args = params, q_nope, q_rope, new
-    one, other = expand(*args), absorbed(params, config, q_nope, q_rope, new, None, context)
+    one, other = expand(*args), absorbed(params, config, q_nope, q_rope, new, context, None)
     assert one.shape == (2, 9, 4, 10)
     assert np.abs(one).max() > 1
     assert_same(other, one, tolerance(expand, *args))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_an_indexer_chooses_by_the_published_score(
+    dtype: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among committed and new tokens, in the order of the sequence, for all queries at once and for two at a time; of
+    8-bit entries by what pages hold. The rest of attention is that of the chosen ones alone."""
+    latent = Latent(kv_rank=6, nope_dim=4, rope_dim=2, v_dim=3, index_heads=9, index_dim=4, index_topk=5)
+    lens, n, size = np.asarray([11, 3], np.int32), 5, 4
+    entries, q, index_q, weights = (
+        rng.normal(size=(2, *shape)).astype(np.float32) for shape in ((16, 1, 12), (n, 3, 8), (n, 9, 4), (n, 9))
+    )
+    table = np.asarray([[2, 0, 4], [5, 3, 1]], np.int32)
+    cache = Cache((Pages.zeros(6, size, 1, latent.entry_dim, dtype, has_values=False),), 6, size)
+    index = np.tile(np.arange(16, dtype=np.int32), (2, 1))
+    places = jnp.asarray(index)
+    cache = cache.write(((jnp.asarray(entries), None),), jnp.asarray(table), places, places < lens[:, None])
+    seen = cache.attended(0, Prefix(jnp.asarray(table), jnp.asarray(lens)))
+    new, mask = np.stack([entries[b, end : end + n] for b, end in enumerate(lens)]), tiny.causal(n)
+
+    def run() -> np.ndarray:
+        args = jnp.asarray(q), jnp.asarray(new), mask, seen, (jnp.asarray(index_q), jnp.asarray(weights)), 0.5
+        return np.asarray(attend_to_chosen(latent, *args))
+
+    held = entries
+    if dtype == "int8":
+        values, scale = quantize(jnp.asarray(entries), jnp.dtype("int8"))
+        held = np.asarray(values, np.float32) * np.asarray(scale)[..., None]
+    keys, expected = held[:, :, 0], np.zeros((2, n, 3, 6), np.float32)
+    for b, i in np.ndindex(2, n):
+        known = keys[b, : lens[b] + i + 1]
+        scores = (weights[b, i][:, None] * np.maximum(index_q[b, i] @ known[:, 8:].T, 0)).sum(0)
+        known = known[np.argsort(-scores)[:5], :8]
+        odds = np.exp(0.5 * q[b, i] @ known.T)
+        expected[b, i] = odds / odds.sum(-1, keepdims=True) @ known[:, :6]
+    np.testing.assert_allclose(run(), expected, rtol=1e-4, atol=1e-5)  # float32 sums of a few numbers
+    monkeypatch.setattr(indexer, "SCORES_AT_ONCE", 2 * 2 * 17 * 9)
+    np.testing.assert_allclose(run(), expected, rtol=1e-4, atol=1e-5)  # float32 sums of a few numbers

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_recurrent
 import pytest
 import tiny
 from rounding import SHARE, assert_same, assert_within, tolerance
@@ -18,12 +19,14 @@ from specserve.kernels import reference
 from specserve.kernels.recurrence import BLOCK, MAX_TREE, recur
 from specserve.kernels.rows import Documents
 from specserve.models import recurrent
-from specserve.models.config import LayerKind, ModelConfig
+from specserve.models.config import RECURRENT, LayerKind, ModelConfig
 from specserve.models.context import Context
+from specserve.models.delta import DeltaNet
 from specserve.models.families import model_config
 from specserve.models.lightning import slopes
+from specserve.models.mamba import Mamba
 from specserve.models.params import ParamSpec, abstract, is_spec, specs
-from specserve.models.recurrent import DeltaNet, LightningAttention, New, State
+from specserve.models.recurrent import New, Recurrent, State
 from specserve.models.rope import rope_tables
 from specserve.models.target import TargetParams, forward, target_spec
 
@@ -76,7 +79,33 @@ LIGHTNING = BASE | {
     "use_bias": True,
     "first_k_dense_replace": 1,
 }
-FLAVOURS = {"qwen": QWEN, "kimi": KIMI, "lightning": LIGHTNING}
+MAMBA = BASE | {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "*MEM",
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "moe_shared_expert_intermediate_size": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "conv_kernel": 3,
+}
+CONV = BASE | {
+    "model_type": "lfm2",
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "full_attn_idxs": [0],
+    "conv_L_cache": 4,
+}
+LOW_RANK = {key: value for key, value in KIMI.items() if key not in ("kda_lower_bound", "layer_group_size")} | {
+    "model_type": "kimi_linear",
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "linear_conv_kernel_dim": 3,
+}
+FLAVOURS = {"qwen": QWEN, "kimi": KIMI, "lightning": LIGHTNING, "mamba": MAMBA, "conv": CONV}
 FIRST = 5  # position of the first token
 WIDTH, LONG = 8, MAX_TREE + 3  # few shapes, few programs
 assert LONG % BLOCK
@@ -86,7 +115,7 @@ assert LONG % BLOCK
 class Layer:
     config: ModelConfig
     kind: LayerKind
-    params: DeltaNet | LightningAttention
+    params: Recurrent
 
     @functools.cached_property
     def run(self) -> Any:
@@ -135,7 +164,7 @@ def layer(request: pytest.FixtureRequest) -> Layer:
 def _layer(raw: dict[str, Any], seed: int = 0) -> Layer:
     config = model_config(raw, dtype="float32")
     kind = config.kind(1)
-    assert kind.mixer in ("delta", "lightning")
+    assert kind.mixer in RECURRENT
     rng = np.random.default_rng(seed)
 
     def draw(spec: ParamSpec) -> np.ndarray:
@@ -143,7 +172,7 @@ def _layer(raw: dict[str, Any], seed: int = 0) -> Layer:
         return normal * spec.shape[-2] ** -0.5 if len(spec.shape) > 1 else 1.0 + 0.5 * normal
 
     params = jax.tree.map(draw, recurrent.spec(config, kind, "l"), is_leaf=is_spec)
-    if isinstance(params, DeltaNet):  # forgets slowly enough for blocks to matter to the next
+    if isinstance(params, DeltaNet | Mamba):  # forgets slowly enough for blocks to matter to the next
         params = dataclasses.replace(params, decay_bias=params.decay_bias - 5)
     return Layer(config, kind, params)
 
@@ -158,76 +187,8 @@ def _same(layer: Layer, got: Any, expected: Any) -> None:
     jax.tree.map(lambda mine, other: assert_within(mine, other, layer.off * np.abs(other).max()), got, expected)
 
 
-# The plain layers: one sequence, one path, in float64, around the kernels' plain twins.
-
-
 def _plain(layer: Layer, x: np.ndarray, seen: State, first: int = FIRST) -> tuple[np.ndarray, State]:
-    """x [n, d_model] after `seen` (leaves without batch) -> out [n, d_model] and the state after it."""
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), layer.params)
-    state = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), seen)
-    x = np.asarray(x, np.float64)
-    if isinstance(params, DeltaNet):
-        return _plain_delta(params, layer.config, x, state)
-    return _plain_lightning(params, layer, x, state, first)
-
-
-def _plain_delta(p: DeltaNet, config: ModelConfig, x: np.ndarray, state: State) -> tuple[np.ndarray, State]:
-    delta, n = config.delta, len(x)
-    assert delta is not None
-    weights = p.conv if len(p.conv) == 3 else np.split(p.conv[0], np.cumsum([p.q.shape[1], p.k.shape[1]]))
-    raws = (x @ p.q, x @ p.k, x @ p.v)
-    convolved = [reference.convolve(*each) for each in zip(raws, weights, state.conv, strict=True)]
-    q, k, v = (_silu(y) for y, _ in convolved)
-    q, k = (y.reshape(n, delta.num_k_heads, delta.k_dim) for y in (q, k))
-    q, k = (y / np.sqrt((y * y).sum(axis=-1, keepdims=True) + 1e-6) for y in (q, k))
-    beta = _sigmoid(x @ p.beta)
-    raw = (x @ p.decay + p.decay_bias).reshape(n, delta.num_v_heads, -1)  # one column, or one for each channel
-    rate = np.exp(p.log_rate)[:, None]
-    log_decay = delta.decay_bound * _sigmoid(rate * raw) if delta.decay_bound else -rate * np.log1p(np.exp(raw))
-    v = v.reshape(n, delta.num_v_heads, delta.v_dim)
-    out, matrix = reference.recur(q * delta.k_dim**-0.5, k, v, log_decay, beta, state.matrix)
-    gate = (x @ p.gate).reshape(out.shape)
-    out = _rms(out, config.norm_eps) * p.norm * (_sigmoid(gate) if delta.by_channel else _silu(gate))
-    return out.reshape(n, -1) @ p.o, State(matrix, tuple(seen for _, seen in convolved))
-
-
-def _plain_lightning(
-    p: LightningAttention, layer: Layer, x: np.ndarray, state: State, first: int
-) -> tuple[np.ndarray, State]:
-    config, lightning, n = layer.config, layer.config.lightning, len(x)
-    assert lightning is not None
-    q, k, v = (
-        (x @ weight + bias).reshape(n, lightning.num_heads, lightning.head_dim)
-        for weight, bias in ((p.q, p.q_bias), (p.k, p.k_bias), (p.v, p.v_bias))
-    )
-    q = _turn(_rms(q, config.norm_eps) * p.q_norm, lightning.rotary_dim, config.rope.theta, first)
-    k = _turn(_rms(k, config.norm_eps) * p.k_norm, lightning.rotary_dim, config.rope.theta, first)
-    rates = layer.kind.slope_scale * slopes(lightning.num_heads)
-    log_decay = np.broadcast_to(-rates[:, None], (n, lightning.num_heads, 1))
-    out, matrix = reference.recur(q * lightning.head_dim**-0.5, k, v, log_decay, None, state.matrix)
-    out = _rms(out.reshape(n, lightning.num_norm_groups, -1), config.norm_eps).reshape(n, -1) * p.norm
-    return (out * _sigmoid(x @ p.gate)) @ p.o + p.o_bias, State(matrix, ())
-
-
-def _turn(x: np.ndarray, rotary_dim: int, theta: float, first: int) -> np.ndarray:  # [n, head, head_dim]
-    half = rotary_dim // 2
-    positions = first + np.arange(len(x))[:, None, None]
-    turned = (x[..., :half] + 1j * x[..., half:rotary_dim]) * np.exp(
-        1j * positions * theta ** (-np.arange(half) / half)
-    )
-    return np.concatenate([turned.real, turned.imag, x[..., rotary_dim:]], axis=-1)
-
-
-def _rms(x: np.ndarray, eps: float) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
-
-
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
-
-
-def _silu(x: np.ndarray) -> np.ndarray:
-    return x * _sigmoid(x)
+    return plain_recurrent.plain(layer.params, layer.config, layer.kind, x, seen, first)
 
 
 def _row(state: State, b: int) -> State:
@@ -378,15 +339,16 @@ def test_a_state_is_float32_whatever_the_weights(layer: Layer) -> None:
     state = jax.eval_shape(recurrent.advance, low.zero(1), new, jnp.ones((1, WIDTH), bool))
     kinds, before = ([(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (state, low.zero(1)))
     assert kinds == before
-    assert state.matrix.dtype == jnp.float32
+    assert state.matrix is None or state.matrix.dtype == jnp.float32
 
 
 def _bfloat16(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), tree)
 
 
-def test_an_unbounded_decay_by_channel_equals_the_plain_loop() -> None:
-    layer = _layer(KIMI | {"kda_safe_gate": False})
+@pytest.mark.parametrize("raw", [KIMI | {"kda_safe_gate": False}, LOW_RANK], ids=["ling", "low rank"])
+def test_an_unbounded_decay_by_channel_equals_the_plain_loop(raw: dict[str, Any]) -> None:
+    layer = _layer(raw)
     x = _inputs(2, WIDTH)
     out, _ = _run_chunks(layer, x, (WIDTH,), WIDTH)
     _same(layer, out[0], _plain(layer, x[0], _row(layer.zero(1), 0))[0])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import bailing
+import carried
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -215,10 +216,20 @@ def test_what_a_head_or_a_vocabulary_does_not_divide_is_whole() -> None:
     assert place_target(config, target_spec(config), mesh).embedding.is_fully_replicated
 
 
-@pytest.mark.parametrize("raw", [DENSE, DENSE | {"model_type": "qwen2"}, bailing.CASES["ling-1"]], ids=str)
-def test_each_device_has_a_kv_head_of_its_own(tmp_path: Path, raw: dict[str, Any], rng: np.random.Generator) -> None:
+BY_LAYER = DENSE | carried.MIMO_V2 | {"num_attention_heads": 8, "num_key_value_heads": 2}  # or four
+
+
+@pytest.mark.parametrize(
+    ("raw", "share"),
+    [(DENSE, 1 / 2), (DENSE | {"model_type": "qwen2"}, 1 / 2), (bailing.CASES["ling-1"], 1 / 2), (BY_LAYER, 2 / 3)],
+    ids=str,
+)
+def test_each_device_has_a_kv_head_of_its_own(
+    tmp_path: Path, raw: dict[str, Any], share: float, rng: np.random.Generator
+) -> None:
     """Where they are fewer than devices: read from tensors of their own or of one for all, with biases and norms. The
-    numbers are those of one device, and a token takes half of the memory that it takes where both heads are whole."""
+    numbers are those of one device, and a token takes half of the memory that it takes where both heads are whole, in
+    the layers that have two."""
     mesh = mesh_of("tensor=4")
     tiny.write_target(tmp_path, raw, seed=3)
     target = load_target(tmp_path, dtype="float32")
@@ -226,7 +237,7 @@ def test_each_device_has_a_kv_head_of_its_own(tmp_path: Path, raw: dict[str, Any
     assert (target.config.num_kv_heads, served.config.num_kv_heads, served.config.kv_repeats) == (2, 4, 2)
     assert served.config.stored == target.config
     assert not any(layer.attention.k.is_fully_replicated for layer in served.params.layers)
-    assert bytes_per_token(served.config, None, mesh) == bytes_per_token(target.config, None, mesh) / 2
+    assert bytes_per_token(served.config, None, mesh) == bytes_per_token(target.config, None, mesh) * share
     token_ids = jnp.asarray(rng.integers(0, 64, (2, 12)), jnp.int32)
 
     def run(config: ModelConfig, params: TargetParams) -> jax.Array:

@@ -48,6 +48,12 @@ LATENT: dict[str, Any] = SMALL | {
     "topk_method": "noaux_tc",
 }
 
+INDEXED: dict[str, Any] = LATENT | {
+    "model_type": "deepseek_v32",
+    "index_n_heads": 8,
+    "index_head_dim": 6,
+    "index_topk": 32,
+}
 GLM = SMALL | EXPERTS | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True}
 NEXT: dict[str, Any] = SMALL | {
     "model_type": "qwen3_next",
@@ -67,6 +73,37 @@ NEXT_SPARSE: dict[str, Any] = NEXT_DENSE | {"model_type": "qwen3_5_moe_text"}
 LING: dict[str, Any] = bailing.CASES["ling-2"] | {"num_nextn_predict_layers": 1}
 LING_2_5: dict[str, Any] = bailing.CASES["ling-2.5"] | {"num_nextn_predict_layers": 1}
 MIMO: dict[str, Any] = SMALL | {"model_type": "mimo"}
+NEMOTRON_H: dict[str, Any] = SMALL | {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M*E",
+    "mtp_hybrid_override_pattern": "*E",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_latent_size": 20,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+}
+MIMO_V2: dict[str, Any] = SMALL | {
+    "model_type": "mimo_v2_flash",
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 1,
+    "v_head_dim": 6,
+    "rope_parameters": {
+        "full_attention": {"rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+        "sliding_attention": {"rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+    },
+    "sliding_window": 8,
+    "hybrid_layer_pattern": [1, 0],
+    "moe_layer_freq": [0, 1],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "routed_scaling_factor": 1.5,
+}
 
 
 def write(folder: Path, raw: dict[str, Any], seed: int) -> None:
@@ -99,4 +136,4 @@ def models(folder: Path, raw: dict[str, Any], seed: int = 0) -> tuple[Target, He
 
 
 def is_of_the_layer(name: str, raw: dict[str, Any]) -> bool:
-    return name.startswith((f"model.layers.{raw['num_hidden_layers']}.", "mtp.", "model.mtp_layers."))
+    return name.startswith((f"model.layers.{raw['num_hidden_layers']}.", "mtp.", "model.mtp.", "model.mtp_layers."))

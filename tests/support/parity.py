@@ -101,7 +101,7 @@ class Case:
         )
 
     def cache(self) -> Cache:
-        return Cache.zeros(self.target.config, num_slots=1, num_pages=TABLE.size, page_size=PAGE_SIZE)
+        return Cache.zeros(self.config, num_slots=1, num_pages=TABLE.size, page_size=PAGE_SIZE)
 
 
 @dataclass(frozen=True)

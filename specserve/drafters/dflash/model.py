@@ -22,8 +22,7 @@ from specserve.drafters.dflash.joint import JointOutput, Markov, Selector, joint
 from specserve.kernels.matmul import Weight, matmul_float32
 from specserve.kernels.rowwise import rms_norm
 from specserve.models.attention import KV, Attention, project_kv, project_qkv
-from specserve.models.layers import linear, mlp
-from specserve.models.moe import Moe
+from specserve.models.layers import Mlp, linear, mlp
 from specserve.models.params import ParamSpec, embedding_table, matrix, optional, vector
 from specserve.models.rope import rope_tables
 from specserve.models.target import Layer, TargetParams, capped, head_logits, layer_spec, normed
@@ -170,7 +169,7 @@ def block_states(
         return linear(out.reshape(*taken.shape[:2], -1), attention.o, attention.o_bias, add=add)
 
     for i, layer in enumerate(params.layers):
-        assert not isinstance(layer.mlp, Moe), "a head has no experts"
+        assert isinstance(layer.mlp, Mlp), "a head has no experts"
         assert layer.attention_norm is not None
         assert layer.mlp_norm is not None
         taken = rms_norm(x, layer.attention_norm, backbone.norm_eps)
@@ -194,7 +193,7 @@ def _convolved_layer(
 ) -> jax.Array:
     """Run a layer whose sublayers' inputs and outputs are convolved."""
     backbone = config.backbone
-    assert not isinstance(layer.mlp, Moe), "a head has no experts"
+    assert isinstance(layer.mlp, Mlp), "a head has no experts"
     before, after = kernels(convs.attention, config, normed)
     x += convolve(config, attended(convolve(config, normed, before)), after)
     assert layer.mlp_norm is not None

@@ -56,6 +56,11 @@ def read_layer(
             f"{where}: mtp_use_dedicated_embeddings is true; its layer of multi-token prediction has tables of its "
             "own, which are not read. Serve the target without it, or with another head (--draft)"
         )
+    if (blocks := read_json(where).get("mtp_hybrid_override_pattern")) not in (None, "*E"):
+        raise CheckpointError(
+            f"{where}: mtp_hybrid_override_pattern is {blocks!r}; only a layer of multi-token prediction of attention "
+            "and experts (*E) is read. Serve the target without it, or with another head (--draft)"
+        )
     if is_whole(names, config.layer):
         if (count := num_carried(read_json(where))) > 1:
             logger.warning(

@@ -25,6 +25,7 @@ class Layout:
     head: str = ""
     hidden_first: bool = False  # `fc` takes [hidden | token], else [token | hidden]
     takes_raw: bool = False  # the target's hidden state before its final norm, else after it
+    names: tuple[tuple[str, str], ...] = ()  # of the layer's parts (`config.Names`), where the target has others
 
     def at(self, num_layers: int) -> "Layout":
         """The layout for a target of so many layers."""
@@ -77,9 +78,35 @@ _QWEN = Layout(
     norm="mtp.norm",
 )
 _LING = _appended("BailingMoeForCausalLMNextN", norm="final_layernorm", embedding="word_embeddings")
+_MIMO_V2 = Layout(
+    "MiMoV2MTP",
+    layer="model.mtp.layers.0",
+    token_norm="model.mtp.layers.0.enorm",
+    hidden_norm="model.mtp.layers.0.hnorm",
+    fc="model.mtp.layers.0.eh_proj",
+    norm="model.mtp.layers.0.final_layernorm",
+    names=(("mlp_norm", "pre_mlp_layernorm"),),
+)
+_NEMOTRON_H = Layout(  # two blocks, of which the first attends
+    "NemotronHMTPModel",
+    layer="mtp.layers",
+    token_norm="mtp.layers.0.enorm",
+    hidden_norm="mtp.layers.0.hnorm",
+    fc="mtp.layers.0.eh_proj",
+    norm="mtp.layers.1.final_layernorm",
+    names=(
+        ("attention_norm", "0.norm"),
+        ("attention", "0.mixer"),
+        ("mlp_norm", "1.norm"),
+        ("experts", "1.mixer"),
+        ("mlp", "1.mixer"),
+    ),
+)
 OTHERS = _appended("MTPModel")  # of targets that come without such a layer, where one was trained for them
 LAYOUTS: Mapping[str, Layout] = {
     "deepseek_v3": _appended("DeepSeekMTPModel"),
+    "deepseek_v32": _appended("DeepSeekMTPModel"),
+    "glm_moe_dsa": _appended("DeepSeekMTPModel"),
     "kimi_k2": _appended("DeepSeekMTPModel"),
     "glm4_moe": _appended("Glm4MoeMTPModel"),
     "glm4_moe_lite": _appended("Glm4MoeLiteMTPModel"),
@@ -88,6 +115,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "bailing_moe_linear": _LING,
     "bailing_hybrid": _LING,
     "mimo": of_its_own("MiMoMTPModel", "model.mtp_layers.0", hidden_first=True, takes_raw=True),
+    "mimo_v2_flash": _MIMO_V2,
+    "nemotron_h": _NEMOTRON_H,
     "qwen3_next": _QWEN,
     "qwen3_5_text": dataclasses.replace(_QWEN, architecture="Qwen3_5MTP"),
     "qwen3_5_moe_text": dataclasses.replace(_QWEN, architecture="Qwen3_5MoeMTP"),
@@ -128,13 +157,14 @@ class MtpConfig:
 
 def config_of(target: ModelConfig, *, dtype: str) -> MtpConfig:
     """The layer that a target's checkpoint carries after its last one, or that is trained for it: of the last one's
-    kind, for all tokens. Raises ConfigError where that keeps a recurrent state, which knows no trees of a draft's
-    own, or needs other layers."""
-    kind, layout = target.kind(target.num_layers - 1), layout_of(target)
+    kind, or of the one that the family's carried layers have, for all tokens. Raises ConfigError where that keeps a
+    recurrent state, which knows no trees of a draft's own, or needs other layers."""
+    kind, layout = target.carried or target.kind(target.num_layers - 1), layout_of(target)
     if kind.mixer not in ("attention", "latent"):
+        has = "has no mixer" if kind.mixer == "none" else f"keeps a recurrent state ({kind.mixer})"
         raise ConfigError(
-            f"the last layer of a {target.family} target keeps a recurrent state ({kind.mixer}); a layer of "
-            "multi-token prediction needs one that attends. Give a head of another kind (--drafter)"
+            f"the last layer of a {target.family} target {has}; a layer of multi-token prediction needs one that "
+            "attends. Give a head of another kind (--drafter)"
         )
     if kind.kv_from is not None or target.layer_input_dim:
         raise ConfigError(
@@ -145,7 +175,7 @@ def config_of(target: ModelConfig, *, dtype: str) -> MtpConfig:
         target.of(kind),
         num_layers=1,
         layers=(kind,),
-        names=dataclasses.replace(target.names, layer=layout.layer),
+        names=dataclasses.replace(target.names, layer=layout.layer, **dict(layout.names)),
         dtype=dtype,
         cache_dtype="",
     )

@@ -94,7 +94,8 @@ def _attention_dims(config: MtpConfig) -> tuple[int, int, int]:
     the heads of these. Latents are expanded."""
     layer, latent = config.layer, config.layer.latent
     if latent is None or layer.kind(0).mixer != "latent":
-        return layer.num_heads * layer.head_dim, 2 * layer.num_kv_heads * layer.head_dim, layer.num_kv_heads
+        kv_heads = layer.of(layer.kind(0)).num_kv_heads
+        return layer.num_heads * layer.head_dim, kv_heads * (layer.head_dim + layer.value_dim), kv_heads
     width = latent.nope_dim + latent.rope_dim
     return layer.num_heads * width, layer.num_heads * (width + latent.v_dim), layer.num_heads
 

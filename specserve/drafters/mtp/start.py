@@ -49,7 +49,8 @@ def new_config(settings: WidthSettings, target: ModelConfig, draft_vocab_size: i
 def initial_params(config: MtpConfig, target: Target, target_ids: np.ndarray, seed: int) -> MtpParams:
     """Return the layer of the target's checkpoint. Where it has none, it is a copy of the target's last layer that adds
     nothing yet to its input, which is the target's normed state, and its final norm is the target's. The output rows of
-    a part of the tokens, `target_ids` [draft_vocab] int32, are the target's. Raises CheckpointError."""
+    a part of the tokens, `target_ids` [draft_vocab] int32, are the target's. Raises CheckpointError, and ConfigError
+    where the last layer cannot be copied."""
     whole = config_of(target.config, dtype=config.layer.dtype)
     params = load_carried(target, whole) if is_trained(config, target) else _from_last(whole, target, seed)
     if not config.is_partial:
@@ -70,6 +71,11 @@ def _from_last(config: MtpConfig, target: Target, seed: int) -> MtpParams:
     halves = (state, jnp.zeros_like(state)) if config.layout.hidden_first else (jnp.zeros_like(state), state)
     norm = jnp.array(target.params.norm, config.layer.dtype)
     layers = target.params.layers
+    if config.layer.kind(0) != target.config.kind(config.num_target_layers - 1):
+        raise ConfigError(
+            f"{target.folder}: its checkpoint carries no layer of multi-token prediction to begin with, and its last "
+            "layer is of another kind than those have; train a head of another kind (--drafter)"
+        )
     last = last_layer(layers) if layers else _read_last(target, config.layer.dtype)
     layer = _silenced(_copy(last, params.layer), config.layer)
     return dataclasses.replace(params, fc=jnp.concatenate(halves), layer=layer, norm=norm)

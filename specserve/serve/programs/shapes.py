@@ -286,7 +286,8 @@ def make_shapes(
         one_shape = {"trees": (tree,), "batch_sizes": (num_slots,), "widths": (max_pages,), "chunks": chunks[:1]}
         bounds = {"verified_depth": DETERMINISTIC_DEPTH, "accepts_nothing": trees[0] is None, "prompt_tokens": 0}
         return dataclasses.replace(shapes, **one_shape, **bounds)
-    if reads_by_page(target, num_pages, page_size, mesh):  # with any width
+    latent = target.for_length(max_model_len).latent
+    if not (latent and latent.index_topk) and reads_by_page(target, num_pages, page_size, mesh):  # with any width
         # a CPU computes the rows of a prompt and of a step in the time of both
         is_mixing = program_platform() != "cpu" and not target.is_recurrent
         return dataclasses.replace(shapes, widths=(max_pages,), is_mixing=is_mixing)

@@ -39,8 +39,26 @@ CASES: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "glm4"},
     "experts": {"model_type": "qwen3_moe", "num_experts": 8, **EXPERTS},
     "latents": {"model_type": "deepseek_v3", **ROUTED, **LATENT},
+    "latents that an indexer chooses": {
+        "model_type": "deepseek_v32",
+        "index_n_heads": 12,
+        "index_head_dim": 8,
+        "index_topk": 12,
+        **ROUTED,
+        **LATENT,
+    },
     "windows and softcaps": {"model_type": "gemma2", "query_pre_attn_scalar": 8, "hidden_activation": None, **WINDOWS},
     "windows and sinks": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
+    "heads of two widths, sinks and KV heads by layer": {
+        "model_type": "mimo_v2_flash",
+        "num_key_value_heads": 1,
+        "v_head_dim": 6,
+        "partial_rotary_factor": 0.5,
+        "hybrid_layer_pattern": [0, 1, 1],
+        "n_routed_experts": 4,
+        **EXPERTS,
+        **WINDOWS,
+    },
     "norms after, windows and no positions": {"model_type": "exaone4", "sliding_window_pattern": 2, **WINDOWS},
     "blocks side by side": {"model_type": "cohere2", "sliding_window_pattern": 2, "logit_scale": 0.5, **WINDOWS},
     "multipliers": {
@@ -54,6 +72,18 @@ CASES: dict[str, dict[str, Any]] = {
     "growing queries": {
         "model_type": "ministral3",
         "rope_parameters": {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
+    },
+    "growing queries of latents": {
+        "model_type": "mistral4",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 8,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+        **ROUTED,
+        **LATENT,
     },
     "experts of scaled inputs": {
         "model_type": "llama4_text",
@@ -99,10 +129,34 @@ CASES: dict[str, dict[str, Any]] = {
         "full_attention_interval": 2,
         **EXPERTS,
     },
+    "Mamba": {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M*E",
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        **EXPERTS,
+    },
+    "short convolutions": {
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_experts": 4,
+        "num_dense_layers": 1,
+        **EXPERTS,
+    },
     "delta nets by channel": {
         "model_type": "bailing_hybrid",
         "layer_group_size": 3,
         "short_conv_kernel_size": 3,
+        **ROUTED,
+        **LATENT,
+    },
+    "delta nets beside latents without positions": {
+        "model_type": "kimi_linear",
+        "linear_attn_config": {"full_attn_layers": [2], "head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 3},
         **ROUTED,
         **LATENT,
     },
@@ -120,8 +174,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+TWO_WIDTHS = "heads of two widths, sinks and KV heads by layer"
 CACHES = {
     "dense in int8": ("dense", "int8"),
+    "two widths in int8": (TWO_WIDTHS, "int8"),
     "latents in float8": ("latents", "float8_e4m3fn"),
     "heads of two widths in int8": ("heads of two widths, keys of earlier layers", "int8"),
 }

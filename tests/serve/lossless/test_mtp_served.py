@@ -40,6 +40,9 @@ PARAMS = [
         pytest.param(carried.GLM, "tree:3x2x6", id="biases and experts, tree", marks=pytest.mark.slow),
         pytest.param(carried.NEXT, "tree:3x2x6", id="beside recurrent layers, tree", marks=pytest.mark.slow),
         pytest.param(carried.MIMO, "tree:3x2x6", id="before the final norm, tree", marks=pytest.mark.slow),
+        pytest.param(carried.MIMO_V2, "tree:3x2x6", id="heads of two widths, tree", marks=pytest.mark.slow),
+        pytest.param(carried.NEMOTRON_H, "tree:3x2x6", id="beside Mamba, tree", marks=pytest.mark.slow),
+        pytest.param(carried.INDEXED, "tree:3x2x6", id="latents that an indexer chooses", marks=pytest.mark.slow),
         pytest.param(carried.LING_2_5, "tree:3x2x6", id="latents beside lightning, tree", marks=pytest.mark.slow),
     ],
 )

@@ -1,0 +1,135 @@
+"""The indexer of DeepSeek sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1): small heads of its own that
+score every earlier token for a query, of which attention then sees the best `topk`.
+
+Where a call's keys are no more than that, all are chosen, and nothing is scored. The keys of the indexer lie in the
+pages behind a token's latent, so what is committed, shared and given up goes with it. Beyond `topk` tokens the chosen
+ones are seen under a mask: the result is that of sparse attention, the time is that of dense attention, and the scores
+come on top.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specserve.errors import ConfigError
+from specserve.kernels.attention import attend, in_order
+from specserve.kernels.matmul import Weight
+from specserve.kernels.paged import PagedPrefix
+from specserve.kernels.rows import Documents, Unrolled
+from specserve.kernels.rowwise import apply_rope, by_head
+from specserve.models.config import Latent
+from specserve.models.context import Mask, Tables
+from specserve.models.layers import linear, norm_spec
+from specserve.models.params import matrix, vector
+from specserve.pytree import pytree
+
+NORM_EPS = 1e-6
+SCORES_AT_ONCE = 2**26  # products of queries with keys, of all heads, that are held at once
+
+
+@pytree
+class Indexer:
+    q: Weight  # [q_rank, head * index_dim]
+    k: Weight  # [d_model, index_dim]
+    k_norm: jax.Array  # [index_dim]
+    k_bias: jax.Array  # [index_dim]
+    weights: Weight  # [d_model, head] float32
+
+
+def indexer_spec(latent: Latent, prefix: str, d_in: int) -> Indexer:
+    """The parameters as `ParamSpec`s, whole on every device."""
+    dim, heads = latent.index_dim, latent.index_heads
+    weights = f"{prefix}.weights_proj.weight"
+    return Indexer(
+        q=matrix(f"{prefix}.wq_b.weight", latent.q_rank, heads * dim, (None, None)),
+        k=matrix(f"{prefix}.wk.weight", d_in, dim, (None, None)),
+        k_norm=norm_spec(f"{prefix}.k_norm", dim),
+        k_bias=vector(f"{prefix}.k_norm.bias", dim, init="zeros"),
+        weights=matrix(weights, d_in, heads, (None, None), is_float32=True),
+    )
+
+
+def keys(
+    params: Indexer, latent: Latent, x: jax.Array, rope: Tables
+) -> jax.Array:  # [batch, n, d_in] -> [batch, n, 1, index_dim]
+    """The indexer's keys of tokens, behind a LayerNorm."""
+    raw = linear(x, params.k).astype(jnp.float32)
+    centred = raw - jnp.mean(raw, axis=-1, keepdims=True)
+    unit = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + NORM_EPS)
+    normed = unit * params.k_norm.astype(jnp.float32) + params.k_bias.astype(jnp.float32)
+    return _turned(latent, normed.astype(x.dtype)[:, :, None], rope)
+
+
+def queries(
+    params: Indexer, latent: Latent, x: jax.Array, q_in: jax.Array, rope: Tables
+) -> tuple[jax.Array, jax.Array]:  # [batch, n, head, index_dim], and the heads' weights [batch, n, head] float32
+    """The indexer's queries, from what attention's own are projected from, [batch, n, q_rank]."""
+    q = _turned(latent, by_head(linear(q_in, params.q), latent.index_heads), rope)
+    weights = linear(x.astype(jnp.float32), params.weights)
+    return q, weights * (latent.index_heads * latent.index_dim) ** -0.5
+
+
+def _turned(latent: Latent, x: jax.Array, rope: Tables) -> jax.Array:
+    """Turn the first channels of heads, [batch, n, head, index_dim], by their position."""
+    turned = apply_rope(x[..., : latent.rope_dim], rope, is_interleaved=latent.index_interleaves)
+    return jnp.concatenate([turned, x[..., latent.rope_dim :]], axis=-1)
+
+
+def attend_to_chosen(
+    latent: Latent,
+    q: jax.Array,  # [batch, n, head, cache_dim], of latents
+    new: jax.Array,  # [batch, m, 1, entry_dim]: latents, and the indexer's keys behind them
+    mask: Mask,  # [batch or 1, n, m] bool
+    seen: PagedPrefix | None,
+    index: tuple[jax.Array, jax.Array],  # from `queries`
+    scale: float,
+) -> jax.Array:  # [batch, n, head, kv_rank]
+    """Attention over the latents of the tokens that the indexer chooses among committed and new ones. Raises
+    ConfigError for a layer of multi-token prediction that is unrolled over longer rows than it sees."""
+    if isinstance(mask, Unrolled):
+        raise ConfigError(
+            f"rows of {new.shape[1]} tokens: a layer with DeepSeek sparse attention learns from rows of at most "
+            f"{latent.index_topk} (index_topk); lower train.seq_len"
+        )
+    if isinstance(mask, Documents):
+        mask = mask.dense()
+    if seen is not None:
+        new, mask = in_order(new, mask, seen)
+    (batch, n, num_heads, _), length = q.shape, new.shape[1]
+    mask = jnp.broadcast_to(mask, (batch, n, length))
+    most = max(1, SCORES_AT_ONCE // (batch * length * max(num_heads, latent.index_heads)))
+    latents, own_keys = new[..., : latent.cache_dim], new[:, :, 0, latent.cache_dim :]
+
+    def run(part: tuple[jax.Array, ...]) -> jax.Array:  # of some queries
+        q, index_q, weights, mask = part
+        chosen = choose(index_q, weights, own_keys, mask, latent.index_topk)
+        return attend(q, latents, latents[..., : latent.kv_rank], chosen, scale=scale)
+
+    parts = (q, *index, mask)
+    if n <= most:
+        return run(parts)
+    count = -(-n // most)
+
+    def cut(x: jax.Array) -> Any:  # [batch, n, ...] -> [count, batch, most, ...]
+        padded = jnp.pad(x, ((0, 0), (0, count * most - n), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(batch, count, most, *x.shape[2:]), 1, 0)
+
+    out = jnp.moveaxis(jax.lax.map(run, tuple(map(cut, parts))), 0, 1)
+    return out.reshape(batch, count * most, *out.shape[3:])[:, :n]
+
+
+def choose(
+    q: jax.Array,  # [batch, n, head, index_dim]
+    weights: jax.Array,  # [batch, n, head] float32
+    k: jax.Array,  # [batch, length, index_dim]
+    mask: jax.Array,  # [batch, n, length] bool: the tokens that there are to choose from
+    topk: int,
+) -> jax.Array:  # [batch, n, length] bool
+    """Choose the tokens of the highest scores, sum over heads of weight * relu(q k) (equation 1). Of equal ones the
+    first go first."""
+    products = jax.nn.relu(jnp.einsum("bnhd,bld->bnhl", q, k, preferred_element_type=jnp.float32))
+    scores = jnp.where(mask, jnp.einsum("bnh,bnhl->bnl", weights, products), -jnp.inf)
+    best = jax.lax.top_k(scores, topk)[1]
+    rows = jnp.arange(len(scores))[:, None, None], jnp.arange(scores.shape[1])[:, None]
+    return jnp.zeros_like(mask).at[*rows, best].set(True) & mask
