@@ -11,7 +11,8 @@ import numpy as np
 
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.errors import ConfigError
-from specserve.interop.keys import LAYER
+from specserve.interop.keys import LAYER, QUANTIZATIONS, without
+from specserve.interop.published import as_floats
 
 Level = Literal["error", "warning"]
 Dialect = Literal["sglang", "vllm", "speculators", "sglang-jax"]  # engines whose layouts heads are written in
@@ -26,6 +27,14 @@ class Copy:
 
     raw: dict[str, Any]
     tensors: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, folder: Path) -> "Copy":
+        """Read a head's files, its weights of few bits as the floats that they stand for. Raises CheckpointError."""
+        raw, tensors = copy.deepcopy(read_json(folder / CONFIG)), opened(folder)
+        if any(map(tensors.is_widened, tensors.names())):
+            raw = without(raw, QUANTIZATIONS)
+        return cls(raw, {name: tensors.read(name) for name in tensors.names()})
 
     @property
     def layer(self) -> dict[str, Any]:
@@ -140,10 +149,7 @@ class DoctorReport:
 
     def repaired(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Return the tensors and the config.json with everything repaired that can be without guessing."""
-        tensors = TensorFolder(self.folder)
-        repaired = Copy(
-            copy.deepcopy(read_json(self.folder / CONFIG)), {name: tensors.read(name) for name in tensors.names()}
-        )
+        repaired = Copy.of(self.folder)
         for finding in self.findings:
             if finding.fix:
                 finding.fix(repaired)
@@ -159,8 +165,15 @@ class DoctorReport:
         }
 
 
-def stored_dtype(tensors: TensorFolder) -> str:
-    """Return the dtype of the weights, or float32 where they are of several, because it holds both of the others."""
+def opened(folder: Path) -> TensorFolder:
+    """Open a head's tensors, its weights of few bits as floats. Raises CheckpointError."""
+    return as_floats(TensorFolder(folder), read_json(folder / CONFIG), CONFIG)[0]
+
+
+def stored_dtype(folder: Path) -> str:
+    """Return the dtype of the weights, or float32 where they are of several, because it holds both of the others, or
+    of few bits. Raises CheckpointError."""
+    tensors = opened(folder)
     found = {tensors.dtype(name).name for name in tensors.names()} & set(FLOATS)
     return found.pop() if len(found) == 1 else "float32"
 

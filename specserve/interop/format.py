@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from pydantic import TypeAdapter, ValidationError
 
-from specserve.checkpoints.load import AS_VOCABULARY, Target, load_params, to_numpy
+from specserve.checkpoints.load import AS_VOCABULARY, Quantization, Target, load_params, to_numpy
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import load_kind
@@ -35,6 +35,7 @@ from specserve.interop.published import (
 )
 from specserve.models.config import ModelConfig
 
+OPTION = "--draft-quantization"
 ARCHITECTURE, KIND, SHAPE = "SpecServeDrafter", "drafter", "drafter_config"  # of the plain format
 
 
@@ -87,7 +88,7 @@ class HeadFormat:
             raise other_target(folder, f"vocabulary {drafter.vocab_size}", target_name, str(target.vocab_size))
         return drafter.with_dtype(dtype)
 
-    def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> Head:
+    def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None, quantization: Quantization) -> Head:
         """Load a head in any dialect. Raises as `read` does."""
         drafter = self.read(folder, target.config, str(target.folder), dtype=dtype)
         tensors = TensorFolder(folder)
@@ -101,7 +102,15 @@ class HeadFormat:
         places = drafter.place(mesh) if mesh is not None else None
         storing = stored_scales(read_json(folder / CONFIG), tensors, str(folder / CONFIG))
         params = load_params(
-            drafter.spec(), tensors, dtype, shardings=places, skipped=skipped, rename=rename, storing=storing
+            drafter.spec(),
+            tensors,
+            dtype,
+            shardings=places,
+            skipped=skipped,
+            rename=rename,
+            quantization=quantization,
+            storing=storing,
+            option=OPTION,
         )
         return Head(drafter, params, target_ids)
 

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.quantized import PLAIN, STORED_BITS, Storing, read_storing
+from specserve.checkpoints.quantized import PLAIN, STORED_BITS, Storing, read_storing, restored
 from specserve.checkpoints.tensors import TensorFolder, listed
 from specserve.errors import CheckpointError
 from specserve.interop.keys import QUANTIZATIONS, find
@@ -179,6 +179,16 @@ def stored_scales(raw: Mapping[str, Any], tensors: TensorFolder, where: str) -> 
             "if the weights are whole, or download them again"
         )
     return found_ways.pop() if found_ways else PLAIN
+
+
+def as_floats(
+    tensors: TensorFolder, raw: Mapping[str, Any], where: str
+) -> tuple[TensorFolder, list[str]]:  # and what cannot be read, a line each
+    """Return a head's tensors, its weights of few bits as floats (`quantized.restored`)."""
+    try:
+        return restored(tensors, stored_scales(raw, tensors, where))
+    except CheckpointError as error:
+        return tensors, [str(error)]
 
 
 def target_embedding(target: Target, dtype: str) -> np.ndarray | None:  # [vocab, d_model]

@@ -62,11 +62,11 @@ class ServeRun:
         help="8-bit weights of the target: int8 or fp8 rounds them at load, stored keeps a checkpoint's own, none "
         "restores floats; empty: as the head was trained, else none",
     )
-    draft_quantization: Literal["", "none", "int8", "fp8"] = setting(
+    draft_quantization: Literal["", "none", "stored", "int8", "fp8"] = setting(
         "",
         scope=PROGRAM,
-        help="8-bit matrices of the draft head, rounded at load: tokens stay the same, and a draft reads half of "
-        "the bytes; empty: as the head's notes say, else none",
+        help="8-bit matrices of the draft head: int8 or fp8 rounds them at load, stored keeps those of its files; "
+        "tokens stay the same, and a draft reads half of the bytes; empty: as the head's notes say, else none",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
         "auto",
@@ -252,7 +252,7 @@ class EngineSettings(TypedDict, total=False):
     call. A type checker cannot read them from the schema, so they stand here again, and a test compares both."""
 
     quantization: Literal["", "none", "stored", "int8", "fp8"]
-    draft_quantization: Literal["", "none", "int8", "fp8"]
+    draft_quantization: Literal["", "none", "stored", "int8", "fp8"]
     kv_cache_dtype: Literal["auto", "int8", "fp8"]
     mesh: str
     check_weights: bool
@@ -282,7 +282,7 @@ class TargetRun:
         "", help="preset, Hugging Face folder, GGUF file or hub id; empty: the one the draft was trained for"
     )
     quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
-    draft_quantization: Literal["", "none", "int8", "fp8"] = setting("", help="of the head, as of `serve`")
+    draft_quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the head, as of `serve`")
     mesh: str = setting("", help="devices to spread the models over, as of `serve`")
 
 

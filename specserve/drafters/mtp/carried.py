@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specserve.checkpoints.load import Target, load_params, renamer
+from specserve.checkpoints.load import Quantization, Target, load_params, renamer
 from specserve.checkpoints.quantized import read_storing
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.mtp.config import Layout, MtpConfig
@@ -47,6 +47,7 @@ def read_layer(
     dtype: str,
     places: Any = None,  # of each parameter; None: where arrays are by default
     skipped: Mapping[str, str] | None = None,
+    quantization: Quantization = "none",
 ) -> MtpParams:
     """Read the layer's parameters from a folder, which may hold a whole target. Raises CheckpointError."""
     names, where = tensors.names(), tensors.folder / CONFIG
@@ -67,7 +68,15 @@ def read_layer(
             left_out[re.escape(name)] = "a copy of the target's own"
     storing = read_storing(read_json(where), str(where))
     return load_params(
-        draft_spec(config), tensors, dtype, shardings=places, skipped=left_out, rename=name_of, storing=storing
+        draft_spec(config),
+        tensors,
+        dtype,
+        shardings=places,
+        skipped=left_out,
+        rename=name_of,
+        quantization=quantization,
+        storing=storing,
+        option="--draft-quantization",
     )
 
 

@@ -50,7 +50,9 @@ def bench_models(run: BenchRun | LatencyRun | ThroughputRun) -> Models:
     target = random_target(name, quantization=run.quantization or "none", mesh=mesh)
     if run.draft:
         folder = resolve_head(run.draft, "--draft")
-        head, draft = load_head(folder, target, dtype=default_dtype(), mesh=mesh), folder.name
+        stored: Quantization = "stored" if run.draft_quantization == "stored" else "none"
+        head = load_head(folder, target, dtype=default_dtype(), mesh=mesh, quantization=stored)
+        draft = folder.name
     else:
         head, draft = random_head(name, target, mesh=mesh), f"{DEFAULT_KIND}, random weights"
     if run.draft_quantization in ("int8", "fp8"):

@@ -231,7 +231,8 @@ def check_tensors(files: EagleFiles, config: Eagle3Config) -> Iterator[Finding]:
 
 def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
     """Check that the weights are floats, all of the dtype that config.json states."""
-    dtypes = {name: files.tensors.dtype(name).name for name in sorted(files.weights)}
+    stored = sorted(name for name in files.weights if not files.tensors.is_widened(name))
+    dtypes = {name: files.tensors.dtype(name).name for name in stored}
     odd = [f"{name} {dtype}" for name, dtype in dtypes.items() if dtype not in FLOATS]
     if odd:
         yield CHECKS["weight-dtype"].found(SINGLE_FILE, " or ".join(FLOATS), listed(odd, 3))

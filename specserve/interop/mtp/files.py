@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.checkpoints.load import AS_VOCABULARY, Target, to_numpy
+from specserve.checkpoints.load import AS_VOCABULARY, Quantization, Target, to_numpy
 from specserve.checkpoints.tensors import CONFIG, fuse_experts, read_json
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.mtp.carried import num_carried, read_layer, shared_tables
@@ -59,14 +59,22 @@ class MtpFormat(HeadFormat):
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         return Mtp(read_config(folder, target, target_name, dtype=dtype))
 
-    def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> Head:
+    def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None, quantization: Quantization) -> Head:
         drafter, tensors = Mtp(read_config(folder, target.config, str(target.folder), dtype=dtype)), opened(folder)
         check_keys(folder, target)
         stored_scales(read_json(folder / CONFIG), tensors, str(folder / CONFIG))
         places = drafter.place(mesh) if mesh is not None else None
         skipped = {re.escape(name): AS_VOCABULARY for name in (D2T, T2D)}
         name_of = name_in(tensors.names(), drafter.config.layout)
-        params = read_layer(tensors, drafter.config, name_of, dtype=dtype, places=places, skipped=skipped)
+        params = read_layer(
+            tensors,
+            drafter.config,
+            name_of,
+            dtype=dtype,
+            places=places,
+            skipped=skipped,
+            quantization=quantization,
+        )
         return Head(drafter, params, read_target_ids(tensors, drafter.config, str(folder)))
 
     def files(
