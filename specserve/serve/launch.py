@@ -13,13 +13,13 @@ from jax.sharding import Mesh
 
 from specserve import host
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_eight_bits, load_target
-from specserve.checkpoints.source import BUNDLED, BUNDLED_HEADS, find_head, resolve_target
+from specserve.checkpoints.source import BUNDLED, BUNDLED_HEADS, resolve_target
 from specserve.drafters.interface import Head
 from specserve.drafters.registry import CARRIED
 from specserve.drafters.speculation import parse_speculation, with_head, within_reach
 from specserve.drafters.words import ALL_TEXT
 from specserve.errors import CheckpointError, ConfigError
-from specserve.interop.bundled import bundled_head
+from specserve.interop.bundled import bundled_head, find_head
 from specserve.interop.head import load_head
 from specserve.interop.notes import draft_quantization, read_notes
 from specserve.mesh import default_dtype, program_platform

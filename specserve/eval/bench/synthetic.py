@@ -13,13 +13,14 @@ from jax.sharding import Mesh, Sharding
 
 from specserve.checkpoints.configs import find_config
 from specserve.checkpoints.load import Quantization, Target, in_eight_bits
-from specserve.checkpoints.source import BUNDLED, resolve_head
+from specserve.checkpoints.source import BUNDLED
 from specserve.checkpoints.tensors import read_json
 from specserve.drafters.interface import Head
 from specserve.drafters.registry import DEFAULT_KIND
 from specserve.errors import ConfigError
 from specserve.eval.prompts import RANDOM
 from specserve.eval.settings import BenchRun, LatencyRun, ThroughputRun
+from specserve.interop.bundled import resolve_head
 from specserve.interop.head import load_head
 from specserve.kernels.matmul import quantize
 from specserve.mesh import SERVING_AXES, default_dtype, parse_mesh
