@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from pydantic.dataclasses import dataclass as settings_dataclass
 
 from specserve.config import RULES
-from specserve.drafters.dflash.settings import BlockSettings, JointSettings
+from specserve.drafters.dflash.settings import BlockSettings, JointSettings, MarkovSettings
 from specserve.drafters.eagle3.settings import Eagle3Settings
 from specserve.drafters.peagle.settings import PEagleSettings
 from specserve.drafters.settings import HeadSettings, WidthSettings
@@ -35,8 +35,9 @@ KINDS: dict[str, KindEntry] = {
     "p-eagle": KindEntry("specserve.drafters.peagle.drafter:PEAGLE", PEagleSettings),
     "mtp": KindEntry("specserve.drafters.mtp.drafter:MTP", WidthSettings),
     "dflash": KindEntry("specserve.drafters.dflash.drafter:DFLASH", BlockSettings),
-    "dspark": KindEntry("specserve.drafters.dflash.drafter:DSPARK", JointSettings),
+    "dspark": KindEntry("specserve.drafters.dflash.drafter:DSPARK", MarkovSettings),
     "dflash2": KindEntry("specserve.drafters.dflash.drafter:DFLASH2", JointSettings),
+    "domino": KindEntry("specserve.drafters.dflash.drafter:DOMINO", JointSettings),
 }
 DEFAULT_KIND = "eagle3"
 CARRIED = "mtp"  # in the place of a head's folder: the layer that the target's own checkpoint carries

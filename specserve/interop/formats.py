@@ -18,6 +18,7 @@ FORMATS: Mapping[str, HeadFormat] = {
     "dflash": DFlashFormat("dflash"),
     "dspark": DFlashFormat("dspark"),
     "dflash2": DFlashFormat("dflash2"),
+    "domino": DFlashFormat("domino"),
 }
 
 

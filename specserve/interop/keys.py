@@ -52,10 +52,10 @@ def number(name: str, default: float, *, sets: str) -> Key:
     return Key(name, sets=sets, default=default, fits=_is_number, expected="a number")
 
 
-def only(name: str, *values: object) -> Key:
+def only(name: str, *values: object, aliases: tuple[str, ...] = ()) -> Key:
     """Return the row of a key of which only these values are computed here."""
     expected = " or ".join(map(repr, values))
-    return Key(name, fits=lambda value: any(_is_same(value, each) for each in values), expected=expected)
+    return Key(name, aliases, fits=lambda value: any(_is_same(value, each) for each in values), expected=expected)
 
 
 def _is_number(value: object) -> bool:

@@ -20,7 +20,7 @@ from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.interop.dflash.catalogue import ARCHITECTURES as BLOCK_CLASSES
 from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
 from specserve.interop.findings import Dialect
-from specserve.interop.formats import format_for, format_of
+from specserve.interop.formats import FORMATS, format_for, format_of
 from specserve.interop.mtp.layouts import ARCHITECTURES as MTP_CLASSES
 from specserve.interop.peagle.dialects import OWN as PEAGLE_CLASSES
 from specserve.models.config import LayerKind, ModelConfig
@@ -85,6 +85,7 @@ HEADS: dict[str, dict[str, str]] = {  # by kind: the classes that a config.json 
         "DSparkSpeculator": EARLY,
     },
     "dflash2": {"DFlash2DraftModel": "specserve, z-lab, speculators"},
+    "domino": {"DominoDraftModel": "specserve, SpecForge"},
     "mtp": {
         **dict.fromkeys(sorted(MTP_CLASSES - {"MTPDraftModel"}), "the target's checkpoint, specserve"),
         "MTPDraftModel": "speculators",
@@ -96,9 +97,9 @@ CLASSES: dict[str, frozenset[str]] = {  # that are read
     **{kind: frozenset(names) for kind, names in BLOCK_CLASSES.items()},
     "mtp": MTP_CLASSES,
 }
-# beside packages, of the same tensors: tests/drafters/test_dense_twin.py, and the oracle of test_mtp.py
+# beside packages, of the same tensors: test_dense_twin.py and test_joint_slots.py in tests/drafters, and test_mtp.py
 TWINS: dict[str, str] = {
-    **dict.fromkeys((*EAGLE3_KEYS.classes, *PEAGLE_CLASSES), "NumPy"),
+    **dict.fromkeys((*EAGLE3_KEYS.classes, *PEAGLE_CLASSES, *BLOCK_CLASSES["domino"]), "NumPy"),
     **dict.fromkeys(("DeepSeekMTPModel", "Glm4MoeMTPModel", "MTPModel", "MTPDraftModel"), "transformers"),
     **dict.fromkeys(("Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP", "MiMoMTPModel"), "transformers"),
 }
@@ -146,6 +147,7 @@ def weights() -> str:
 def heads() -> str:
     """Return the table of published heads, one row a class that a config.json may name."""
     saved = _saved_by()
+    assert HEADS.keys() == FORMATS.keys(), f"{sorted(HEADS.keys() ^ FORMATS.keys())} are read or listed, and not both"
     rows = ["| kind | class | written by | loads | equals | trains | exports to |", "|" + "---|" * 7]
     for kind, classes in HEADS.items():
         drafter = _drafter(kind)

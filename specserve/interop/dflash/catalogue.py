@@ -15,10 +15,16 @@ SELECTOR: Mapping[str, str] = {  # keys of heads that choose among candidates, a
     "selector_rank": "selector_rank",
     "selector_top_k": "selector_top_k",
 }
+CORRECTION: Mapping[str, str] = {  # of Domino's heads
+    "gru_hidden_dim": "gru_width",
+    "emb_dim": "correction_rank",
+    "pure_draft_prefix_len": "num_uncorrected",
+}
 ARCHITECTURES: Mapping[str, tuple[str, ...]] = {  # the first is written; for speculators the second, if there is one
     "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
     "dspark": ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel"),
     "dflash2": ("DFlash2DraftModel",),
+    "domino": ("DominoDraftModel",),
 }
 # Any key may stand in `dflash_config`, beside it, or where speculators keeps the layers' settings.
 KEYS = KeyTable(
@@ -33,19 +39,19 @@ KEYS = KeyTable(
         number("final_logit_softcapping", 0.0, sets="logit_softcap"),
         only("attention_value_scale", 1),
         only("attention_mode", "gqa", "mha"),  # the numbers of heads say it too
-        only("markov_head_type", "vanilla"),
-        only("shift_label", False),
+        only("markov_head_type", "vanilla", "gated", "rnn", aliases=("dspark_markov_head_type",)),
         # `dialects` reads these
         *flags("is_causal", "causal", "sliding_window_non_causal", "use_swa"),
         *flags("sample_from_anchor", "dspark_bonus_anchor", "enable_confidence_head", "confidence_head_with_markov"),
+        flag("shift_label"),
         *map(Key, ("mask_token_id", TAPS, *INPUT_TAPS, "max_window_layers", "projector_type")),
-        *map(Key, ("markov_rank", *SELECTOR)),
+        Key("markov_rank", ("dspark_markov_rank",)),
+        *map(Key, (*SELECTOR, *CORRECTION)),
     ],
     classes=frozenset(name for names in ARCHITECTURES.values() for name in names),
     model_types=frozenset(ARCHITECTURES),
     places=frozenset({OWN}),
-    # nothing follows from what is of a projector that is none of ours
-    harmless=HARMLESS | {"has_own_lm_head", "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"},
+    harmless=HARMLESS | {"has_own_lm_head"},
 )
 
 CHECKS = read_checks("""

@@ -86,7 +86,8 @@ class BlockFiles(ExaminedFiles):
         sure = f", and confidence by {config.confidence}" if config.confidence else ""
         return {
             "dflash": "independent",
-            "dspark": f"a bias of rank {config.markov_rank} by the token before{sure}",
+            "dspark": f"a {config.markov_type} bias of rank {config.markov_rank} by what stands before{sure}",
+            "domino": f"a correction of rank {config.correction_rank} by a state of {config.gru_width}",
             "dflash2": f"convolutions, and a choice of rank {config.selector_rank} among {config.selector_top_k}",
         }[config.name]
 

@@ -15,7 +15,7 @@ from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.start import NAMES, default_taps
 from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
-from specserve.interop.dflash.catalogue import ARCHITECTURES, CHECKS, INPUT_TAPS, KEYS, OWN, SELECTOR, TAPS
+from specserve.interop.dflash.catalogue import ARCHITECTURES, CHECKS, CORRECTION, INPUT_TAPS, KEYS, OWN, SELECTOR, TAPS
 from specserve.interop.findings import Finding
 from specserve.interop.key_checks import (
     OF_ALL,
@@ -103,6 +103,8 @@ def check_kind(stated: Stated) -> Iterator[Finding]:
     for path, value in stated.found.get("projector_type", {}).items():
         if value != kind:
             yield uncomputed(path, value, repr(kind))
+    if kind != "domino" and stated.get("shift_label", False):
+        yield uncomputed(stated.path("shift_label"), True, f"false in a {kind} head")
     for other in sorted(KEYS.classes & architectures(stated.raw) - {*ARCHITECTURES[kind]}):
         yield uncomputed("architectures", other, " or ".join(ARCHITECTURES[kind]))
 
@@ -132,15 +134,17 @@ OF_KEYS = (*OF_ALL, check_kind, check_shape, check_mask_token, check_masks, chec
 
 def read_foresees_anchor(stated: Stated) -> bool:
     """Return whether the anchor's own slot predicts a token: as stated, or else as the kind has it."""
-    bonus = stated.get("dspark_bonus_anchor")
-    default = kind_of(stated) == "dspark" if bonus is None else not bonus
+    bonus, kind = stated.get("dspark_bonus_anchor"), kind_of(stated)
+    default = kind == "dspark" if bonus is None else not bonus
+    if kind == "domino":
+        default = stated.get("shift_label", False)
     return bool(stated.get("sample_from_anchor", default))
 
 
 def _joint(stated: Stated, has_confidence_bias: bool) -> dict[str, Any]:
     """Read the settings of the heads that make slots depend on each other. Raises ConfigError."""
     kind, where = kind_of(stated), stated.where
-    required = {"dspark": ("markov_rank",), "dflash2": tuple(SELECTOR)}.get(kind, ())
+    required = {"dspark": ("markov_rank",), "dflash2": tuple(SELECTOR), "domino": tuple(CORRECTION)[:2]}.get(kind, ())
     given = {key: stated.get(key) for key in required}
     if wrong := [f"{key} is {value!r}" for key, value in given.items() if not is_count(value)]:
         raise ConfigError(f"{where}: {', '.join(wrong)}; expected positive whole numbers in a {kind} head")
@@ -149,22 +153,34 @@ def _joint(stated: Stated, has_confidence_bias: bool) -> dict[str, Any]:
         if stated.get("confidence_head_with_markov", stated.is_nested):
             inputs = "state and token"
         has_confidence = stated.get("enable_confidence_head", stated.is_nested)
+        markov = stated.get("markov_head_type", "vanilla")
+        if markov == "rnn" and not read_foresees_anchor(stated):
+            raise ConfigError(
+                f"{where}: markov_head_type is 'rnn' in a block whose anchor's slot foresees nothing; whether it reads "
+                "that slot too is not agreed on"
+            )
         return {
+            "markov_type": markov,
             "markov_rank": given["markov_rank"],
             "confidence": inputs if has_confidence else "",
             "has_confidence_bias": has_confidence_bias,
         }
     if kind == "dflash":
         return {}
-    taps, group, _, top_k = given.values()
     vocab_size, width, block_size = (stated.get(key) for key in ("vocab_size", "hidden_size", "block_size"))
+    if (rows := stated.get("draft_vocab_size", vocab_size)) != vocab_size:
+        raise ConfigError(f"{where}: draft_vocab_size is {rows}; a {kind} head proposes all {vocab_size} tokens")
+    if kind == "domino":
+        count = stated.get("pure_draft_prefix_len", 0)
+        if type(count) is not int or count < 0:
+            raise ConfigError(f"{where}: pure_draft_prefix_len is {count!r}; expected the number of slots")
+        return {CORRECTION[key]: value for key, value in given.items()} | {"num_uncorrected": count}
+    taps, group, _, top_k = given.values()
     if width % group or taps > block_size or top_k > vocab_size:
         raise ConfigError(
             f"{where}: conv_group_size {group} must divide the width {width}, conv_kernel_size {taps} be no "
             f"more than the block's {block_size} slots, and selector_top_k {top_k} no more than the {vocab_size} tokens"
         )
-    if (rows := stated.get("draft_vocab_size", vocab_size)) != vocab_size:
-        raise ConfigError(f"{where}: draft_vocab_size is {rows}; a dflash2 head proposes all {vocab_size} tokens")
     return {field: given[key] for key, field in SELECTOR.items()}
 
 
@@ -249,7 +265,11 @@ def renamer(names: frozenset[str]) -> Callable[[str], str]:
     """A function from our tensor names, which are z-lab's, to the folder's."""
 
     def rename(name: str) -> str:
-        spelled = [name, *(name.replace(ours, other, 1) for ours, other in _DIALECTS if name.startswith(ours))]
+        spelled = [
+            name,
+            f"logit_head.{name}",
+            *(name.replace(ours, other, 1) for ours, other in _DIALECTS if name.startswith(ours)),
+        ]
         if name == D2T:
             spelled.append("draft_id_to_target_id")
         if name.endswith("_codebook"):
@@ -284,7 +304,7 @@ def config_to_hf(
         out |= {**own, **_joint_to_hf(config)}
     else:
         own |= _joint_to_hf(config)
-    if config.foresees_anchor or config.name == "dspark":
+    if (config.foresees_anchor and config.name != "domino") or config.name == "dspark":
         out |= {"sample_from_anchor": config.foresees_anchor, "dspark_bonus_anchor": not config.foresees_anchor}
     out |= {"num_target_layers": target.config.num_layers, OWN: own}
     if config.is_causal != tuple(window > 0 for window in windows):  # else the layers' kinds say it
@@ -301,10 +321,13 @@ def _joint_to_hf(config: DFlashConfig) -> dict[str, Any]:
     if config.name == "dspark":
         return {
             "markov_rank": config.markov_rank,
-            "markov_head_type": "vanilla",
+            "markov_head_type": config.markov_type,
             "enable_confidence_head": bool(config.confidence),
             "confidence_head_with_markov": config.confidence == "state and token",
         }
+    if config.name == "domino":
+        keys = {key: getattr(config, field) for key, field in CORRECTION.items()}
+        return {"projector_type": "domino", **keys, "shift_label": config.foresees_anchor}
     if config.name == "dflash2":
         return {key: getattr(config, field) for key, field in SELECTOR.items()}
     return {}
@@ -317,6 +340,7 @@ def unsaid_in(layout: Layout, config: DFlashConfig) -> list[str]:
         is_mixed = len({*causal}) > 1 and causal != [window > 0 for window in windows]
         return present({"causal layers among others": is_mixed})
     unsaid = {
+        "a recurrent correction of its logits": config.gru_width,
         "causal layers without windows": any(c and not w for c, w in zip(causal, windows, strict=True)),
         "windows of which some are causal": len({c for c, w in zip(causal, windows, strict=True) if w}) > 1,
         "attention sinks": config.backbone.has_sinks,

@@ -81,6 +81,10 @@ class DFlashFormat(HeadFormat):
         elif dialect == "speculators":  # vLLM reads these too, and makes all layers causal where windows are
             is_mixed = len({*config.is_causal}) > 1 and len({*windows_of(config.backbone)}) > 1
             found = {"layers that see all beside causal ones": is_mixed}
-        elif dialect == "sglang-jax" and config.name == "dflash2":
+        if dialect != "speculators":
+            found["a Markov head that is gated or recurrent"] = config.markov_type != "vanilla"
+        if dialect != "sglang":
+            found["a recurrent correction of its logits"] = config.gru_width
+        if dialect == "sglang-jax" and config.name == "dflash2":
             found = {"convolutions and the choice among candidates": True}
         return present(found)
