@@ -6,7 +6,7 @@ from typing import Literal, TypedDict
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, leaves, setting
-from specserve.drafters.registry import CARRIED
+from specserve.drafters.registry import CARRIED, ModulePath
 from specserve.drafters.words import SPECULATIONS
 from specserve.errors import ConfigError
 
@@ -55,6 +55,11 @@ class ServeRun:
         "",
         help=f"folder of a draft head, or a bundled one's name; {CARRIED}: the layer that the target carries; empty: a "
         "bundled one or none",
+    )
+    drafter_module: ModulePath = setting(
+        "",
+        is_early=True,
+        help="import path of a kind of drafter from outside: package.module:NAME, or a module that registers one",
     )
     quantization: Literal["", "none", "stored", "int8", "fp8"] = setting(
         "",
@@ -284,6 +289,7 @@ class TargetRun:
     quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
     draft_quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the head, as of `serve`")
     mesh: str = setting("", help="devices to spread the models over, as of `serve`")
+    drafter_module: ModulePath = setting("", is_early=True, help="of the head, as of `serve`")
 
 
 @dataclass(frozen=True, config=RULES)
