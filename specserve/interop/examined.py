@@ -11,7 +11,7 @@ import numpy as np
 from specserve.checkpoints.load import Target, shapes_in
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, TensorFolder, read_json
 from specserve.errors import SpecServeError
-from specserve.interop.findings import FLOATS, LAYERS, Copy, Finding, describe, put, put_tensors, read_checks
+from specserve.interop.findings import FAULTS, FLOATS, LAYERS, Copy, Finding, describe, put, put_tensors
 from specserve.interop.keys import ROTARY, SCALING, Stated, is_count, read_rope
 from specserve.interop.published import D2T, OUTPUT, T2D, as_floats, read_vocab, vocab_to_tensors
 from specserve.interop.repairs import write_length, write_rope
@@ -19,74 +19,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec
 from specserve.models.rope import Rope
 
-CHECKS = read_checks("""
-[all kinds]
-unreadable error: it cannot be read as a head of its kind
-  no engine can run it beside the target
-  by hand: give its own target (--target), or take the files from where it was trained again
-other-target error: a head for another target
-  it cannot be served with this one
-  by hand: give the target that it was trained for (--target)
-layers error: another number of layers is stated than there are tensors of
-  engines leave layers out, or run some whose weights are whatever is in memory there
-  fix: write the number that the tensors are of
-  by hand: find out which is wrong: tensors may be lost
-max-positions error: the head ends before the target does
-  vLLM crashes on prompts that are longer
-  fix: write the target's
-rope-missing warning: nothing is said about rotary embeddings
-  every engine turns by its own default, mostly theta 10,000
-  fix: write the target's
-  by hand: give --target
-missing-tensor error: {name} is missing
-  SGLang goes on with whatever is in memory there, vLLM with ones or an error
-  by hand: download or export it again; write false for the flag that asks for it, if the head was trained without
-shape error: {name} has another shape than config.json says
-  it cannot be loaded
-  by hand: find out which is wrong: config.json may be that of another head
-unknown-tensor error: {name} is no part of such a head
-  SGLang leaves it out, vLLM refuses the head; what it was trained for is lost
-  by hand: remove it, if the head was trained without
-[vocabulary]
-vocabulary error: d2t does not say what the draft's rows stand for
-  proposals are other tokens than the head means: nothing is accepted
-  by hand: take d2t from the checkpoint that the head was trained with
-d2t-missing error: d2t is missing
-  engines take the draft's rows for the first tokens of the vocabulary: nothing is accepted
-  fix: derive it from t2d
-absolute-d2t error: d2t holds absolute token ids
-  engines add i to each: proposals are other tokens than the head means, and nothing is accepted
-  fix: subtract i from each
-unsorted-d2t error: the draft's rows are not in the order of their tokens
-  code that pairs the rows with nonzero(t2d), trainers above all, takes them for other tokens
-  fix: sort d2t, and the rows of lm_head.weight with it
-  by hand: give lm_head.weight as many rows as d2t has; both are sorted together then
-d2t-dtype warning: d2t is not in int64
-  torch refuses to index with most other dtypes
-  fix: cast it
-t2d-missing warning: t2d is missing
-  engines that serve do without, trainers cannot continue from it
-  fix: derive it from d2t
-t2d-disagrees error: t2d and d2t name different tokens
-  one of them is of another head: engines go by d2t, trainers by t2d
-  by hand: take both from the checkpoint that the head was trained with; if d2t is right, delete t2d and mend that
-t2d-dtype warning: t2d is not a mask of bools
-  code that indexes with it picks rows 0 and 1 again and again
-  fix: cast it
-[numbers]
-quantization error: config.json states a quantisation that no tensor shows, or one that is not read
-  engines that go by config.json read other numbers than those that go by the tensors
-  by hand: take it out if the weights are whole, or export the head again
-not-finite error: values that are no numbers
-  every proposal that they touch is noise
-  by hand: go back to an earlier checkpoint, or download the weights again
-all-zero error: {name} holds nothing but zeros
-  what goes through it is lost: the head proposes without the target's states, or the same tokens always
-  by hand: go back to an earlier checkpoint, or export the head again: it looks like one that was never filled
-weight-range error: {name} has a size that 16 bits do not hold
-  in float16 it is infinite, or zero; in other dtypes what it makes drowns all else, or vanishes
-  by hand: undo the scale that it was multiplied with, or export the head again
-""")
+CHECKS = FAULTS["all"]
 
 
 class ExaminedFiles:

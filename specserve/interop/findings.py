@@ -96,28 +96,33 @@ def refuse(findings: Iterable[Finding], where: str) -> None:
             raise ConfigError(f"{where}: {finding.refusal}")
 
 
-def read_checks(table: str) -> Mapping[str, Check]:
-    """Read a table of checks, by code. A row is `code level: what is wrong`, and indented below it why that matters,
-    `fix: what --fix does`, `by hand: what a person does`, and `refused: the error of loaders`; a further indent
-    continues a line. `[area]` stands before the rows about it. A second row of a code is kept under `code level`."""
-    found: dict[str, Check] = {}
-    area = ""
-    for row in re.split(r"\n(?=\S)", table.strip()):
-        if row.startswith("["):
+def read_faults(text: str) -> dict[str, dict[str, Check]]:
+    """Read the table of faults: the checks of each part, by code. A part begins with `== name`. A row is `code level:
+    what is wrong`, and indented below it why that matters, `fix: what --fix does`, `by hand: what a person does`, and
+    `refused: the error of loaders`; a further indent continues a line. `[area]` stands before the rows about it. A
+    second row of a code is kept under `code level`."""
+    parts: dict[str, dict[str, Check]] = {}
+    area, found = "", dict[str, Check]()
+    for row in re.split(r"\n(?=\S)", text[text.index("\n== ") :].strip()):
+        if row.startswith("== "):
+            found = parts[row.removeprefix("== ")] = {}
+        elif row.startswith("["):
             area = row.strip("[]")
-            continue
-        first, *lines = re.split(r"\n  (?=\S)", row)
-        head, _, what = first.partition(": ")
-        code, _, level = head.partition(" ")
-        texts = {"why": "", "fix": "", "by hand": "", "refused": ""}
-        for line in lines:
-            key, _, text = line.partition(": ")
-            if key not in texts:
-                key, text = "why", line
-            texts[key] = " ".join(text.split())
-        check = Check(area, code, cast(Level, level), what, *texts.values())
-        found[f"{code} {level}" if code in found else code] = check
-    return found
+        else:
+            first, *lines = re.split(r"\n  (?=\S)", row)
+            head, _, what = first.partition(": ")
+            code, _, level = head.partition(" ")
+            texts = {"why": "", "fix": "", "by hand": "", "refused": ""}
+            for line in lines:
+                key, _, said = line.partition(": ")
+                key, said = (key, said) if key in texts else ("why", line)
+                texts[key] = " ".join(said.split())
+            check = Check(area, code, cast(Level, level), what, *texts.values())
+            found[f"{code} {level}" if code in found else code] = check
+    return parts
+
+
+FAULTS = read_faults((Path(__file__).parent / "faults.txt").read_text("utf-8"))
 
 
 @dataclass(frozen=True)

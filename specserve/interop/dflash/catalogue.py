@@ -3,7 +3,7 @@ the draft doctor reports. `dialects` and `checks` look for them."""
 
 from collections.abc import Mapping
 
-from specserve.interop.findings import read_checks
+from specserve.interop.findings import FAULTS
 from specserve.interop.keys import HARMLESS, Key, KeyTable, counts, flag, flags, number, only
 from specserve.interop.layers import LAYER_KEYS
 
@@ -54,34 +54,4 @@ KEYS = KeyTable(
     harmless=HARMLESS | {"has_own_lm_head"},
 )
 
-CHECKS = read_checks("""
-[block drafters: keys]
-mask-token error: the mask token is none of the target's tokens
-  every slot but the anchor's is filled with the embedding of something else, or of nothing
-  by hand: write the id that it was trained with; for Qwen3 that is a padding row behind the tokenizer's tokens
-  refused: mask_token_id is {got}; expected a token of the target's embedding, {expected}
-[block drafters: windows and causality]
-use-swa warning: windows are stated by use_swa alone
-  vLLM reads it, SGLang and the package `dflash` run without windows
-  fix: write layer_types, sliding_window and is_causal too
-all-causal warning: sliding_window_non_causal is not true, beside layers without windows
-  vLLM makes all layers causal by it, those without windows too, which were trained to see the whole block
-  fix: write true, which changes nothing where no layer has a window
-  by hand: serve it with another engine than vLLM: the layout cannot say it
-sinks error: attention sinks are there, attention_sink_bias is not
-  attention is computed without them
-  fix: write dflash_config.attention_sink_bias: true
-[block drafters: target]
-block-taps error: taps that make no sense
-  the head cannot be fed
-  by hand: count the target's layers again: target_layer_ids names outputs, aux_hidden_state_layer_ids inputs
-taps-unstated warning: no taps are stated
-  every engine takes default ones, and speculators none
-  fix: write the default ones of the package `dflash`
-taps-slipped warning: tap ids look as if they were counted in the other layout
-  if they are, every tap is one layer off: acceptance falls, and nothing else shows
-  by hand: compare the acceptance with both, and keep the better
-last-tap warning: the last layer is tapped
-  transformers gives its state after the target's final norm, other engines before it
-  by hand: find out with which it was trained; we take the state before the norm
-""")
+CHECKS = FAULTS["blocks"]

@@ -4,7 +4,7 @@ docs/checkpoints.md of the faults."""
 
 from collections.abc import Mapping
 
-from specserve.interop.findings import read_checks
+from specserve.interop.findings import FAULTS
 from specserve.interop.keys import HARMLESS, Key, KeyTable, counts, flag, only
 from specserve.interop.layers import LAYER_KEYS
 
@@ -70,79 +70,4 @@ KEYS = KeyTable(
     | {"ttt_length", "step_loss_decay", "draft_num_hidden_layers", "num_target_layers", *_OF_EXPERTS.split()},
 )
 
-CHECKS = read_checks("""
-[keys]
-draft-vocab-size error: draft_vocab_size is not stated
-  loaders take the head's rows for the target's whole vocabulary
-  fix: write the number of rows of lm_head.weight
-architecture error: not named as an EAGLE-3 head
-  engines pick the model class by this name: they refuse it, or build a whole language model
-  fix: name it
-architecture warning: not named as an EAGLE-3 head
-  engines pick the model class by this name: they refuse it, or build a whole language model
-  fix: name it
-model-type error: model_type is missing
-  transformers cannot tell which config class to read it with
-  fix: write it
-tied error: tie_word_embeddings is true
-  loaders ignore lm_head.weight and the draft vocabulary, and propose from the embedding
-  fix: write false
-[keys of speculators]
-implicit-flag warning: norm_before_residual is not stated
-  vLLM then assumes true, the speculators package and we assume false: one of them computes another head
-  by hand: write what the head was trained with
-speculators-config error: speculators_config is not whole
-  vLLM refuses the head
-  by hand: import it and export it again: `specserve export --to speculators` writes all of it
-[target]
-embedding error: a head of its own width without an embedding of its own
-  the target's embedding has width {width}, so there is none to share
-  by hand: export the head again, with embed_tokens.weight
-[tensors]
-names error: {count} tensors have another engine's names
-  SGLang leaves out what it does not know, vLLM refuses it
-  fix: rename them
-norm-flag error: the tensors of {flag} are there, the flag is not
-  the head is computed without norms that it was trained with: nearly nothing is accepted
-  fix: write {flag}: true
-normed-class error: norms of queries and keys are there, the class that is named has none
-  vLLM refuses the head, others run it without
-  fix: name the class of a Qwen3's layers
-weight-dtype error: weights that are no 16 or 32 bit floats
-  EAGLE-3 loaders would read the numbers as they stand, without scales
-  by hand: export the head again in bfloat16
-mixed-dtypes warning: weights of several dtypes
-  engines cast all to one of them, and not to the same
-  by hand: `specserve import --dtype` writes all in one
-dtype warning: the dtype that is stated is not that of the weights
-  engines then load the head in float32 or in the target's dtype
-  fix: state that of the weights
-[the layer]
-eps-differs warning: another rms_norm_eps than the target's
-  right only if the head was trained so; if not, small states are scaled otherwise
-  by hand: compare with what it was trained with
-[vocabulary]
-eos warning: EOS ids are not in the draft vocabulary
-  the end of an answer can never be proposed: its last step drafts in vain
-  by hand: train with them in the draft vocabulary, as `specserve train` does
-template-tokens warning: tokens of the chat template, or special ones, are not in the draft vocabulary
-  turns, tool calls and thinking that they open or close are drafted in vain
-  by hand: train with them in the draft vocabulary, as `specserve train` does
-[taps]
-taps-range error: taps that the target does not have
-  the head cannot be fed
-  by hand: give the target that it was trained for, or count its layers again
-taps-order warning: taps out of order
-  fc.weight expects low, middle, high: engines that collect them on the way up feed it otherwise
-  by hand: write them in the order that the head was trained with
-taps-off-by-one warning: tap ids look as if they were counted in another layout
-  if they name {other}, every tap is one layer off: acceptance falls to a quarter, and nothing else shows
-  by hand: compare the acceptance with both, and keep the better; leave the key out for the usual taps
-[rotary settings]
-rope-one-spelling warning: the rotary settings are spelled in one way only
-  engines that know only the other one turn by theta 10,000
-  fix: write both
-rope-differs warning: other rotary settings than the target's
-  right only if the head was trained so; if not, acceptance falls with the position
-  by hand: compare with the settings that it was trained with
-""")
+CHECKS = FAULTS["eagle3"]

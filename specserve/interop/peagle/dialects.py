@@ -14,7 +14,7 @@ from specserve.drafters.peagle.config import NUM_SLOTS, PEagleConfig
 from specserve.errors import ConfigError
 from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
 from specserve.interop.eagle3.dialects import MASK_KEYS, mask_ids
-from specserve.interop.findings import Dialect, read_checks
+from specserve.interop.findings import FAULTS, Dialect
 from specserve.interop.keys import Key, KeyTable, Stated, architectures, counts, is_count, only, within
 
 SLOTS = "num_depths"  # in the flat layout
@@ -33,18 +33,7 @@ KEYS = KeyTable(
 )
 
 
-CHECKS = read_checks("""
-[masked slots (P-EAGLE)]
-mask-token error: the token of masked slots is not stated, or no token of the target
-  engines refuse the head, or fill its slots with a token that it never saw there
-  by hand: write the id that the head was trained with
-mask-spelling warning: the token of masked slots has no name that vLLM reads
-  vLLM refuses the head
-  fix: write it under that name too
-slots warning: how many tokens one pass foresees is not stated
-  slots beyond those that were trained foresee nothing: what they propose is verified in vain
-  by hand: write the number of depths that the head was trained with
-""")
+CHECKS = FAULTS["p-eagle"]
 
 WRITTEN_MASK_KEYS = ("mask_token_id", "ptd_token_id")  # in the flat layout: SpecForge's name, and one that vLLM reads
 
