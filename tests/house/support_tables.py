@@ -22,7 +22,7 @@ from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
 from specserve.interop.findings import Dialect
 from specserve.interop.formats import FORMATS, format_for, format_of
 from specserve.interop.mtp.layouts import ARCHITECTURES as MTP_CLASSES
-from specserve.interop.peagle.dialects import OWN as PEAGLE_CLASSES
+from specserve.interop.peagle.files import OWN as PEAGLE_CLASSES
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.families import FAMILIES, model_config
 

@@ -1,10 +1,7 @@
 """Repairs of a block drafter's files: other readings of them, for slips of exports that no shape and no key shows.
 Whether one helps is measured by running the head (`eval.trial`)."""
 
-import itertools
 from collections.abc import Iterator
-
-import numpy as np
 
 from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.dflash.config import DFlashConfig
@@ -17,22 +14,20 @@ from specserve.interop.dflash.checks import BlockFiles
 from specserve.interop.findings import Copy, Fix, Repair
 from specserve.interop.keys import LAYER, Stated, inner
 from specserve.interop.repairs import (
-    change,
-    exchange,
     exchanged,
     masks,
+    of_products,
     of_target,
     of_windows,
     put_everywhere,
     tap_layers,
-    tap_order,
+    tap_orders,
 )
 
 _NORMS = (
     ("hidden_norm.weight", "norm.weight"),
     ("layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight"),
 )
-_WHOLE_ORDERS = 3  # taps of which every order is tried
 
 
 def list_repairs(files: BlockFiles) -> Iterator[Repair]:
@@ -49,7 +44,8 @@ def list_repairs(files: BlockFiles) -> Iterator[Repair]:
         yield Repair(f"masked slots hold token {token}", _put(mask_token_id=token))
     for pair in _NORMS:
         yield from exchanged(dialects.renamer, pair)
-    yield from _products(config)
+    square = config.backbone.num_heads * config.backbone.head_dim == config.backbone.d_model
+    yield from of_products(dialects.renamer, "layers.0", is_square=square)
     yield from of_target(config.backbone.norm_eps, config.backbone.rope, target.config, _put)
 
 
@@ -63,13 +59,7 @@ def _taps(config: DFlashConfig, num_layers: int) -> Iterator[Repair]:
     if num_layers >= len(config.aux_layers) + FEWEST_MORE:
         choices.append(default_taps(num_layers, len(config.aux_layers)))
     yield from tap_layers(config.aux_layers, choices, num_layers, _set_taps)
-    taps = range(len(config.aux_layers))
-    orders = itertools.permutations(taps) if len(taps) <= _WHOLE_ORDERS else [tuple(reversed(taps))]
-    for order in orders:
-        if order == tuple(taps):
-            continue
-        named = ", ".join(str(config.aux_layers[i]) for i in order)
-        yield Repair(f"fc.weight takes the taps in the order {named}", tap_order(dialects.renamer, order))
+    yield from tap_orders(dialects.renamer, [*map(str, config.aux_layers)])
 
 
 def _set_taps(layers: tuple[int, ...]) -> Fix:
@@ -96,12 +86,3 @@ def _blocks(config: DFlashConfig, stated: Stated) -> Iterator[Repair]:
             anchor["dspark_bonus_anchor"] = not foresees
         what = {True: "a token", False: "nothing"}
         yield Repair(f"the anchor's own slot foresees {what[foresees]}", _put(**anchor))
-
-
-def _products(config: DFlashConfig) -> Iterator[Repair]:
-    backbone, layer = config.backbone, "layers.0"
-    if backbone.num_heads * backbone.head_dim == backbone.d_model:
-        how = change(dialects.renamer, np.transpose, f"{layer}.self_attn.o_proj.weight")
-        yield Repair("the first o_proj is stored transposed", how)
-    gates = f"{layer}.mlp.gate_proj.weight", f"{layer}.mlp.up_proj.weight"
-    yield Repair("the first gate_proj and up_proj stand in each other's place", exchange(dialects.renamer, *gates))

@@ -3,8 +3,7 @@ key shows. Each is a change of the files that undoes a slip. Whether one helps i
 (`eval.trial`)."""
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -14,16 +13,17 @@ from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.catalogue import EAGLE, FLAGS, TAP_IDS
 from specserve.interop.eagle3.checks import EagleFiles
 from specserve.interop.findings import Copy, Dialect, Fix, Repair
-from specserve.interop.keys import LAYER
+from specserve.interop.keys import LAYER, find
 from specserve.interop.repairs import (
     change,
     exchanged,
+    of_products,
     of_target,
     of_windows,
     put_everywhere,
     short_name,
     tap_layers,
-    tap_order,
+    tap_orders,
 )
 
 _NORMS = (
@@ -44,10 +44,17 @@ def list_repairs(files: EagleFiles) -> Iterator[Repair]:
     yield from _flags(config)
     if config.latent is None:
         yield from _heads(config, files.target.config.head_dim)
-        yield from _products(config)
+        attention = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkv"]
+        yield Repair(
+            "q, k and v take the hidden state first and the embedding second",
+            change(dialects.renamer, lambda weight: np.roll(weight, config.d_model, axis=1), *attention),
+        )
+        square = config.num_heads * config.head_dim == config.d_model
+        yield from of_products(dialects.renamer, "midlayer", is_square=square)
     yield from exchanged(dialects.renamer, _NORMS, short_name)
-    yield from _tap_orders(config)
     target, taps = files.target.config, config.aux_layers
+    norms = [f"fc_norm.{i}.weight" for i in range(len(taps))] if config.fc_norm else []
+    yield from tap_orders(dialects.renamer, _TAPPED if len(taps) == len(_TAPPED) else [*map(str, taps)], norms)
     choices = [tuple(i + by for i in taps) for by in (1, -1)]  # one layer off, as the other way of counting has them
     if target.num_layers >= 5:
         choices.append(default_taps(target))
@@ -75,53 +82,15 @@ def _heads(config: Eagle3Config, target_head_dim: int) -> Iterator[Repair]:
         yield Repair(f"its {queries} query channels are {queries // size} heads of {size}", _put(**heads))
 
 
-def _products(config: Eagle3Config) -> Iterator[Repair]:
-    """List repairs of the first layer's matrices whose shape leaves open which way they are meant."""
-    attention, mlp = "midlayer.self_attn", "midlayer.mlp"
-    if config.num_heads * config.head_dim == config.d_model:
-        how = change(dialects.renamer, np.transpose, f"{attention}.o_proj.weight")
-        yield Repair("o_proj is stored transposed", how)
-    gates = f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"
-    yield from exchanged(dialects.renamer, gates, short_name)
-    names = [f"{attention}.{name}_proj.weight" for name in "qkv"]
-    yield Repair(
-        "q, k and v take the hidden state first and the embedding second",
-        change(dialects.renamer, lambda weight: np.roll(weight, config.d_model, axis=1), *names),
-    )
-
-
-def _tap_orders(config: Eagle3Config) -> Iterator[Repair]:
-    """List repairs that put the taps of fc.weight in another order, alone, or together with the norms of the taps."""
-    taps = range(len(config.aux_layers))
-    names = _TAPPED if len(taps) == len(_TAPPED) else [str(i) for i in config.aux_layers]
-    for order in itertools.islice(itertools.permutations(taps), 1, 24):
-        named = ", ".join(names[i] for i in order)
-        blocks = tap_order(dialects.renamer, order)
-        yield Repair(f"fc.weight takes the taps in the order {named}", blocks)
-        if config.fc_norm:
-
-            def with_norms(repaired: Copy, order: tuple[int, ...] = order, blocks: Callable = blocks) -> None:
-                blocks(repaired)
-                rename = dialects.renamer(frozenset(repaired.tensors))
-                stored = [rename(f"fc_norm.{i}.weight") for i in taps]
-                values = [repaired.tensors[stored[i]] for i in order]
-                repaired.tensors.update(zip(stored, values, strict=True))
-
-            yield Repair(f"fc.weight and its norms take the taps in the order {named}", with_norms)
-
-
 def _set_taps(dialect: Dialect, layers: tuple[int, ...]) -> Fix:
     ids = [i + dialects.COUNTED_FROM[dialect] for i in layers]
 
     def fix(repaired: Copy) -> None:
-        raw = repaired.raw
-        places = [
-            place for place in (raw.get(EAGLE), raw.get(LAYER), raw) if isinstance(place, dict) and TAP_IDS in place
-        ]
-        if not places and dialect == "sglang":
-            raw[EAGLE] = raw.get(EAGLE) or {"use_aux_hidden_state": True}
-            places = [raw[EAGLE]]
-        for place in places or [raw]:
-            place[TAP_IDS] = ids
+        if dialect == "sglang" and not any(find(repaired.raw, (TAP_IDS,))):
+            repaired.raw[EAGLE] = (repaired.raw.get(EAGLE) or {"use_aux_hidden_state": True}) | {TAP_IDS: ids}
+        elif any(find(repaired.raw, (TAP_IDS,))):
+            _put(**{TAP_IDS: ids})(repaired)
+        else:
+            repaired.raw[TAP_IDS] = ids
 
     return fix
