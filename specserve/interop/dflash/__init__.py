@@ -1,1 +1,1 @@
-"""The files of block drafters: `catalogue` (keys, faults), `dialects` (spellings), `checks`, `repairs`, `files`."""
+"""The files of block drafters: `catalogue` (keys), `dialects` (spellings), `checks`, `files` (format, repairs)."""

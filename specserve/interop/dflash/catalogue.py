@@ -9,6 +9,7 @@ from specserve.interop.layers import LAYER_KEYS
 
 OWN = "dflash_config"
 TAPS, INPUT_TAPS = "target_layer_ids", ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+COUNTED_FROM = {TAPS: 0, **dict.fromkeys(INPUT_TAPS, 1)}  # of layer 0's output
 SELECTOR: Mapping[str, str] = {  # keys of heads that choose among candidates, and the fields of our config
     "conv_kernel_size": "conv_taps",
     "conv_group_size": "conv_group",

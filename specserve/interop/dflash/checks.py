@@ -13,7 +13,7 @@ from specserve.drafters.dflash.start import default_taps
 from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
 from specserve.interop.dflash import dialects
-from specserve.interop.dflash.catalogue import CHECKS, INPUT_TAPS, KEYS, OWN, TAPS
+from specserve.interop.dflash.catalogue import CHECKS, COUNTED_FROM, INPUT_TAPS, KEYS, OWN, TAPS
 from specserve.interop.examined import (
     ExaminedFiles,
     check_length,
@@ -28,6 +28,7 @@ from specserve.interop.examined import (
 from specserve.interop.findings import LAYERS, Finding, both, put
 from specserve.interop.key_checks import check_rotary
 from specserve.interop.keys import FULL, SLIDING, Stated
+from specserve.interop.layers import stated_taps
 from specserve.interop.published import count_layers
 from specserve.models.params import specs
 from specserve.models.rope import plain_rope
@@ -145,7 +146,7 @@ def check_taps(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
     """Check that the taps are stated, are layers of the target, and are counted as their key counts them."""
     num_layers = files.num_target_layers
     try:
-        found = dialects.stated_taps(stated)
+        found = stated_taps(stated, COUNTED_FROM)
         taps = dialects.read_taps(stated, files.target_config)
     except ConfigError as error:
         yield CHECKS["block-taps"].found(CONFIG, "layers of the target, the same in all keys", str(error))

@@ -6,6 +6,7 @@ or beside it) is ours too, and what SGLang, vLLM and sglang-jax read. That of sp
 that nobody here knows is an error: an engine that did not know of windows accepted a quarter of what it could.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,7 +16,18 @@ from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.start import NAMES, default_taps
 from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
-from specserve.interop.dflash.catalogue import ARCHITECTURES, CHECKS, CORRECTION, INPUT_TAPS, KEYS, OWN, SELECTOR, TAPS
+from specserve.interop import layers
+from specserve.interop.dflash.catalogue import (
+    ARCHITECTURES,
+    CHECKS,
+    CORRECTION,
+    COUNTED_FROM,
+    INPUT_TAPS,
+    KEYS,
+    OWN,
+    SELECTOR,
+    TAPS,
+)
 from specserve.interop.findings import Finding
 from specserve.interop.key_checks import (
     OF_ALL,
@@ -229,29 +241,11 @@ def read_causal(stated: Stated, windows: Sequence[int]) -> tuple[bool, ...]:
     return tuple(kind == SLIDING for kind in layer_kinds(stated))
 
 
-def stated_taps(stated: Stated) -> dict[str, list[int]]:
-    """Return the layers whose outputs each key names. Raises ConfigError."""
-    found = {}
-    for key in (TAPS, *INPUT_TAPS):
-        if (ids := stated.get(key)) is None:
-            continue
-        if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
-            raise ConfigError(f"{stated.where}: {key} must list layers, got {ids!r}")
-        found[key] = [i - (key != TAPS) for i in ids]
-    return found
-
-
 def read_taps(stated: Stated, target: ModelConfig | None) -> tuple[int, ...]:
-    """The layers whose outputs are tapped. Raises ConfigError where keys disagree, or the target has no such layers."""
-    found = stated_taps(stated)
-    if any(taps != next(iter(found.values())) for taps in found.values()):
-        named = "; ".join(f"{key}: outputs of {taps}" for key, taps in found.items())
-        raise ConfigError(f"{stated.where}: the taps are stated in two ways that disagree: {named}")
+    """Return the layers whose outputs are tapped. Raises ConfigError as `layers.read_taps` does."""
     num_layers = target.num_layers if target else stated.get("num_target_layers", 64)
-    taps = tuple(next(iter(found.values()))) if found else default_taps(num_layers, stated.get("num_hidden_layers"))
-    if any(not 0 <= i < num_layers for i in taps):
-        raise ConfigError(f"{stated.where}: taps layers {taps}, the target has layers 0..{num_layers - 1}")
-    return taps
+    usual = functools.partial(default_taps, num_layers, stated.get("num_hidden_layers"))
+    return layers.read_taps(stated, COUNTED_FROM, usual, num_layers)
 
 
 def sizes_of_target(stated: Stated, target: ModelConfig) -> tuple[int, int, int]:

@@ -111,10 +111,10 @@ class EagleFiles(ExaminedFiles):
             return facts
         config = self.config
         vocab = read_vocab(self.table(D2T), self.table(T2D), config.draft_vocab_size, config.vocab_size)
-        ids = dialects.tap_ids(self.stated)
+        ids = self.stated.get(TAP_IDS, [])
         named = f"{_COUNTED[dialects.COUNTED_FROM[self.dialect]]} of layers"
         taps = f"{named} {tuple(ids)}"
-        if outputs := dialects.tap_ids(self.stated, OUTPUT_TAPS):
+        if outputs := self.stated.get(OUTPUT_TAPS):
             taps = f"outputs of layers {tuple(outputs)}"
         elif not ids:
             taps = "the default"
@@ -328,7 +328,7 @@ def _tokenizer(target: Target | None) -> Tokenizer | None:
 @given("target")
 def check_taps(files: EagleFiles, target: Target) -> Iterator[Finding]:
     """Check that the tapped layers are layers of the target, in order, and counted as this layout counts them."""
-    ids, num_layers = dialects.tap_ids(files.stated), target.config.num_layers
+    ids, num_layers = files.stated.get(TAP_IDS), target.config.num_layers
     taps = dialects.read_taps(files.stated, files.names)
     if not ids:
         return

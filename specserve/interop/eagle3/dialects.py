@@ -17,6 +17,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
+from specserve.interop import layers
 from specserve.interop.eagle3.catalogue import (
     EAGLE,
     FLAGS,
@@ -159,21 +160,12 @@ def latent_to_hf(config: Eagle3Config) -> dict[str, Any]:
     return {**rope, **sizes, **of_heads, "rope_interleave": config.rope.is_interleaved}
 
 
-def tap_ids(stated: Stated, key: str = TAP_IDS) -> list[int]:
-    """Read the layer ids as they are written; none where the taps are the default. Raises ConfigError."""
-    ids = stated.get(key, [])
-    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-        raise ConfigError(f"config.json: {key} must list layers, got {ids!r}")
-    return ids
-
-
-def read_taps(stated: Stated, names: frozenset[str]) -> tuple[int, ...]:
-    """Return the layers whose outputs are tapped; none where they are the default. Raises ConfigError."""
-    first = COUNTED_FROM[dialect_of(stated.raw, names)]
-    taps, outputs = tuple(i - first for i in tap_ids(stated)), tuple(tap_ids(stated, OUTPUT_TAPS))
-    if taps and outputs and taps != outputs:
-        raise ConfigError(f"config.json: {TAP_IDS} names the outputs of layers {taps}, and {OUTPUT_TAPS} of {outputs}")
-    return taps or outputs
+def read_taps(
+    stated: Stated, names: frozenset[str], usual: tuple[int, ...] = (), num_layers: int | None = None
+) -> tuple[int, ...]:
+    """Return the layers whose outputs are tapped. Raises ConfigError as `layers.read_taps` does."""
+    keys = {TAP_IDS: COUNTED_FROM[dialect_of(stated.raw, names)], OUTPUT_TAPS: 0}
+    return layers.read_taps(stated, keys, lambda: usual, num_layers)
 
 
 def check_shape(stated: Stated) -> Iterator[Finding]:
@@ -198,24 +190,23 @@ def draft_config_from_hf(
     """Read a head's config.json against its target. Without one the taps are only as many as they should be. Raises
     ConfigError."""
     refuse_keys(stated, OF_KEYS)
-    aux_layers = read_taps(stated, names) or (default_taps(target) if target else _NO_TAPS)
-    if target and any(not 0 <= i < target.num_layers for i in aux_layers):
-        raise ConfigError(f"{stated.where}: taps layers {aux_layers}, the target has layers 0..{target.num_layers - 1}")
+    usual = _NO_TAPS if target is None or stated.get(TAP_IDS) or stated.get(OUTPUT_TAPS) else default_taps(target)
+    aux_layers = read_taps(stated, names, usual, target.num_layers if target else None)
     if (count := stated.get("num_aux_hidden_states", len(aux_layers))) != len(aux_layers):
         raise ConfigError(f"{stated.where}: num_aux_hidden_states is {count}, the taps are layers {aux_layers}")
     target_width = target.d_model if target else stated.get("hidden_size")
-    layers = layers_from_hf(stated, target, read_windows(stated), dtype=dtype) | latent_from_hf(stated)
+    sizes = layers_from_hf(stated, target, read_windows(stated), dtype=dtype) | latent_from_hf(stated)
     rename = renamer(names)
-    draft_vocab_size = stated.get("draft_vocab_size", layers["vocab_size"])
+    draft_vocab_size = stated.get("draft_vocab_size", sizes["vocab_size"])
     has_norms = rename("midlayer.self_attn.q_norm.weight") in names or is_normed(stated)
     return Eagle3Config(
-        **layers,
+        **sizes,
         qk_norm="head" if has_norms else "",
         target_d_model=stated.get("target_hidden_size", target_width),
         draft_vocab_size=draft_vocab_size,
         aux_layers=aux_layers,
         has_embedding=rename(EMBEDDING) in names,
-        has_own_head=rename(OUTPUT) in names or draft_vocab_size != layers["vocab_size"],
+        has_own_head=rename(OUTPUT) in names or draft_vocab_size != sizes["vocab_size"],
         **stated.fields(*FLAGS),
     )
 

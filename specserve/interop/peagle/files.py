@@ -25,8 +25,7 @@ from specserve.errors import ConfigError
 from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
 from specserve.interop.eagle3.checks import OF_NETWORK, EagleFiles
 from specserve.interop.eagle3.dialects import MASK_KEYS, mask_ids
-from specserve.interop.eagle3.files import Eagle3Format
-from specserve.interop.eagle3.repairs import list_repairs
+from specserve.interop.eagle3.files import Eagle3Format, list_repairs
 from specserve.interop.findings import FAULTS, Dialect, Finding, Repair, put
 from specserve.interop.keys import LAYER, Key, KeyTable, Stated, architectures, counts, is_count, only, within
 from specserve.interop.repairs import masks, put_everywhere
