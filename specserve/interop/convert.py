@@ -12,14 +12,7 @@ import numpy as np
 
 from specserve.checkpoints.load import Target, end_ids
 from specserve.checkpoints.source import NOTES_FILE
-from specserve.checkpoints.tensors import (
-    CONFIG,
-    SINGLE_FILE,
-    listed,
-    read_json,
-    write_json,
-    write_tensors,
-)
+from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, listed, read_json, write_json, write_tensors
 from specserve.drafters.interface import Head
 from specserve.drafters.registry import CARRIED
 from specserve.errors import CheckpointError, ConfigError

@@ -11,7 +11,7 @@ import numpy as np
 from specserve.checkpoints.load import Target, shapes_in
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, TensorFolder, read_json
 from specserve.errors import SpecServeError
-from specserve.interop.findings import FAULTS, FLOATS, LAYERS, Copy, Finding, describe, put, put_tensors
+from specserve.interop.findings import FAULTS, FLOATS, LAYERS, Copy, Finding, describe, put
 from specserve.interop.keys import ROTARY, SCALING, Stated, is_count, read_rope
 from specserve.interop.published import D2T, OUTPUT, T2D, as_floats, read_vocab, vocab_to_tensors
 from specserve.interop.repairs import write_length, write_rope
@@ -37,7 +37,8 @@ class ExaminedFiles:
         self.names = self.tensors.names()
         self.rename = self.renamer(self.names)  # from our name of a tensor
 
-    def open(self, folder: Path) -> TensorFolder:
+    @staticmethod
+    def open(folder: Path, /) -> TensorFolder:
         """Open the tensors. Raises CheckpointError."""
         return TensorFolder(folder)
 
@@ -65,6 +66,11 @@ class ExaminedFiles:
         """Read a table of the vocabulary, if it is there."""
         stored = self.rename(name)
         return self.tensors.read(stored) if stored in self.names else None
+
+    @property
+    def tables(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The tables of the vocabulary, d2t and t2d, as far as they are there."""
+        return self.table(D2T), self.table(T2D)
 
     def where(self, name: str) -> str:
         """Return the file and the name of a tensor, given by our name for it."""
@@ -179,7 +185,7 @@ def check_read(files: ExaminedFiles) -> Iterator[Finding]:
 
 def check_tables(files: ExaminedFiles, rows: int, vocab_size: int) -> Iterator[Finding]:
     """Check that d2t and t2d say which tokens the draft's rows stand for, as they should be written."""
-    d2t, t2d = files.table(D2T), files.table(T2D)
+    d2t, t2d = files.tables
     vocab = read_vocab(d2t, t2d, rows, vocab_size)
     where, ids = files.where(D2T), vocab.target_ids
     if ids is None:
@@ -187,7 +193,12 @@ def check_tables(files: ExaminedFiles, rows: int, vocab_size: int) -> Iterator[F
         yield CHECKS["vocabulary"].found(where, expected, describe(d2t))
         return
     right = vocab_to_tensors(np.sort(ids), vocab_size)
-    set_d2t, set_t2d = (put_tensors({name: right[name]}, instead_of=[files.rename(name)]) for name in (D2T, T2D))
+
+    def set_table(name: str, repaired: Copy) -> None:
+        repaired.tensors.pop(files.rename(name), None)
+        repaired.tensors[name] = right[name]
+
+    set_d2t, set_t2d = (functools.partial(set_table, name) for name in (D2T, T2D))
 
     def sort_rows(repaired: Copy) -> None:
         set_d2t(repaired)

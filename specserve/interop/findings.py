@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -205,17 +205,6 @@ def both(*fixes: Fix) -> Fix:
     def fix(repaired: Copy) -> None:
         for each in fixes:
             each(repaired)
-
-    return fix
-
-
-def put_tensors(tensors: Mapping[str, np.ndarray], instead_of: Iterable[str] = ()) -> Fix:
-    """A fix that writes tensors, in the place of others if there are such."""
-
-    def fix(repaired: Copy) -> None:
-        for name in instead_of:
-            repaired.tensors.pop(name, None)
-        repaired.tensors.update(tensors)
 
     return fix
 

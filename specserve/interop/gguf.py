@@ -63,22 +63,18 @@ def _texts(file: GgufFile) -> Mapping[str, str]:
     }
     if unread := facts.unread(*_UNUSED):
         raise CheckpointError(f"{file.path}: not known to us, so the head may be another one: {', '.join(unread)}")
-    entries = {
-        _published(name, own): _entry(file, own, name, config) for own in file.tensors if own not in ROPE_TENSORS
-    }
+    tensors = [(own, tensor.shape) for own, tensor in file.tensors.items() if own not in ROPE_TENSORS]
+    entries = {_published(name, own): _entry(own, shape, name, config) for own, shape in tensors}
     return {CONFIG: json.dumps(config, indent=2), NAMES_FILE: json.dumps(entries, indent=2)}
 
 
-def _entry(file: GgufFile, stored: str, kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def _entry(stored: str, shape: tuple[int, ...], kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return an entry of `NAMES_FILE`. llama.cpp's graph of an EAGLE-3 head turns neighbours."""
-    shape, num_heads = file.tensors[stored].shape, 0
-    if kind == "eagle3" and (match := re.fullmatch(r"blk\.0\.attn_([qk])\.weight", stored)):
-        num_heads = config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
-    if stored == _CONFIDENCE and len(shape) == 1:  # llama.cpp drops such an axis
-        shape = (1, *shape)
-    is_product = len(shape) == 2 and stored not in _LOOKED_UP
-    how = {"num_heads": num_heads, "is_product": is_product, "holds_ids": stored == D2T}
-    return {"stored": stored, "shape": shape, **how}
+    heads = {"blk.0.attn_q.weight": "num_attention_heads", "blk.0.attn_k.weight": "num_key_value_heads"}
+    num_heads = config[heads[stored]] if kind == "eagle3" and stored in heads else 0
+    shape = (1, *shape) if stored == _CONFIDENCE and len(shape) == 1 else shape  # llama.cpp drops such an axis
+    how = {"num_heads": num_heads, "is_product": len(shape) == 2 and stored not in _LOOKED_UP}
+    return {"stored": stored, "shape": shape, "holds_ids": stored == D2T, **how}
 
 
 def _published(kind: str, stored: str) -> str:

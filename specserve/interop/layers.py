@@ -8,7 +8,7 @@ from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.drafters.layers import windowed, windows_of
 from specserve.errors import ConfigError
-from specserve.interop.keys import COMMON, FULL, LAYER, SLIDING, Key, Stated, counts, flag, flags, is_count, only
+from specserve.interop.keys import COMMON, FULL, LAYER, SLIDING, Key, Stated, counts, flag, is_count, only
 from specserve.interop.published import rope_keys, speculators_config
 from specserve.kernels.rowwise import Activation
 from specserve.models.config import ModelConfig
@@ -30,7 +30,7 @@ LAYER_KEYS = (
     only("hidden_act", *ACTIVATIONS),
     flag("attention_bias", sets="qkv_bias"),
     flag("mlp_bias", sets="mlp_bias"),
-    *flags("use_sliding_window"),
+    flag("use_sliding_window"),
     *map(Key, ("layer_types",)),
     Key("sliding_window", ("swa_window_size",)),
     only("use_aux_hidden_state", True),

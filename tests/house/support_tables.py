@@ -17,11 +17,11 @@ from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.layers import windowed
 from specserve.drafters.registry import DraftSettings, load_kind
-from specserve.interop.dflash.catalogue import ARCHITECTURES as BLOCK_CLASSES
-from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
+from specserve.interop.dflash.dialects import ARCHITECTURES as BLOCK_CLASSES
+from specserve.interop.eagle3.dialects import KEYS as EAGLE3_KEYS
 from specserve.interop.findings import Dialect
 from specserve.interop.formats import FORMATS, format_for, format_of
-from specserve.interop.mtp.layouts import ARCHITECTURES as MTP_CLASSES
+from specserve.interop.mtp.files import ARCHITECTURES as MTP_CLASSES
 from specserve.interop.peagle.files import OWN as PEAGLE_CLASSES
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.families import FAMILIES, model_config

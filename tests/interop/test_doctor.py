@@ -25,7 +25,7 @@ from specserve.drafters.layers import windowed
 from specserve.errors import SpecServeError
 from specserve.interop import doctor
 from specserve.interop.convert import describe_target, export_head, write_head
-from specserve.interop.eagle3.catalogue import CHECKS
+from specserve.interop.eagle3.dialects import CHECKS
 from specserve.interop.examined import CHECKS as COMMON_CHECKS
 from specserve.interop.format import Dialect
 from specserve.interop.head import load_head, save_head

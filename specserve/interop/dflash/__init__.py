@@ -1,1 +1,1 @@
-"""The files of block drafters: `catalogue` (keys), `dialects` (spellings), `checks`, `files` (format, repairs)."""
+"""The files of block drafters: `dialects` (keys, spellings), `checks`, `files` (format, repairs)."""

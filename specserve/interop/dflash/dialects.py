@@ -16,32 +16,77 @@ from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.start import NAMES, default_taps
 from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
-from specserve.interop import layers
-from specserve.interop.dflash.catalogue import (
-    ARCHITECTURES,
-    CHECKS,
-    CORRECTION,
-    COUNTED_FROM,
-    INPUT_TAPS,
-    KEYS,
-    OWN,
-    SELECTOR,
-    TAPS,
+from specserve.interop import key_checks, layers
+from specserve.interop.findings import FAULTS, Finding
+from specserve.interop.keys import (
+    FULL,
+    HARMLESS,
+    OF_NOTHING,
+    SLIDING,
+    Key,
+    KeyTable,
+    Stated,
+    architectures,
+    counts,
+    flag,
+    is_count,
+    number,
+    only,
 )
-from specserve.interop.findings import Finding
-from specserve.interop.key_checks import (
-    OF_ALL,
-    check_sizes,
-    check_windows,
-    refuse_keys,
-    stated_twice,
-    uncomputed,
-)
-from specserve.interop.keys import FULL, SLIDING, Stated, architectures, is_count
+from specserve.interop.layers import LAYER_KEYS, layer_to_hf, layers_from_hf, nested_config, sized_windows
 from specserve.interop.layers import layer_kinds as stated_kinds
-from specserve.interop.layers import layer_to_hf, layers_from_hf, nested_config, sized_windows
 from specserve.interop.published import D2T, EMBEDDING, OUTPUT, present
 from specserve.models.config import ModelConfig
+
+OWN = "dflash_config"
+TAPS, INPUT_TAPS = "target_layer_ids", ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+COUNTED_FROM = {TAPS: 0, **dict.fromkeys(INPUT_TAPS, 1)}  # of layer 0's output
+SELECTOR: Mapping[str, str] = {  # keys of heads that choose among candidates, and the fields of our config
+    "conv_kernel_size": "conv_taps",
+    "conv_group_size": "conv_group",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+}
+CORRECTION: Mapping[str, str] = {  # of Domino's heads
+    "gru_hidden_dim": "gru_width",
+    "emb_dim": "correction_rank",
+    "pure_draft_prefix_len": "num_uncorrected",
+}
+ARCHITECTURES: Mapping[str, tuple[str, ...]] = {  # the first is written; for speculators the second, if there is one
+    "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
+    "dspark": ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel"),
+    "dflash2": ("DFlash2DraftModel",),
+    "domino": ("DominoDraftModel",),
+}
+# Any key may stand in `dflash_config`, beside it, or where speculators keeps the layers' settings.
+KEYS = KeyTable(
+    [
+        *LAYER_KEYS,
+        *counts("num_hidden_layers", "block_size", is_required=True),
+        *counts("num_target_layers"),
+        flag("attention_sink_bias", "add_swa_attention_sink_bias", sets="has_sinks"),
+        number("input_embedding_scale", 1.0, sets="embedding_scale"),
+        number("output_multiplier", 1.0, sets="output_scale"),
+        number("logit_scale", 1.0, sets="logit_scale"),
+        number("final_logit_softcapping", 0.0, sets="logit_softcap"),
+        only("attention_value_scale", 1),
+        only("attention_mode", "gqa", "mha"),  # the numbers of heads say it too
+        only("markov_head_type", "vanilla", "gated", "rnn", aliases=("dspark_markov_head_type",)),
+        # `dialects` reads these
+        *map(flag, ("is_causal", "causal", "sliding_window_non_causal", "use_swa", "sample_from_anchor")),
+        *map(flag, ("shift_label", "dspark_bonus_anchor", "enable_confidence_head", "confidence_head_with_markov")),
+        *map(Key, ("mask_token_id", TAPS, *INPUT_TAPS, "max_window_layers", "projector_type")),
+        Key("markov_rank", ("dspark_markov_rank",)),
+        *map(Key, (*SELECTOR, *CORRECTION)),
+    ],
+    classes=frozenset(name for names in ARCHITECTURES.values() for name in names),
+    model_types=frozenset(ARCHITECTURES),
+    places=frozenset({OWN}),
+    harmless=HARMLESS | OF_NOTHING["blocks"],
+)
+
+CHECKS = FAULTS["blocks"]
+
 
 Layout = Literal["z-lab", "speculators"]
 _FIRST_TO_SLIDE = 28  # `max_window_layers` of a Qwen3 that does not state it
@@ -64,15 +109,10 @@ def kind_of(stated: Stated) -> str:
     return kind_named(stated.raw) or "dflash"
 
 
-def layout_of(stated: Stated) -> Layout:
-    """Return the layout that a config.json is in."""
-    return "speculators" if stated.is_nested else "z-lab"
-
-
 def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[str], *, dtype: str) -> DFlashConfig:
     """Read a head's config.json; `names` are those of its tensors. Without a target the number of its layers is not
     known, and where no taps are stated, only their number is right. Raises ConfigError."""
-    refuse_keys(stated, OF_KEYS)
+    key_checks.refuse_keys(stated, OF_KEYS)
     windows = read_windows(stated)
     backbone = ModelConfig(
         family="qwen3",
@@ -106,7 +146,7 @@ def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[
 
 def check_shape(stated: Stated) -> Iterator[Finding]:
     """Check that the head's shape is stated."""
-    yield from check_sizes(bad_sizes(stated), "positive whole numbers, block_size at least 2")
+    yield from key_checks.check_sizes(bad_sizes(stated), "positive whole numbers, block_size at least 2")
 
 
 def check_kind(stated: Stated) -> Iterator[Finding]:
@@ -114,11 +154,11 @@ def check_kind(stated: Stated) -> Iterator[Finding]:
     kind = kind_of(stated)
     for path, value in stated.found.get("projector_type", {}).items():
         if value != kind:
-            yield uncomputed(path, value, repr(kind))
+            yield key_checks.uncomputed(path, value, repr(kind))
     if kind != "domino" and stated.get("shift_label", False):
-        yield uncomputed(stated.path("shift_label"), True, f"false in a {kind} head")
+        yield key_checks.uncomputed(stated.path("shift_label"), True, f"false in a {kind} head")
     for other in sorted(KEYS.classes & architectures(stated.raw) - {*ARCHITECTURES[kind]}):
-        yield uncomputed("architectures", other, " or ".join(ARCHITECTURES[kind]))
+        yield key_checks.uncomputed("architectures", other, " or ".join(ARCHITECTURES[kind]))
 
 
 def check_mask_token(stated: Stated) -> Iterator[Finding]:
@@ -131,17 +171,17 @@ def check_mask_token(stated: Stated) -> Iterator[Finding]:
 def check_masks(stated: Stated) -> Iterator[Finding]:
     """Check that every layer that slides has a window, and one that is computed."""
     if not bad_sizes(stated):
-        yield from check_windows(stated, read_windows)
+        yield from key_checks.check_windows(stated, read_windows)
 
 
 def check_anchor(stated: Stated) -> Iterator[Finding]:
     """Check that the two keys about the anchor's own slot, each of which is what the other is not, agree."""
     values = {key: stated.get(key) for key in ("sample_from_anchor", "dspark_bonus_anchor")}
     if None not in values.values() and len(set(values.values())) == 1:
-        yield stated_twice(" and ".join(values), values)
+        yield key_checks.stated_twice(" and ".join(values), values)
 
 
-OF_KEYS = (*OF_ALL, check_kind, check_shape, check_mask_token, check_masks, check_anchor)
+OF_KEYS = (*key_checks.OF_ALL, check_kind, check_shape, check_mask_token, check_masks, check_anchor)
 
 
 def read_foresees_anchor(stated: Stated) -> bool:

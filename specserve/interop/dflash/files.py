@@ -15,9 +15,10 @@ from specserve.drafters.dflash.start import FEWEST_MORE, default_taps
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.layers import windows_of
 from specserve.errors import CheckpointError, ConfigError
+from specserve.interop import repairs
 from specserve.interop.dflash import dialects
-from specserve.interop.dflash.catalogue import COUNTED_FROM, KEYS, OWN, TAPS
 from specserve.interop.dflash.checks import OF_BLOCKS, BlockFiles
+from specserve.interop.dflash.dialects import COUNTED_FROM, KEYS, OWN, TAPS
 from specserve.interop.findings import Copy, Dialect, Fix, Repair
 from specserve.interop.format import EMBEDDING_TABLE, OUTPUT_TABLE, HeadFormat
 from specserve.interop.key_checks import refuse_keys
@@ -25,16 +26,6 @@ from specserve.interop.keys import LAYER, Stated, inner
 from specserve.interop.layers import stated_taps
 from specserve.interop.notes import other_target
 from specserve.interop.published import present, vocab_to_tensors
-from specserve.interop.repairs import (
-    exchanged,
-    masks,
-    of_products,
-    of_target,
-    of_windows,
-    put_everywhere,
-    tap_layers,
-    tap_orders,
-)
 from specserve.models.config import ModelConfig
 
 _NORMS = (
@@ -53,16 +44,16 @@ def list_repairs(files: BlockFiles) -> Iterator[Repair]:
         return
     yield from _taps(config, target.config.num_layers)
     yield from _blocks(config, stated)
-    for token in masks(target, config.mask_token_id):
+    for token in repairs.masks(target, config.mask_token_id):
         yield Repair(f"masked slots hold token {token}", _put(mask_token_id=token))
     for pair in _NORMS:
-        yield from exchanged(dialects.renamer, pair)
+        yield from repairs.exchanged(dialects.renamer, pair)
     square = config.backbone.num_heads * config.backbone.head_dim == config.backbone.d_model
-    yield from of_products(dialects.renamer, "layers.0", is_square=square)
-    yield from of_target(config.backbone.norm_eps, config.backbone.rope, target.config, _put)
+    yield from repairs.of_products(dialects.renamer, "layers.0", is_square=square)
+    yield from repairs.of_target(config.backbone.norm_eps, config.backbone.rope, target.config, _put)
 
 
-_put = put_everywhere(OWN, LAYER)
+_put = repairs.put_everywhere(OWN, LAYER)
 
 
 def _taps(config: DFlashConfig, num_layers: int) -> Iterator[Repair]:
@@ -71,8 +62,8 @@ def _taps(config: DFlashConfig, num_layers: int) -> Iterator[Repair]:
     choices = [tuple(i + by for i in config.aux_layers) for by in (-1, 1)]
     if num_layers >= len(config.aux_layers) + FEWEST_MORE:
         choices.append(default_taps(num_layers, len(config.aux_layers)))
-    yield from tap_layers(config.aux_layers, choices, num_layers, _set_taps)
-    yield from tap_orders(dialects.renamer, [*map(str, config.aux_layers)])
+    yield from repairs.tap_layers(config.aux_layers, choices, num_layers, _set_taps)
+    yield from repairs.tap_orders(dialects.renamer, [*map(str, config.aux_layers)])
 
 
 def _set_taps(layers: tuple[int, ...]) -> Fix:
@@ -91,7 +82,7 @@ def _blocks(config: DFlashConfig, stated: Stated) -> Iterator[Repair]:
         causal["causal"] = is_causal
     named = {True: "a slot sees those before it alone", False: "a slot sees its whole block"}
     yield Repair(named[is_causal], _put(**causal))
-    yield from of_windows(windows_of(config.backbone), stated, OWN)
+    yield from repairs.of_windows(windows_of(config.backbone), stated, OWN)
     foresees = not config.foresees_anchor
     if "sample_from_anchor" in stated.raw or config.name == "dflash":
         anchor = {"sample_from_anchor": foresees}

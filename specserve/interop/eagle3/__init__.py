@@ -1,1 +1,1 @@
-"""The files of EAGLE-3 heads: `catalogue` (keys), `dialects` (spellings), `checks`, `files` (format, repairs)."""
+"""The files of EAGLE-3 heads: `dialects` (keys, spellings), `checks`, `files` (format, repairs)."""

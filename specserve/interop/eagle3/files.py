@@ -15,25 +15,15 @@ from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.layers import windows_of
 from specserve.errors import CheckpointError
+from specserve.interop import repairs
 from specserve.interop.eagle3 import dialects
-from specserve.interop.eagle3.catalogue import EAGLE, FLAGS, KEYS, TAP_IDS
 from specserve.interop.eagle3.checks import OF_NETWORK, EagleFiles
+from specserve.interop.eagle3.dialects import EAGLE, FLAGS, KEYS, TAP_IDS
 from specserve.interop.findings import Copy, Dialect, Fix, Repair, refuse
 from specserve.interop.format import EMBEDDING_TABLE, OUTPUT_TABLE, HeadFormat
 from specserve.interop.keys import LAYER, KeyTable, architectures, find
 from specserve.interop.notes import other_target
 from specserve.interop.published import EMBEDDING, OUTPUT, present, vocab_to_tensors
-from specserve.interop.repairs import (
-    change,
-    exchanged,
-    of_products,
-    of_target,
-    of_windows,
-    put_everywhere,
-    short_name,
-    tap_layers,
-    tap_orders,
-)
 from specserve.models.config import ModelConfig
 
 _NORMS = (
@@ -57,23 +47,23 @@ def list_repairs(files: EagleFiles) -> Iterator[Repair]:
         attention = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkv"]
         yield Repair(
             "q, k and v take the hidden state first and the embedding second",
-            change(dialects.renamer, lambda weight: np.roll(weight, config.d_model, axis=1), *attention),
+            repairs.change(dialects.renamer, lambda weight: np.roll(weight, config.d_model, axis=1), *attention),
         )
         square = config.num_heads * config.head_dim == config.d_model
-        yield from of_products(dialects.renamer, "midlayer", is_square=square)
-    yield from exchanged(dialects.renamer, _NORMS, short_name)
+        yield from repairs.of_products(dialects.renamer, "midlayer", is_square=square)
+    yield from repairs.exchanged(dialects.renamer, _NORMS, repairs.short_name)
     target, taps = files.target.config, config.aux_layers
     norms = [f"fc_norm.{i}.weight" for i in range(len(taps))] if config.fc_norm else []
-    yield from tap_orders(dialects.renamer, _TAPPED if len(taps) == len(_TAPPED) else [*map(str, taps)], norms)
+    yield from repairs.tap_orders(dialects.renamer, _TAPPED if len(taps) == len(_TAPPED) else [*map(str, taps)], norms)
     choices = [tuple(i + by for i in taps) for by in (1, -1)]  # one layer off, as the other way of counting has them
     if target.num_layers >= 5:
         choices.append(default_taps(target))
-    yield from tap_layers(taps, choices, target.num_layers, functools.partial(_set_taps, files.dialect))
-    yield from of_windows(windows_of(config), files.stated, EAGLE)
-    yield from of_target(config.norm_eps, config.rope, target, _put)
+    yield from repairs.tap_layers(taps, choices, target.num_layers, functools.partial(_set_taps, files.dialect))
+    yield from repairs.of_windows(windows_of(config), files.stated, EAGLE)
+    yield from repairs.of_target(config.norm_eps, config.rope, target, _put)
 
 
-_put = put_everywhere(EAGLE, LAYER, at_top=FLAGS)
+_put = repairs.put_everywhere(EAGLE, LAYER, at_top=FLAGS)
 
 
 def _flags(config: Eagle3Config) -> Iterator[Repair]:
@@ -160,20 +150,17 @@ class Eagle3Format(HeadFormat):
     def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
         """List what of a head the engine of a dialect does not compute, as its public code reads today."""
         config = drafter.config
-        found: dict[str, object] = {}
-        if dialect != "speculators":
-            found["another activation than silu"] = config.activation != "silu"
+        found: dict[str, object] = {"another activation than silu": config.activation != "silu"}
         if dialect == "speculators":  # vLLM reads this layout too, and computes both
-            found["a width that is not the target's"] = config.d_model != config.target_d_model
+            found = {"a width that is not the target's": config.d_model != config.target_d_model}
             found["fc_norm with norm_before_fc"] = config.fc_norm and config.norm_before_fc
         if dialect != "vllm":
             found["latent attention"] = config.latent
         if dialect in ("sglang", "sglang-jax"):
-            window = max(windows_of(config))
-            found["norms of queries and keys"] = config.qk_norm
-            found["biases of attention"] = config.qkv_bias
+            window, option = max(windows_of(config)), "--speculative-draft-window-size"
+            found |= {"norms of queries and keys": config.qk_norm, "biases of attention": config.qkv_bias}
             found["biases of the MLP"] = config.mlp_bias
-            found[f"a window that config.json states (SGLang: --speculative-draft-window-size {window})"] = window
+            found[f"a window that config.json states (SGLang: {option} {window})"] = window
         if dialect == "sglang-jax":
             found |= {flag: getattr(config, flag) for flag in FLAGS}
             found[f"{config.num_layers} layers"] = config.num_layers > 1

@@ -22,11 +22,11 @@ from specserve.drafters.peagle.config import NUM_SLOTS, PEagleConfig
 from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.model import mask_spec
 from specserve.errors import ConfigError
-from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
 from specserve.interop.eagle3.checks import OF_NETWORK, EagleFiles
+from specserve.interop.eagle3.dialects import KEYS as EAGLE3_KEYS
 from specserve.interop.eagle3.dialects import MASK_KEYS, mask_ids
 from specserve.interop.eagle3.files import Eagle3Format, list_repairs
-from specserve.interop.findings import FAULTS, Dialect, Finding, Repair, put
+from specserve.interop.findings import FAULTS, Dialect, Finding, Repair, put, refuse
 from specserve.interop.keys import LAYER, Key, KeyTable, Stated, architectures, counts, is_count, only, within
 from specserve.interop.repairs import masks, put_everywhere
 from specserve.models.config import ModelConfig
@@ -65,19 +65,21 @@ def num_slots(stated: Stated) -> Any:
     return stated.get(SLOTS, within(stated.raw, *PROPOSED))
 
 
+def check_mask_token(stated: Stated) -> Iterator[Finding]:
+    """Check that the token of masked slots is one of the target's."""
+    mask, vocab_size = stated.get(MASK.name), stated.get("vocab_size")
+    if type(mask) is not int or mask < 0 or (type(vocab_size) is int and mask >= vocab_size):
+        got = ", ".join(f"{path} {value!r}" for path, value in stated.found.get(MASK.name, {}).items())
+        last = vocab_size - 1 if type(vocab_size) is int else ""
+        yield CHECKS["mask-token"].found(CONFIG, f"a token of the target's, 0..{last}", got or "not stated")
+
+
 def config_from_hf(stated: Stated, network: Eagle3Config) -> PEagleConfig:
     """Read what a config.json says beside the network. Raises ConfigError."""
     if network.latent:
         raise ConfigError(f"{stated.where}: latent attention is not computed in a head with masked slots")
-    where, mask_token_id, slots = stated.where, stated.get(MASK.name), num_slots(stated)
-    if mask_token_id is None:
-        raise ConfigError(
-            f"{where}: the token of masked slots is not stated; write the id that the head was trained with as "
-            f"{MASK.name}"
-        )
-    if type(mask_token_id) is not int or not 0 <= mask_token_id < network.vocab_size:
-        named = ", ".join(f"{path} {value!r}" for path, value in stated.found[MASK.name].items())
-        raise ConfigError(f"{where}: {named}; expected a token of the target's, 0..{network.vocab_size - 1}")
+    refuse(check_mask_token(stated), stated.where)
+    where, slots = stated.where, num_slots(stated)
     if slots is None:
         slots = NUM_SLOTS
     if not is_count(slots):
@@ -85,7 +87,7 @@ def config_from_hf(stated: Stated, network: Eagle3Config) -> PEagleConfig:
     if (proposed := within(stated.raw, *PROPOSED)) not in (None, slots):
         path = ".".join(map(str, PROPOSED))
         raise ConfigError(f"{where}: {SLOTS} {slots} and {path} {proposed!r}; keep what the head was trained with")
-    return PEagleConfig(network, mask_token_id, slots)
+    return PEagleConfig(network, stated.get(MASK.name), slots)
 
 
 def config_to_hf(config: PEagleConfig, raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
@@ -123,17 +125,12 @@ class PEagleFiles(EagleFiles):
 
 def check_mask(files: PEagleFiles) -> Iterator[Finding]:
     """Check that the mask's token is stated, where all engines look for it, and that the number of slots is."""
-    ids, vocab_size = mask_ids(files.raw), files.stated.get("vocab_size")
-    got = ", ".join(f"{key}: {value!r}" for key, value in ids.items()) or "nothing"
-    value = next(iter(ids.values()), None)
-    is_token = type(value) is int and value >= 0 and (type(vocab_size) is not int or value < vocab_size)
-    is_flat = files.dialect != "speculators"
-    if not is_token:
-        expected = f"one token id below {vocab_size}, under any of {', '.join(MASK_KEYS)}"
-        yield CHECKS["mask-token"].found(CONFIG, expected, got)
-    elif is_flat and ids.keys() == {"mask_token_id"}:  # in speculators' own layout vLLM reads that
-        fix = put(**dict.fromkeys(WRITTEN_MASK_KEYS, value))
-        yield CHECKS["mask-spelling"].found(CONFIG, f"ptd_token_id: {value}", got, fix)
+    ids = mask_ids(files.raw)
+    if untold := list(check_mask_token(files.stated)):
+        yield from untold
+    elif files.dialect != "speculators" and ids.keys() == {"mask_token_id"}:  # in speculators' layout vLLM reads that
+        fix, (value,) = put(**dict.fromkeys(WRITTEN_MASK_KEYS, ids["mask_token_id"])), ids.values()
+        yield CHECKS["mask-spelling"].found(CONFIG, f"ptd_token_id: {value}", f"mask_token_id: {value}", fix)
     if num_slots(files.stated) is None:
         yield CHECKS["slots"].found(f"{CONFIG}: {SLOTS}", f"mostly {NUM_SLOTS}", "nothing")
 
