@@ -21,7 +21,7 @@ SIZES: Mapping[str, str] = {  # keys of a layer's settings, and our names
     "num_key_value_heads": "num_kv_heads",
     "head_dim": "head_dim",
 }
-ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_erf"}
 LAYER_KEYS = (
     *counts("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", is_required=True),
     *counts("num_key_value_heads", "max_position_embeddings", "target_hidden_size"),

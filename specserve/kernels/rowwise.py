@@ -15,8 +15,12 @@ import numpy as np
 from specserve.kernels import native
 from specserve.mesh import program_platform
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")  # in the order of `native/kernels.h`
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "gelu_erf"]
+ACTIVATIONS: tuple[Activation, ...] = (
+    "silu",
+    "gelu_tanh",
+    "clamped_swiglu",
+)  # in the order of `native/kernels.h`, which has no erf
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool = False) -> jax.Array:
@@ -34,7 +38,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool = Fals
 def gated(gate: jax.Array, up: jax.Array | None, activation: Activation = "silu") -> jax.Array:
     """Compute act(gate) * up; both are [..., d_ff]. Without `up`, gate [..., 2 * d_ff] holds both side by side. The
     clamped form is GPT-OSS's: gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up within -7 and 7."""
-    if native.serves(gate) and (up is None or native.serves(up)):
+    if activation in ACTIVATIONS and native.serves(gate) and (up is None or native.serves(up)):
         shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
         code = np.int64(ACTIVATIONS.index(activation))
         return native.call("specserve_gate", shape, gate, native.operand(up), activation=code)
@@ -43,7 +47,9 @@ def gated(gate: jax.Array, up: jax.Array | None, activation: Activation = "silu"
     if activation == "clamped_swiglu":
         gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
         return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)
-    return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
+    return (
+        jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=activation == "gelu_tanh")
+    ) * up
 
 
 def cos_sin(

@@ -111,6 +111,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "biases of attention": {"qkv_bias": True, "o_bias": True},
     "biases of the MLP": {"mlp_bias": True},
     "GELU by tanh": {"activation": "gelu_tanh"},
+    "GELU by erf": {"activation": "gelu_erf"},
     "latent attention": tiny.LATENTS,
     "another width than the target's": {"d_model": 16, "has_embedding": True},
     "`norm_output`, `fc_norm`": {"norm_output": True, "fc_norm": True},

@@ -177,7 +177,7 @@ def test_windows_and_causality_are_read_as_published(
             "a window of 4, shorter than the block",
         ),
         ({"layer_types": ["sliding_attention"] * 2}, "windows without a size"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"projector_type": "domino"}, "projector_type is 'domino'"),
         (
             {"sample_from_anchor": False, "dspark_bonus_anchor": False},

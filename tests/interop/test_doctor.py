@@ -184,7 +184,7 @@ HOPELESS: list[tuple[str, Plant]] = [
     ("all-zero", change("norm.weight", np.zeros_like)),
     ("weight-range", change("lm_head.weight", lambda head: head * np.float32(1e20))),
     ("weight-range", change("lm_head.weight", lambda head: head * np.float32(1e-20))),
-    ("uncomputed", put(hidden_act="gelu")),
+    ("uncomputed", put(hidden_act="relu")),
     ("uncomputed", put(rms_norm_eps=1.0)),
     ("uncomputed", put(rms_norm_eps="1e-6")),
     ("windows", put(sliding_window=2048)),
