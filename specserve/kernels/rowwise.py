@@ -16,11 +16,8 @@ from specserve.kernels import native
 from specserve.mesh import program_platform
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "gelu_erf"]
-ACTIVATIONS: tuple[Activation, ...] = (
-    "silu",
-    "gelu_tanh",
-    "clamped_swiglu",
-)  # in the order of `native/kernels.h`, which has no erf
+# in the order of `native/kernels.h`, which has no erf
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool = False) -> jax.Array:
@@ -47,9 +44,9 @@ def gated(gate: jax.Array, up: jax.Array | None, activation: Activation = "silu"
     if activation == "clamped_swiglu":
         gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
         return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)
-    return (
-        jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=activation == "gelu_tanh")
-    ) * up
+    if activation == "silu":
+        return jax.nn.silu(gate) * up
+    return jax.nn.gelu(gate, approximate=activation == "gelu_tanh") * up
 
 
 def cos_sin(
