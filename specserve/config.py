@@ -30,11 +30,14 @@ WORDS = {"boolean": "true or false", "integer": "an integer", "number": "a numbe
 SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
-def setting(default: Any = ..., *, help: str, rank: int = 0, scope: str = "", **bounds: float) -> Any:
+def setting(
+    default: Any = ..., *, help: str, rank: int = 0, scope: str = "", is_early: bool = False, **bounds: float
+) -> Any:
     """A leaf of a schema: a pydantic field with its one-line help and its bounds (ge, gt, le, lt). Without a default it
     is required. Settings with a `rank` are listed before the others in a command's help, 1 first. A `scope` is a word
-    of the schema's own for those that concern the same thing."""
-    extra = {"rank": rank, "scope": scope}
+    of the schema's own for those that concern the same thing. One that `is_early` is read before all others, because it
+    decides about which values they take."""
+    extra = {"rank": rank, "scope": scope, "is_early": is_early}
     return Field(default, description=help, json_schema_extra=extra, **bounds)  # type: ignore[call-overload]
 
 
@@ -67,6 +70,11 @@ class Leaf:
     def scope(self) -> str:
         """The word that the schema gives to settings that concern the same thing; empty where it gives none."""
         return str(self._extra.get("scope", ""))
+
+    @property
+    def is_early(self) -> bool:
+        """Return whether the setting is read before all others."""
+        return bool(self._extra.get("is_early"))
 
     @property
     def _extra(self) -> Mapping[str, object]:
@@ -149,7 +157,8 @@ def resolve(
     """
     known = {leaf.name: leaf for leaf in leaves(schema)}
     values: dict[str, Any] = {}
-    for name, raw, where in _layers(known, file, overrides, flags or {}, arguments or {}):
+    given = _layers(known, file, overrides, flags or {}, arguments or {})
+    for name, raw, where in sorted(given, key=lambda each: not (each[0] in known and known[each[0]].is_early)):
         if name not in known:
             raise ConfigError(f"{where}: {_unknown(name, known)}")
         try:

@@ -180,7 +180,9 @@ def speculators_joint(model: Any, kind: str, hidden: Any, logits: Any) -> list[A
     head = model.markov_head
     embedded = head.prev_embeddings(previous)
     inputs = torch.cat([hidden, embedded], dim=-1) if model.config.confidence_head_with_markov else hidden
-    return [logits + head.markov_w2(embedded), model.confidence_head(inputs)]
+    flat = hidden.reshape(-1, 1, hidden.shape[-1])  # blocks of one slot each, with which a path begins
+    bias = head.block_bias(prev_token_ids=previous.reshape(-1, 1), hidden_states=flat).view(logits.shape)
+    return [logits + bias, model.confidence_head(inputs)]
 
 
 if __name__ == "__main__":

@@ -6,11 +6,7 @@ import re
 from itertools import groupby
 from pathlib import Path
 
-from specserve.interop import doctor, examined, key_checks
-from specserve.interop.dflash import catalogue as of_blocks
-from specserve.interop.eagle3 import catalogue as of_eagle3
-from specserve.interop.findings import Check
-from specserve.interop.peagle import dialects as of_masks
+from specserve.interop.findings import FAULTS, Check
 
 PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- written by tools/list_checks.py -->\n", "<!-- end -->\n"
@@ -29,9 +25,7 @@ def _shown(text: str) -> str:
 
 def table() -> str:
     lines = ["| finding | | what is wrong | why it matters | how it is mended |\n", "|---|---|---|---|---|\n"]
-    parts = (key_checks, examined, of_eagle3, of_masks, of_blocks)
-    tables = [*(part.CHECKS for part in parts), doctor.RUNNING]
-    every = [check for table in tables for check in table.values()]
+    every = [check for part in FAULTS.values() for check in part.values()]
     for area, checks in groupby(every, lambda check: check.area):
         lines += [f"| **{area}** | | | | |\n", *map(row, checks)]
     return "".join(lines)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,33 @@ class LazyQuantized:
     def layout(self) -> object:
         """The layout; matrices of one layout can be stacked."""
         return self.values.dtype, self.scale.shape, self.block, self.offset is None
+
+
+@dataclass(frozen=True)
+class RestoredEntry:
+    """A weight of few bits, read as the float32 numbers that it stands for."""
+
+    file: Path
+    weight: LazyTensor | LazyQuantized
+    dtype = FLOAT32
+    is_widened = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.values.shape if isinstance(self.weight, LazyQuantized) else self.weight.shape
+
+    def whole_numbers(self) -> None:
+        return None
+
+    def read(self, index: Index = ()) -> np.ndarray:
+        """Read a slice, as `kernels.matmul.dequantize` computes it."""
+        everything = tuple(slice(0, size) for size in self.shape)
+        if isinstance(self.weight, LazyTensor):
+            return self.weight.read(index or everything)
+        values, scale = self.weight.values, self.weight.scale
+        every_scale = scale.read(tuple(slice(0, size) for size in scale.shape))
+        by_input = np.repeat(every_scale, self.weight.block, axis=-1)[..., : self.shape[-1]]
+        return (values.read(everything).astype(np.float32) * by_input)[index]
 
 
 def blocks_of(inputs: slice, block: int) -> slice:

@@ -181,6 +181,7 @@ def load_params(
     rename: Callable[[str], str] = lambda name: name,  # our name -> the checkpoint's
     quantization: Quantization = "none",
     storing: Storing = PLAIN,
+    option: str = "--quantization",  # the option that chooses `quantization`, for the log
 ) -> Tree:
     """Read every leaf of the spec tree, cast to `dtype` or quantised. Raises CheckpointError that lists all that does
     not fit, before anything is read."""
@@ -200,7 +201,7 @@ def load_params(
             tensors.folder,
             dtype,
             widened / 1e9,
-            "" if quantization == "stored" else "; --quantization stored keeps whole numbers of few bits where it can",
+            "" if quantization == "stored" else f"; {option} stored keeps whole numbers of few bits where it can",
         )
     return jax.tree.unflatten(structure, loaded)
 

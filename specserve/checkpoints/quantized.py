@@ -12,6 +12,7 @@ read: activations keep their precision here.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor, blocks_of, fp4_values
+from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor, RestoredEntry, blocks_of, fp4_values
 from specserve.checkpoints.packed import Storing, open_packed
 from specserve.checkpoints.tensors import TensorFolder
 from specserve.errors import CheckpointError
@@ -36,6 +37,7 @@ UNUSED_SCALES = {  # patterns of tensors -> why weights do not need them
     r".*\.[qkv]_scale": "scales of an 8-bit cache",
 }
 _FP4_BLOCK = 32
+_MADE_OF = re.compile(r"(.+\.weight)_(?:scale|scale_inv|scale_2|global_scale|packed)|(.+\.)(?:qweight|scales)")
 
 
 PLAIN = Storing()
@@ -149,6 +151,23 @@ def open_weight(
             scale, inputs = _open_scale(tensors, scale_name, shape, storing.block)
             return LazyQuantized(values, scale, inputs), (name, scale_name)
     raise CheckpointError(f"{where} is {dtype}, but there is no {name}_scale_inv and no {name}_scale")
+
+
+def restored(tensors: TensorFolder, storing: Storing) -> tuple[TensorFolder, list[str]]:
+    """Return a folder with its weights of few bits as floats, each under its own name and without the tensors that it
+    is made of; and what cannot be read so, a line each, which stays as it is."""
+    problems, used = [], {n for n in tensors.names() if any(re.fullmatch(each, n) for each in UNUSED_SCALES)}
+    floats: dict[str, RestoredEntry] = {}
+    found = filter(None, map(_MADE_OF.fullmatch, tensors.names()))
+    for name in sorted({match[1] or f"{match[2]}weight" for match in found}):
+        try:
+            weight, made_of = open_weight(tensors, name, storing)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        used.update(made_of)
+        floats[name] = RestoredEntry(tensors.file(made_of[0]), weight)
+    return tensors.with_others(used, floats), problems
 
 
 def _open_scale(

@@ -50,11 +50,6 @@ def find_folder(text: str, option: str) -> Path | None:
         raise ConfigError(f"{option} {text[:100]!r}: the folder cannot be looked up ({first_line(error)})") from error
 
 
-def find_head(text: str, option: str) -> Path | None:
-    """Return the folder of a bundled head by its name, else as `find_folder` does."""
-    return BUNDLED_HEADS.get(text) or find_folder(text, option)
-
-
 def resolve_target(text: str, *, needs_weights: bool = True) -> TargetSource:
     """Find or download a target. Without weights it is the files that its config, tokenizer and chat template take.
     Raises ConfigError for a name nobody knows, CheckpointError for an unreachable hub."""
@@ -65,9 +60,9 @@ def resolve_target(text: str, *, needs_weights: bool = True) -> TargetSource:
     if text.endswith(GGUF):
         raise ConfigError(f"--target {text!r}: no such file")
     if text in PRESETS:
-        return TargetSource(text, _download(text, PRESETS[text].hub_id, needs_weights=needs_weights))
+        return TargetSource(text, download(text, PRESETS[text].hub_id, needs_weights=needs_weights))
     if is_hub_id(text):
-        return TargetSource(text, _download(text, text, needs_weights=needs_weights))
+        return TargetSource(text, download(text, text, needs_weights=needs_weights))
     hint = "."
     if near := difflib.get_close_matches(text.lower(), [BUNDLED, *PRESETS], n=1):
         hint = f"; did you mean {near[0]!r}?"
@@ -77,26 +72,8 @@ def resolve_target(text: str, *, needs_weights: bool = True) -> TargetSource:
     )
 
 
-def resolve_head(text: str, option: str) -> Path:
-    """Find or download a head, or a language model that drafts: the bundled target too, and those of presets. `option`
-    is the option that named it, for errors. Raises as `resolve_target` does."""
-    if path := BUNDLED_FOLDER if text == BUNDLED else find_head(text, option):
-        return path.resolve()
-    if is_downloaded(text):
-        return _download(text, PRESETS[text].hub_id if text in PRESETS else text, option)
-    raise ConfigError(
-        f"{option} {text}: no such folder; train a head first (specserve train --output {text}), or name a bundled one "
-        f"({', '.join(sorted(BUNDLED_HEADS))}), or a language model by its preset or hub id (owner/name)"
-    )
-
-
-def is_downloaded(text: str) -> bool:
-    """Return whether `resolve_head` looks for this in the hub's cache, and on the hub."""
-    is_here = text in BUNDLED_HEADS or find_folder(text, "--draft") is not None
-    return not is_here and (text in PRESETS or is_hub_id(text))
-
-
-def _download(text: str, hub_id: str, option: str = "--target", *, needs_weights: bool = True) -> Path:
+def download(text: str, hub_id: str, option: str = "--target", *, needs_weights: bool = True) -> Path:
+    """Download a model, or find it in the cache. `option` named it, for errors. Raises CheckpointError."""
     from huggingface_hub import snapshot_download  # heavy, and offline users never need it
 
     left_out, files = _COPIES, f"config.json, {_WEIGHTS}, tokenizer files"

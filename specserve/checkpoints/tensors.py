@@ -4,12 +4,13 @@ atomically.
 A file's header is its own claim, so it is held against the file's size before anything is allocated or mapped.
 """
 
+import copy
 import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +20,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from specserve.checkpoints.lazy import Index, LazyQuantized
+from specserve.checkpoints.lazy import Index, LazyQuantized, RestoredEntry
 from specserve.errors import CheckpointError
 from specserve.host import whole_file
 
@@ -81,7 +82,7 @@ class TensorFolder:
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError if there are no weights, or a file is missing, truncated or of another format."""
         self.folder = folder
-        self._entries: dict[str, TensorEntry | GgufEntry]
+        self._entries: dict[str, TensorEntry | GgufEntry | RestoredEntry]
         if (folder / SINGLE_FILE).is_file():
             self._entries = {**_read_header(folder / SINGLE_FILE)}
         elif (folder / INDEX_FILE).is_file():
@@ -117,6 +118,12 @@ class TensorFolder:
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Read a slice of a tensor into memory of its own."""
         return self._entries[name].read(index)
+
+    def with_others(self, names: Collection[str], entries: Mapping[str, RestoredEntry]) -> "TensorFolder":
+        """Return the folder with other tensors in the place of these."""
+        shown = copy.copy(self)
+        shown._entries = {name: entry for name, entry in self._entries.items() if name not in names} | {**entries}
+        return shown
 
 
 class ExpertByExpert(TensorFolder):

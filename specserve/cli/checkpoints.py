@@ -14,10 +14,11 @@ from rich.padding import Padding
 from rich.table import Table
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.source import BUNDLED_HEADS, resolve_target
+from specserve.checkpoints.source import GGUF, resolve_target
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop import convert as exchange
 from specserve.interop import doctor
+from specserve.interop.bundled import find_head
 from specserve.interop.convert import describe_target
 from specserve.interop.findings import Dialect, DoctorReport, Finding
 from specserve.interop.formats import format_for, format_of
@@ -58,7 +59,8 @@ def export(
     stretch = None if rope_factor is None or rope_length is None else (rope_factor, rope_length)
     given, folder = folder, _existing(folder)
     name, described = _target(folder, target, needs_weights=to == "speculators" and not _has_embedding(folder))
-    output = output or given.expanduser().with_name(f"{folder.resolve().name}-{to}")
+    stem = given.stem if given.suffix == GGUF else folder.resolve().name
+    output = output or given.expanduser().with_name(f"{stem}-{to}")
     head = exchange.export_head(
         folder, output, described, target_name=name, dialect=to, dtype=dtype, is_forced=force, stretch=stretch
     )
@@ -175,9 +177,10 @@ def _run(
 
 
 def _existing(folder: Path) -> Path:
-    folder = BUNDLED_HEADS.get(str(folder), folder.expanduser())
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; expected one with config.json and model.safetensors")
+    found = find_head(str(folder), "FOLDER")
+    if found is None:
+        raise ConfigError(f"{folder.expanduser()}: no such folder; expected one with config.json and model.safetensors")
+    folder = found
     if (folder / "pytorch_model.bin").is_file() and not list(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{folder}: pytorch_model.bin is a pickle, which can run code when opened. Convert it where torch is, "

@@ -3,17 +3,20 @@ is quick: what makes a drafter of a kind is imported when `load_kind` is called.
 
 import dataclasses
 import importlib
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+from pydantic import AfterValidator, WithJsonSchema
 from pydantic.dataclasses import dataclass as settings_dataclass
 
 from specserve.config import RULES
-from specserve.drafters.dflash.settings import BlockSettings, JointSettings
+from specserve.drafters.dflash.settings import BlockSettings, JointSettings, MarkovSettings
 from specserve.drafters.eagle3.settings import Eagle3Settings
 from specserve.drafters.peagle.settings import PEagleSettings
 from specserve.drafters.settings import HeadSettings, WidthSettings
-from specserve.errors import ConfigError
+from specserve.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     from specserve.drafters.interface import Kind
@@ -37,11 +40,13 @@ KINDS: dict[str, KindEntry] = {
     "p-eagle": KindEntry("specserve.drafters.peagle.drafter:PEAGLE", PEagleSettings),
     "mtp": KindEntry("specserve.drafters.mtp.drafter:MTP", WidthSettings),
     "dflash": KindEntry("specserve.drafters.dflash.drafter:DFLASH", BlockSettings),
-    "dspark": KindEntry("specserve.drafters.dflash.drafter:DSPARK", JointSettings),
+    "dspark": KindEntry("specserve.drafters.dflash.drafter:DSPARK", MarkovSettings),
     "dflash2": KindEntry("specserve.drafters.dflash.drafter:DFLASH2", JointSettings),
     "language-model": KindEntry("specserve.drafters.language_model.drafter:LANGUAGE_MODEL", is_trained=False),
     "gemma4-assistant": KindEntry("specserve.drafters.gemma_assistant.drafter:ASSISTANT", is_trained=False),
+    "domino": KindEntry("specserve.drafters.dflash.drafter:DOMINO", JointSettings),
 }
+_NAMES = [name for name, entry in KINDS.items() if entry.is_trained]  # as help and errors list them
 DEFAULT_KIND = "eagle3"
 WHOLE = "language-model"  # a draft that is a whole model of its own
 CARRIED = "mtp"  # in the place of a head's folder: the layer that the target's own checkpoint carries
@@ -63,8 +68,60 @@ def check_trained(kind: str, given: str) -> None:
         )
 
 
+def register(kind: "Kind", place: str) -> None:
+    """Add a kind from outside, which `place` ("module:name") names, under the name of its drafters. Raises ConfigError
+    where another kind has that name."""
+    name = getattr(getattr(kind, "drafter", None), "name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"{place} is no drafters.interface.Kind whose class of drafters has a `name`")
+    if name in KINDS and KINDS[name].kind != place:
+        raise ConfigError(f"{place}: its drafters are named {name!r}, as those of {KINDS[name].kind}; rename them")
+    KINDS[name] = KindEntry(place)
+    if name not in _NAMES:
+        _NAMES.append(name)
+
+
+def add_module(path: str) -> str:
+    """Import a drafter from outside by its import path, "package.module:NAME" of a `Kind`, or "package.module" of a
+    module that calls `register`; an empty one adds nothing. Returns the path. Raises ConfigError."""
+    if not path:
+        return path
+    module, _, name = path.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # other people's code may raise anything
+        raise ConfigError(
+            f"drafter_module {path!r} cannot be imported ({first_line(error)}); is its folder on PYTHONPATH?"
+        ) from error
+    if name:
+        if not hasattr(found, name):
+            raise ConfigError(f"drafter_module {path!r}: {found.__file__} has no {name}")
+        register(getattr(found, name), path)
+    elif not any(entry.kind.partition(":")[0].split(".")[0] == module.split(".")[0] for entry in KINDS.values()):
+        raise ConfigError(
+            f"drafter_module {path!r} registers nothing; call drafters.registry.register there, or name a Kind of it: "
+            f"{module}:NAME"
+        )
+    return path
+
+
+def outside_files() -> list[Path]:
+    """Return the files of the kinds from outside, whose code programs are made of: all that is imported of their
+    packages."""
+    roots = {entry.kind.partition(":")[0].split(".")[0] for entry in KINDS.values()} - {__name__.split(".")[0]}
+    modules = [module for name, module in sys.modules.items() if name.split(".")[0] in roots]
+    return sorted({Path(file) for module in modules if (file := getattr(module, "__file__", None))})
+
+
+def _known(name: str) -> str:
+    if name not in KINDS or not KINDS[name].is_trained:
+        raise ValueError(name)
+    return name
+
+
 if TYPE_CHECKING:
     KindName: TypeAlias = str
+    ModulePath: TypeAlias = str
 
     class DraftSettings(HeadSettings):
         """For a type checker: the settings of all kinds are not known to it."""
@@ -74,7 +131,8 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
 
 else:
-    KindName = Literal[tuple(name for name, entry in KINDS.items() if entry.is_trained)]
+    ModulePath = Annotated[str, AfterValidator(add_module)]
+    KindName = Annotated[str, AfterValidator(_known), WithJsonSchema({"type": "string", "enum": _NAMES})]
     _parts = dict.fromkeys(entry.settings for entry in KINDS.values())
     _bases = tuple(part for part in _parts if not any(part in other.__mro__[1:] for other in _parts))
     DraftSettings = settings_dataclass(frozen=True, config=RULES)(

@@ -9,7 +9,7 @@ from specserve.config import RULES, setting
 
 ALL_TOKENS = -1  # as the size of a draft vocabulary: all that the target has
 
-# of a head's weights where it runs: as they are stored, or with matrices rounded to 8 bits at load
+# of a head's weights where it runs: floats, or with matrices rounded at load
 DraftQuantization = Literal["none", "int8", "fp8", "int4"]
 DRAFT_QUANTIZATIONS: tuple[DraftQuantization, ...] = ("none", "int8", "fp8", "int4")
 

@@ -22,7 +22,6 @@ import numpy as np
 
 from specserve.checkpoints.load import QUANTIZATIONS, Target, load_target
 from specserve.checkpoints.source import resolve_target
-from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.data.dataset import Prompt
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.learning import Rollout, Rows
@@ -294,8 +293,7 @@ def _all(repairs: Sequence[Repair]) -> Callable[[Copy], None]:
 
 
 def _repaired(folder: Path, repairs: Sequence[Repair], to: Path) -> Path:
-    tensors = TensorFolder(folder)
-    copy = Copy(dict(read_json(folder / CONFIG)), {name: tensors.read(name) for name in tensors.names()})
+    copy = Copy.of(folder)
     _all(repairs)(copy)
     to.mkdir(exist_ok=True)
     write_head(to, copy.tensors, copy.raw, read_notes(folder))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.checkpoints.load import AS_VOCABULARY, TIED, Target, load_params
+from specserve.checkpoints.load import AS_VOCABULARY, TIED, Quantization, Target, load_params
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.gemma_assistant.config import AssistantConfig
 from specserve.drafters.gemma_assistant.drafter import Assistant
@@ -57,7 +57,7 @@ class AssistantFormat(HeadFormat):
                 raise other_target(folder, f"keys for {heads}", target_name, given)
         return Assistant(config)
 
-    def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> Head:
+    def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None, quantization: Quantization) -> Head:
         drafter = self.read(folder, target.config, str(target.folder), dtype=dtype)
         tensors, where = TensorFolder(folder), str(folder / CONFIG)
         spec, places = drafter.spec(), drafter.place(mesh) if mesh is not None else None
@@ -68,6 +68,8 @@ class AssistantFormat(HeadFormat):
             dtype,
             shardings=places and dataclasses.replace(places, ordering=None),
             skipped={**self.skipped, re.escape(ORDERING): AS_VOCABULARY},
+            quantization=quantization,
+            option="--draft-quantization",
             storing=stored_scales(read_json(folder / CONFIG), tensors, where),
         )
         if ordering is not None:

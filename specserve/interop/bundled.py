@@ -1,9 +1,19 @@
-"""The heads that ship with the package, by the targets that they are for."""
+"""The way from the text that a user types after `--draft` to a folder; and the heads that ship with the package, by the
+targets that they are for."""
 
 from pathlib import Path
 
 from specserve.checkpoints.configs import find_config, is_known_here
-from specserve.checkpoints.source import BUNDLED, BUNDLED_HEADS, find_folder, is_hub_id
+from specserve.checkpoints.source import (
+    BUNDLED,
+    BUNDLED_FOLDER,
+    BUNDLED_HEADS,
+    GGUF,
+    download,
+    find_folder,
+    is_hub_id,
+)
+from specserve.errors import ConfigError
 from specserve.models.config import ModelConfig
 from specserve.models.presets import PRESETS
 
@@ -26,3 +36,35 @@ def bundled_head(name: str) -> Path | None:
 
 def _is_preset(name: str, config: ModelConfig) -> bool:
     return name in PRESETS and PRESETS[name].config() == config
+
+
+def find_head(text: str, option: str) -> Path | None:
+    """Return the folder of a bundled head by its name, of a head in GGUF one that shows it, else as `find_folder`
+    does."""
+    if text.endswith(GGUF) and (path := Path(text).expanduser()).is_file():
+        from specserve.interop.gguf import is_head, show_head  # imports a library that others need not
+
+        if is_head(path):
+            return show_head(path)
+    return BUNDLED_HEADS.get(text) or find_folder(text, option)
+
+
+def resolve_head(text: str, option: str) -> Path:
+    """Find or download a head, or a language model that drafts: the bundled target too, and those of presets. `option`
+    is the option that named it, for errors. Raises as `resolve_target` does."""
+    if path := BUNDLED_FOLDER if text == BUNDLED else find_head(text, option):
+        return path.resolve()
+    if text.endswith(GGUF):
+        raise ConfigError(f"{option} {text!r}: no such file")
+    if is_downloaded(text):
+        return download(text, PRESETS[text].hub_id if text in PRESETS else text, option)
+    raise ConfigError(
+        f"{option} {text!r} is no folder here, no hub id (owner/name), no preset of a language model and none of the "
+        f"bundled heads, {' and '.join(sorted(BUNDLED_HEADS))}; train a head first (specserve train --output {text})"
+    )
+
+
+def is_downloaded(text: str) -> bool:
+    """Return whether `resolve_head` looks for this in the hub's cache, and on the hub."""
+    is_here = text in BUNDLED_HEADS or find_folder(text, "--draft") is not None
+    return not is_here and (text in PRESETS or is_hub_id(text))

@@ -12,15 +12,7 @@ import numpy as np
 
 from specserve.checkpoints.load import Target, end_ids
 from specserve.checkpoints.source import NOTES_FILE
-from specserve.checkpoints.tensors import (
-    CONFIG,
-    SINGLE_FILE,
-    TensorFolder,
-    listed,
-    read_json,
-    write_json,
-    write_tensors,
-)
+from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, listed, read_json, write_json, write_tensors
 from specserve.drafters.interface import Head
 from specserve.drafters.registry import CARRIED, check_trained
 from specserve.errors import CheckpointError, ConfigError
@@ -67,7 +59,7 @@ def export_head(
     """Write a head as another engine reads it, beside what was noted of it. Raises ConfigError or CheckpointError."""
     check_trained(format_of(folder).kind, str(folder))
     check_output(folder, output, is_forced=is_forced)
-    dtype = dtype or stored_dtype(TensorFolder(folder))
+    dtype = dtype or stored_dtype(folder)
     head = load_head(folder, target, dtype=dtype)
     if stretch is not None:
         head = stretched(head, *stretch)
@@ -106,7 +98,7 @@ def import_head(
     if hopeless := [finding for finding in found.errors if finding.fix is None]:
         named = listed([f"{finding.where}: {finding.what} ({finding.got})" for finding in hopeless])
         raise CheckpointError(f"{folder}: {named}; `specserve inspect {folder}` says how to mend it")
-    dtype = dtype or stored_dtype(TensorFolder(folder))
+    dtype = dtype or stored_dtype(folder)
     changes = list(found.changes)
     with tempfile.TemporaryDirectory() as scratch:
         write_head(Path(scratch), *found.repaired(), {})

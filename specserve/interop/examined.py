@@ -10,83 +10,16 @@ import numpy as np
 
 from specserve.checkpoints.load import Target, shapes_in
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, TensorFolder, read_json
-from specserve.errors import CheckpointError, SpecServeError
-from specserve.interop.findings import FLOATS, LAYERS, Copy, Finding, describe, put, put_tensors, read_checks
+from specserve.errors import SpecServeError
+from specserve.interop.findings import FAULTS, FLOATS, LAYERS, Copy, Finding, describe, put
 from specserve.interop.keys import ROTARY, SCALING, Stated, is_count, read_rope
-from specserve.interop.published import D2T, OUTPUT, T2D, read_vocab, stored_scales, vocab_to_tensors
+from specserve.interop.published import D2T, OUTPUT, T2D, as_floats, read_vocab, vocab_to_tensors
 from specserve.interop.repairs import write_length, write_rope
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec
 from specserve.models.rope import Rope
 
-CHECKS = read_checks("""
-[all kinds]
-unreadable error: it cannot be read as a head of its kind
-  no engine can run it beside the target
-  by hand: give its own target (--target), or take the files from where it was trained again
-other-target error: a head for another target
-  it cannot be served with this one
-  by hand: give the target that it was trained for (--target)
-layers error: another number of layers is stated than there are tensors of
-  engines leave layers out, or run some whose weights are whatever is in memory there
-  fix: write the number that the tensors are of
-  by hand: find out which is wrong: tensors may be lost
-max-positions error: the head ends before the target does
-  vLLM crashes on prompts that are longer
-  fix: write the target's
-rope-missing warning: nothing is said about rotary embeddings
-  every engine turns by its own default, mostly theta 10,000
-  fix: write the target's
-  by hand: give --target
-missing-tensor error: {name} is missing
-  SGLang goes on with whatever is in memory there, vLLM with ones or an error
-  by hand: download or export it again; write false for the flag that asks for it, if the head was trained without
-shape error: {name} has another shape than config.json says
-  it cannot be loaded
-  by hand: find out which is wrong: config.json may be that of another head
-unknown-tensor error: {name} is no part of such a head
-  SGLang leaves it out, vLLM refuses the head; what it was trained for is lost
-  by hand: remove it, if the head was trained without
-[vocabulary]
-vocabulary error: d2t does not say what the draft's rows stand for
-  proposals are other tokens than the head means: nothing is accepted
-  by hand: take d2t from the checkpoint that the head was trained with
-d2t-missing error: d2t is missing
-  engines take the draft's rows for the first tokens of the vocabulary: nothing is accepted
-  fix: derive it from t2d
-absolute-d2t error: d2t holds absolute token ids
-  engines add i to each: proposals are other tokens than the head means, and nothing is accepted
-  fix: subtract i from each
-unsorted-d2t error: the draft's rows are not in the order of their tokens
-  code that pairs the rows with nonzero(t2d), trainers above all, takes them for other tokens
-  fix: sort d2t, and the rows of lm_head.weight with it
-  by hand: give lm_head.weight as many rows as d2t has; both are sorted together then
-d2t-dtype warning: d2t is not in int64
-  torch refuses to index with most other dtypes
-  fix: cast it
-t2d-missing warning: t2d is missing
-  engines that serve do without, trainers cannot continue from it
-  fix: derive it from d2t
-t2d-disagrees error: t2d and d2t name different tokens
-  one of them is of another head: engines go by d2t, trainers by t2d
-  by hand: take both from the checkpoint that the head was trained with; if d2t is right, delete t2d and mend that
-t2d-dtype warning: t2d is not a mask of bools
-  code that indexes with it picks rows 0 and 1 again and again
-  fix: cast it
-[numbers]
-quantization error: config.json states a quantisation that no tensor shows, or one that is not read
-  engines that go by config.json read other numbers than those that go by the tensors
-  by hand: take it out if the weights are whole, or export the head again
-not-finite error: values that are no numbers
-  every proposal that they touch is noise
-  by hand: go back to an earlier checkpoint, or download the weights again
-all-zero error: {name} holds nothing but zeros
-  what goes through it is lost: the head proposes without the target's states, or the same tokens always
-  by hand: go back to an earlier checkpoint, or export the head again: it looks like one that was never filled
-weight-range error: {name} has a size that 16 bits do not hold
-  in float16 it is infinite, or zero; in other dtypes what it makes drowns all else, or vanishes
-  by hand: undo the scale that it was multiplied with, or export the head again
-""")
+CHECKS = FAULTS["all"]
 
 
 class ExaminedFiles:
@@ -99,12 +32,13 @@ class ExaminedFiles:
 
     def __init__(self, folder: Path, target: Target | None) -> None:
         self.folder, self.target = folder, target
-        self.tensors = self.open(folder)
+        self.raw: Mapping[str, Any] = read_json(folder / CONFIG)
+        self.tensors, self.unread = as_floats(self.open(folder), self.raw, CONFIG)
         self.names = self.tensors.names()
         self.rename = self.renamer(self.names)  # from our name of a tensor
-        self.raw: Mapping[str, Any] = read_json(folder / CONFIG)
 
-    def open(self, folder: Path) -> TensorFolder:
+    @staticmethod
+    def open(folder: Path, /) -> TensorFolder:
         """Open the tensors. Raises CheckpointError."""
         return TensorFolder(folder)
 
@@ -132,6 +66,11 @@ class ExaminedFiles:
         """Read a table of the vocabulary, if it is there."""
         stored = self.rename(name)
         return self.tensors.read(stored) if stored in self.names else None
+
+    @property
+    def tables(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The tables of the vocabulary, d2t and t2d, as far as they are there."""
+        return self.table(D2T), self.table(T2D)
 
     def where(self, name: str) -> str:
         """Return the file and the name of a tensor, given by our name for it."""
@@ -246,7 +185,7 @@ def check_read(files: ExaminedFiles) -> Iterator[Finding]:
 
 def check_tables(files: ExaminedFiles, rows: int, vocab_size: int) -> Iterator[Finding]:
     """Check that d2t and t2d say which tokens the draft's rows stand for, as they should be written."""
-    d2t, t2d = files.table(D2T), files.table(T2D)
+    d2t, t2d = files.tables
     vocab = read_vocab(d2t, t2d, rows, vocab_size)
     where, ids = files.where(D2T), vocab.target_ids
     if ids is None:
@@ -254,7 +193,12 @@ def check_tables(files: ExaminedFiles, rows: int, vocab_size: int) -> Iterator[F
         yield CHECKS["vocabulary"].found(where, expected, describe(d2t))
         return
     right = vocab_to_tensors(np.sort(ids), vocab_size)
-    set_d2t, set_t2d = (put_tensors({name: right[name]}, instead_of=[files.rename(name)]) for name in (D2T, T2D))
+
+    def set_table(name: str, repaired: Copy) -> None:
+        repaired.tensors.pop(files.rename(name), None)
+        repaired.tensors[name] = right[name]
+
+    set_d2t, set_t2d = (functools.partial(set_table, name) for name in (D2T, T2D))
 
     def sort_rows(repaired: Copy) -> None:
         set_d2t(repaired)
@@ -286,11 +230,9 @@ def check_tables(files: ExaminedFiles, rows: int, vocab_size: int) -> Iterator[F
 
 
 def check_scales(files: ExaminedFiles) -> Iterator[Finding]:
-    """Check that a quantisation that is stated is that of the tensors."""
-    try:
-        stored_scales(files.raw, files.tensors, CONFIG)
-    except CheckpointError as error:
-        yield CHECKS["quantization"].found(CONFIG, "the quantisation of the tensors", str(error))
+    """Check that a quantisation that is stated is that of the tensors, and that their numbers can be read."""
+    for error in files.unread:
+        yield CHECKS["quantization"].found(CONFIG, "the quantisation of the tensors", error)
 
 
 def check_values(files: ExaminedFiles) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -11,7 +11,8 @@ import numpy as np
 
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.errors import ConfigError
-from specserve.interop.keys import LAYER
+from specserve.interop.keys import LAYER, QUANTIZATIONS, without
+from specserve.interop.published import as_floats
 
 Level = Literal["error", "warning"]
 Dialect = Literal["sglang", "vllm", "speculators", "sglang-jax"]  # engines whose layouts heads are written in
@@ -26,6 +27,14 @@ class Copy:
 
     raw: dict[str, Any]
     tensors: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, folder: Path) -> "Copy":
+        """Read a head's files, its weights of few bits as the floats that they stand for. Raises CheckpointError."""
+        raw, tensors = copy.deepcopy(read_json(folder / CONFIG)), opened(folder)
+        if any(map(tensors.is_widened, tensors.names())):
+            raw = without(raw, QUANTIZATIONS)
+        return cls(raw, {name: tensors.read(name) for name in tensors.names()})
 
     @property
     def layer(self) -> dict[str, Any]:
@@ -87,28 +96,33 @@ def refuse(findings: Iterable[Finding], where: str) -> None:
             raise ConfigError(f"{where}: {finding.refusal}")
 
 
-def read_checks(table: str) -> Mapping[str, Check]:
-    """Read a table of checks, by code. A row is `code level: what is wrong`, and indented below it why that matters,
-    `fix: what --fix does`, `by hand: what a person does`, and `refused: the error of loaders`; a further indent
-    continues a line. `[area]` stands before the rows about it. A second row of a code is kept under `code level`."""
-    found: dict[str, Check] = {}
-    area = ""
-    for row in re.split(r"\n(?=\S)", table.strip()):
-        if row.startswith("["):
+def read_faults(text: str) -> dict[str, dict[str, Check]]:
+    """Read the table of faults: the checks of each part, by code. A part begins with `== name`. A row is `code level:
+    what is wrong`, and indented below it why that matters, `fix: what --fix does`, `by hand: what a person does`, and
+    `refused: the error of loaders`; a further indent continues a line. `[area]` stands before the rows about it. A
+    second row of a code is kept under `code level`."""
+    parts: dict[str, dict[str, Check]] = {}
+    area, found = "", dict[str, Check]()
+    for row in re.split(r"\n(?=\S)", text[text.index("\n== ") :].strip()):
+        if row.startswith("== "):
+            found = parts[row.removeprefix("== ")] = {}
+        elif row.startswith("["):
             area = row.strip("[]")
-            continue
-        first, *lines = re.split(r"\n  (?=\S)", row)
-        head, _, what = first.partition(": ")
-        code, _, level = head.partition(" ")
-        texts = {"why": "", "fix": "", "by hand": "", "refused": ""}
-        for line in lines:
-            key, _, text = line.partition(": ")
-            if key not in texts:
-                key, text = "why", line
-            texts[key] = " ".join(text.split())
-        check = Check(area, code, cast(Level, level), what, *texts.values())
-        found[f"{code} {level}" if code in found else code] = check
-    return found
+        else:
+            first, *lines = re.split(r"\n  (?=\S)", row)
+            head, _, what = first.partition(": ")
+            code, _, level = head.partition(" ")
+            texts = {"why": "", "fix": "", "by hand": "", "refused": ""}
+            for line in lines:
+                key, _, said = line.partition(": ")
+                key, said = (key, said) if key in texts else ("why", line)
+                texts[key] = " ".join(said.split())
+            check = Check(area, code, cast(Level, level), what, *texts.values())
+            found[f"{code} {level}" if code in found else code] = check
+    return parts
+
+
+FAULTS = read_faults((Path(__file__).parent / "faults.txt").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -140,10 +154,7 @@ class DoctorReport:
 
     def repaired(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Return the tensors and the config.json with everything repaired that can be without guessing."""
-        tensors = TensorFolder(self.folder)
-        repaired = Copy(
-            copy.deepcopy(read_json(self.folder / CONFIG)), {name: tensors.read(name) for name in tensors.names()}
-        )
+        repaired = Copy.of(self.folder)
         for finding in self.findings:
             if finding.fix:
                 finding.fix(repaired)
@@ -159,8 +170,15 @@ class DoctorReport:
         }
 
 
-def stored_dtype(tensors: TensorFolder) -> str:
-    """Return the dtype of the weights, or float32 where they are of several, because it holds both of the others."""
+def opened(folder: Path) -> TensorFolder:
+    """Open a head's tensors, its weights of few bits as floats. Raises CheckpointError."""
+    return as_floats(TensorFolder(folder), read_json(folder / CONFIG), CONFIG)[0]
+
+
+def stored_dtype(folder: Path) -> str:
+    """Return the dtype of the weights, or float32 where they are of several, because it holds both of the others, or
+    of few bits. Raises CheckpointError."""
+    tensors = opened(folder)
     found = {tensors.dtype(name).name for name in tensors.names()} & set(FLOATS)
     return found.pop() if len(found) == 1 else "float32"
 
@@ -187,17 +205,6 @@ def both(*fixes: Fix) -> Fix:
     def fix(repaired: Copy) -> None:
         for each in fixes:
             each(repaired)
-
-    return fix
-
-
-def put_tensors(tensors: Mapping[str, np.ndarray], instead_of: Iterable[str] = ()) -> Fix:
-    """A fix that writes tensors, in the place of others if there are such."""
-
-    def fix(repaired: Copy) -> None:
-        for name in instead_of:
-            repaired.tensors.pop(name, None)
-        repaired.tensors.update(tensors)
 
     return fix
 

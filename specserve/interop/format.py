@@ -13,26 +13,17 @@ import numpy as np
 from jax.sharding import Mesh
 from pydantic import TypeAdapter, ValidationError
 
-from specserve.checkpoints.load import AS_VOCABULARY, Target, load_params, to_numpy
+from specserve.checkpoints.load import AS_VOCABULARY, Quantization, Target, load_params, to_numpy
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import load_kind
 from specserve.errors import ConfigError
+from specserve.interop import published
 from specserve.interop.examined import ExaminedFiles, check_read, check_scales, check_values
 from specserve.interop.findings import Dialect, DoctorReport, Finding, Repair
 from specserve.interop.keys import HARMLESS, QUANTIZATIONS
 from specserve.interop.notes import other_target
-from specserve.interop.published import (
-    D2T,
-    EMBEDDING,
-    OUTPUT,
-    T2D,
-    stored_scales,
-    target_embedding,
-    target_output,
-    vocab_from_tensors,
-    vocab_to_tensors,
-)
+from specserve.interop.published import D2T, EMBEDDING, OUTPUT, T2D, target_embedding, target_output
 from specserve.models.config import ModelConfig
 
 ARCHITECTURE, KIND, SHAPE = "SpecServeDrafter", "drafter", "drafter_config"  # of the plain format
@@ -87,30 +78,34 @@ class HeadFormat:
             raise other_target(folder, f"vocabulary {drafter.vocab_size}", target_name, str(target.vocab_size))
         return drafter.with_dtype(dtype)
 
-    def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> Head:
+    def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None, quantization: Quantization) -> Head:
         """Load a head in any dialect. Raises as `read` does."""
         drafter = self.read(folder, target.config, str(target.folder), dtype=dtype)
-        tensors = TensorFolder(folder)
-        names, rename = tensors.names(), self.examined.renamer(tensors.names())
-        tables = {name: rename(name) for name in (D2T, T2D)}
-        maps = {name: tensors.read(stored) for name, stored in tables.items() if stored in names}
-        target_ids = vocab_from_tensors(
-            maps.get(D2T), maps.get(T2D), drafter.draft_vocab_size, drafter.vocab_size, str(folder)
-        )
-        skipped = {re.escape(stored): AS_VOCABULARY for stored in tables.values()} | dict(self.skipped)
-        places = drafter.place(mesh) if mesh is not None else None
-        storing = stored_scales(read_json(folder / CONFIG), tensors, str(folder / CONFIG))
-        params = load_params(
-            drafter.spec(), tensors, dtype, shardings=places, skipped=skipped, rename=rename, storing=storing
-        )
-        return Head(drafter, params, target_ids)
+        tensors = self.examined.open(folder)
+        names, rename = tensors.names(), self.renamer(tensors.names(), drafter)
+        tables = rename(D2T), rename(T2D)
+        d2t, t2d = (tensors.read(stored) if stored in names else None for stored in tables)
+        target_ids = published.vocab_from_tensors(d2t, t2d, drafter.draft_vocab_size, drafter.vocab_size, str(folder))
+        skipped = {re.escape(stored): AS_VOCABULARY for stored in tables} | dict(self.skipped)
+        storing = published.stored_scales(read_json(folder / CONFIG), tensors, str(folder / CONFIG))
+        how = {"shardings": drafter.place(mesh) if mesh is not None else None, "skipped": skipped, "storing": storing}
+        how |= {"rename": rename, "quantization": quantization, "option": "--draft-quantization"}
+        return Head(drafter, self.params(drafter, tensors, dtype, how), target_ids)
+
+    def renamer(self, names: frozenset[str], drafter: TrainedDrafter) -> Callable[[str], str]:
+        """Return a function from our names of tensors to those of a folder."""
+        return self.examined.renamer(names)
+
+    def params(self, drafter: TrainedDrafter, tensors: TensorFolder, dtype: str, how: dict[str, Any]) -> Any:
+        """Load the parameters; `how` has the options of `load_params`. Raises CheckpointError."""
+        return load_params(drafter.spec(), tensors, dtype, **how)
 
     def files(
         self, head: Head, target: Target, *, dtype: str, dialect: Dialect, target_name: str
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Return the tensors and the config.json of a head in a dialect. Raises CheckpointError."""
         tensors = to_numpy(head.params, head.drafter.spec(), dtype)
-        tensors |= vocab_to_tensors(head.target_ids, head.drafter.vocab_size)
+        tensors |= published.vocab_to_tensors(head.target_ids, head.drafter.vocab_size)
         config = dataclasses.asdict(head.drafter.config)
         return tensors, {"architectures": [ARCHITECTURE], KIND: self.kind, "torch_dtype": dtype, SHAPE: config}
 

@@ -24,6 +24,7 @@ FORMATS: Mapping[str, HeadFormat] = {
     "dflash2": DFlashFormat("dflash2"),
     "language-model": LanguageModelFormat("language-model"),
     "gemma4-assistant": AssistantFormat("gemma4-assistant"),
+    "domino": DFlashFormat("domino"),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.checkpoints.load import Target, check_weights
+from specserve.checkpoints.load import Quantization, Target, check_weights
 from specserve.checkpoints.source import NOTES_FILE
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, write_json, write_tensors
 from specserve.drafters.interface import Head, TrainedDrafter
@@ -47,11 +47,12 @@ def load_head(
     dtype: str,
     mesh: Mesh | None = None,
     kind: KindName | None = None,  # None: the one that config.json names
+    quantization: Quantization = "none",  # of matrices that its files have in few bits: floats, or as they are stored
 ) -> Head:
     """Read a head for this target, over whose mesh it is spread too. Raises ConfigError or CheckpointError, also when
     it belongs to another target, and where a tensor holds a value that is not finite, or nothing but zeros."""
     reader = format_for(kind) if kind else format_of(folder)
-    head = reader.load(folder, target, dtype=dtype, mesh=mesh)
+    head = reader.load(folder, target, dtype=dtype, mesh=mesh, quantization=quantization)
     check_weights(head.params, head.drafter.spec(), str(folder), may_be_zero=False)
     return head
 

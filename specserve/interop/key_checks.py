@@ -7,44 +7,12 @@ from typing import Any
 
 from specserve.checkpoints.tensors import CONFIG
 from specserve.errors import ConfigError
-from specserve.interop.findings import LAYERS, Finding, put, read_checks, refuse
+from specserve.interop.findings import FAULTS, LAYERS, Finding, put, refuse
 from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY, SCALING, SLIDING, Stated, architectures
 from specserve.interop.repairs import write_rope
 from specserve.models.rope import Rope
 
-CHECKS = read_checks("""
-[keys of all kinds of heads]
-unknown-key error: a key that nobody here knows
-  it may say how the head is computed: who passes over a window accepts a quarter
-  by hand: take it out if it says nothing of how the head is computed
-  refused: {every}: not known to us, so the head might be computed as another one than was trained. Take them out if
-    they say nothing of how it is computed
-stated-twice error: {key} is stated in places that disagree
-  some engines read the one, and some the other
-  by hand: write in all of them what it was trained with
-  refused: {key} is stated in places that disagree ({got}); keep what the head was trained with
-uncomputed error: {key} asks for what is not computed here
-  we refuse the head rather than run another one; engines that do not know the key run another one
-  by hand: take it out if the head was trained without, or serve it with an engine that computes it
-  refused: {key} is {got}, which is not computed here; expected {expected}
-config-keys error: the shape is not stated
-  no loader can build the head
-  by hand: copy them from the config that the head was trained with; a block_size counts the anchor's slot too
-  refused: {named}; expected {expected}. Is this the config.json of such a head?
-windows error: windows that make no sense
-  they cannot be computed
-  by hand: write layer_types with an entry for each layer, and sliding_window, no shorter than a block whose
-    positions see what follows them
-  refused: {got}
-forgotten-window error: use_sliding_window is not true, beside layers that slide
-  transformers forgets the window then, and what reads the config with it runs without
-  fix: write true
-rope-spellings error: the spellings of the rotary settings disagree, or cannot be read
-  older and newer engines turn by different angles: acceptance falls with the position
-  fix: write the one that is the target's in both spellings
-  by hand: write what it was trained with
-  refused: the rotary settings disagree, or cannot be read ({got}); keep what the head was trained with
-""")
+CHECKS = FAULTS["keys"]
 
 
 _OF_HEADS = re.compile("(?i)eagle|draft|spark|flash|speculator|mtp|nextn|medusa|domino")

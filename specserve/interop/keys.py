@@ -8,6 +8,7 @@ several paths state differently, and values that are not computed here (`key_che
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from specserve.errors import ConfigError
@@ -37,11 +38,6 @@ def counts(*names: str, is_required: bool = False) -> list[Key]:
     return [Key(name, is_count=True, is_required=is_required) for name in names]
 
 
-def flags(*names: str) -> list[Key]:
-    """Return the rows of keys that are true or false."""
-    return [flag(name) for name in names]
-
-
 def flag(name: str, *aliases: str, sets: str = "") -> Key:
     """Return the row of a key that is true or false, and false where nothing is stated."""
     return Key(name, aliases, sets, default=False, fits=lambda value: isinstance(value, bool), expected="true or false")
@@ -52,10 +48,10 @@ def number(name: str, default: float, *, sets: str) -> Key:
     return Key(name, sets=sets, default=default, fits=_is_number, expected="a number")
 
 
-def only(name: str, *values: object) -> Key:
+def only(name: str, *values: object, aliases: tuple[str, ...] = ()) -> Key:
     """Return the row of a key of which only these values are computed here."""
     expected = " or ".join(map(repr, values))
-    return Key(name, fits=lambda value: any(_is_same(value, each) for each in values), expected=expected)
+    return Key(name, aliases, fits=lambda value: any(_is_same(value, each) for each in values), expected=expected)
 
 
 def _is_number(value: object) -> bool:
@@ -93,27 +89,9 @@ COMMON = [
     only("is_neox_style", True),
 ]  # of the heads of all kinds
 
-_WRITTEN_BY_OTHERS = """
-architectures model_type dtype torch_dtype transformers_version _name_or_path _commit_hash use_cache auto_map
-tie_word_embeddings initializer_range problem_type attention_dropout pretraining_tp _attn_implementation
-_attn_implementation_autoset attn_implementation attention_backend return_dict output_hidden_states output_attentions
-is_encoder_decoder is_decoder chunk_size_feed_forward id2label label2id tokenizer_class base_model_tp_plan
-base_model_pp_plan base_model_ep_plan has_no_defaults_at_init initial_context_length unsloth_version unsloth_fixed
-max_window_layers
-
-bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id eod_token_id image_token_id
-image_start_token_id image_end_token_id image_newline_token_id video_token_id vision_token_id vision_start_token_id
-vision_end_token_id audio_token_id pad_id im_start_id im_end_id im_newline_id text_start_id text_end_id mask_init_id
-mrope_section mrope_interleaved
-
-target_model_type modal_type org_vocab_size decoder_sparse_step output_router_logits router_aux_loss_coef use_mrope
-add_classification_head class_num pool_type dense_list cla_share_factor
-target_model_name_or_path
-speculators_model_type speculators_version speculators_config embed_requires_grad num_anchors max_anchors
-loss_decay_gamma auf ce_loss_alpha l1_loss_alpha confidence_head_alpha lambda_base_start lambda_base_decay_ratio
-down_sample_ratio down_sample_ratio_min
-"""  # config classes, trainers and hubs; about tokens; about a target whose config was copied, and about training
-HARMLESS = frozenset(_WRITTEN_BY_OTHERS.split())  # of which nothing follows in any kind of head
+_PARTS = (Path(__file__).parent / "harmless.txt").read_text("utf-8").split("\n== ")
+OF_NOTHING = {name.partition(":")[0]: frozenset(keys.split()) for name, _, keys in (p.partition("\n") for p in _PARTS)}
+HARMLESS = OF_NOTHING["all"]  # of which nothing follows in any kind of head
 
 
 @dataclass(frozen=True)

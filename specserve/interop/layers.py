@@ -1,7 +1,7 @@
 """The decoder layers of published heads: the keys of config.json about them, as they are read and written. It knows how
 windows, biases and activations are spelled, which are spelled alike in the heads of all kinds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specserve.checkpoints.load import Target
@@ -9,7 +9,7 @@ from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.drafters.layers import windowed, windows_of
 from specserve.errors import ConfigError
 from specserve.interop import gemma
-from specserve.interop.keys import COMMON, FULL, LAYER, SLIDING, Key, Stated, counts, flag, flags, is_count, only
+from specserve.interop.keys import COMMON, FULL, LAYER, SLIDING, Key, Stated, counts, flag, is_count, only
 from specserve.interop.published import rope_keys, speculators_config
 from specserve.kernels.rowwise import Activation
 from specserve.models.config import ModelConfig
@@ -22,7 +22,7 @@ SIZES: Mapping[str, str] = {  # keys of a layer's settings, and our names
     "num_key_value_heads": "num_kv_heads",
     "head_dim": "head_dim",
 }
-ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_erf"}
 LAYER_KEYS = (
     *counts("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", is_required=True),
     *counts("num_key_value_heads", "max_position_embeddings", "target_hidden_size"),
@@ -31,7 +31,7 @@ LAYER_KEYS = (
     only("hidden_act", *ACTIVATIONS),
     flag("attention_bias", sets="qkv_bias"),
     flag("mlp_bias", sets="mlp_bias"),
-    *flags("use_sliding_window"),
+    flag("use_sliding_window"),
     *map(Key, ("layer_types",)),
     Key("sliding_window", ("swa_window_size",)),
     only("use_aux_hidden_state", True),
@@ -81,6 +81,33 @@ def sized_windows(stated: Stated, kinds: Sequence[str]) -> tuple[int, ...]:
         path = stated.path("sliding_window")
         raise ConfigError(f"{stated.where}: windows without a size: {path} is {window!r}")
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+
+def stated_taps(stated: Stated, keys: Mapping[str, int]) -> dict[str, list[int]]:
+    """Return the layers whose outputs each of these keys names, which may count from further on. Raises ConfigError."""
+    found = {}
+    for key, first in keys.items():
+        if (ids := stated.get(key)) is None:
+            continue
+        if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+            raise ConfigError(f"{stated.where}: {key} must list layers, got {ids!r}")
+        found[key] = [i - first for i in ids]
+    return found
+
+
+def read_taps(
+    stated: Stated, keys: Mapping[str, int], usual: Callable[[], tuple[int, ...]], num_layers: int | None
+) -> tuple[int, ...]:
+    """Return the layers whose outputs are tapped, the usual ones where no key says so. Raises ConfigError where keys
+    disagree, or the target has no such layers; None: their number is not known."""
+    found = stated_taps(stated, keys)
+    if any(taps != next(iter(found.values())) for taps in found.values()):
+        named = "; ".join(f"{key}: outputs of {taps}" for key, taps in found.items())
+        raise ConfigError(f"{stated.where}: the taps are stated in two ways that disagree: {named}")
+    taps = tuple(next(iter(found.values()))) if found else usual()
+    if num_layers is not None and any(not 0 <= i < num_layers for i in taps):
+        raise ConfigError(f"{stated.where}: taps layers {taps}, the target has layers 0..{num_layers - 1}")
+    return taps
 
 
 def window_keys(config: ModelConfig) -> dict[str, Any]:

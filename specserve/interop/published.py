@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.quantized import PLAIN, STORED_BITS, Storing, read_storing
+from specserve.checkpoints.quantized import PLAIN, STORED_BITS, Storing, read_storing, restored
 from specserve.checkpoints.tensors import TensorFolder, listed
 from specserve.errors import CheckpointError
 from specserve.interop.keys import QUANTIZATIONS, find
@@ -181,24 +181,36 @@ def stored_scales(raw: Mapping[str, Any], tensors: TensorFolder, where: str) -> 
     return found_ways.pop() if found_ways else PLAIN
 
 
+def as_floats(
+    tensors: TensorFolder, raw: Mapping[str, Any], where: str
+) -> tuple[TensorFolder, list[str]]:  # and what cannot be read, a line each
+    """Return a head's tensors, its weights of few bits as floats (`quantized.restored`)."""
+    try:
+        return restored(tensors, stored_scales(raw, tensors, where))
+    except CheckpointError as error:
+        return tensors, [str(error)]
+
+
 def target_embedding(target: Target, dtype: str) -> np.ndarray | None:  # [vocab, d_model]
     """Read the target's token embedding as a head in `dtype` would store it; None where its weights are not there."""
-    return target_table(target, target.config.names.embedding.removeprefix("model."), dtype)
+    return target_table(target, dtype, ending=target.config.names.embedding)
 
 
 def target_output(target: Target, dtype: str) -> np.ndarray | None:  # [vocab, d_model]
     """Read the rows of the target's output head, as `target_embedding` does."""
-    return target_embedding(target, dtype) if target.config.tie_embeddings else target_table(target, OUTPUT, dtype)
+    return (
+        target_embedding(target, dtype) if target.config.tie_embeddings else target_table(target, dtype, ending=OUTPUT)
+    )
 
 
-def target_table(target: Target, ending: str, dtype: str) -> np.ndarray | None:
+def target_table(target: Target, dtype: str, *, ending: str) -> np.ndarray | None:
     """Read the tensor of a target whose name ends so and that has a row for each token."""
     try:
         tensors = TensorFolder(target.folder)
     except CheckpointError:
         return None
     shape = (target.config.vocab_size, target.config.d_model)
-    matches = [name for name in sorted(tensors.names()) if f".{name}".endswith(f".{ending}")]
+    matches = [name for name in sorted(tensors.names()) if f".{name}".endswith(f".{ending.removeprefix('model.')}")]
     return next((tensors.read(name).astype(dtype) for name in matches if tensors.shape(name) == shape), None)
 
 

@@ -14,6 +14,7 @@ from specserve.interop.published import rope_keys
 from specserve.models.config import ModelConfig
 from specserve.models.rope import Rope, plain_rope
 
+MOST_ORDERED = 4  # taps of which every order is tried
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "mask_token_id")
 
 
@@ -98,13 +99,35 @@ def write_length(length: int, rest: Fix | None) -> Fix:
     return fix
 
 
-def tap_order(rename: Renamer, order: Sequence[int]) -> Fix:
-    """Put the inputs of `fc.weight`, [out, taps * target_d_model], into another order of taps."""
+def tap_orders(rename: Renamer, named: Sequence[str], norms: Sequence[str] = ()) -> Iterator[Repair]:
+    """List repairs that put the inputs of `fc.weight`, [out, taps * target_d_model], into another order of taps, which
+    are named; alone, and together with the norms of the taps. Of more than four taps only the reverse is tried."""
+    taps = range(len(named))
+    for order in [*itertools.permutations(taps)][1:] if len(taps) <= MOST_ORDERED else [(*reversed(taps),)]:
+        how = f"take%s the taps in the order {', '.join(named[i] for i in order)}"
 
-    def reorder(weight: np.ndarray) -> np.ndarray:
-        return weight.reshape(len(weight), len(order), -1)[:, list(order)].reshape(weight.shape)
+        def reorder(weight: np.ndarray, order: Sequence[int] = order) -> np.ndarray:
+            return weight.reshape(len(weight), len(order), -1)[:, list(order)].reshape(weight.shape)
 
-    return change(rename, reorder, "fc.weight")
+        blocks = change(rename, reorder, "fc.weight")
+        yield Repair(f"fc.weight {how % 's'}", blocks)
+        if norms:
+
+            def with_norms(repaired: Copy, order: Sequence[int] = order, blocks: Fix = blocks) -> None:
+                blocks(repaired)
+                stored = [*map(rename(frozenset(repaired.tensors)), norms)]
+                values = [repaired.tensors[stored[i]] for i in order]
+                repaired.tensors.update(zip(stored, values, strict=True))
+
+            yield Repair(f"fc.weight and its norms {how % ''}", with_norms)
+
+
+def of_products(rename: Renamer, layer: str, *, is_square: bool) -> Iterator[Repair]:
+    """List repairs of a layer's matrices whose shape leaves open which way they are meant."""
+    if is_square:
+        how = change(rename, np.transpose, f"{layer}.self_attn.o_proj.weight")
+        yield Repair("the first o_proj is stored transposed", how)
+    yield from exchanged(rename, [f"{layer}.mlp.{name}_proj.weight" for name in ("gate", "up")], short_name)
 
 
 def tap_layers(

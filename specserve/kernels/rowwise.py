@@ -15,8 +15,9 @@ import numpy as np
 from specserve.kernels import native
 from specserve.mesh import program_platform
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")  # in the order of `native/kernels.h`
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "gelu_erf", "relu2"]
+# in the order of `native/kernels.h`, which has no others
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
 UNGATED: tuple[Activation, ...] = ("relu2",)  # of MLPs that have no `up`
 
 
@@ -38,7 +39,7 @@ def gated(gate: jax.Array, up: jax.Array | None, activation: Activation = "silu"
     The form that is not gated, relu(gate) ** 2 (So et al. 2021, arXiv 2109.08668), has no `up`."""
     if activation in UNGATED:
         return jnp.square(jax.nn.relu(gate))
-    if native.serves(gate) and (up is None or native.serves(up)):
+    if activation in ACTIVATIONS and native.serves(gate) and (up is None or native.serves(up)):
         shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
         code = np.int64(ACTIVATIONS.index(activation))
         return native.call("specserve_gate", shape, gate, native.operand(up), activation=code)
@@ -47,7 +48,9 @@ def gated(gate: jax.Array, up: jax.Array | None, activation: Activation = "silu"
     if activation == "clamped_swiglu":
         gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
         return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)
-    return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
+    if activation == "silu":
+        return jax.nn.silu(gate) * up
+    return jax.nn.gelu(gate, approximate=activation == "gelu_tanh") * up
 
 
 def cos_sin(

@@ -3,8 +3,8 @@ runs."""
 
 from collections.abc import Callable
 
-from specserve.checkpoints.source import resolve_head
 from specserve.drafters.registry import CARRIED
+from specserve.interop.bundled import resolve_head
 from specserve.mesh import SERVING_AXES, in_equal_parts, parse_mesh, program_platform
 from specserve.serve.engine.engine import Engine
 from specserve.serve.launch import Models, load_beside, load_models, make_engine

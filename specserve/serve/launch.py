@@ -13,14 +13,13 @@ from jax.sharding import Mesh
 
 from specserve import host
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_few_bits, load_target
-from specserve.checkpoints.source import BUNDLED, find_head, is_downloaded, resolve_head, resolve_target
+from specserve.checkpoints.source import BUNDLED, resolve_target
 from specserve.drafters.interface import Head
 from specserve.drafters.registry import CARRIED
-from specserve.drafters.settings import DraftQuantization
 from specserve.drafters.speculation import parse_speculation, with_head, within_reach
 from specserve.drafters.words import ALL_TEXT
 from specserve.errors import CheckpointError, ConfigError
-from specserve.interop.bundled import bundled_head
+from specserve.interop.bundled import bundled_head, find_head, is_downloaded, resolve_head
 from specserve.interop.head import load_head
 from specserve.interop.notes import draft_quantization, read_notes
 from specserve.mesh import default_dtype, program_platform
@@ -69,7 +68,7 @@ class Models:
     mesh: Mesh | None = None  # the mesh that both are spread over; None: one device
     draft: DraftInfo | None = None  # the head's name and promise
     quantization: str = "none"  # of the target's weights, as `load_target` takes it
-    draft_quantization: DraftQuantization | Literal[""] = ""  # asked for; empty: as a head's notes say
+    draft_quantization: Quantization | Literal[""] = ""  # asked for; empty: as a head's notes say
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -83,7 +82,7 @@ def load_models(
     *,
     has_tokenizer: bool = True,
     quantization: Quantization | Literal[""] = "",  # of the target; empty: as when the head was trained
-    draft_quantization: DraftQuantization | Literal[""] = "",  # of the head; empty: as its notes say
+    draft_quantization: Quantization | Literal[""] = "",  # of the head; empty: as its notes say
     is_checked: bool = False,  # every weight must be a number
     mesh: Mesh | None = None,  # the mesh to spread both over
 ) -> Models:
@@ -128,13 +127,15 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
     try:
         kind, notes = (CARRIED, {}) if is_carried else (None, read_notes(folder))
         target = dataclasses.replace(models.target, config=models.target.config.stored)
-        head = load_head(folder, target, dtype=default_dtype(), mesh=models.mesh, kind=kind)
+        how = models.draft_quantization or draft_quantization(notes, folder)
+        stored: Quantization = "stored" if how == "stored" else "none"
+        head = load_head(folder, target, dtype=default_dtype(), mesh=models.mesh, kind=kind, quantization=stored)
         head_fingerprint = fingerprint(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: the head cannot be read ({error})") from error
-    how = models.draft_quantization or draft_quantization(notes, folder)
-    if how != "none":  # drafts decide about speed and never about tokens, so what this can cost is acceptance
+    if how not in ("none", "stored"):  # drafts decide about speed and never about tokens: it can cost acceptance
         head = dataclasses.replace(head, params=in_few_bits(head.params, how))
+    if how != "none":
         head_fingerprint = f"{head_fingerprint} {how}"  # another acceptance, and steps of other costs
     stated = models.quantization if is_carried else notes.get("quantization", "none")
     if stated != models.quantization:

@@ -6,7 +6,7 @@ from typing import Literal, TypedDict
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, leaves, setting
-from specserve.drafters.registry import CARRIED
+from specserve.drafters.registry import CARRIED, ModulePath
 from specserve.drafters.words import SPECULATIONS
 from specserve.errors import ConfigError
 
@@ -56,17 +56,23 @@ class ServeRun:
         help=f"folder of a draft head, or a bundled one's name; {CARRIED}: the layer that the target carries; or a "
         "smaller language model, by folder, preset or hub id; empty: a bundled head or none",
     )
+    drafter_module: ModulePath = setting(
+        "",
+        is_early=True,
+        help="import path of a kind of drafter from outside: package.module:NAME, or a module that registers one",
+    )
     quantization: Literal["", "none", "stored", "int8", "fp8", "int4"] = setting(
         "",
         scope=PROGRAM,
         help="weights of the target in few bits: int8, fp8 or int4 (groups of 32 inputs) rounds them at load, stored "
         "keeps a checkpoint's own, none restores floats; empty: as the head was trained, else none",
     )
-    draft_quantization: Literal["", "none", "int8", "fp8", "int4"] = setting(
+    draft_quantization: Literal["", "none", "stored", "int8", "fp8", "int4"] = setting(
         "",
         scope=PROGRAM,
-        help="matrices of the draft head in few bits, rounded at load: tokens stay the same, and a draft reads half "
-        "or a quarter of the bytes; empty: as the head's notes say, else none",
+        help="matrices of the draft head in few bits: int8, fp8 or int4 rounds them at load, stored keeps those of its "
+        "files; tokens stay the same, and a draft reads half or a quarter of the bytes; empty: as the head's notes "
+        "say, else none",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
         "auto",
@@ -252,7 +258,7 @@ class EngineSettings(TypedDict, total=False):
     call. A type checker cannot read them from the schema, so they stand here again, and a test compares both."""
 
     quantization: Literal["", "none", "stored", "int8", "fp8", "int4"]
-    draft_quantization: Literal["", "none", "int8", "fp8", "int4"]
+    draft_quantization: Literal["", "none", "stored", "int8", "fp8", "int4"]
     kv_cache_dtype: Literal["auto", "int8", "fp8"]
     mesh: str
     check_weights: bool
@@ -284,8 +290,11 @@ class TargetRun:
     quantization: Literal["", "none", "stored", "int8", "fp8", "int4"] = setting(
         "", help="of the target, as of `serve`"
     )
-    draft_quantization: Literal["", "none", "int8", "fp8", "int4"] = setting("", help="of the head, as of `serve`")
+    draft_quantization: Literal["", "none", "stored", "int8", "fp8", "int4"] = setting(
+        "", help="of the head, as of `serve`"
+    )
     mesh: str = setting("", help="devices to spread the models over, as of `serve`")
+    drafter_module: ModulePath = setting("", is_early=True, help="of the head, as of `serve`")
 
 
 @dataclass(frozen=True, config=RULES)

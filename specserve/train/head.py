@@ -5,10 +5,10 @@ from pathlib import Path
 
 from specserve import provenance
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.source import resolve_head
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import KINDS, DraftSettings, KindName, check_trained, load_kind
 from specserve.errors import CheckpointError, ConfigError
+from specserve.interop.bundled import resolve_head
 from specserve.interop.head import load_head, read_drafter
 from specserve.interop.notes import read_notes
 from specserve.models.config import ModelConfig

@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
-from specserve.drafters.registry import DEFAULT_KIND, DraftSettings, KindName
+from specserve.drafters.registry import DEFAULT_KIND, DraftSettings, KindName, ModulePath
 from specserve.drafters.settings import DraftQuantization
 from specserve.speculative.ranges import Temperature
 
@@ -151,6 +151,11 @@ class TrainRun:
         "pydoc",
         help="preset, Hugging Face folder, GGUF file or hub id; any but the bundled one brings settings of its own",
         rank=1,
+    )
+    drafter_module: ModulePath = setting(
+        "",
+        is_early=True,
+        help="import path of a kind of drafter from outside: package.module:NAME, or a module that registers one",
     )
     drafter: KindName = setting(DEFAULT_KIND, help="kind of the draft head, see docs/drafters.md")
     quantization: Literal["none", "stored", "int8", "fp8", "int4"] = setting(

@@ -28,7 +28,7 @@ LENGTHS, SEQ, ROLLOUT = (11, 17), 32, Rollout(4, remat=False)
 FLAGS = {"norm_output": True, "fc_norm": True, "norm_before_residual": True, "norm_before_fc": True}
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "window": {"layers": windowed((5,))},
+    "window, GELU by erf": {"layers": windowed((5,)), "activation": "gelu_erf"},
     "norms, biases and GELU": {
         "num_layers": 2,
         "qk_norm": "head",

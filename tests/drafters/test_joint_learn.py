@@ -26,16 +26,23 @@ from specserve.models.target import TargetParams
 from specserve.train.step import LossConfig, teach
 
 SETTINGS: dict[str, Any] = {"block_size": 4, "num_layers": 1, "aux_layers": (0, 1), "rank": 6}
-KINDS: list[KindName] = ["dspark", "dflash2"]
+KINDS: dict[str, tuple[KindName, dict[str, Any]]] = {
+    "dspark": ("dspark", {}),
+    "gated": ("dspark", {"markov": "gated"}),
+    "rnn": ("dspark", {"markov": "rnn"}),
+    "dflash2": ("dflash2", {}),
+    "domino": ("domino", {}),
+}
 
 
-def _drafter(kind: KindName, target: Target) -> DFlash:
-    return DFlash(start.new_config(kind, DraftSettings(**SETTINGS), target.config, target.config.vocab_size))
+def _drafter(name: str, target: Target) -> DFlash:
+    kind, more = KINDS[name]
+    return DFlash(start.new_config(kind, DraftSettings(**SETTINGS, **more), target.config, target.config.vocab_size))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_learned_is_what_is_served(shallow_target: Target, rng: np.random.Generator, kind: KindName) -> None:
-    """Logits, and what is learned beside them, of every slot after the row's own token, by what trees ask for."""
+def test_what_is_learned_is_what_is_served(shallow_target: Target, rng: np.random.Generator, kind: str) -> None:
+    """Logits, and what is learned beside them, of every slot after the row's own tokens, by what trees ask for."""
     drafter, seq = _drafter(kind, shallow_target), 16
     config = drafter.config
     draft: DFlashParams = init_params(head_spec(config), jax.random.key(1), "float32")
@@ -53,23 +60,29 @@ def test_what_is_learned_is_what_is_served(shallow_target: Target, rng: np.rando
         output, p = drafter.output(draft), target_probs[targets.positions]
         logits = drafter.logits(output, target, states)
         also = drafter.auxiliary_loss(output, target, states, logits, jnp.asarray(p))
-        assert also is not None
+        also = jnp.zeros(logits.shape[:-1]) if also is None else also
         return states[:, 0, :, : config.backbone.d_model], logits[:, 0], also[:, 0, :, None]
 
     @jax.jit
-    def serve(
-        target: TargetParams, draft: DFlashParams, state: jax.Array, previous: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """The scores of one slot after one token, and the logit of being accepted."""
-        heads, state, token = draft.markov or draft.selector, state[None, None], previous[None, None]
-        logits = block_logits(draft.output, config, target, state)
-        normed = rms_norm(state, draft.norm, config.backbone.norm_eps)
+    def serve(target: TargetParams, draft: DFlashParams, states: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
+        """The scores of the last of some slots after the tokens of a path, and the logit of being accepted."""
+        heads, width = draft.heads, joint.memory_width(config)
+        normed = rms_norm(states, draft.norm, config.backbone.norm_eps)[:, None, None]
+        logits = block_logits(draft.output, config, target, states[-1:, None])
         if isinstance(heads, joint.Selector):
-            return logits[0, 0], selected(heads, config, logits, normed, token)[0, 0]
+            return logits[0, 0], selected(heads, config, logits, normed[-1], tokens[-1:, None])[0, 0]
         assert heads is not None
+        table = joint.of_previous(heads, target.embedding)
+        assert table is not None
+        memory, features = jnp.zeros((1, 1, width)) if width else None, jnp.zeros(())
+        for token, state in zip(tokens, normed, strict=True):
+            memory, features = joint.read_token(heads, memory, table[token][None, None], state)
+        if isinstance(heads, joint.Domino):
+            after = joint.corrected(heads.up, heads.down, logits, features, normed[-1])
+            return (after if len(tokens) > config.num_uncorrected else logits)[0, 0], jnp.zeros(())
         assert heads.confidence is not None
-        sure = joint.confidences(heads.confidence, config, normed, heads.previous[token])
-        return joint.biased(heads, logits, token)[0, 0], sure[0, 0]
+        sure = joint.confidences(heads.confidence, config, normed[-1], table[tokens[-1]][None, None])
+        return joint.corrected(heads.bias, None, logits, features, normed[-1])[0, 0], sure[0, 0]
 
     targets = drafter.draft_targets(rows, rollout)
     assert targets.positions is not None
@@ -78,10 +91,13 @@ def test_what_is_learned_is_what_is_served(shallow_target: Target, rng: np.rando
     num_tested = 0
     for slot, column in np.argwhere(np.asarray(targets.weights)[:, 0] > 0):
         position = int(targets.positions[slot, 0, column])
-        scores, extra = serve(*args, states[slot, column], token_ids[0, position])
+        path = token_ids[0, targets.positions[: slot + 1, 0, column]]
+        scores, extra = serve(*args, states[: slot + 1, column], path)
         assert_same(logits[slot, column], scores, off[slot, column], f"slot {slot}")
         p = target_probs[position].astype(np.float64)
-        if kind == "dspark":
+        if config.name == "domino":
+            expected = 0.0
+        elif config.name == "dspark":
             alpha = np.minimum(p, np.exp(log_softmax(np.asarray(scores, np.float64)))).sum()
             sure = float(extra)
             expected = alpha * np.logaddexp(0, -sure) + (1 - alpha) * np.logaddexp(0, sure)
@@ -97,14 +113,14 @@ def test_what_is_learned_is_what_is_served(shallow_target: Target, rng: np.rando
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_part_of_a_joint_head_learns(tmp_path: Path, shallow_target: Target, kind: KindName) -> None:
+def test_every_part_of_a_joint_head_learns(tmp_path: Path, shallow_target: Target, kind: str) -> None:
     """It begins as a head without: nothing depends on the token before. What is exported is of its kind."""
     drafter, target_ids = _drafter(kind, shallow_target), np.arange(64, dtype=np.int32)
     first = drafter.init_params(shallow_target, target_ids, seed=0)
     if first.markov is not None:
         assert not np.any(first.markov.bias)
     head, before = Head(drafter, first, target_ids), jax.tree.map(np.array, first)
-    trainer = tiny_trainer(tmp_path / "run", shallow_target, head=head, drafter=kind)
+    trainer = tiny_trainer(tmp_path / "run", shallow_target, head=head, drafter=KINDS[kind][0])
     with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
         trainer.train()
     assert load_head(tmp_path / "run", shallow_target, dtype="float32").drafter == drafter

@@ -13,7 +13,15 @@ from rounding import assert_same, tolerance
 from scipy.special import log_softmax
 
 from specserve.drafters.dflash.config import DFlashConfig
-from specserve.drafters.dflash.joint import JointSlots, Markov, Selector, markov_spec, selector_spec
+from specserve.drafters.dflash.joint import (
+    Domino,
+    Heads,
+    JointSlots,
+    Markov,
+    domino_spec,
+    markov_spec,
+    selector_spec,
+)
 from specserve.drafters.grow import grow_tree
 from specserve.models.config import ModelConfig
 from specserve.models.params import init_params
@@ -26,7 +34,15 @@ VOCAB, WIDTH, BATCH, DEPTH, TOP_K, HEAT = 12, 8, 3, 3, 2, 0.8
 SIZES = (6, 9)  # of trees; all paths are 2 + 4 + 8
 BACKBONE = ModelConfig("qwen3", VOCAB, WIDTH, 1, 2, 1, 4, 8, 64)
 ROOTS = np.array([1, 5, 5], np.int32)
-KINDS: dict[str, dict[str, Any]] = {"markov": {**MARKOV, "confidence": ""}, "confidence": MARKOV, "selector": SELECTOR}
+KINDS: dict[str, dict[str, Any]] = {
+    "markov": {**MARKOV, "confidence": ""},
+    "confidence": MARKOV,
+    "gated": {**MARKOV, "markov_type": "gated"},
+    "rnn": {**MARKOV, "markov_type": "rnn"},
+    "selector": SELECTOR,
+    "domino": {"gru_width": 6, "correction_rank": 4, "num_uncorrected": 1},
+}
+EMBEDDING = (3 * np.random.default_rng(6).standard_normal((VOCAB, WIDTH))).astype(np.float32)
 
 
 SEEDS = np.array([[row, 7] for row in range(BATCH)], np.uint32)
@@ -41,29 +57,67 @@ def _rows(temperature: float) -> SamplerRows:
 def _grown(
     num_nodes: int,
     config: DFlashConfig,
-    heads: Markov | Selector,
+    heads: Heads,
     logits: jax.Array,
     states: jax.Array,
     rows: SamplerRows,
 ) -> tuple[Proposal, jax.Array | None]:
     vocab, seq_lens = DraftVocab(jnp.arange(VOCAB)), jnp.zeros(BATCH, jnp.int32)
-    slots = JointSlots(heads, config, rows, vocab, seq_lens, logits, states)
+    slots = JointSlots(heads, config, rows, vocab, seq_lens, logits, states, jnp.asarray(EMBEDDING))
     roots = jnp.asarray(ROOTS)
-    return grow_tree(slots, DynamicTree(DEPTH, TOP_K, num_nodes), roots, roots[:, None]), slots.confidence
+    return grow_tree(slots, DynamicTree(DEPTH, TOP_K, num_nodes), roots, slots.root(roots)), slots.confidence
 
 
-def _logits_after(heads: Markov | Selector, logits: np.ndarray, state: np.ndarray, previous: int) -> np.ndarray:
-    """Of one slot after one token, by the formulas of DSpark and of DFlash2."""
-    tables = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(heads)]
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def _markov(heads: Markov, tokens: list[int], states: np.ndarray) -> np.ndarray:
+    """What DeepSpec's three heads add to the logits of the slot after these tokens."""
+    table, bias = (np.asarray(leaf, np.float64) for leaf in (heads.previous, heads.bias))
+    if heads.step is None:
+        return table[tokens[-1]] @ bias
+    weight, offset = (np.asarray(leaf, np.float64) for leaf in (heads.step.weight, heads.step.bias))
+    rank = table.shape[1]
+    if weight.shape[1] == rank:
+        gate = _sigmoid(np.concatenate([states[len(tokens) - 1], table[tokens[-1]]]) @ weight + offset)
+        return (gate * table[tokens[-1]]) @ bias
+    memory, output = np.zeros(rank), np.zeros(rank)
+    for token, state in zip(tokens, states, strict=False):
+        gate, new, output = np.split(np.concatenate([memory, table[token], state]) @ weight + offset, 3)
+        memory = _sigmoid(gate) * memory + (1 - _sigmoid(gate)) * np.tanh(new)
+    return np.tanh(output) @ bias
+
+
+def _domino(heads: Domino, tokens: list[int], states: np.ndarray) -> np.ndarray:
+    """The same of SpecForge's, whose GRU is torch's."""
+    of_token, of_memory, down, up = (np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(heads))
+    memory = np.zeros(len(of_memory))
+    for token in tokens:
+        x, h = np.split(EMBEDDING[token] @ of_token, 3), np.split(memory @ of_memory, 3)
+        reset, update = _sigmoid(x[0] + h[0]), _sigmoid(x[1] + h[1])
+        memory = (1 - update) * np.tanh(x[2] + reset * h[2]) + update * memory
+    inner = np.concatenate([states[len(tokens) - 1], memory]) @ down
+    return (inner * _sigmoid(inner)) @ up
+
+
+def _logits_after(
+    config: DFlashConfig, heads: Heads, logits: np.ndarray, states: np.ndarray, tokens: list[int]
+) -> np.ndarray:
+    """The logits of the slot after a root and a path, by the published formulas."""
+    slot = len(tokens) - 1
     if isinstance(heads, Markov):
-        return logits + tables[0][previous] @ tables[1]
-    kept = np.argsort(-logits)[: SELECTOR["selector_top_k"]]
+        return logits[slot] + _markov(heads, tokens, states)
+    if isinstance(heads, Domino):
+        return logits[slot] + (_domino(heads, tokens, states) if slot >= config.num_uncorrected else 0)
+    tables = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(heads)]
+    kept = np.argsort(-logits[slot])[: SELECTOR["selector_top_k"]]
     out = np.full(VOCAB, -np.inf)
-    out[kept] = logits[kept] + tables[1][kept] @ (tables[0][previous] * (state @ tables[2]))
+    out[kept] = logits[slot][kept] + tables[1][kept] @ (tables[0][tokens[-1]] * (states[slot] @ tables[2]))
     return out
 
 
-def _log_confidence(heads: Markov | Selector, state: np.ndarray, previous: int) -> float:
+def _log_confidence(heads: Heads, state: np.ndarray, previous: int) -> float:
     assert isinstance(heads, Markov)
     sure = heads.confidence
     assert sure is not None
@@ -74,7 +128,7 @@ def _log_confidence(heads: Markov | Selector, state: np.ndarray, previous: int) 
 
 def _expected(
     config: DFlashConfig,
-    heads: Markov | Selector,
+    heads: Heads,
     logits: np.ndarray,
     states: np.ndarray,
     root: int,
@@ -89,7 +143,7 @@ def _expected(
         children: dict[tuple[int, ...], float] = {}
         for path, score in level.items():
             previous = path[-1] if path else root
-            ranked = _logits_after(heads, logits[slot], states[slot], previous)
+            ranked = _logits_after(config, heads, logits, states, [root, *path])
             log_q = log_softmax(ranked if noise is None else ranked / HEAT + noise[slot])
             if config.confidence:
                 score += _log_confidence(heads, states[slot], previous)
@@ -107,7 +161,8 @@ def test_every_node_has_candidates_of_its_own(kind: str, num_nodes: int, tempera
     """Rows with the same slots and other roots grow other trees; a head that is less sure of a row's later slots grows
     it wider and less deep."""
     config = dataclasses.replace(DFlashConfig(BACKBONE, (0,), VOCAB, DEPTH + 1, 0, (False,)), **KINDS[kind])
-    spec = selector_spec(config) if config.selector_rank else markov_spec(config)
+    specs = {"dspark": markov_spec, "dflash2": selector_spec, "domino": domino_spec}
+    spec = specs[config.name](config)
     rng = np.random.default_rng(3)
     heads = jax.tree.map(
         lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32),
@@ -122,7 +177,7 @@ def test_every_node_has_candidates_of_its_own(kind: str, num_nodes: int, tempera
         at = jnp.arange(1, DEPTH + 1, dtype=jnp.int32)[None]  # the root stands at position 0
         noise = list(np.asarray(sampling.noise(rows, at, jnp.arange(VOCAB, dtype=jnp.uint32)), np.float64))
 
-    def paths(heads: Markov | Selector) -> list[list[tuple[tuple[int, ...], float]]]:
+    def paths(heads: Heads) -> list[list[tuple[tuple[int, ...], float]]]:
         proposal, _ = jax.device_get(_grown(num_nodes, config, heads, jnp.asarray(logits), jnp.asarray(states), rows))
         out = []
         for row in range(BATCH):

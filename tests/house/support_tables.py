@@ -19,12 +19,12 @@ from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.layers import windowed
 from specserve.drafters.registry import KINDS, DraftSettings, load_kind
 from specserve.interop.assistant import CLASSES as ASSISTANT_CLASSES
-from specserve.interop.dflash.catalogue import ARCHITECTURES as BLOCK_CLASSES
-from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
+from specserve.interop.dflash.dialects import ARCHITECTURES as BLOCK_CLASSES
+from specserve.interop.eagle3.dialects import KEYS as EAGLE3_KEYS
 from specserve.interop.findings import Dialect
-from specserve.interop.formats import format_for, format_named
-from specserve.interop.mtp.layouts import ARCHITECTURES as MTP_CLASSES
-from specserve.interop.peagle.dialects import OWN as PEAGLE_CLASSES
+from specserve.interop.formats import FORMATS, format_for, format_named
+from specserve.interop.mtp.files import ARCHITECTURES as MTP_CLASSES
+from specserve.interop.peagle.files import OWN as PEAGLE_CLASSES
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.families import FAMILIES, model_config
 
@@ -99,6 +99,7 @@ HEADS: dict[str, dict[str, str]] = {  # by kind: the classes that a config.json 
         "Gemma4DSparkModel": "DeepSpec",
     },
     "dflash2": {"DFlash2DraftModel": "specserve, z-lab, speculators"},
+    "domino": {"DominoDraftModel": "specserve, SpecForge"},
     "gemma4-assistant": dict.fromkeys(sorted(ASSISTANT_CLASSES), "Google"),
     "mtp": {
         **dict.fromkeys(sorted(MTP_CLASSES - {"MTPDraftModel"}), "the target's checkpoint, specserve"),
@@ -112,9 +113,9 @@ CLASSES: dict[str, frozenset[str]] = {  # that are read
     "mtp": MTP_CLASSES,
     "gemma4-assistant": ASSISTANT_CLASSES,
 }
-# beside packages, of the same tensors: tests/drafters/test_dense_twin.py, and the oracle of test_mtp.py
+# beside packages, of the same tensors: test_dense_twin.py and test_joint_slots.py in tests/drafters, and test_mtp.py
 TWINS: dict[str, str] = {
-    **dict.fromkeys((*EAGLE3_KEYS.classes, *PEAGLE_CLASSES, "Gemma4DSparkModel"), "NumPy"),
+    **dict.fromkeys((*EAGLE3_KEYS.classes, *PEAGLE_CLASSES, *BLOCK_CLASSES["domino"], "Gemma4DSparkModel"), "NumPy"),
     **dict.fromkeys(("DeepSeekMTPModel", "Glm4MoeMTPModel", "MTPModel", "MTPDraftModel"), "transformers"),
     **dict.fromkeys(ASSISTANT_CLASSES, "transformers"),
     **dict.fromkeys(("Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP", "MiMoMTPModel"), "transformers"),
@@ -127,6 +128,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "biases of attention": {"qkv_bias": True, "o_bias": True},
     "biases of the MLP": {"mlp_bias": True},
     "GELU by tanh": {"activation": "gelu_tanh"},
+    "GELU by erf": {"activation": "gelu_erf"},
     "latent attention": tiny.LATENTS,
     "the layers of a Gemma 4": tiny.GEMMA,
     "another width than the target's": {"d_model": 16, "has_embedding": True},
@@ -164,6 +166,7 @@ def weights() -> str:
 def heads() -> str:
     """Return the table of published heads, one row a class that a config.json may name."""
     saved = _saved_by()
+    assert HEADS.keys() == FORMATS.keys(), f"{sorted(HEADS.keys() ^ FORMATS.keys())} are read or listed, and not both"
     rows = ["| kind | class | written by | loads | equals | trains | exports to |", "|" + "---|" * 7]
     for kind, classes in HEADS.items():
         own = CLASSES[kind]

@@ -6,11 +6,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from specserve.drafters.registry import KindName
+from specserve.drafters.registry import KINDS
 from specserve.drafters.words import OWN_TEXT
 
 ROOT = Path(__file__).parents[2]
@@ -86,8 +85,7 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
 # models too). A lookup is no kind, but the interface's own word for a proposer without a head: `Tree.lookup`.
 ROOMS = {path.parent.name for path in PACKAGE.glob("drafters/*/*.py")}
 DRAFTERS = re.compile(
-    "|".join(sorted({*get_args(KindName), *ROOMS - {"lookup"}, "eagle", OWN_TEXT}))
-    + r"|suffix:[\dK{]|nextn|medusa|hydra|domino",
+    "|".join(sorted({*KINDS, *ROOMS - {"lookup"}, "eagle", OWN_TEXT})) + r"|suffix:[\dK{]|nextn|medusa|hydra|domino",
     re.IGNORECASE,
 )
 OF_ALL_DRAFTERS = ("interface", "learning", "settings", "follow", "grow")

@@ -20,7 +20,7 @@ from specserve.drafters.dflash.model import head_spec
 from specserve.drafters.interface import Head
 from specserve.interop import doctor
 from specserve.interop.convert import export_head, write_head
-from specserve.interop.dflash.catalogue import CHECKS
+from specserve.interop.dflash.dialects import CHECKS
 from specserve.interop.head import load_head, save_head
 from specserve.models.params import init_params
 

@@ -36,6 +36,7 @@ def made(target: Target, *, vocab_size: int = 48, settings: Raw | None = None, *
     return Head(DFlash(config), jax.tree.map(lambda x: x + 0.25, params), head.target_ids)
 
 
+DOMINO: Raw = {"gru_width": 8, "correction_rank": 4, "num_uncorrected": 1}
 HEADS: dict[str, Raw] = {
     "plain": {},
     "whole vocabulary": {"vocab_size": 64},
@@ -44,8 +45,12 @@ HEADS: dict[str, Raw] = {
     "own": {"vocab_size": 64, "has_embedding": True, "has_own_head": True},
     "sinks": {"has_sinks": True, "qkv_bias": True, "o_bias": True},
     "scaled": {"embedding_scale": 2.0, "output_scale": 0.5, "logit_softcap": 30.0},
+    "gated": {"foresees_anchor": True, "markov_rank": 4, "markov_type": "gated"},
+    "rnn": {"foresees_anchor": True, "markov_rank": 4, "markov_type": "rnn", "confidence": "state"},
+    "domino": {"vocab_size": 64, "foresees_anchor": True, **DOMINO},
+    "unshifted domino": {"vocab_size": 64, **DOMINO, "num_uncorrected": 0},
 }
-BEYOND_SPECULATORS = {"causal", "own", "sinks", "scaled"}
+BEYOND_SPECULATORS = {"causal", "own", "sinks", "scaled", "domino", "unshifted domino"}
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -155,6 +160,10 @@ def test_windows_and_causality_are_read_as_published(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        (
+            {"dflash_config": {"shift_label": True, "mask_token_id": 3}},
+            "shift_label is True, .* in a dflash head",
+        ),
         ({"window_size": 64}, "window_size: not known"),
         ({"dflash_config": {"temperature": 2, "mask_token_id": 3, "target_layer_ids": [1]}}, "dflash_config.temp"),
         ({"vocab_size": 65}, "vocabulary 65, width 32 and 6 layers"),
@@ -168,7 +177,7 @@ def test_windows_and_causality_are_read_as_published(
             "a window of 4, shorter than the block",
         ),
         ({"layer_types": ["sliding_attention"] * 2}, "windows without a size"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"projector_type": "domino"}, "projector_type is 'domino'"),
         (
             {"sample_from_anchor": False, "dspark_bonus_anchor": False},
@@ -187,3 +196,25 @@ def test_what_cannot_be_computed_is_refused_by_name(
         load_head(folder, tiny_target, dtype="float32")
     assert isinstance(error.value, SpecServeError)
     assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        (
+            "rnn",
+            {"sample_from_anchor": False, "dspark_bonus_anchor": True},
+            "whether it reads that slot too",
+        ),
+        ("gated", {"markov_head_type": "fir"}, "markov_head_type is 'fir', .* 'vanilla' or 'gated' or 'rnn'"),
+        ("domino", {"draft_vocab_size": 48}, "a domino head proposes all 64 tokens"),
+    ],
+)
+def test_a_joint_head_that_is_not_computed_is_refused(
+    tmp_path: Path, tiny_target: Target, name: str, changes: Raw, words: str
+) -> None:
+    save_head(tmp_path, made(tiny_target, **HEADS[name]), tiny_target, dtype="float32", notes={})
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(ConfigError, match=words):
+        load_head(tmp_path, tiny_target, dtype="float32")

@@ -25,7 +25,7 @@ from specserve.drafters.layers import windowed
 from specserve.errors import SpecServeError
 from specserve.interop import doctor
 from specserve.interop.convert import describe_target, export_head, write_head
-from specserve.interop.eagle3.catalogue import CHECKS
+from specserve.interop.eagle3.dialects import CHECKS
 from specserve.interop.examined import CHECKS as COMMON_CHECKS
 from specserve.interop.format import Dialect
 from specserve.interop.head import load_head, save_head
@@ -184,7 +184,7 @@ HOPELESS: list[tuple[str, Plant]] = [
     ("all-zero", change("norm.weight", np.zeros_like)),
     ("weight-range", change("lm_head.weight", lambda head: head * np.float32(1e20))),
     ("weight-range", change("lm_head.weight", lambda head: head * np.float32(1e-20))),
-    ("uncomputed", put(hidden_act="gelu")),
+    ("uncomputed", put(hidden_act="relu")),
     ("uncomputed", put(rms_norm_eps=1.0)),
     ("uncomputed", put(rms_norm_eps="1e-6")),
     ("windows", put(sliding_window=2048)),

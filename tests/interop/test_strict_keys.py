@@ -18,13 +18,13 @@ from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.layers import windowed
 from specserve.errors import ConfigError, SpecServeError
 from specserve.interop import doctor
-from specserve.interop.dflash.catalogue import KEYS as BLOCK_KEYS
-from specserve.interop.eagle3.catalogue import KEYS as EAGLE3_KEYS
+from specserve.interop.dflash.dialects import KEYS as BLOCK_KEYS
+from specserve.interop.eagle3.dialects import KEYS as EAGLE3_KEYS
 from specserve.interop.eagle3.dialects import draft_config_from_hf
 from specserve.interop.format import Dialect
 from specserve.interop.head import head_files, load_head, read_drafter
 from specserve.interop.keys import HARMLESS, LAYER, OLD_ROPE, ROPE, ROTARY, KeyTable, without
-from specserve.interop.peagle.dialects import KEYS as PEAGLE_KEYS
+from specserve.interop.peagle.files import KEYS as PEAGLE_KEYS
 from specserve.models.families import model_config
 from specserve.models.rope import yarn_magnitude
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from scipy.special import softmax
+from scipy.special import erf, softmax
 
 Memory = list[list[tuple[int, np.ndarray, np.ndarray]]]  # layer by layer: position, keys and values of each entry
 
@@ -152,6 +152,8 @@ class DenseHead:
         gate, up = self._linear(x, f"{name}.gate_proj"), self._linear(x, f"{name}.up_proj")
         if self.is_gemma or self.layer["hidden_act"] == "gelu_pytorch_tanh":
             gate = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+        elif self.layer["hidden_act"] == "gelu":
+            gate = 0.5 * gate * (1 + erf(gate / np.sqrt(2)))
         else:
             gate = gate / (1 + np.exp(-gate))
         return self._linear(gate * up, f"{name}.down_proj")

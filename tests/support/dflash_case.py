@@ -55,6 +55,8 @@ SPECULATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "part": ({"vocab_size": 48}, {}),
     "dspark": ({"vocab_size": 48}, MARKOV | {"foresees_anchor": True}),
     "dspark-later": ({}, MARKOV | {"confidence": "state"}),
+    "dspark-gated": ({}, MARKOV | {"foresees_anchor": True, "markov_type": "gated"}),
+    "dspark-rnn": ({}, MARKOV | {"foresees_anchor": True, "markov_type": "rnn"}),
     "dflash2": ({}, SELECTOR),
 }
 
@@ -188,12 +190,23 @@ def _joint(
     if params.markov is None:
         return ()
     heads = params.markov
-    scores = jnp.stack([joint.biased(heads, of_slot, previous) for of_slot, _ in slots], axis=1)
+    scores = jnp.stack([biased(heads, config, *slot, previous) for slot in slots], axis=1)
     if heads.confidence is None:
         return (scores,)
     given = heads.previous[previous]
     every = [jnp.broadcast_to(state, (*given.shape[:2], state.shape[-1])) for _, state in slots]
     return scores, jnp.stack([joint.confidences(heads.confidence, config, state, given) for state in every], axis=1)
+
+
+def biased(
+    heads: joint.Markov, config: DFlashConfig, logits: jax.Array, state: jax.Array, previous: jax.Array
+) -> jax.Array:  # [batch, k, draft_vocab]
+    """The logits of a slot after each of k tokens [batch, k] with which a path begins."""
+    given = heads.previous[previous]
+    each = jnp.broadcast_to(state, (*given.shape[:2], state.shape[-1]))
+    width = joint.memory_width(config)
+    features = joint.read_token(heads, jnp.zeros((*given.shape[:2], width)) if width else None, given, each)[1]
+    return joint.corrected(heads.bias, None, logits, features, each)
 
 
 def config_of(head: Head) -> DFlashConfig:

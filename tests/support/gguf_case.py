@@ -136,3 +136,88 @@ def _tensors(raw: Mapping[str, Any], arch: str, stored: Mapping[str, np.ndarray]
         if f"{which}_factor" in scaling:
             out[f"rope_factors_{which}.weight"] = np.asarray(scaling[f"{which}_factor"], np.float32)
     return out
+
+
+_OF_LAYERS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.attention_sink_bias": "attn_sinks.weight",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
+}
+_BESIDE_LAYERS = {
+    "embed_tokens": "token_embd",
+    "lm_head": "output",
+    "norm": "output_norm",
+    "midlayer.hidden_norm": "blk.0.attn_norm_2",
+    "input_norm": "enc.output_norm",
+    "hidden_norm": "enc.output_norm",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "candidate_selector.hidden_projection": "selector_hidden",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
+}
+
+
+def write_head(
+    folder: Path,
+    path: Path,
+    *,
+    values: Mapping[str, Any],  # of the architecture's keys, beside those of the layers' sizes; None takes one out
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,  # of matrices that rows are multiplied by
+) -> Path:
+    """Write a head as llama.cpp's converter does, from a folder in our own layout, and give the path."""
+    raw = json.loads((folder / "config.json").read_text())
+    arch = "eagle3" if "Eagle3" in raw["architectures"][0] else "dflash"
+    writer = gguf.GGUFWriter(path, arch)
+    facts = {own: raw[key] for key, own in _KEYS.items() if raw.get(key) is not None and key != "sliding_window"}
+    facts |= {"attention.key_length": raw["head_dim"], "rope.dimension_count": raw["head_dim"], **values}
+    for name, value in facts.items():
+        if value is not None:
+            _add(writer, name if name.startswith("tokenizer.") else f"{arch}.{name}", value)
+    _add(writer, "tokenizer.ggml.tokens", [f"<{i}>" for i in range(raw["vocab_size"])])
+    for stored, tensor in load_file(folder / "model.safetensors").items():
+        name, value, used = _name_of(stored), tensor, gguf.GGMLQuantizationType.F32
+        if stored == "t2d":
+            continue
+        if stored == "d2t":
+            writer.add_tensor("d2t", tensor + np.arange(len(tensor)), raw_dtype=gguf.GGMLQuantizationType.I64)
+            continue
+        if arch == "eagle3" and (match := re.search(r"\.([qk])_proj\.", stored)):
+            heads = raw["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
+            value = tensor.reshape(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+        if re.search(r"_proj\.weight|^fc|^lm_head", stored):
+            used = kind
+        writer.add_tensor(name, gguf.quantize(value, used), raw_dtype=used)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _name_of(stored: str) -> str:
+    for names, prefix in ((_BESIDE_LAYERS, ""), (_OF_LAYERS, "blk.{}.")):
+        match = re.match(r"(?:midlayer|layers\.(\d+))\.", stored) if prefix else None
+        rest = stored[match.end() :] if match else stored
+        part = rest.removesuffix(".weight").removesuffix(".bias")
+        if part in names and bool(match) == bool(prefix):
+            suffix = rest[len(part) :]
+            name = names[part]
+            return prefix.format(int(match[1] or 0) if match else 0) + (
+                name if name.endswith(".weight") else name + suffix
+            )
+    return stored

@@ -131,7 +131,7 @@ def tiny_trainer(
     documents = [Document(rng.integers(0, 64, 30).astype(np.int32), np.ones(30, bool)) for _ in range(16)]
     run = tiny_run(output, **changes)
     shape = run.train.batch_size, run.train.seq_len
-    is_whole = run.drafter in ("mtp", "dflash2")  # they propose all of the target's tokens
+    is_whole = run.drafter in ("mtp", "dflash2", "domino")  # they propose all of the target's tokens
     target_ids = np.arange(64, dtype=np.int32) if is_whole else np.arange(8, 56, dtype=np.int32)
     shard = processes.shard_of(place_rows(mesh, shape), shape)
     data = TrainingData(

@@ -41,6 +41,22 @@ class Facts:
             raise CheckpointError(f"{self.file.path}: {name} {got}; this model cannot be read from a GGUF file")
         return value
 
+    def unread(self, *unused: str) -> list[str]:
+        """Return the keys that were not read, but for those that nothing follows from."""
+        known = self.read | {f"{self.architecture}.{key}" for key in unused}
+        return sorted(
+            name for name in self.file.values if name.startswith(f"{self.architecture}.") and name not in known
+        )
+
+    def listed(self, key: str) -> list[Any]:
+        """Return a list. Raises CheckpointError where it is missing."""
+        name = f"{self.architecture}.{key}"
+        self.read.add(name)
+        value = self.file.values.get(name)
+        if not isinstance(value, list) or not value:
+            raise CheckpointError(f"{self.file.path}: {name} is {value!r}, expected a list")
+        return value
+
     def factors(self, name: str) -> list[float]:
         """Return the numbers of one of `ROPE_TENSORS`."""
         tensor = self.file.tensors[name]
@@ -167,15 +183,28 @@ def read_config(file: GgufFile, *, warns: bool = False) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path}: token_embd.weight is missing; is it the file of a whole language model?")
+    config = layer_sizes(facts) | {
+        "model_type": architecture.family,
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": architecture.family != "phi3" and "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        **architecture.more(facts),
+    }
+    if (unread := facts.unread(*_UNUSED)) and warns:
+        logger.warning("%s: keys that are not read: %s", file.path, ", ".join(unread))
+    return config
+
+
+def layer_sizes(facts: Facts) -> dict[str, Any]:
+    """Return the sizes of a model's layers and its rotary settings, as keys of config.json. Raises CheckpointError."""
     width, heads = facts.get("embedding_length"), facts.get("attention.head_count")
     # llama.cpp lets the part that turns stand for the width of a head where that is not stated
     head_dim = facts.get("attention.key_length", width // heads)
     if facts.get("attention.value_length", head_dim) != head_dim:
-        raise CheckpointError(f"{file.path}: {architecture.name}.attention.value_length must equal key_length")
+        raise CheckpointError(f"{facts.file.path}: {facts.architecture}.attention.value_length must equal key_length")
     experts = facts.get("expert_feed_forward_length", 0)
-    config = {
-        "model_type": architecture.family,
-        "vocab_size": embedding.shape[0],
+    return {
         "hidden_size": width,
         "num_hidden_layers": facts.get("block_count"),
         "num_attention_heads": heads,
@@ -184,17 +213,8 @@ def read_config(file: GgufFile, *, warns: bool = False) -> dict[str, Any]:
         "intermediate_size": facts.get("feed_forward_length", experts or None),
         "max_position_embeddings": facts.get("context_length"),
         "rms_norm_eps": facts.get("attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": architecture.family != "phi3" and "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         **_rope(facts, head_dim),
-        **architecture.more(facts),
     }
-    own = {name for name in file.values if name.startswith(f"{architecture.name}.")}
-    unread = own - facts.read - {f"{architecture.name}.{key}" for key in _UNUSED}
-    if unread and warns:
-        logger.warning("%s: keys that are not read: %s", file.path, ", ".join(sorted(unread)))
-    return config
 
 
 def _rope(facts: Facts, head_dim: int) -> Mapping[str, Any]:

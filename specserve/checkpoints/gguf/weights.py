@@ -5,9 +5,11 @@ graph turns neighbours (`config.Architecture.in_turns`). It adds 1 to the norms 
 layer in one tensor. Reading undoes each.
 """
 
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -29,6 +31,7 @@ _PLAIN = {
     GGMLQuantizationType.F32: FLOAT32,
     GGMLQuantizationType.F16: np.dtype(np.float16),
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
+    GGMLQuantizationType.I64: np.dtype(np.int64),
 }
 QUANTISED = tuple(
     GGMLQuantizationType[name]
@@ -37,6 +40,7 @@ QUANTISED = tuple(
         *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
     )
 )
+NAMES_FILE = "tensors.json"  # beside a file, of tensors whose names do not follow from a family of targets
 _ROWS = 1024  # restored at once
 
 
@@ -49,6 +53,7 @@ class GgufEntry:
     num_heads: int = 0  # the heads of rows that stand in turns; 0: rows stand as they are
     shift: int = 0  # added to what the checkpoint has
     is_product: bool = False  # rows are multiplied by it
+    holds_ids: bool = False  # of tokens, where the checkpoint has how far each is from its own place
 
     @property
     def file(self) -> Path:
@@ -71,6 +76,8 @@ class GgufEntry:
         else:
             mapped = np.memmap(self.file, self.dtype, "r", self.stored.offset, self.shape)
             value = np.array(mapped[(self._in_file(rows), *rest)])
+        if self.holds_ids:
+            value -= np.arange(self.shape[0], dtype=value.dtype)[rows]
         return value - np.asarray(self.shift, value.dtype) if self.shift else value
 
     def whole_numbers(self) -> LazyQuantized | None:
@@ -126,18 +133,23 @@ class GgufEntry:
 
 
 def read_entries(path: Path) -> dict[str, GgufEntry]:
-    """Return the tensors of a file by the names that its family has in Hugging Face folders; those that its family
-    does not have by their own. Raises CheckpointError for types of numbers that are not read, and as
-    `container.read_gguf` and `config.read_config` do."""
-    file = read_gguf(path.resolve())
-    architecture, where = architecture_of(file), str(file.path)
-    with making_sense(file.path):
-        config = model_config(read_config(file), dtype="float32", where=where)
+    """Return the tensors of a file by the names that its family has in Hugging Face folders, or that `NAMES_FILE` has;
+    those that its family does not have by their own. Raises CheckpointError for types of numbers that are not read, and
+    as `container.read_gguf` and `config.read_config` do."""
+    file, names_file = read_gguf(path.resolve()), path.with_name(NAMES_FILE)
+    where = str(file.path)
     unread = {t.kind.name: name for name, t in file.tensors.items() if t.kind not in (*_PLAIN, *QUANTISED)}
     if unread:
         kind, name = min(unread.items())
         allowed = ", ".join(kind.name for kind in (*_PLAIN, *QUANTISED))
         raise CheckpointError(f"{where}: {name} is of type {kind}; {allowed} can be read")
+    if names_file.is_file():
+        stated: dict[str, Any] = json.loads(names_file.read_text())
+        parts = {name: (entry.pop("stored"), tuple(entry.pop("shape")), entry) for name, entry in stated.items()}
+        return {name: GgufEntry(file.tensors[own], shape, **how) for name, (own, shape, how) in parts.items()}
+    architecture = architecture_of(file)
+    with making_sense(file.path):
+        config = model_config(read_config(file), dtype="float32", where=where)
     entries: dict[str, GgufEntry] = {}
     used: set[str] = set(ROPE_TENSORS)
     names = get_tensor_name_map(_arch(architecture.name), config.num_layers)

@@ -6,6 +6,8 @@ from typing import Literal
 
 from specserve.models.config import ModelConfig
 
+Markov = Literal["vanilla", "gated", "rnn"]
+
 
 @dataclass(frozen=True)
 class DFlashConfig:
@@ -23,17 +25,22 @@ class DFlashConfig:
     output_scale: float = 1.0  # of its logits
     foresees_anchor: bool = False  # slot k is about the token k + 1 places after the anchor, so slot 0 counts
     markov_rank: int = 0  # of DSpark's bias by the token before; 0: none
+    markov_type: Markov = "vanilla"  # how the bias follows: from the token alone, gated by the slot, or from all before
     confidence: Literal["", "state", "state and token"] = ""  # the inputs of DSpark's confidence
     has_confidence_bias: bool = False
     conv_taps: int = 0  # of DFlash2's convolutions; 0: none
     conv_group: int = 0  # channels that share what a slot adds to its kernel
     selector_rank: int = 0  # of DFlash2's ranking of candidates; 0: none
     selector_top_k: int = 0  # candidates of a slot
+    gru_width: int = 0  # of Domino's state, which reads the tokens before; 0: none
+    correction_rank: int = 0  # of what Domino adds to logits
+    num_uncorrected: int = 0  # slots that Domino leaves as they are, after the anchor's token
 
     @property
     def name(self) -> str:
         """The name of its kind."""
-        return "dspark" if self.markov_rank else "dflash2" if self.selector_rank else "dflash"
+        names = {"dspark": self.markov_rank, "dflash2": self.selector_rank, "domino": self.gru_width}
+        return next((name for name, size in names.items() if size), "dflash")
 
     @property
     def has_head(self) -> bool:

@@ -1,5 +1,5 @@
 """DFlash (arXiv 2602.06036): one pass over a block of masked slots below the root foresees all of its tokens at once.
-DSpark and DFlash2 are the same with heads that make slots depend on each other (`joint`)."""
+DSpark, DFlash2 and Domino are the same with heads that make slots depend on each other (`joint`)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from specserve.drafters.dflash import model, start
 from specserve.drafters.dflash import rollout as training
 from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.joint import JointSlots
-from specserve.drafters.dflash.model import DFlashParams, Output, block_inputs, block_logits, block_states
+from specserve.drafters.dflash.model import DFlashParams, Output, block_inputs, block_logits, block_states, token_table
 from specserve.drafters.grow import Marginals, grow_tree
 from specserve.drafters.interface import Kind, TrainedDrafter
 from specserve.drafters.layers import facts_of, windows_of
@@ -55,7 +55,8 @@ class DFlash(TrainedDrafter):
             "block_size": self.config.block_size,
             "causal": "all" if all(self.config.is_causal) else "" if any(self.config.is_causal) else "none",
             "sinks": self.config.backbone.has_sinks,
-            "rank": self.config.markov_rank or self.config.selector_rank,
+            "rank": self.config.markov_rank or self.config.selector_rank or self.config.correction_rank,
+            "markov": self.config.markov_type,
         }
 
     def init_state(self, target: ModelConfig, sizes: Sizes) -> Cache:
@@ -80,14 +81,14 @@ class DFlash(TrainedDrafter):
         assert draft is not None, "a head proposes, and there is none"
         states = run_block(draft, weights.target, config, state, view, tree.depth)
         logits = block_logits(draft.params.output, config, weights.target, states)
-        heads = draft.params.markov or draft.params.selector
-        roots = view.root_ids[:, None]
+        heads = draft.params.heads
         if heads is None:
             slots = Marginals(view.rows, draft.vocab, view.seq_lens, logits)
-            return state, grow_tree(slots, tree, view.root_ids, roots)
+            return state, grow_tree(slots, tree, view.root_ids, view.root_ids[:, None])
         normed = rms_norm(states, draft.params.norm, config.backbone.norm_eps)
-        joint = JointSlots(heads, config, view.rows, draft.vocab, view.seq_lens, logits, normed)
-        proposal = grow_tree(joint, tree, view.root_ids, roots)
+        table = token_table(draft.params, weights.target)
+        joint = JointSlots(heads, config, view.rows, draft.vocab, view.seq_lens, logits, normed, table)
+        proposal = grow_tree(joint, tree, view.root_ids, joint.root(view.root_ids))
         return state, dataclasses.replace(proposal, confidence=joint.confidence)
 
     def spec(self) -> DFlashParams:
@@ -125,9 +126,9 @@ class DFlash(TrainedDrafter):
         return training.block_costs(self.config, self.spec_on(mesh), rollout, seq_len, mesh)
 
 
-DFLASH, DSPARK, DFLASH2 = (
+DFLASH, DSPARK, DFLASH2, DOMINO = (
     Kind(DFlash, partial(start.new_config, kind), partial(start.suits, kind))
-    for kind in ("dflash", "dspark", "dflash2")
+    for kind in ("dflash", "dspark", "dflash2", "domino")
 )
 
 

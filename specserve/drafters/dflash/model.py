@@ -18,7 +18,18 @@ import jax
 import jax.numpy as jnp
 
 from specserve.drafters.dflash.config import DFlashConfig
-from specserve.drafters.dflash.joint import JointOutput, Markov, Selector, joint_loss, markov_spec, selector_spec
+from specserve.drafters.dflash.joint import (
+    Domino,
+    Heads,
+    JointOutput,
+    Markov,
+    Selector,
+    corrected,
+    domino_spec,
+    joint_loss,
+    markov_spec,
+    selector_spec,
+)
 from specserve.kernels.matmul import Weight, matmul_float32
 from specserve.kernels.rowwise import rms_norm
 from specserve.models.attention import KV, Attention, project_kv, project_qkv
@@ -92,6 +103,12 @@ class DFlashParams:
     convs: tuple[Convs, ...] = ()  # of each layer
     markov: Markov | None = None
     selector: Selector | None = None
+    domino: Domino | None = None
+
+    @property
+    def heads(self) -> Heads | None:
+        """The heads that make slots depend on each other, of which there is one kind at most."""
+        return self.markov or self.selector or self.domino
 
     @property
     def output(self) -> tuple[jax.Array, Weight | None]:
@@ -101,7 +118,7 @@ class DFlashParams:
     @property
     def learned_output(self) -> "Output":
         """The parameters that make logits of the states that training has, see `output_logits`."""
-        return *self.output, JointOutput.of(self.markov, self.selector)
+        return *self.output, JointOutput.of(self.heads)
 
 
 def head_spec(config: DFlashConfig) -> DFlashParams:
@@ -119,6 +136,7 @@ def head_spec(config: DFlashConfig) -> DFlashParams:
         convs=tuple(conv_spec(config, i) for i in range(backbone.num_layers)) if config.conv_taps else (),
         markov=optional(config.markov_rank, markov_spec(config)),
         selector=optional(config.selector_rank, selector_spec(config)),
+        domino=optional(config.gru_width, domino_spec(config)),
     )
 
 
@@ -135,6 +153,10 @@ def context_kv(
     return tuple(project_kv(_attention(layer), backbone, context, rope) for layer in params.layers)
 
 
+def token_table(params: DFlashParams, target: TargetParams) -> jax.Array:  # [vocab, d_model]
+    return target.embedding if params.embedding is None else params.embedding
+
+
 def block_inputs(
     params: DFlashParams,
     config: DFlashConfig,
@@ -143,7 +165,7 @@ def block_inputs(
     length: int,  # slots, the anchor's among them
 ) -> jax.Array:  # [..., length, d_model]
     """Return the anchor's embedding, and that of the mask in all further slots."""
-    table = target.embedding if params.embedding is None else params.embedding
+    table = token_table(params, target)
     masks = jnp.full((*anchors.shape[:-1], length - 1), config.mask_token_id, anchors.dtype)
     return table[jnp.concatenate([anchors, masks], axis=-1)] * jnp.asarray(config.embedding_scale, table.dtype)
 
@@ -221,14 +243,18 @@ def output_logits(
     output: Output,
     config: DFlashConfig,
     target: TargetParams,
-    states: jax.Array,  # [..., d_model], and beside joint heads [..., d_model + rank]: what the token before gives
+    states: jax.Array,  # [..., d_model], and beside joint heads more (`joint.with_features`)
 ) -> jax.Array:  # [..., draft_vocab] float32
     norm, head, joint = output
     width = config.backbone.d_model
     logits = block_logits((norm, head), config, target, states[..., :width])
     if joint.bias is None:
         return logits
-    return logits + matmul_float32(states[..., width:], joint.bias)
+    normed, more = rms_norm(states[..., :width], norm, config.backbone.norm_eps), states[..., width:]
+    if joint.down is None:
+        return corrected(joint.bias, None, logits, more[..., -config.markov_rank :], normed)
+    is_corrected = more[..., -1:] > 0
+    return jnp.where(is_corrected, corrected(joint.bias, joint.down, logits, more[..., :-1], normed), logits)
 
 
 def joint_auxiliary(
@@ -240,7 +266,8 @@ def joint_auxiliary(
         return None
     width = config.backbone.d_model
     normed = rms_norm(states[..., :width], norm, config.backbone.norm_eps)
-    return joint_loss(joint, config, normed, states[..., width:], logits, p)
+    given = states[..., width : width + (config.markov_rank or config.selector_rank)]
+    return joint_loss(joint, config, normed, given, logits, p)
 
 
 def _attention(layer: Layer) -> Attention:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from specserve.drafters.dflash import joint
 from specserve.drafters.dflash.config import DFlashConfig
-from specserve.drafters.dflash.model import DFlashParams, block_inputs, block_states, context_kv
+from specserve.drafters.dflash.model import DFlashParams, block_inputs, block_states, context_kv, token_table
 from specserve.drafters.learning import (
     Costs,
     DraftTargets,
@@ -30,6 +30,7 @@ from specserve.drafters.learning import (
 from specserve.kernels import rows as row_kernels
 from specserve.kernels.anchors import Anchors, attend_anchors
 from specserve.kernels.rows import Documents, part_length
+from specserve.kernels.rowwise import rms_norm
 from specserve.mesh import on_each_device, traced_mesh
 from specserve.models.attention import KV, Attention
 from specserve.models.params import is_matrix, num_params, specs
@@ -90,7 +91,7 @@ def states_of_blocks(
     rollout: Rollout,
 ) -> list[jax.Array]:  # slot x [batch, anchor, d_model]
     """Compute the states of all slots after the anchors, as `drafter.run_block` has them in serving. Beside joint
-    heads each state is followed by the vector of the token before its slot, [.., d_model + rank]."""
+    heads each state is followed by what these make of the tokens before its slot (`joint.with_features`)."""
     blocks = choose_blocks(config, rows, rollout)
     context = context_kv(params, config, aux_hidden_states, rows.position_ids)
     index = jnp.arange(rows.token_ids.shape[1], dtype=jnp.int32)
@@ -103,14 +104,15 @@ def states_of_blocks(
     else:
         states = run(params, context, *of_anchors)
     by_slot = [states[:, :, slot] for slot in range(config.num_slots)]
-    table = joint.of_previous(params.markov, params.selector)
-    if table is None:
+    heads, table = params.heads, joint.of_previous(params.heads, token_table(params, target))
+    if heads is None or table is None:
         return by_slot
     # the position that foretells a token is that of the token before; in training it is the row's own
     at = targets_of_blocks(config, rows, rollout).positions
     assert at is not None, "blocks stand at positions"
     given = [table[_take(rows.token_ids, each)].astype(states.dtype) for each in at]
-    return [jnp.concatenate(pair, axis=-1) for pair in zip(by_slot, given, strict=True)]
+    normed = [rms_norm(state, params.norm, config.backbone.norm_eps) for state in by_slot]
+    return joint.with_features(heads, config, by_slot, normed, given)
 
 
 def _run_blocks(
@@ -219,8 +221,9 @@ def _flops(
 ) -> Flops:
     backbone, again = config.backbone, rollout.num_repeats
     total = Flops(1, 1) * (4.0 * num_params(spec.fc))  # the features themselves are frozen
-    if spec.markov is not None:  # a product for each state, beside that of the output head
-        total += Flops(6, 6) * (num_params(spec.markov.bias) * slots * config.num_slots / config.block_size)
+    if spec.heads is not None:  # products for each state, beside that of the output head
+        products = [leaf for leaf in specs(spec.heads) if is_matrix(leaf)]
+        total += Flops(6, 6) * (num_params(products) * slots * config.num_slots / config.block_size)
     width = 2 * on_each_device(mesh, "heads", backbone.num_heads) * backbone.head_dim
     for i, layer in enumerate(spec.layers):
         assert isinstance(layer.attention, Attention), "a head's layers attend"

@@ -23,3 +23,13 @@ class JointSettings(BlockSettings):
     """The settings of a block drafter whose positions depend on each other."""
 
     rank: int = setting(0, help="of a block drafter's joint head; 0: half the target's width, at most 256", ge=0)
+
+
+@dataclass(frozen=True, config=RULES)
+class MarkovSettings(JointSettings):
+    """The settings of a block drafter with a bias by the tokens before."""
+
+    markov: Literal["vanilla", "gated", "rnn"] = setting(
+        "vanilla",
+        help="of a dspark drafter's bias: by the token before, also gated by the position, or by all before",
+    )

@@ -12,7 +12,7 @@ import numpy as np
 from specserve.checkpoints.load import Target
 from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.model import Conv, Convs, DFlashParams, head_spec
-from specserve.drafters.dflash.settings import JointSettings
+from specserve.drafters.dflash.settings import MarkovSettings
 from specserve.drafters.layers import check_taps, layers_like, windows_of
 from specserve.drafters.settings import ALL_TOKENS
 from specserve.errors import ConfigError
@@ -24,26 +24,25 @@ from specserve.models.target import head_columns, whole_norm
 BLOCK_SIZE = 8
 MOST_LAYERS, FEWEST_TAPS = 5, 3
 MOST_RANK = 256
+FORESEEING = ("dspark", "domino")  # the anchor's slot of their blocks predicts a token too
+WHOLE = ("dflash2", "domino")  # they propose all tokens
+GRU_WIDTH = 4  # of a published Domino's state, to its rank
 CONV_TAPS, CONV_GROUP, SELECTOR_TOP_K = 2, 16, 16  # of published DFlash2 heads
 FEWEST_MORE = 3  # layers that a target must have beside as many as are tapped by default
 NAMES = Names(layer="layers.{i}", sinks="attention_sink_bias")  # of the published tensors
 
 
 def default_block_size(kind: str) -> int:
-    """Return the block size for the usual number of predicted tokens. A block of DSpark needs one slot less, because
-    its anchor's slot predicts too."""
-    if kind == "dspark":
-        return BLOCK_SIZE - 1
-    return BLOCK_SIZE
+    """Return the block size for the usual number of predicted tokens. One slot less is needed where the anchor's slot
+    predicts too."""
+    return BLOCK_SIZE - (kind in FORESEEING)
 
 
 def suits(kind: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return settings of training as published heads were trained, the rate whatever the target's width."""
-    num_slots = (given.get("draft.block_size") or default_block_size(kind)) - 1
-    if kind == "dspark":  # the anchor's slot of such a block counts too
-        num_slots += 1
+    num_slots = (given.get("draft.block_size") or default_block_size(kind)) - (kind not in FORESEEING)
     found = {"train.rollout_decay": slot_decay(num_slots), "train.lr": 6e-4, "train.clip": 1.0}
-    if kind == "dflash2":
+    if kind in WHOLE:
         found["draft.vocab_size"] = ALL_TOKENS
     return found
 
@@ -55,7 +54,7 @@ def slot_decay(num_slots: int) -> float:
     return round(math.exp(-1 / (4 + 3 / 8 * (num_slots - 7))), 2)
 
 
-def new_config(kind: str, settings: JointSettings, target: ModelConfig, draft_vocab_size: int) -> DFlashConfig:
+def new_config(kind: str, settings: MarkovSettings, target: ModelConfig, draft_vocab_size: int) -> DFlashConfig:
     """The head's shape: layers like the target's where the settings say nothing. Raises ConfigError."""
     num_layers = settings.num_layers or min(MOST_LAYERS, max(1, target.num_layers // 8))
     aux_layers = settings.aux_layers or default_taps(target.num_layers, max(num_layers, FEWEST_TAPS))
@@ -70,15 +69,18 @@ def new_config(kind: str, settings: JointSettings, target: ModelConfig, draft_vo
         dtype="float32",
     )
     is_causal, block_size = _masks(kind, settings, windows_of(backbone))
-    if kind == "dflash2" and draft_vocab_size < target.vocab_size:
+    if kind in WHOLE and draft_vocab_size < target.vocab_size:
         raise ConfigError(
-            f"draft.vocab_size {draft_vocab_size}: the selector of a dflash2 head knows all {target.vocab_size} tokens "
-            "of the target; leave --vocab-size out"
+            f"draft.vocab_size {draft_vocab_size}: a {kind} head proposes all {target.vocab_size} tokens of the "
+            "target; leave --vocab-size out"
         )
     rank = settings.rank or min(MOST_RANK, target.d_model // 2)
     joint: dict[str, Any] = {}
     if kind == "dspark":
-        joint = {"foresees_anchor": True, "markov_rank": rank, "confidence": "state and token"}
+        joint = {"foresees_anchor": True, "markov_rank": rank, "markov_type": settings.markov}
+        joint["confidence"] = "state and token"
+    elif kind == "domino":
+        joint = {"foresees_anchor": True, "gru_width": GRU_WIDTH * rank, "correction_rank": rank, "num_uncorrected": 1}
     elif kind == "dflash2":
         group = math.gcd(CONV_GROUP, target.d_model)
         joint = {"conv_taps": CONV_TAPS, "conv_group": group, "selector_rank": rank}
@@ -97,10 +99,10 @@ def new_config(kind: str, settings: JointSettings, target: ModelConfig, draft_vo
     )
 
 
-def _masks(kind: str, settings: JointSettings, windows: Sequence[int]) -> tuple[tuple[bool, ...], int]:
+def _masks(kind: str, settings: MarkovSettings, windows: Sequence[int]) -> tuple[tuple[bool, ...], int]:
     """Return whether the slots of each layer see those before them alone, and the size of a block. Raises
     ConfigError."""
-    block_size, fewest = settings.block_size or default_block_size(kind), 1 if kind == "dspark" else 2
+    block_size, fewest = settings.block_size or default_block_size(kind), 1 if kind in FORESEEING else 2
     if block_size < fewest:
         raise ConfigError(
             f"draft.block_size {block_size} leaves a {kind} block nothing to predict; give {fewest} or more"
@@ -132,6 +134,8 @@ def initial_params(config: DFlashConfig, target: Target, target_ids: np.ndarray,
     if params.markov is not None:
         markov = dataclasses.replace(params.markov, bias=_nothing(params.markov.bias))
         params = dataclasses.replace(params, markov=markov)
+    if params.domino is not None:
+        params = dataclasses.replace(params, domino=dataclasses.replace(params.domino, up=_nothing(params.domino.up)))
     convs = tuple(Convs(_passing(each.attention), _passing(each.mlp)) for each in params.convs)
     params = dataclasses.replace(params, convs=convs)
     norm = whole_norm(target.params, target.config).astype(dtype)

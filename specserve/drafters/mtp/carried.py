@@ -36,21 +36,19 @@ def load_carried(target: Target, config: MtpConfig) -> MtpParams:
             f"{target.folder}: its layer of multi-token prediction has an embedding or an output head of its own; "
             f"train that with --init-from {target.folder}"
         )
-    return read_layer(tensors, config, name_of, dtype=config.layer.dtype)
+    return read_layer(tensors, config, config.layer.dtype, {"rename": name_of})
 
 
 def read_layer(
     tensors: TensorFolder,
     config: MtpConfig,
-    name_of: Callable[[str], str],  # from our names, the target checkpoint's, to those of the folder
-    *,
     dtype: str,
-    places: Any = None,  # of each parameter; None: where arrays are by default
-    skipped: Mapping[str, str] | None = None,
+    how: Mapping[str, Any],  # options of `load_params`; `rename` is from our names, the target checkpoint's
 ) -> MtpParams:
     """Read the layer's parameters from a folder, which may hold a whole target. Raises CheckpointError."""
+    name_of = how["rename"]
     names, where = tensors.names(), tensors.folder / CONFIG
-    left_out = dict(skipped or {})
+    left_out = dict(how.get("skipped", {}))
     if _text_of(read_json(where)).get("mtp_use_dedicated_embeddings"):
         raise CheckpointError(
             f"{where}: mtp_use_dedicated_embeddings is true; its layer of multi-token prediction has tables of its "
@@ -71,9 +69,7 @@ def read_layer(
         if name in names:
             left_out[re.escape(name)] = "a copy of the target's own"
     storing = read_storing(read_json(where), str(where))
-    return load_params(
-        draft_spec(config), tensors, dtype, shardings=places, skipped=left_out, rename=name_of, storing=storing
-    )
+    return load_params(draft_spec(config), tensors, dtype, **{**how, "skipped": left_out, "storing": storing})
 
 
 def num_carried(raw: Mapping[str, Any]) -> int:

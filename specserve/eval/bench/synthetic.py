@@ -13,13 +13,14 @@ from jax.sharding import Mesh, Sharding
 
 from specserve.checkpoints.configs import find_config
 from specserve.checkpoints.load import Quantization, Target, in_few_bits, rounded
-from specserve.checkpoints.source import BUNDLED, resolve_head
+from specserve.checkpoints.source import BUNDLED
 from specserve.checkpoints.tensors import read_json
 from specserve.drafters.interface import Head
 from specserve.drafters.registry import DEFAULT_KIND
 from specserve.errors import ConfigError
 from specserve.eval.prompts import RANDOM
 from specserve.eval.settings import BenchRun, LatencyRun, ThroughputRun
+from specserve.interop.bundled import resolve_head
 from specserve.interop.head import load_head
 from specserve.mesh import SERVING_AXES, default_dtype, parse_mesh
 from specserve.models.config import ModelConfig
@@ -48,10 +49,12 @@ def bench_models(run: BenchRun | LatencyRun | ThroughputRun) -> Models:
     target = random_target(name, quantization=run.quantization or "none", mesh=mesh)
     if run.draft:
         folder = resolve_head(run.draft, "--draft")
-        head, draft = load_head(folder, target, dtype=default_dtype(), mesh=mesh), folder.name
+        stored: Quantization = "stored" if run.draft_quantization == "stored" else "none"
+        head = load_head(folder, target, dtype=default_dtype(), mesh=mesh, quantization=stored)
+        draft = folder.name
     else:
         head, draft = random_head(name, target, mesh=mesh), f"{DEFAULT_KIND}, random weights"
-    if run.draft_quantization not in ("", "none"):
+    if run.draft_quantization not in ("", "none", "stored"):
         head = dataclasses.replace(head, params=in_few_bits(head.params, run.draft_quantization))
     label = f"{name}, random weights"
     return Models(label, target, head, None, fingerprint=f"random {name}", mesh=mesh, draft=DraftInfo(draft))

@@ -1,1 +1,1 @@
-"""The files of block drafters: `catalogue` (keys, faults), `dialects` (spellings), `checks`, `repairs`, `files`."""
+"""The files of block drafters: `dialects` (keys, spellings), `checks`, `files` (format, repairs)."""

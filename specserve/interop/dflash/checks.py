@@ -12,22 +12,14 @@ from specserve.drafters.dflash.model import head_spec
 from specserve.drafters.dflash.start import default_taps
 from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
+from specserve.interop import examined
 from specserve.interop.dflash import dialects
-from specserve.interop.dflash.catalogue import CHECKS, INPUT_TAPS, KEYS, OWN, TAPS
-from specserve.interop.examined import (
-    ExaminedFiles,
-    check_length,
-    check_num_layers,
-    check_of_target,
-    check_rope_stated,
-    check_specs,
-    check_tables,
-    check_values,
-    given,
-)
+from specserve.interop.dflash.dialects import CHECKS, COUNTED_FROM, INPUT_TAPS, KEYS, OWN, TAPS
+from specserve.interop.examined import ExaminedFiles, given
 from specserve.interop.findings import LAYERS, Finding, both, put
 from specserve.interop.key_checks import check_rotary
 from specserve.interop.keys import FULL, SLIDING, Stated
+from specserve.interop.layers import stated_taps
 from specserve.interop.published import count_layers
 from specserve.models.params import specs
 from specserve.models.rope import plain_rope
@@ -49,7 +41,7 @@ class BlockFiles(ExaminedFiles):
 
     @property
     def dialect(self) -> str:
-        return dialects.layout_of(self.stated)
+        return "speculators" if self.stated.is_nested else "z-lab"
 
     def make(self) -> DFlashConfig:
         config = dialects.config_from_hf(self.stated, self.target_config, self.names, dtype="float32")
@@ -86,7 +78,8 @@ class BlockFiles(ExaminedFiles):
         sure = f", and confidence by {config.confidence}" if config.confidence else ""
         return {
             "dflash": "independent",
-            "dspark": f"a bias of rank {config.markov_rank} by the token before{sure}",
+            "dspark": f"a {config.markov_type} bias of rank {config.markov_rank} by what stands before{sure}",
+            "domino": f"a correction of rank {config.correction_rank} by a state of {config.gru_width}",
             "dflash2": f"convolutions, and a choice of rank {config.selector_rank} among {config.selector_top_k}",
         }[config.name]
 
@@ -98,7 +91,7 @@ def check_keys(files: BlockFiles) -> Iterator[Finding]:
         yield from check(stated)
     if files.sizes:
         count = stated.get("num_hidden_layers")
-        yield from check_num_layers(count, count_layers(files.names))
+        yield from examined.check_num_layers(count, count_layers(files.names))
 
 
 @given("sizes")
@@ -127,8 +120,8 @@ def check_target(_files: BlockFiles, stated: Stated, target: Target) -> Iterator
     sizes = dialects.sizes_of_target(stated, target.config)
     required = (target.config.vocab_size, target.config.d_model, target.config.num_layers)
     for key, got, size in zip(("vocab_size", "hidden_size", "num_target_layers"), sizes, required, strict=True):
-        yield from check_of_target(key, got, size, target)
-    yield from check_length(stated, target)
+        yield from examined.check_of_target(key, got, size, target)
+    yield from examined.check_length(stated, target)
 
 
 @given("sizes")
@@ -136,7 +129,7 @@ def check_rope(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
     """Check that rotary settings are stated, once, and can be read."""
     rope = plain_rope(files.target.config.rope) if files.target else None
     yield from check_rotary(stated, rope)
-    yield from check_rope_stated(stated, rope)
+    yield from examined.check_rope_stated(stated, rope)
 
 
 @given("sizes")
@@ -144,7 +137,7 @@ def check_taps(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
     """Check that the taps are stated, are layers of the target, and are counted as their key counts them."""
     num_layers = files.num_target_layers
     try:
-        found = dialects.stated_taps(stated)
+        found = stated_taps(stated, COUNTED_FROM)
         taps = dialects.read_taps(stated, files.target_config)
     except ConfigError as error:
         yield CHECKS["block-taps"].found(CONFIG, "layers of the target, the same in all keys", str(error))
@@ -174,14 +167,14 @@ def check_taps(files: BlockFiles, stated: Stated) -> Iterator[Finding]:
 @given("config")
 def check_tensors(files: BlockFiles, config: DFlashConfig) -> Iterator[Finding]:
     """Check that the tensors are those that config.json asks for."""
-    yield from check_specs(files, specs(head_spec(config)), _HARMLESS.fullmatch)
+    yield from examined.check_specs(files, specs(head_spec(config)), _HARMLESS.fullmatch)
 
 
 @given("config")
 def check_vocabulary(files: BlockFiles, config: DFlashConfig) -> Iterator[Finding]:
     """Check that d2t and t2d say which tokens the rows are for."""
     if dialects.is_partial(config):
-        yield from check_tables(files, config.draft_vocab_size, config.backbone.vocab_size)
+        yield from examined.check_tables(files, config.draft_vocab_size, config.backbone.vocab_size)
 
 
 OF_BLOCKS = (
@@ -191,6 +184,6 @@ OF_BLOCKS = (
     check_rope,
     check_taps,
     check_tensors,
-    check_values,
+    examined.check_values,
     check_vocabulary,
 )

@@ -6,6 +6,7 @@ or beside it) is ours too, and what SGLang, vLLM and sglang-jax read. That of sp
 that nobody here knows is an error: an engine that did not know of windows accepted a quarter of what it could.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,22 +16,78 @@ from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.start import NAMES, default_taps
 from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
-from specserve.interop import gemma
-from specserve.interop.dflash.catalogue import ARCHITECTURES, CHECKS, INPUT_TAPS, KEYS, OWN, SELECTOR, TAPS
-from specserve.interop.findings import Finding
-from specserve.interop.key_checks import (
-    OF_ALL,
-    check_sizes,
-    check_windows,
-    refuse_keys,
-    stated_twice,
-    uncomputed,
+from specserve.interop import gemma, key_checks, layers
+from specserve.interop.findings import FAULTS, Finding
+from specserve.interop.keys import (
+    FULL,
+    HARMLESS,
+    OF_NOTHING,
+    SLIDING,
+    Key,
+    KeyTable,
+    Stated,
+    architectures,
+    counts,
+    flag,
+    is_count,
+    number,
+    only,
 )
-from specserve.interop.keys import FULL, SLIDING, Stated, architectures, is_count
+from specserve.interop.layers import LAYER_KEYS, layer_to_hf, layers_from_hf, nested_config, sized_windows
 from specserve.interop.layers import layer_kinds as stated_kinds
-from specserve.interop.layers import layer_to_hf, layers_from_hf, nested_config, sized_windows
 from specserve.interop.published import D2T, EMBEDDING, OUTPUT, present
 from specserve.models.config import ModelConfig
+
+OWN = "dflash_config"
+TAPS, INPUT_TAPS = "target_layer_ids", ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+COUNTED_FROM = {TAPS: 0, **dict.fromkeys(INPUT_TAPS, 1)}  # of layer 0's output
+SELECTOR: Mapping[str, str] = {  # keys of heads that choose among candidates, and the fields of our config
+    "conv_kernel_size": "conv_taps",
+    "conv_group_size": "conv_group",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+}
+CORRECTION: Mapping[str, str] = {  # of Domino's heads
+    "gru_hidden_dim": "gru_width",
+    "emb_dim": "correction_rank",
+    "pure_draft_prefix_len": "num_uncorrected",
+}
+ARCHITECTURES: Mapping[str, tuple[str, ...]] = {  # the first is written; for speculators the second, if there is one
+    "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
+    "dspark": ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel", gemma.CLASSES["dspark"]),
+    "dflash2": ("DFlash2DraftModel",),
+    "domino": ("DominoDraftModel",),
+}
+# Any key may stand in `dflash_config`, beside it, or where speculators keeps the layers' settings.
+KEYS = KeyTable(
+    [
+        *LAYER_KEYS,
+        *counts("num_hidden_layers", "block_size", is_required=True),
+        *counts("num_target_layers"),
+        flag("attention_sink_bias", "add_swa_attention_sink_bias", sets="has_sinks"),
+        number("input_embedding_scale", 1.0, sets="embedding_scale"),
+        number("output_multiplier", 1.0, sets="output_scale"),
+        number("logit_scale", 1.0, sets="logit_scale"),
+        number("final_logit_softcapping", 0.0, sets="logit_softcap"),
+        only("attention_value_scale", 1),
+        only("attention_mode", "gqa", "mha"),  # the numbers of heads say it too
+        only("markov_head_type", "vanilla", "gated", "rnn", aliases=("dspark_markov_head_type",)),
+        # `dialects` reads these
+        *map(flag, ("is_causal", "causal", "sliding_window_non_causal", "use_swa", "sample_from_anchor")),
+        *map(flag, ("shift_label", "dspark_bonus_anchor", "enable_confidence_head", "confidence_head_with_markov")),
+        *map(Key, ("mask_token_id", TAPS, *INPUT_TAPS, "max_window_layers", "projector_type")),
+        Key("markov_rank", ("dspark_markov_rank",)),
+        *map(Key, (*SELECTOR, *CORRECTION)),
+    ],
+    classes=frozenset(name for names in ARCHITECTURES.values() for name in names),
+    model_types=frozenset(ARCHITECTURES),
+    places=frozenset({OWN}),
+    harmless=HARMLESS | OF_NOTHING["blocks"],
+    translate=gemma.plain,
+)
+
+CHECKS = FAULTS["blocks"]
+
 
 Layout = Literal["z-lab", "speculators"]
 _FIRST_TO_SLIDE = 28  # `max_window_layers` of a Qwen3 that does not state it
@@ -54,20 +111,15 @@ def kind_of(stated: Stated) -> str:
     return kind_named(stated.raw) or "dflash"
 
 
-def layout_of(stated: Stated) -> Layout:
-    """Return the layout that a config.json is in."""
-    return "speculators" if stated.is_nested else "z-lab"
-
-
 def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[str], *, dtype: str) -> DFlashConfig:
     """Read a head's config.json; `names` are those of its tensors. Without a target the number of its layers is not
     known, and where no taps are stated, only their number is right. Raises ConfigError."""
-    refuse_keys(stated, OF_KEYS)
+    key_checks.refuse_keys(stated, OF_KEYS)
     windows, scales = read_windows(stated), stated.fields("embedding_scale", "output_scale", "logit_scale")
     own = gemma.fields(stated.raw, stated.where, NAMES)
     scales |= {key: own.pop(key) for key in ("embedding_scale",) if key in own}
-    layers = layers_from_hf(stated, target, windows, dtype=dtype) | stated.fields("logit_softcap", "has_sinks")
-    backbone = ModelConfig(family="qwen3", **(layers | {"qk_norm": "head", "names": NAMES} | own))
+    sizes = layers_from_hf(stated, target, windows, dtype=dtype) | stated.fields("logit_softcap", "has_sinks")
+    backbone = ModelConfig(family="qwen3", **(sizes | {"qk_norm": "head", "names": NAMES} | own))
     rename = renamer(names)
     draft_vocab_size = stated.get("draft_vocab_size", backbone.vocab_size)
     if draft_vocab_size > backbone.vocab_size:
@@ -92,7 +144,7 @@ def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[
 
 def check_shape(stated: Stated) -> Iterator[Finding]:
     """Check that the head's shape is stated."""
-    yield from check_sizes(bad_sizes(stated), "positive whole numbers, block_size at least 2")
+    yield from key_checks.check_sizes(bad_sizes(stated), "positive whole numbers, block_size at least 2")
 
 
 def check_kind(stated: Stated) -> Iterator[Finding]:
@@ -100,9 +152,11 @@ def check_kind(stated: Stated) -> Iterator[Finding]:
     kind = kind_of(stated)
     for path, value in stated.found.get("projector_type", {}).items():
         if value != kind:
-            yield uncomputed(path, value, repr(kind))
+            yield key_checks.uncomputed(path, value, repr(kind))
+    if kind != "domino" and stated.get("shift_label", False):
+        yield key_checks.uncomputed(stated.path("shift_label"), True, f"false in a {kind} head")
     for other in sorted(KEYS.classes & architectures(stated.raw) - {*ARCHITECTURES[kind]}):
-        yield uncomputed("architectures", other, " or ".join(ARCHITECTURES[kind]))
+        yield key_checks.uncomputed("architectures", other, " or ".join(ARCHITECTURES[kind]))
 
 
 def check_mask_token(stated: Stated) -> Iterator[Finding]:
@@ -115,30 +169,32 @@ def check_mask_token(stated: Stated) -> Iterator[Finding]:
 def check_masks(stated: Stated) -> Iterator[Finding]:
     """Check that every layer that slides has a window, and one that is computed."""
     if not bad_sizes(stated):
-        yield from check_windows(stated, read_windows)
+        yield from key_checks.check_windows(stated, read_windows)
 
 
 def check_anchor(stated: Stated) -> Iterator[Finding]:
     """Check that the two keys about the anchor's own slot, each of which is what the other is not, agree."""
     values = {key: stated.get(key) for key in ("sample_from_anchor", "dspark_bonus_anchor")}
     if None not in values.values() and len(set(values.values())) == 1:
-        yield stated_twice(" and ".join(values), values)
+        yield key_checks.stated_twice(" and ".join(values), values)
 
 
-OF_KEYS = (*OF_ALL, check_kind, check_shape, check_mask_token, check_masks, check_anchor)
+OF_KEYS = (*key_checks.OF_ALL, check_kind, check_shape, check_mask_token, check_masks, check_anchor)
 
 
 def read_foresees_anchor(stated: Stated) -> bool:
     """Return whether the anchor's own slot predicts a token: as stated, or else as the kind has it."""
-    bonus = stated.get("dspark_bonus_anchor")
-    default = kind_of(stated) == "dspark" if bonus is None else not bonus
+    bonus, kind = stated.get("dspark_bonus_anchor"), kind_of(stated)
+    default = kind == "dspark" if bonus is None else not bonus
+    if kind == "domino":
+        default = stated.get("shift_label", False)
     return bool(stated.get("sample_from_anchor", default))
 
 
 def _joint(stated: Stated, has_confidence_bias: bool) -> dict[str, Any]:
     """Read the settings of the heads that make slots depend on each other. Raises ConfigError."""
     kind, where = kind_of(stated), stated.where
-    required = {"dspark": ("markov_rank",), "dflash2": tuple(SELECTOR)}.get(kind, ())
+    required = {"dspark": ("markov_rank",), "dflash2": tuple(SELECTOR), "domino": tuple(CORRECTION)[:2]}.get(kind, ())
     given = {key: stated.get(key) for key in required}
     if wrong := [f"{key} is {value!r}" for key, value in given.items() if not is_count(value)]:
         raise ConfigError(f"{where}: {', '.join(wrong)}; expected positive whole numbers in a {kind} head")
@@ -147,22 +203,34 @@ def _joint(stated: Stated, has_confidence_bias: bool) -> dict[str, Any]:
         if stated.get("confidence_head_with_markov", stated.is_nested):
             inputs = "state and token"
         has_confidence = stated.get("enable_confidence_head", stated.is_nested)
+        markov = stated.get("markov_head_type", "vanilla")
+        if markov == "rnn" and not read_foresees_anchor(stated):
+            raise ConfigError(
+                f"{where}: markov_head_type is 'rnn' in a block whose anchor's slot foresees nothing; whether it reads "
+                "that slot too is not agreed on"
+            )
         return {
+            "markov_type": markov,
             "markov_rank": given["markov_rank"],
             "confidence": inputs if has_confidence else "",
             "has_confidence_bias": has_confidence_bias,
         }
     if kind == "dflash":
         return {}
-    taps, group, _, top_k = given.values()
     vocab_size, width, block_size = (stated.get(key) for key in ("vocab_size", "hidden_size", "block_size"))
+    if (rows := stated.get("draft_vocab_size", vocab_size)) != vocab_size:
+        raise ConfigError(f"{where}: draft_vocab_size is {rows}; a {kind} head proposes all {vocab_size} tokens")
+    if kind == "domino":
+        count = stated.get("pure_draft_prefix_len", 0)
+        if type(count) is not int or count < 0:
+            raise ConfigError(f"{where}: pure_draft_prefix_len is {count!r}; expected the number of slots")
+        return {CORRECTION[key]: value for key, value in given.items()} | {"num_uncorrected": count}
+    taps, group, _, top_k = given.values()
     if width % group or taps > block_size or top_k > vocab_size:
         raise ConfigError(
             f"{where}: conv_group_size {group} must divide the width {width}, conv_kernel_size {taps} be no "
             f"more than the block's {block_size} slots, and selector_top_k {top_k} no more than the {vocab_size} tokens"
         )
-    if (rows := stated.get("draft_vocab_size", vocab_size)) != vocab_size:
-        raise ConfigError(f"{where}: draft_vocab_size is {rows}; a dflash2 head proposes all {vocab_size} tokens")
     return {field: given[key] for key, field in SELECTOR.items()}
 
 
@@ -211,29 +279,11 @@ def read_causal(stated: Stated, windows: Sequence[int]) -> tuple[bool, ...]:
     return tuple(kind == SLIDING for kind in layer_kinds(stated))
 
 
-def stated_taps(stated: Stated) -> dict[str, list[int]]:
-    """Return the layers whose outputs each key names. Raises ConfigError."""
-    found = {}
-    for key in (TAPS, *INPUT_TAPS):
-        if (ids := stated.get(key)) is None:
-            continue
-        if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
-            raise ConfigError(f"{stated.where}: {key} must list layers, got {ids!r}")
-        found[key] = [i - (key != TAPS) for i in ids]
-    return found
-
-
 def read_taps(stated: Stated, target: ModelConfig | None) -> tuple[int, ...]:
-    """The layers whose outputs are tapped. Raises ConfigError where keys disagree, or the target has no such layers."""
-    found = stated_taps(stated)
-    if any(taps != next(iter(found.values())) for taps in found.values()):
-        named = "; ".join(f"{key}: outputs of {taps}" for key, taps in found.items())
-        raise ConfigError(f"{stated.where}: the taps are stated in two ways that disagree: {named}")
+    """Return the layers whose outputs are tapped. Raises ConfigError as `layers.read_taps` does."""
     num_layers = target.num_layers if target else stated.get("num_target_layers", 64)
-    taps = tuple(next(iter(found.values()))) if found else default_taps(num_layers, stated.get("num_hidden_layers"))
-    if any(not 0 <= i < num_layers for i in taps):
-        raise ConfigError(f"{stated.where}: taps layers {taps}, the target has layers 0..{num_layers - 1}")
-    return taps
+    usual = functools.partial(default_taps, num_layers, stated.get("num_hidden_layers"))
+    return layers.read_taps(stated, COUNTED_FROM, usual, num_layers)
 
 
 def sizes_of_target(stated: Stated, target: ModelConfig) -> tuple[int, int, int]:
@@ -247,7 +297,11 @@ def renamer(names: frozenset[str]) -> Callable[[str], str]:
     """A function from our tensor names, which are z-lab's, to the folder's."""
 
     def rename(name: str) -> str:
-        spelled = [name, *(name.replace(ours, other, 1) for ours, other in _DIALECTS if name.startswith(ours))]
+        spelled = [
+            name,
+            f"logit_head.{name}",
+            *(name.replace(ours, other, 1) for ours, other in _DIALECTS if name.startswith(ours)),
+        ]
         if name == D2T:
             spelled.append("draft_id_to_target_id")
         if name.endswith("_codebook"):
@@ -284,7 +338,7 @@ def config_to_hf(
         out |= {**own, **_joint_to_hf(config)}
     else:
         own |= _joint_to_hf(config)
-    if config.foresees_anchor or config.name == "dspark":
+    if (config.foresees_anchor and config.name != "domino") or config.name == "dspark":
         out |= {"sample_from_anchor": config.foresees_anchor, "dspark_bonus_anchor": not config.foresees_anchor}
     out |= {"num_target_layers": target.config.num_layers, OWN: own}
     if config.is_causal != tuple(window > 0 for window in windows):  # else the layers' kinds say it
@@ -302,10 +356,13 @@ def _joint_to_hf(config: DFlashConfig) -> dict[str, Any]:
     if config.name == "dspark":
         return {
             "markov_rank": config.markov_rank,
-            "markov_head_type": "vanilla",
+            "markov_head_type": config.markov_type,
             "enable_confidence_head": bool(config.confidence),
             "confidence_head_with_markov": config.confidence == "state and token",
         }
+    if config.name == "domino":
+        keys = {key: getattr(config, field) for key, field in CORRECTION.items()}
+        return {"projector_type": "domino", **keys, "shift_label": config.foresees_anchor}
     if config.name == "dflash2":
         return {key: getattr(config, field) for key, field in SELECTOR.items()}
     return {}
@@ -318,6 +375,7 @@ def unsaid_in(layout: Layout, config: DFlashConfig) -> list[str]:
         is_mixed = len({*causal}) > 1 and causal != [window > 0 for window in windows]
         return present({"causal layers among others": is_mixed})
     unsaid = {
+        "a recurrent correction of its logits": config.gru_width,
         "causal layers without windows": any(c and not w for c, w in zip(causal, windows, strict=True)),
         "windows of which some are causal": len({c for c, w in zip(causal, windows, strict=True) if w}) > 1,
         gemma.LAYERS: gemma.has_gemma_layers(config.backbone),

@@ -1,6 +1,7 @@
-"""DFlash heads as folders: config.json and tensors, in either layout."""
+"""DFlash heads as folders: config.json and tensors, in either layout; and the repairs of their files: other readings,
+for slips of exports that no shape and no key shows, whose help is measured by running the head (`eval.trial`)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -8,21 +9,87 @@ import numpy as np
 
 from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
+from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.drafter import DFlash
+from specserve.drafters.dflash.start import FEWEST_MORE, default_taps
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.layers import windows_of
-from specserve.errors import CheckpointError
-from specserve.interop import gemma
+from specserve.errors import CheckpointError, ConfigError
+from specserve.interop import gemma, repairs
 from specserve.interop.dflash import dialects
-from specserve.interop.dflash.catalogue import KEYS
 from specserve.interop.dflash.checks import OF_BLOCKS, BlockFiles
-from specserve.interop.dflash.repairs import list_repairs
-from specserve.interop.findings import Dialect
+from specserve.interop.dflash.dialects import COUNTED_FROM, KEYS, OWN, TAPS
+from specserve.interop.findings import Copy, Dialect, Fix, Repair
 from specserve.interop.format import EMBEDDING_TABLE, OUTPUT_TABLE, HeadFormat
 from specserve.interop.key_checks import refuse_keys
+from specserve.interop.keys import LAYER, Stated, inner
+from specserve.interop.layers import stated_taps
 from specserve.interop.notes import other_target
 from specserve.interop.published import present, vocab_to_tensors
 from specserve.models.config import ModelConfig
+
+_NORMS = (
+    ("hidden_norm.weight", "norm.weight"),
+    ("layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight"),
+)
+
+
+def list_repairs(files: BlockFiles) -> Iterator[Repair]:
+    """List all repairs that are worth a try. There are none where config.json cannot be read."""
+    stated, target = files.stated, files.target
+    assert target is not None, "repairs are tried beside the target"
+    try:
+        config = dialects.config_from_hf(stated, target.config, files.names, dtype="float32")
+    except ConfigError:
+        return
+    yield from _taps(config, target.config.num_layers)
+    yield from _blocks(config, stated)
+    for token in repairs.masks(target, config.mask_token_id):
+        yield Repair(f"masked slots hold token {token}", _put(mask_token_id=token))
+    for pair in _NORMS:
+        yield from repairs.exchanged(dialects.renamer, pair)
+    square = config.backbone.num_heads * config.backbone.head_dim == config.backbone.d_model
+    yield from repairs.of_products(dialects.renamer, "layers.0", is_square=square)
+    yield from repairs.of_target(config.backbone.norm_eps, config.backbone.rope, target.config, _put)
+
+
+_put = repairs.put_everywhere(OWN, LAYER)
+
+
+def _taps(config: DFlashConfig, num_layers: int) -> Iterator[Repair]:
+    """List repairs of the taps: all of them one layer off, as the other way of counting has them; the usual ones; and
+    fc.weight in another order."""
+    choices = [tuple(i + by for i in config.aux_layers) for by in (-1, 1)]
+    if num_layers >= len(config.aux_layers) + FEWEST_MORE:
+        choices.append(default_taps(num_layers, len(config.aux_layers)))
+    yield from repairs.tap_layers(config.aux_layers, choices, num_layers, _set_taps)
+    yield from repairs.tap_orders(dialects.renamer, [*map(str, config.aux_layers)])
+
+
+def _set_taps(layers: tuple[int, ...]) -> Fix:
+    def fix(repaired: Copy) -> None:
+        for key in stated_taps(KEYS.read(repaired.raw, CONFIG), COUNTED_FROM) or (TAPS,):
+            _put(**{key: [i + COUNTED_FROM[key] for i in layers]})(repaired)
+
+    return fix
+
+
+def _blocks(config: DFlashConfig, stated: Stated) -> Iterator[Repair]:
+    """List repairs of blocks: which slots a slot sees, how far back, and whether the first slot predicts a token."""
+    is_causal = not all(config.is_causal)
+    causal = {"is_causal": is_causal}
+    if any("causal" in place for place in (stated.raw, inner(stated.raw, OWN))):
+        causal["causal"] = is_causal
+    named = {True: "a slot sees those before it alone", False: "a slot sees its whole block"}
+    yield Repair(named[is_causal], _put(**causal))
+    yield from repairs.of_windows(windows_of(config.backbone), stated, OWN)
+    foresees = not config.foresees_anchor
+    if "sample_from_anchor" in stated.raw or config.name == "dflash":
+        anchor = {"sample_from_anchor": foresees}
+        if "dspark_bonus_anchor" in stated.raw:
+            anchor["dspark_bonus_anchor"] = not foresees
+        what = {True: "a token", False: "nothing"}
+        yield Repair(f"the anchor's own slot foresees {what[foresees]}", _put(**anchor))
 
 
 class DFlashFormat(HeadFormat):
@@ -82,7 +149,11 @@ class DFlashFormat(HeadFormat):
         elif dialect == "speculators":  # vLLM reads these too, and makes all layers causal where windows are
             is_mixed = len({*config.is_causal}) > 1 and len({*windows_of(config.backbone)}) > 1
             found = {"layers that see all beside causal ones": is_mixed}
-        elif dialect == "sglang-jax" and config.name == "dflash2":
+        if dialect != "speculators":
+            found["a Markov head that is gated or recurrent"] = config.markov_type != "vanilla"
+        if dialect != "sglang":
+            found["a recurrent correction of its logits"] = config.gru_width
+        if dialect == "sglang-jax" and config.name == "dflash2":
             found = {"convolutions and the choice among candidates": True}
         found[gemma.LAYERS] = gemma.has_gemma_layers(config.backbone) and dialect != "vllm"
         return present(found)

@@ -1,1 +1,1 @@
-"""The files of EAGLE-3 heads: `catalogue` (keys, faults), `dialects` (spellings), `checks`, `repairs`, `files`."""
+"""The files of EAGLE-3 heads: `dialects` (keys, spellings), `checks`, `files` (format, repairs)."""

@@ -15,19 +15,10 @@ from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, listed
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.eagle3.model import draft_spec
 from specserve.drafters.layers import windows_of
+from specserve.interop import examined, published
 from specserve.interop.eagle3 import dialects
-from specserve.interop.eagle3.catalogue import CHECKS, FLAGS, KEYS, OUTPUT_TAPS, TAP_IDS
-from specserve.interop.examined import (
-    ExaminedFiles,
-    check_length,
-    check_num_layers,
-    check_of_target,
-    check_rope_stated,
-    check_specs,
-    check_tables,
-    check_values,
-    given,
-)
+from specserve.interop.eagle3.dialects import CHECKS, FLAGS, KEYS, OUTPUT_TAPS, TAP_IDS
+from specserve.interop.examined import ExaminedFiles, given
 from specserve.interop.findings import FLOATS, LAYERS, Copy, Dialect, Finding, both, put
 from specserve.interop.key_checks import ROPE_KEYS, check_named, check_rotary
 from specserve.interop.keys import (
@@ -41,15 +32,6 @@ from specserve.interop.keys import (
     inner,
     is_count,
     within,
-)
-from specserve.interop.published import (
-    D2T,
-    EMBEDDING,
-    OUTPUT,
-    T2D,
-    count_layers,
-    present,
-    read_vocab,
 )
 from specserve.interop.repairs import write_rope
 from specserve.models.params import ParamSpec, specs
@@ -81,13 +63,16 @@ class EagleFiles(ExaminedFiles):
     @cached_property
     def head_rows(self) -> int | None:
         """The number of rows of the output head; None where there is none."""
-        name = self.rename(OUTPUT)
+        name = self.rename(published.OUTPUT)
         return next(iter(self.tensors.shape(name)), None) if name in self.names else None
 
     @cached_property
     def counted(self) -> Stated:
         """The config.json with what can be counted by the tensors in the place of what it states of that."""
-        rows, num_layers = self.stated.get("draft_vocab_size") or self.head_rows, max(1, count_layers(self.names))
+        rows, num_layers = (
+            self.stated.get("draft_vocab_size") or self.head_rows,
+            max(1, published.count_layers(self.names)),
+        )
         return self.stated.with_values(draft_vocab_size=rows, num_hidden_layers=num_layers)
 
     def make(self) -> Eagle3Config:
@@ -110,11 +95,13 @@ class EagleFiles(ExaminedFiles):
         if self.config is None:
             return facts
         config = self.config
-        vocab = read_vocab(self.table(D2T), self.table(T2D), config.draft_vocab_size, config.vocab_size)
-        ids = dialects.tap_ids(self.stated)
+        vocab = published.read_vocab(
+            self.table(published.D2T), self.table(published.T2D), config.draft_vocab_size, config.vocab_size
+        )
+        ids = self.stated.get(TAP_IDS, [])
         named = f"{_COUNTED[dialects.COUNTED_FROM[self.dialect]]} of layers"
         taps = f"{named} {tuple(ids)}"
-        if outputs := dialects.tap_ids(self.stated, OUTPUT_TAPS):
+        if outputs := self.stated.get(OUTPUT_TAPS):
             taps = f"outputs of layers {tuple(outputs)}"
         elif not ids:
             taps = "the default"
@@ -130,7 +117,7 @@ class EagleFiles(ExaminedFiles):
         options: dict[str, object] = {"latent attention": config.latent}
         options |= {"norms of queries and keys": config.qk_norm, "attention biases": config.qkv_bias}
         options |= {"MLP biases": config.mlp_bias, config.activation: config.activation != "silu"}
-        flags = [flag for flag in FLAGS if getattr(config, flag)] + present(options)
+        flags = [flag for flag in FLAGS if getattr(config, flag)] + published.present(options)
         return facts | {
             "layers": f"{config.num_layers}{_windows(config)}",
             "width": f"{config.d_model}, MLP {config.d_ff}, {config.num_heads} heads of {config.head_dim} "
@@ -157,8 +144,8 @@ def _windows(config: Eagle3Config) -> str:
 def check_names(files: EagleFiles) -> Iterator[Finding]:
     """Check that the tensors have the names of the layout that the head is in."""
     odd = {name: name.removeprefix("model.") for name in files.names if name.startswith("model.")}
-    if (stored := files.rename(D2T)) in files.names and stored != D2T:
-        odd[stored] = D2T
+    if (stored := files.rename(published.D2T)) in files.names and stored != published.D2T:
+        odd[stored] = published.D2T
 
     def strip(repaired: Copy) -> None:
         repaired.tensors = {odd.get(name, name): value for name, value in repaired.tensors.items()}
@@ -179,7 +166,7 @@ def check_keys(files: EagleFiles) -> Iterator[Finding]:
         got = next(iter(paths), "nothing")
         yield CHECKS["draft-vocab-size"].found(CONFIG, f"{rows}", got, put(draft_vocab_size=rows))
     num_layers = stated.get("num_hidden_layers", 1)
-    yield from check_num_layers(num_layers, counted.get("num_hidden_layers"))
+    yield from examined.check_num_layers(num_layers, counted.get("num_hidden_layers"))
 
 
 def check_identity(files: EagleFiles) -> Iterator[Finding]:
@@ -226,12 +213,13 @@ def check_tensors(files: EagleFiles, config: Eagle3Config) -> Iterator[Finding]:
             fix = put(architectures=[expected])
         if expected:  # SGLang's layout has no such class
             yield CHECKS["normed-class"].found(where, expected, "another class", fix)
-    yield from check_specs(files, files.specs(config), _BUFFERS.fullmatch, instead)
+    yield from examined.check_specs(files, files.specs(config), _BUFFERS.fullmatch, instead)
 
 
 def check_dtypes(files: EagleFiles) -> Iterator[Finding]:
     """Check that the weights are floats, all of the dtype that config.json states."""
-    dtypes = {name: files.tensors.dtype(name).name for name in sorted(files.weights)}
+    stored = sorted(name for name in files.weights if not files.tensors.is_widened(name))
+    dtypes = {name: files.tensors.dtype(name).name for name in stored}
     odd = [f"{name} {dtype}" for name, dtype in dtypes.items() if dtype not in FLOATS]
     if odd:
         yield CHECKS["weight-dtype"].found(SINGLE_FILE, " or ".join(FLOATS), listed(odd, 3))
@@ -278,11 +266,11 @@ def check_speculators(files: EagleFiles) -> Iterator[Finding]:
 def check_fit(files: EagleFiles, config: Eagle3Config, target: Target) -> Iterator[Finding]:
     """Check that the head's sizes are those of its target, and that it can follow sequences as long."""
     vocab_size, width = target.config.vocab_size, target.config.d_model
-    yield from check_of_target("vocab_size", config.vocab_size, vocab_size, target)
-    yield from check_of_target("target_hidden_size", config.target_d_model, width, target)
-    yield from check_length(files.stated, target)
+    yield from examined.check_of_target("vocab_size", config.vocab_size, vocab_size, target)
+    yield from examined.check_of_target("target_hidden_size", config.target_d_model, width, target)
+    yield from examined.check_length(files.stated, target)
     if not config.has_embedding and config.d_model != width:
-        where, expected = files.where(EMBEDDING), f"[{config.vocab_size}, {config.d_model}]"
+        where, expected = files.where(published.EMBEDDING), f"[{config.vocab_size}, {config.d_model}]"
         yield CHECKS["embedding"].found(where, expected, "nothing", width=width)
 
 
@@ -290,8 +278,8 @@ def check_fit(files: EagleFiles, config: Eagle3Config, target: Target) -> Iterat
 def check_vocabulary(files: EagleFiles, config: Eagle3Config) -> Iterator[Finding]:
     """Check the tables of the draft vocabulary, and that the tokens that end turns are in it."""
     rows, vocab_size = config.draft_vocab_size, config.vocab_size
-    yield from check_tables(files, rows, vocab_size)
-    ids = read_vocab(files.table(D2T), files.table(T2D), rows, vocab_size).target_ids
+    yield from examined.check_tables(files, rows, vocab_size)
+    ids = published.read_vocab(*files.tables, rows, vocab_size).target_ids
     if ids is not None:
         yield from _check_special_tokens(files, ids)
 
@@ -314,7 +302,7 @@ def _check_special_tokens(files: EagleFiles, target_ids: np.ndarray) -> Iterator
         missing = [i for i in required if i not in drafted and i < files.stated.get("vocab_size")]
         if missing:
             got = f"{len(missing)} missing: {listed(list(map(named, missing)), 6)}"
-            yield check.found(files.where(D2T), "all of them", got)
+            yield check.found(files.where(published.D2T), "all of them", got)
 
 
 def _tokenizer(target: Target | None) -> Tokenizer | None:
@@ -327,7 +315,7 @@ def _tokenizer(target: Target | None) -> Tokenizer | None:
 @given("target")
 def check_taps(files: EagleFiles, target: Target) -> Iterator[Finding]:
     """Check that the tapped layers are layers of the target, in order, and counted as this layout counts them."""
-    ids, num_layers = dialects.tap_ids(files.stated), target.config.num_layers
+    ids, num_layers = files.stated.get(TAP_IDS), target.config.num_layers
     taps = dialects.read_taps(files.stated, files.names)
     if not ids:
         return
@@ -358,7 +346,7 @@ def check_rope(files: EagleFiles, _config: Eagle3Config) -> Iterator[Finding]:
         return
     rope, expected = stated.rope(), "both spellings, alike"
     if not any(map(stated.get, (*ROTARY, *SCALING))):
-        yield from check_rope_stated(stated, required)
+        yield from examined.check_rope_stated(stated, required)
         return
     if spelled := [_describe_rope(each) for each in stated.ropes() if each != rope]:
         fix = write_rope(rope, stated.head_dim)
@@ -382,7 +370,7 @@ OF_NETWORK = (
     check_speculators,
     check_tensors,
     check_dtypes,
-    check_values,
+    examined.check_values,
     check_norms,
     check_vocabulary,
     check_taps,

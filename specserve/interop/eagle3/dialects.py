@@ -17,29 +17,86 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.layers import windows_of
 from specserve.errors import ConfigError
-from specserve.interop import gemma
-from specserve.interop.eagle3.catalogue import (
-    EAGLE,
-    FLAGS,
-    LATENT_CLASSES,
-    LATENT_KEYS,
-    NORMED_CLASSES,
-    OUTPUT_TAPS,
-    TAP_IDS,
+from specserve.interop import gemma, key_checks, layers
+from specserve.interop.findings import FAULTS, Dialect, Finding
+from specserve.interop.keys import (
+    HARMLESS,
+    LAYER,
+    OF_NOTHING,
+    OLD_ROPE,
+    ROPE,
+    SLIDING,
+    Key,
+    KeyTable,
+    Stated,
+    architectures,
+    counts,
+    find,
+    flag,
+    inner,
+    only,
 )
-from specserve.interop.findings import Dialect, Finding
-from specserve.interop.key_checks import (
-    OF_ALL,
-    check_sizes,
-    check_windows,
-    refuse_keys,
-    uncomputed,
-)
-from specserve.interop.keys import LAYER, OLD_ROPE, ROPE, SLIDING, Stated, architectures, find, inner
-from specserve.interop.layers import layer_kinds, layer_to_hf, layers_from_hf, nested_config, sized_windows
+from specserve.interop.layers import LAYER_KEYS, layer_kinds, layer_to_hf, layers_from_hf, nested_config, sized_windows
 from specserve.interop.published import D2T, EMBEDDING, OUTPUT, rope_keys
 from specserve.models.config import Latent, ModelConfig, Names
 from specserve.models.families_latent import scale_of
+
+EAGLE, TAP_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
+OUTPUT_TAPS = "target_layer_ids"  # DeepSpec's, of outputs in every layout
+FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
+
+
+NORMED_CLASSES = frozenset(  # with norms of queries and keys: vLLM's, and DeepSpec's
+    ("Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM", "Qwen3Eagle3Model")
+)
+LATENT_CLASSES = frozenset(("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"))  # with latent attention
+LATENT_KEYS: Mapping[str, str] = {  # and our names
+    "kv_lora_rank": "kv_rank",
+    "qk_nope_head_dim": "nope_dim",
+    "qk_rope_head_dim": "rope_dim",
+    "v_head_dim": "v_dim",
+    "q_lora_rank": "q_rank",
+}
+KEYS = KeyTable(
+    [
+        *LAYER_KEYS,
+        *counts("num_hidden_layers", "num_aux_hidden_states"),
+        *(flag(name, sets=name) for name in FLAGS),
+        *map(Key, (TAP_IDS, OUTPUT_TAPS)),
+        *counts(*LATENT_KEYS),
+        Key("rope_interleave", fits=lambda value: isinstance(value, bool), expected="true or false"),
+        only("use_swa", False),
+        # Model-Optimizer's and AngelSlim's
+        only("use_input_layernorm_in_first_layer", True),
+        only("use_last_layernorm", True),
+        only("use_mtp_layernorm", False),
+        only("next_layer_regular", True),
+        only("parallel_draft_step", 1, 0),
+        Key("parallel_draft_heads_num_layers"),  # of the further steps
+        only("use_qk_norm", False),
+        only("use_cla", False),
+        only("norm_type", "rms"),
+        only("use_rotary_pos_emb", True),
+        only("logit_scale", 1),
+    ],
+    classes=frozenset(
+        (
+            *("Eagle3DraftModel", "Eagle3Speculator"),  # speculators', now and in its early days
+            *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+            *("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"),  # vLLM's, of the same head
+            *("Eagle3Qwen3ForCausalLM", "Qwen3Eagle3Model"),
+            gemma.CLASSES["eagle3"],
+            *LATENT_CLASSES,
+        )
+    ),
+    model_types=frozenset({"eagle3"}),
+    places=frozenset({EAGLE}),
+    harmless=HARMLESS | OF_NOTHING["eagle3"],
+    translate=gemma.plain,
+)
+
+CHECKS = FAULTS["eagle3"]
+
 
 ARCHITECTURES: dict[Dialect, str] = {
     "sglang": "LlamaForCausalLMEagle3",
@@ -112,7 +169,7 @@ def read_windows(stated: Stated) -> tuple[int, ...]:
 def check_masks(stated: Stated) -> Iterator[Finding]:
     """Check that every layer that slides has a window."""
     if not stated.bad_counts():
-        yield from check_windows(stated, read_windows)
+        yield from key_checks.check_windows(stated, read_windows)
 
 
 def is_normed(stated: Stated) -> bool:
@@ -126,7 +183,10 @@ def is_normed(stated: Stated) -> bool:
 
 def latent_from_hf(stated: Stated) -> dict[str, Any]:
     """Read the fields of a head with latent attention; none of another one. Raises ConfigError."""
-    is_latent, stated_sizes = bool(architectures(stated.raw) & LATENT_CLASSES), [*map(stated.get, LATENT_KEYS)]
+    is_latent, stated_sizes = (
+        bool(architectures(stated.raw) & LATENT_CLASSES),
+        [*map(stated.get, LATENT_KEYS)],
+    )
     required = stated_sizes[:-1]  # queries may be projected in one matrix
     if None in required if is_latent else any(stated_sizes):
         given = ", ".join(f"{key} {stated.get(key)}" for key in LATENT_KEYS)
@@ -162,26 +222,17 @@ def latent_to_hf(config: Eagle3Config) -> dict[str, Any]:
     return {**rope, **sizes, **of_heads, "rope_interleave": config.rope.is_interleaved}
 
 
-def tap_ids(stated: Stated, key: str = TAP_IDS) -> list[int]:
-    """Read the layer ids as they are written; none where the taps are the default. Raises ConfigError."""
-    ids = stated.get(key, [])
-    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-        raise ConfigError(f"config.json: {key} must list layers, got {ids!r}")
-    return ids
-
-
-def read_taps(stated: Stated, names: frozenset[str]) -> tuple[int, ...]:
-    """Return the layers whose outputs are tapped; none where they are the default. Raises ConfigError."""
-    first = COUNTED_FROM[dialect_of(stated.raw, names)]
-    taps, outputs = tuple(i - first for i in tap_ids(stated)), tuple(tap_ids(stated, OUTPUT_TAPS))
-    if taps and outputs and taps != outputs:
-        raise ConfigError(f"config.json: {TAP_IDS} names the outputs of layers {taps}, and {OUTPUT_TAPS} of {outputs}")
-    return taps or outputs
+def read_taps(
+    stated: Stated, names: frozenset[str], usual: tuple[int, ...] = (), num_layers: int | None = None
+) -> tuple[int, ...]:
+    """Return the layers whose outputs are tapped. Raises ConfigError as `layers.read_taps` does."""
+    keys = {TAP_IDS: COUNTED_FROM[dialect_of(stated.raw, names)], OUTPUT_TAPS: 0}
+    return layers.read_taps(stated, keys, lambda: usual, num_layers)
 
 
 def check_shape(stated: Stated) -> Iterator[Finding]:
     """Check that the head's shape is stated."""
-    yield from check_sizes(stated.bad_counts())
+    yield from key_checks.check_sizes(stated.bad_counts())
 
 
 def check_output(stated: Stated, names: frozenset[str]) -> Iterator[Finding]:
@@ -189,10 +240,10 @@ def check_output(stated: Stated, names: frozenset[str]) -> Iterator[Finding]:
     if renamer(names)(OUTPUT) not in names:
         for path, value in find(stated.raw, ("tie_word_embeddings",)):
             if value is True:
-                yield uncomputed(path, value, f"false in a head without {OUTPUT}")
+                yield key_checks.uncomputed(path, value, f"false in a head without {OUTPUT}")
 
 
-OF_KEYS = (*OF_ALL, check_masks, check_shape)  # loaders make them too
+OF_KEYS = (*key_checks.OF_ALL, check_masks, check_shape)  # loaders make them too
 
 
 def draft_config_from_hf(
@@ -200,25 +251,24 @@ def draft_config_from_hf(
 ) -> Eagle3Config:
     """Read a head's config.json against its target. Without one the taps are only as many as they should be. Raises
     ConfigError."""
-    refuse_keys(stated, OF_KEYS)
-    aux_layers = read_taps(stated, names) or (default_taps(target) if target else _NO_TAPS)
-    if target and any(not 0 <= i < target.num_layers for i in aux_layers):
-        raise ConfigError(f"{stated.where}: taps layers {aux_layers}, the target has layers 0..{target.num_layers - 1}")
+    key_checks.refuse_keys(stated, OF_KEYS)
+    usual = _NO_TAPS if target is None or stated.get(TAP_IDS) or stated.get(OUTPUT_TAPS) else default_taps(target)
+    aux_layers = read_taps(stated, names, usual, target.num_layers if target else None)
     if (count := stated.get("num_aux_hidden_states", len(aux_layers))) != len(aux_layers):
         raise ConfigError(f"{stated.where}: num_aux_hidden_states is {count}, the taps are layers {aux_layers}")
     target_width = target.d_model if target else stated.get("hidden_size")
-    layers = layers_from_hf(stated, target, read_windows(stated), dtype=dtype) | latent_from_hf(stated)
+    sizes = layers_from_hf(stated, target, read_windows(stated), dtype=dtype) | latent_from_hf(stated)
     rename = renamer(names)
-    draft_vocab_size = stated.get("draft_vocab_size", layers["vocab_size"])
+    draft_vocab_size = stated.get("draft_vocab_size", sizes["vocab_size"])
     has_norms = rename("midlayer.self_attn.q_norm.weight") in names or is_normed(stated)
-    layers |= {"qk_norm": "head" if has_norms else ""} | gemma.fields(stated.raw, stated.where, Names())
+    sizes |= {"qk_norm": "head" if has_norms else ""} | gemma.fields(stated.raw, stated.where, Names())
     return Eagle3Config(
-        **layers,
+        **sizes,
         target_d_model=stated.get("target_hidden_size", target_width),
         draft_vocab_size=draft_vocab_size,
         aux_layers=aux_layers,
         has_embedding=rename(EMBEDDING) in names,
-        has_own_head=rename(OUTPUT) in names or draft_vocab_size != layers["vocab_size"],
+        has_own_head=rename(OUTPUT) in names or draft_vocab_size != sizes["vocab_size"],
         **stated.fields(*FLAGS),
     )
 

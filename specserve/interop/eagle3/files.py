@@ -1,6 +1,8 @@
-"""EAGLE-3 heads as folders: config.json and tensors, in any dialect."""
+"""EAGLE-3 heads as folders: config.json and tensors, in any dialect; and the repairs of their files: other readings,
+for slips of exports that no shape and no key shows, whose help is measured by running the head (`eval.trial`)."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -8,21 +10,90 @@ import numpy as np
 
 from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
+from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.layers import windows_of
 from specserve.errors import CheckpointError
-from specserve.interop import gemma
+from specserve.interop import gemma, repairs
 from specserve.interop.eagle3 import dialects
-from specserve.interop.eagle3.catalogue import FLAGS, KEYS
 from specserve.interop.eagle3.checks import OF_NETWORK, EagleFiles
-from specserve.interop.eagle3.repairs import list_repairs
-from specserve.interop.findings import Dialect, refuse
+from specserve.interop.eagle3.dialects import EAGLE, FLAGS, KEYS, TAP_IDS
+from specserve.interop.findings import Copy, Dialect, Fix, Repair, refuse
 from specserve.interop.format import EMBEDDING_TABLE, OUTPUT_TABLE, HeadFormat
-from specserve.interop.keys import KeyTable, architectures
+from specserve.interop.keys import LAYER, KeyTable, architectures, find
 from specserve.interop.notes import other_target
 from specserve.interop.published import EMBEDDING, OUTPUT, present, vocab_to_tensors
 from specserve.models.config import ModelConfig
+
+_NORMS = (
+    "midlayer.input_layernorm.weight",
+    "midlayer.hidden_norm.weight",
+    "midlayer.post_attention_layernorm.weight",
+    "norm.weight",
+)
+_UNWRITTEN_FLAGS = ("norm_output", "norm_before_residual")  # no tensor shows whether they are set
+_TAPPED = ("low", "middle", "high")
+
+
+def list_repairs(files: EagleFiles) -> Iterator[Repair]:
+    """List all repairs that are worth a try. There are none where config.json does not state the head's shape."""
+    config = files.config
+    if config is None or files.target is None:
+        return
+    yield from _flags(config)
+    if config.latent is None:
+        yield from _heads(config, files.target.config.head_dim)
+        attention = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkv"]
+        yield Repair(
+            "q, k and v take the hidden state first and the embedding second",
+            repairs.change(dialects.renamer, lambda weight: np.roll(weight, config.d_model, axis=1), *attention),
+        )
+        square = config.num_heads * config.head_dim == config.d_model
+        yield from repairs.of_products(dialects.renamer, "midlayer", is_square=square)
+    yield from repairs.exchanged(dialects.renamer, _NORMS, repairs.short_name)
+    target, taps = files.target.config, config.aux_layers
+    norms = [f"fc_norm.{i}.weight" for i in range(len(taps))] if config.fc_norm else []
+    yield from repairs.tap_orders(dialects.renamer, _TAPPED if len(taps) == len(_TAPPED) else [*map(str, taps)], norms)
+    choices = [tuple(i + by for i in taps) for by in (1, -1)]  # one layer off, as the other way of counting has them
+    if target.num_layers >= 5:
+        choices.append(default_taps(target))
+    yield from repairs.tap_layers(taps, choices, target.num_layers, functools.partial(_set_taps, files.dialect))
+    yield from repairs.of_windows(windows_of(config), files.stated, EAGLE)
+    yield from repairs.of_target(config.norm_eps, config.rope, target, _put)
+
+
+_put = repairs.put_everywhere(EAGLE, LAYER, at_top=FLAGS)
+
+
+def _flags(config: Eagle3Config) -> Iterator[Repair]:
+    for flag in _UNWRITTEN_FLAGS:
+        value = not getattr(config, flag)
+        yield Repair(f"{flag} is {str(value).lower()}", _put(**{flag: value}))
+
+
+def _heads(config: Eagle3Config, target_head_dim: int) -> Iterator[Repair]:
+    """List repairs that read the same matrices as heads of another width."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for size in dict.fromkeys((target_head_dim, 2 * config.head_dim, config.head_dim // 2)):
+        if size < 2 or size % 2 or size == config.head_dim or queries % size or keys % size:
+            continue
+        heads = {"num_attention_heads": queries // size, "num_key_value_heads": keys // size, "head_dim": size}
+        yield Repair(f"its {queries} query channels are {queries // size} heads of {size}", _put(**heads))
+
+
+def _set_taps(dialect: Dialect, layers: tuple[int, ...]) -> Fix:
+    ids = [i + dialects.COUNTED_FROM[dialect] for i in layers]
+
+    def fix(repaired: Copy) -> None:
+        if dialect == "sglang" and not any(find(repaired.raw, (TAP_IDS,))):
+            repaired.raw[EAGLE] = (repaired.raw.get(EAGLE) or {"use_aux_hidden_state": True}) | {TAP_IDS: ids}
+        elif any(find(repaired.raw, (TAP_IDS,))):
+            _put(**{TAP_IDS: ids})(repaired)
+        else:
+            repaired.raw[TAP_IDS] = ids
+
+    return fix
 
 
 class Eagle3Format(HeadFormat):
@@ -84,16 +155,15 @@ class Eagle3Format(HeadFormat):
         if dialect != "speculators":
             found["another activation than silu"] = config.activation != "silu"
         if dialect == "speculators":  # vLLM reads this layout too, and computes both
-            found["a width that is not the target's"] = config.d_model != config.target_d_model
+            found = {"a width that is not the target's": config.d_model != config.target_d_model}
             found["fc_norm with norm_before_fc"] = config.fc_norm and config.norm_before_fc
         if dialect != "vllm":
             found["latent attention"] = config.latent
         if dialect in ("sglang", "sglang-jax"):
-            window = max(windows_of(config))
-            found["norms of queries and keys"] = config.qk_norm
-            found["biases of attention"] = config.qkv_bias
+            window, option = max(windows_of(config)), "--speculative-draft-window-size"
+            found |= {"norms of queries and keys": config.qk_norm, "biases of attention": config.qkv_bias}
             found["biases of the MLP"] = config.mlp_bias
-            found[f"a window that config.json states (SGLang: --speculative-draft-window-size {window})"] = window
+            found[f"a window that config.json states (SGLang: {option} {window})"] = window
         if dialect == "sglang-jax":
             found |= {flag: getattr(config, flag) for flag in FLAGS}
             found[f"{config.num_layers} layers"] = config.num_layers > 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from specserve.checkpoints.load import Target, is_whole, load_target
+from specserve.checkpoints.load import Quantization, Target, is_whole, load_target
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.language_model.drafter import LANGUAGE_MODEL, LanguageModel
@@ -40,7 +40,7 @@ class LanguageModelFormat(HeadFormat):
         config = model_config(read_json(folder / CONFIG), dtype=dtype, where=str(folder / CONFIG))
         return LANGUAGE_MODEL.new(None, config, config.vocab_size)
 
-    def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> Head:
+    def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None, quantization: Quantization) -> Head:
         drafter = self.read(folder, target.config, str(target.folder), dtype=dtype)
         for each in (target.folder, folder):
             check_files(each)
@@ -55,5 +55,5 @@ class LanguageModelFormat(HeadFormat):
         def place(config: ModelConfig, _spec: Any, mesh: Mesh) -> Any:
             return LanguageModel(config).place(mesh)
 
-        loaded = load_target(folder, dtype=dtype, mesh=mesh, is_served=True, place=place)
+        loaded = load_target(folder, dtype=dtype, quantization=quantization, mesh=mesh, is_served=True, place=place)
         return Head(LanguageModel(loaded.config), loaded.params, shared.target_ids, shared.draft_ids)

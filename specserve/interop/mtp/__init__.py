@@ -1,1 +1,1 @@
-"""The files of layers of multi-token prediction: `layouts` (names and shapes), `files` (the format), and checks."""
+"""The files of layers of multi-token prediction: `files` (names, shapes, the format, checks and repairs)."""

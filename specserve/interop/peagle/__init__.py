@@ -1,1 +1,1 @@
-"""The files of P-EAGLE heads, EAGLE-3's with a mask: `dialects` (keys, spellings, faults), `files` (format)."""
+"""The files of P-EAGLE heads, EAGLE-3's with a mask: `files` (keys, spellings, format)."""

@@ -1,4 +1,10 @@
-"""P-EAGLE heads as folders: config.json and tensors, in any dialect, their checks and their repairs."""
+"""P-EAGLE heads as folders, as others write them: EAGLE-3's layouts (`eagle3.dialects`) with a mask, their keys, their
+checks and their repairs. The only file that knows how the mask's token and the number of slots are spelled.
+
+speculators nests the network's settings and states the slots as the tokens that it proposes to vLLM. The flat layout is
+SpecForge's, and vLLM's, which reads another name of the mask's token. In all of them the layers are `layers.{i}.*` and
+layer ids name the INPUT of layer i + 1. Nobody wrote such heads for SGLang.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,49 +21,117 @@ from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.peagle.config import NUM_SLOTS, PEagleConfig
 from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.model import mask_spec
+from specserve.errors import ConfigError
 from specserve.interop.eagle3.checks import OF_NETWORK, EagleFiles
+from specserve.interop.eagle3.dialects import KEYS as EAGLE3_KEYS
 from specserve.interop.eagle3.dialects import MASK_KEYS, mask_ids
-from specserve.interop.eagle3.files import Eagle3Format
-from specserve.interop.eagle3.repairs import list_repairs
-from specserve.interop.findings import Dialect, Finding, Repair, put
-from specserve.interop.keys import LAYER, KeyTable
-from specserve.interop.peagle import dialects
-from specserve.interop.peagle.dialects import CHECKS, KEYS, SLOTS
+from specserve.interop.eagle3.files import Eagle3Format, list_repairs
+from specserve.interop.findings import FAULTS, Dialect, Finding, Repair, put, refuse
+from specserve.interop.keys import LAYER, Key, KeyTable, Stated, architectures, counts, is_count, only, within
 from specserve.interop.repairs import masks, put_everywhere
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec
+
+SLOTS = "num_depths"  # in the flat layout
+PROPOSED = ("speculators_config", "proposal_methods", 0, "speculative_tokens")  # in that of speculators
+MASK = Key(MASK_KEYS[0], MASK_KEYS[1:])
+ARCHITECTURE, MODEL_TYPE = "PEagleDraftModel", "peagle"
+NORMED = "PeagleQwen3ForCausalLM"  # in the flat layout, with norms of queries and keys
+OWN = frozenset(
+    (ARCHITECTURE, NORMED, "PEagleSpeculator", "LlamaForCausalLMPeagle", "PeagleLlamaForCausalLM")
+)  # vLLM's last
+KEYS = KeyTable(
+    [*EAGLE3_KEYS.keys, *counts(SLOTS), MASK, only("parallel_drafting", True)],
+    classes=EAGLE3_KEYS.classes | OWN,
+    model_types=EAGLE3_KEYS.model_types | {MODEL_TYPE},
+    places=EAGLE3_KEYS.places | {"dflash_config"},
+)
+
+
+CHECKS = FAULTS["p-eagle"]
+
+WRITTEN_MASK_KEYS = ("mask_token_id", "ptd_token_id")  # in the flat layout: SpecForge's name, and one that vLLM reads
+
+
+def is_named(raw: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of a P-EAGLE head. Engines also know them as EAGLE-3 heads that have a mask."""
+    names = architectures(raw)
+    is_masked = bool(names & EAGLE3_KEYS.classes) and bool(mask_ids(raw))
+    return raw.get("speculators_model_type") == MODEL_TYPE or bool(names & OWN) or is_masked
+
+
+def num_slots(stated: Stated) -> Any:
+    """Return how many tokens the head says that it predicts, or None where it says nothing."""
+    return stated.get(SLOTS, within(stated.raw, *PROPOSED))
+
+
+def check_mask_token(stated: Stated) -> Iterator[Finding]:
+    """Check that the token of masked slots is one of the target's."""
+    mask, vocab_size = stated.get(MASK.name), stated.get("vocab_size")
+    if type(mask) is not int or mask < 0 or (type(vocab_size) is int and mask >= vocab_size):
+        got = ", ".join(f"{path} {value!r}" for path, value in stated.found.get(MASK.name, {}).items())
+        last = vocab_size - 1 if type(vocab_size) is int else ""
+        yield CHECKS["mask-token"].found(CONFIG, f"a token of the target's, 0..{last}", got or "not stated")
+
+
+def config_from_hf(stated: Stated, network: Eagle3Config) -> PEagleConfig:
+    """Read what a config.json says beside the network. Raises ConfigError."""
+    if network.latent:
+        raise ConfigError(f"{stated.where}: latent attention is not computed in a head with masked slots")
+    refuse(check_mask_token(stated), stated.where)
+    where, slots = stated.where, num_slots(stated)
+    if slots is None:
+        slots = NUM_SLOTS
+    if not is_count(slots):
+        raise ConfigError(f"{where}: {SLOTS} {slots!r}; expected the number of tokens that one pass foresees")
+    if (proposed := within(stated.raw, *PROPOSED)) not in (None, slots):
+        path = ".".join(map(str, PROPOSED))
+        raise ConfigError(f"{where}: {SLOTS} {slots} and {path} {proposed!r}; keep what the head was trained with")
+    return PEagleConfig(network, stated.get(MASK.name), slots)
+
+
+def config_to_hf(config: PEagleConfig, raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """The config.json of a head, from that of its network as EAGLE-3 has it."""
+    out = {**raw, "architectures": [ARCHITECTURE]}
+    if dialect != "speculators":
+        if config.network.qk_norm:
+            out["architectures"] = [NORMED]
+        return out | dict.fromkeys(WRITTEN_MASK_KEYS, config.mask_token_id) | {SLOTS: config.num_slots}
+    proposals = raw["speculators_config"]
+    methods = [method | {"speculative_tokens": config.num_slots} for method in proposals["proposal_methods"]]
+    return out | {
+        "speculators_model_type": MODEL_TYPE,
+        "mask_token_id": config.mask_token_id,
+        "embed_requires_grad": True,
+        "speculators_config": proposals | {"algorithm": MODEL_TYPE, "proposal_methods": methods},
+    }
 
 
 class PEagleFiles(EagleFiles):
     """The files of a head with masked slots."""
 
-    architectures: ClassVar[Mapping[Dialect, str]] = dict.fromkeys(EagleFiles.architectures, dialects.ARCHITECTURE)
-    normed: ClassVar[Mapping[Dialect, str]] = {"vllm": dialects.NORMED}
+    architectures: ClassVar[Mapping[Dialect, str]] = dict.fromkeys(EagleFiles.architectures, ARCHITECTURE)
+    normed: ClassVar[Mapping[Dialect, str]] = {"vllm": NORMED}
     keys: ClassVar[KeyTable] = KEYS
 
     def specs(self, config: Eagle3Config) -> list[ParamSpec]:
         return [*super().specs(config), mask_spec(PEagleConfig(config, mask_token_id=0, num_slots=0))]
 
     def facts(self) -> dict[str, str]:
-        slots = dialects.num_slots(self.stated) or f"{NUM_SLOTS}, as it does not say"
+        slots = num_slots(self.stated) or f"{NUM_SLOTS}, as it does not say"
         masks = ", ".join(map(str, dict.fromkeys(mask_ids(self.raw).values()))) or "not stated"
         return super().facts() | {"slots": f"{slots}; masked by token {masks}"}
 
 
 def check_mask(files: PEagleFiles) -> Iterator[Finding]:
     """Check that the mask's token is stated, where all engines look for it, and that the number of slots is."""
-    ids, vocab_size = mask_ids(files.raw), files.stated.get("vocab_size")
-    got = ", ".join(f"{key}: {value!r}" for key, value in ids.items()) or "nothing"
-    value = next(iter(ids.values()), None)
-    is_token = type(value) is int and value >= 0 and (type(vocab_size) is not int or value < vocab_size)
-    is_flat = files.dialect != "speculators"
-    if not is_token:
-        expected = f"one token id below {vocab_size}, under any of {', '.join(MASK_KEYS)}"
-        yield CHECKS["mask-token"].found(CONFIG, expected, got)
-    elif is_flat and ids.keys() == {"mask_token_id"}:  # in speculators' own layout vLLM reads that
-        fix = put(**dict.fromkeys(dialects.WRITTEN_MASK_KEYS, value))
-        yield CHECKS["mask-spelling"].found(CONFIG, f"ptd_token_id: {value}", got, fix)
-    if dialects.num_slots(files.stated) is None:
+    ids = mask_ids(files.raw)
+    if untold := list(check_mask_token(files.stated)):
+        yield from untold
+    elif files.dialect != "speculators" and ids.keys() == {"mask_token_id"}:  # in speculators' layout vLLM reads that
+        fix, (value,) = put(**dict.fromkeys(WRITTEN_MASK_KEYS, ids["mask_token_id"])), ids.values()
+        yield CHECKS["mask-spelling"].found(CONFIG, f"ptd_token_id: {value}", f"mask_token_id: {value}", fix)
+    if num_slots(files.stated) is None:
         yield CHECKS["slots"].found(f"{CONFIG}: {SLOTS}", f"mostly {NUM_SLOTS}", "nothing")
 
 
@@ -81,12 +155,12 @@ class PEagleFormat(Eagle3Format):
     readings = (list_repairs, list_masks)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
-        return dialects.is_named(raw)
+        return is_named(raw)
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         network = super().read(folder, target, target_name, dtype=dtype).config
         stated = KEYS.read(read_json(folder / CONFIG), str(folder / CONFIG))
-        return PEagle(dialects.config_from_hf(stated, network))
+        return PEagle(config_from_hf(stated, network))
 
     def files(
         self, head: Head, target: Target, *, dtype: str, dialect: Dialect, target_name: str
@@ -97,7 +171,7 @@ class PEagleFormat(Eagle3Format):
         tensors, raw = super().files(_network(head), target, dtype=dtype, dialect=written, target_name=target_name)
         config = head.drafter.config
         tensors[mask_spec(config).name] = np.asarray(head.params.mask_hidden).astype(dtype)
-        return tensors, dialects.config_to_hf(config, raw, dialect)
+        return tensors, config_to_hf(config, raw, dialect)
 
     def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
         """List what the engine of a dialect does not compute, as its public code reads today."""

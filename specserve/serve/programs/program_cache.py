@@ -25,6 +25,7 @@ from jax.experimental import serialize_executable
 
 import specserve
 from specserve import host
+from specserve.drafters.registry import outside_files
 from specserve.errors import first_line
 from specserve.kernels import native
 from specserve.mesh import COMPILER_FLAGS
@@ -131,6 +132,7 @@ def _surroundings() -> tuple[object, ...]:
     device = jax.devices()[0]
     return (
         _code(),
+        *_outside(),
         metadata.version("jax"),
         metadata.version("jaxlib"),
         device.client.platform_version,
@@ -162,6 +164,11 @@ def _code() -> str:
         digest.update(f"\0{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _outside() -> list[str]:
+    """Hashes of the code of drafters from outside, in the order of their files."""
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in outside_files()]
 
 
 class _OfJax(threading.local):

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from specserve import cluster
-from specserve.checkpoints.source import resolve_head
 from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.sources import parse_entry
 from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.learning import Rows
 from specserve.drafters.settings import draft_vocab_size
 from specserve.errors import ConfigError
+from specserve.interop.bundled import resolve_head
 from specserve.mesh import LOGICAL_TO_MESH, mesh_sizes
 from specserve.models.config import ModelConfig
 from specserve.train.acceptance import arms

@@ -27,7 +27,7 @@ def models(tiny_target: Target) -> Models:
 
 @pytest.mark.parametrize(
     ("noted", "asked", "expected"),
-    [("", "", None), ("int8", "", "int8"), ("int8", "none", None), ("", "fp8", "float8_e4m3fn")],
+    [("", "", None), ("int8", "", "int8"), ("int8", "none", None), ("", "stored", None), ("", "fp8", "float8_e4m3fn")],
 )
 def test_a_head_runs_in_the_bits_that_were_asked_for_or_noted(
     models: Models, tmp_path: Path, noted: str, asked: Any, expected: str | None
