@@ -17,7 +17,7 @@ from specserve.checkpoints.load import Quantization
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.layers import windowed
-from specserve.drafters.registry import KINDS, DraftSettings, load_kind
+from specserve.drafters.registry import KINDS, WHOLE, DraftSettings, load_kind
 from specserve.interop.assistant import CLASSES as ASSISTANT_CLASSES
 from specserve.interop.dflash.dialects import ARCHITECTURES as BLOCK_CLASSES
 from specserve.interop.eagle3.dialects import KEYS as EAGLE3_KEYS
@@ -166,7 +166,8 @@ def weights() -> str:
 def heads() -> str:
     """Return the table of published heads, one row a class that a config.json may name."""
     saved = _saved_by()
-    assert HEADS.keys() == FORMATS.keys(), f"{sorted(HEADS.keys() ^ FORMATS.keys())} are read or listed, and not both"
+    kinds = FORMATS.keys() - {WHOLE}  # a language model, whose classes are those of targets
+    assert HEADS.keys() == kinds, f"{sorted(HEADS.keys() ^ kinds)} are read or listed, and not both"
     rows = ["| kind | class | written by | loads | equals | trains | exports to |", "|" + "---|" * 7]
     for kind, classes in HEADS.items():
         own = CLASSES[kind]

@@ -238,7 +238,7 @@ def test_a_server_that_began_without_a_head_goes_on_with_one(tmp_path: Path) -> 
 
 
 def test_heads_are_found_or_missed_with_a_reason(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder here.*; train a head first"):
+    with pytest.raises(ConfigError, match=r"is no folder here.*; train a head first"):
         load_models("", str(tmp_path / "missing"))
     folder = tmp_path / "head"
     folder.mkdir()
