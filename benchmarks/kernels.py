@@ -36,7 +36,10 @@ FORMATS: dict[str, tuple[Callable[[jax.Array], Any], float]] = {  # of bfloat16 
     "float32": (lambda matrix: matrix * (1 + 2**-20), 4),  # numbers that need all of float32
     "bfloat16": (lambda matrix: matrix, 2),
     "int8": (lambda matrix: quantize(matrix, "int8"), 1),
-    "int4": (lambda matrix: quantize(matrix, "int4"), 0.5 + 4 / INT4_BLOCK),  # with a float32 scale for each block
+    "int4": (
+        lambda matrix: quantize(matrix, "int4"),
+        0.5 + 4 / INT4_BLOCK,
+    ),  # with a float16 scale and offset for each block
 }
 
 

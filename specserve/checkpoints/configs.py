@@ -17,10 +17,11 @@ def is_known_here(name: str) -> bool:
     return name in (BUNDLED, *PRESETS) or find_folder(name, "--target") is not None or _cached_config(name) is not None
 
 
-def find_config(name: str) -> tuple[ModelConfig, str]:
+def find_config(name: str, option: str = "--target") -> tuple[ModelConfig, str]:
     """Find a target's config, and where it stands, without the network: in a folder's config.json, in a preset's facts,
-    or in what the hub's cache on this machine has. Raises ConfigError or CheckpointError."""
-    if folder := BUNDLED_FOLDER if name == BUNDLED else find_folder(name, "--target"):
+    or in what the hub's cache on this machine has. `option` named it, for errors. Raises ConfigError or
+    CheckpointError."""
+    if folder := BUNDLED_FOLDER if name == BUNDLED else find_folder(name, option):
         file = folder / CONFIG
         return model_config(read_json(file), dtype=DTYPE, where=str(file)), str(file)
     if name in PRESETS:
@@ -29,7 +30,7 @@ def find_config(name: str) -> tuple[ModelConfig, str]:
     if cached is not None:
         return model_config(read_json(Path(cached)), dtype=DTYPE, where=cached), cached
     raise ConfigError(
-        f"--target {name!r}: a dry run asks no hub, and there is no such folder or preset, nor a config.json of it in "
+        f"{option} {name!r}: a dry run asks no hub, and there is no such folder or preset, nor a config.json of it in "
         "the hub's cache; give a folder that holds its config.json"
     )
 

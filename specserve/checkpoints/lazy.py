@@ -49,26 +49,34 @@ class RestoredEntry:
     """A weight of few bits, read as the float32 numbers that it stands for."""
 
     file: Path
-    weight: LazyTensor | LazyQuantized
+    weight: LazyTensor
     dtype = FLOAT32
     is_widened = True
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.weight.values.shape if isinstance(self.weight, LazyQuantized) else self.weight.shape
+        return self.weight.shape
 
     def whole_numbers(self) -> None:
         return None
 
     def read(self, index: Index = ()) -> np.ndarray:
-        """Read a slice, as `kernels.matmul.dequantize` computes it."""
-        everything = tuple(slice(0, size) for size in self.shape)
-        if isinstance(self.weight, LazyTensor):
-            return self.weight.read(index or everything)
-        values, scale = self.weight.values, self.weight.scale
-        every_scale = scale.read(tuple(slice(0, size) for size in scale.shape))
-        by_input = np.repeat(every_scale, self.weight.block, axis=-1)[..., : self.shape[-1]]
-        return (values.read(everything).astype(np.float32) * by_input)[index]
+        return self.weight.read(index or tuple(slice(0, size) for size in self.shape))
+
+
+def as_floats(weight: LazyTensor | LazyQuantized) -> LazyTensor:
+    """Return a weight as the float32 numbers that it stands for, as `kernels.matmul.dequantize` computes them."""
+    if isinstance(weight, LazyTensor):
+        return weight
+
+    def read(index: Index) -> np.ndarray:
+        *rest, inputs = index
+        blocks = blocks_of(inputs, weight.block)
+        of_input = np.arange(inputs.start, inputs.stop) // weight.block - blocks.start
+        value = weight.values.read(index).astype(np.float32) * weight.scale.read((*rest, blocks))[..., of_input]
+        return value if weight.offset is None else value + weight.offset.read((*rest, blocks))[..., of_input]
+
+    return LazyTensor(weight.values.shape, FLOAT32, read, is_widened=True)
 
 
 def blocks_of(inputs: slice, block: int) -> slice:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from specserve.checkpoints.lazy import Index, LazyQuantized, LazyTensor
+from specserve.checkpoints.lazy import Index, LazyQuantized, LazyTensor, as_floats
 from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_weight, read_storing
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
@@ -99,6 +99,7 @@ def load_target(
     has_layers: bool = True,  # without them: embedding, final norm and output head alone
     is_looped: bool = False,  # layers that repeat are stacked where that pays, for programs that run over rows
     place: Callable[[ModelConfig, TargetParams, Mesh], TargetParams] = place_target,
+    option: str = "--quantization",  # the option that chooses `quantization`, for the log
 ) -> Target:
     """Load a Hugging Face folder. Raises ConfigError or CheckpointError, before anything is read where the target
     cannot be spread like that or is larger than the memory."""
@@ -124,6 +125,7 @@ def load_target(
         skipped=skipped,
         rename=rename,
         quantization=quantization,
+        option=option,
         storing=read_storing(raw, where),
     )
     if is_checked:
@@ -233,6 +235,8 @@ def _open_all(
                 problems.append(str(error))
                 continue
             used |= set(made_of)
+            if spec.init == "embedding":  # a table is looked up
+                weight = as_floats(weight)
             opened[-1].append(weight)
             if isinstance(weight, LazyQuantized):
                 got, shape = weight.values.shape, _outputs_first(spec).stored_shape

@@ -20,7 +20,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor, RestoredEntry, blocks_of, fp4_values
+from specserve.checkpoints.lazy import (
+    FLOAT32,
+    Index,
+    LazyQuantized,
+    LazyTensor,
+    RestoredEntry,
+    as_floats,
+    blocks_of,
+    fp4_values,
+)
 from specserve.checkpoints.packed import Storing, open_packed
 from specserve.checkpoints.tensors import TensorFolder
 from specserve.errors import CheckpointError
@@ -49,9 +58,9 @@ def read_storing(raw: Mapping[str, Any], where: str) -> Storing:
     text = raw.get("text_config")
     for config in (raw, text if isinstance(text, Mapping) else {}):
         stated = config.get("quantization_config") or config.get("compression_config")
-        if stated is None and "group_size" in (config.get("quantization") or {}):
-            stated = config["quantization"]
-            return Storing(packing="mlx", bits=_bits(stated, where, "mlx", (2, 4, 8)), group=_group(stated))
+        of_mlx = config.get("quantization") or {}
+        if "group_size" in of_mlx and stated in (None, of_mlx):  # newer ones state it under both names
+            return Storing(packing="mlx", bits=_bits(of_mlx, where, "mlx", (2, 4, 8)), group=_group(of_mlx))
         if stated:
             return _storing(stated, where)
     return PLAIN
@@ -166,7 +175,7 @@ def restored(tensors: TensorFolder, storing: Storing) -> tuple[TensorFolder, lis
             problems.append(str(error))
             continue
         used.update(made_of)
-        floats[name] = RestoredEntry(tensors.file(made_of[0]), weight)
+        floats[name] = RestoredEntry(tensors.file(made_of[0]), as_floats(weight))
     return tensors.with_others(used, floats), problems
 
 

@@ -61,10 +61,12 @@ def load_kind(name: str) -> "Kind":
 def check_trained(kind: str, given: str) -> None:
     """Check that drafters of a kind are trained here, of whatever was given. Raises ConfigError."""
     if not KINDS[kind].is_trained:
-        others = ", ".join(name for name, entry in KINDS.items() if entry.is_trained)
+        what = (
+            "that is a language model, which drafts as it is" if kind == WHOLE else f"{kind} drafts as it is published"
+        )
         raise ConfigError(
-            f"{given}: that is a language model, which drafts as it is; it is served (specserve serve --draft FOLDER), "
-            f"and not trained or converted as heads are. Give a head, of the kinds {others}"
+            f"{given}: {what}; it is served (specserve serve --draft FOLDER), and not trained or converted as heads "
+            f"are. Give a head, of the kinds {', '.join(_NAMES)}"
         )
 
 
@@ -114,8 +116,9 @@ def outside_files() -> list[Path]:
 
 
 def _known(name: str) -> str:
-    if name not in KINDS or not KINDS[name].is_trained:
+    if name not in KINDS:
         raise ValueError(name)
+    check_trained(name, f"--drafter {name}")
     return name
 
 

@@ -19,13 +19,15 @@ from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.findings import Dialect
 from specserve.interop.format import HeadFormat
-from specserve.interop.keys import HARMLESS, architectures, inner
+from specserve.interop.keys import HARMLESS, QUANTIZATIONS, architectures, inner
 from specserve.interop.notes import other_target
 from specserve.interop.published import stored_scales
 from specserve.mesh import put
+from specserve.models.cache import DRAFT_REACH
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.families import model_config
 from specserve.models.family_keys import Keys
+from specserve.models.sharding import spread_kv_heads
 
 CLASSES = frozenset(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"))
 _SIZES = ("backbone_hidden_size", "num_centroids", "centroid_intermediate_top_k", "use_ordered_embeddings")
@@ -59,6 +61,13 @@ class AssistantFormat(HeadFormat):
 
     def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None, quantization: Quantization) -> Head:
         drafter = self.read(folder, target.config, str(target.folder), dtype=dtype)
+        spread, heads = spread_kv_heads(target.config, mesh), drafter.config.layers.num_heads
+        most = max(spread.of(spread.kind(kind.kv_from)).num_kv_heads for kind in drafter.config.layers.layers)
+        if heads % most:
+            raise ConfigError(
+                f"{folder}: an assistant of {heads} heads reads the target's own pages, where this mesh has {most} KV "
+                "heads, one for each device; give a smaller --mesh tensor=N"
+            )
         tensors, where = TensorFolder(folder), str(folder / CONFIG)
         spec, places = drafter.spec(), drafter.place(mesh) if mesh is not None else None
         ordering = spec.ordering and _ordering(tensors, drafter.vocab_size, folder)
@@ -92,7 +101,7 @@ def _ordering(tensors: TensorFolder, vocab_size: int, folder: Path) -> np.ndarra
 
 def _config(raw: Mapping[str, Any], target: ModelConfig, where: str, dtype: str) -> AssistantConfig:
     """Read an assistant's config.json beside its target. Raises ConfigError."""
-    known = {*_SIZES, *_TOKENS, *HARMLESS, "text_config", "tie_word_embeddings"}
+    known = {*_SIZES, *_TOKENS, *HARMLESS, "text_config", "tie_word_embeddings", *QUANTIZATIONS}
     if unknown := sorted({key for key, value in raw.items() if value is not None} - known):
         raise ConfigError(f"{where}: {', '.join(unknown)}: not known to us, so it might be computed as another one")
     keys, text = Keys(raw, where), inner(raw, "text_config")
@@ -133,5 +142,5 @@ def _reading(kind: LayerKind, target: ModelConfig, where: str) -> LayerKind:
             f"{where}: an assistant of a Gemma 4, beside a {target.family} target, whose cache is another"
         )
     # a query at the root's place sees the last `window` + 1 committed tokens, which end one before it
-    window = kind.window and kind.window + 2
+    window = kind.window and kind.window + DRAFT_REACH
     return dataclasses.replace(kind, kv_from=own[-1], values_are_keys=False, window=window)

@@ -39,20 +39,26 @@ def _is_preset(name: str, config: ModelConfig) -> bool:
 
 
 def find_head(text: str, option: str) -> Path | None:
-    """Return the folder of a bundled head by its name, of a head in GGUF one that shows it, else as `find_folder`
-    does."""
-    if text.endswith(GGUF) and (path := Path(text).expanduser()).is_file():
-        from specserve.interop.gguf import is_head, show_head  # imports a library that others need not
+    """Return the folder of a bundled head by its name, of the bundled target as a draft, of a head in GGUF one that
+    shows it, else as `find_folder` does."""
+    try:
+        path = Path(text).expanduser()
+        if path.suffix == GGUF and path.is_file():
+            from specserve.interop.gguf import is_head, show_head  # imports a library that others need not
 
-        if is_head(path):
-            return show_head(path)
+            if is_head(path):
+                return show_head(path)
+    except (OSError, RuntimeError):
+        pass  # `find_folder` says why the name cannot be looked up
+    if text == BUNDLED:
+        return BUNDLED_FOLDER
     return BUNDLED_HEADS.get(text) or find_folder(text, option)
 
 
 def resolve_head(text: str, option: str) -> Path:
     """Find or download a head, or a language model that drafts: the bundled target too, and those of presets. `option`
     is the option that named it, for errors. Raises as `resolve_target` does."""
-    if path := BUNDLED_FOLDER if text == BUNDLED else find_head(text, option):
+    if path := find_head(text, option):
         return path.resolve()
     if text.endswith(GGUF):
         raise ConfigError(f"{option} {text!r}: no such file")
@@ -66,5 +72,4 @@ def resolve_head(text: str, option: str) -> Path:
 
 def is_downloaded(text: str) -> bool:
     """Return whether `resolve_head` looks for this in the hub's cache, and on the hub."""
-    is_here = text in BUNDLED_HEADS or find_folder(text, "--draft") is not None
-    return not is_here and (text in PRESETS or is_hub_id(text))
+    return find_head(text, "--draft") is None and (text in PRESETS or is_hub_id(text))

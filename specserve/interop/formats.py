@@ -7,10 +7,11 @@ from typing import Any
 
 from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.drafters.registry import DEFAULT_KIND, KINDS, WHOLE
+from specserve.errors import CheckpointError
 from specserve.interop.assistant import AssistantFormat
 from specserve.interop.dflash.files import DFlashFormat
 from specserve.interop.eagle3.files import Eagle3Format
-from specserve.interop.format import HeadFormat
+from specserve.interop.format import ARCHITECTURE, KIND, HeadFormat
 from specserve.interop.language_model.files import LanguageModelFormat, is_language_model
 from specserve.interop.mtp.files import MtpFormat
 from specserve.interop.peagle.files import PEagleFormat
@@ -42,4 +43,9 @@ def format_of(folder: Path) -> HeadFormat:
     """Return the format that a folder is in. One that none of them recognises goes to that of the default kind, which
     names what it lacks. Raises CheckpointError where there is no config.json."""
     raw = read_json(folder / CONFIG)
+    if raw.get("architectures") == [ARCHITECTURE] and raw.get(KIND) not in KINDS:
+        raise CheckpointError(
+            f"{folder}: a head of the kind {raw.get(KIND)!r}, which is none of {', '.join(KINDS)}; name its module "
+            "with --drafter-module, where the command takes that"
+        )
     return format_named(raw) or format_for(WHOLE if is_language_model(folder, raw) else DEFAULT_KIND)

@@ -13,7 +13,7 @@ from specserve.kernels.rowwise import as_heads, by_head, rms_norm, split_as_head
 from specserve.mesh import program_platform
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context, Tables, by_group, join, together
-from specserve.models.layers import linear, norm_spec, side_by_side
+from specserve.models.layers import are_alike, linear, norm_spec, side_by_side
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
 
@@ -93,8 +93,9 @@ def has_equal_heads(params: Attention) -> bool:
 
 def fuse_attention(params: Attention) -> Attention:
     """Join the projections of q, k and v into one matrix, and their biases into one vector. It is only for layers that
-    project all three from the same tokens (`project_qkv`), to heads of one width; others stay as they are."""
-    if not has_equal_heads(params):
+    project all three from the same tokens (`project_qkv`), to heads of one width; others stay as they are, and so do
+    matrices that are stored in several ways."""
+    if not (has_equal_heads(params) and are_alike(params.q, params.k, params.v)):
         return params
     return dataclasses.replace(
         params,

@@ -39,6 +39,7 @@ class Prefix:
 
 # of layers with a window that have pages of their own: the window's tokens, and the pages of each data rank
 WindowSizes = tuple[tuple[int, int], ...]
+DRAFT_REACH = 2  # tokens before a window of the target that a draft's layer may see (`interop.assistant`)
 
 
 @pytree

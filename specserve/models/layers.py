@@ -71,11 +71,17 @@ def mlp(
 
 def fuse_mlp(params: Mlp) -> Mlp:
     """Join gate and up into one matrix: on CPU one product has less to dispatch and to wait for than two. An MLP that
-    is not gated stays as it is."""
-    if params.up is None:
+    is not gated, or whose matrices are stored in two ways, stays as it is."""
+    if params.up is None or not are_alike(params.gate, params.up):
         return params
     gate_up, bias = side_by_side(params.gate, params.up), side_by_side(params.gate_bias, params.up_bias)
     return Mlp(gate_up, None, params.down, bias, None, params.down_bias)
+
+
+def are_alike(*parts: Any) -> bool:
+    """Return whether matrices are stored alike, so that they can be joined: plain, or in few bits with scales and
+    offsets of the same blocks. Files of mixed types store the projections of a layer in several ways."""
+    return len({(jax.tree.structure(part), *(leaf.dtype for leaf in jax.tree.leaves(part))) for part in parts}) == 1
 
 
 def side_by_side(*parts: Any) -> Any:

@@ -103,7 +103,7 @@ class Activations:
         if not self.shape.has_layers:
             return 0
         config, experts, parts = self.shape.target, self.shape.target.experts, num_parts(self.mesh, "mlp")
-        width = 3 * config.d_ff // parts
+        width = 3 * max(config.of(config.kind(i)).d_ff for i in range(config.num_layers)) // parts
         if experts and any(config.kind(i).has_experts for i in range(config.num_layers)):
             each = experts.top_k * (3 * experts.d_ff // parts + 2 * config.d_model)
             # devices with different experts send each other their tokens

@@ -200,6 +200,7 @@ def _read(run: PlanServeRun) -> Order:
             f"--prompt {run.prompt} and --answer {run.answer}: the context of {run.target} is {target.max_len} "
             "tokens; lower one of them"
         )
+    target = target.for_length(run.prompt + run.answer)
     device, num_devices = parse_devices(run.devices)
     tree, head = parse_speculation(run.speculation), None
     if tree is not None and tree.uses_head:
@@ -261,7 +262,7 @@ def _fleets(order: Order) -> list[PlannedFleet]:
         fix = ", or 8-bit weights (--quantization int8)"
     if run.mesh:
         meshes = f"--mesh {run.mesh}"
-    held = total_bytes(target_held(order.target, None, is_quantized=order.is_quantized))
+    held = total_bytes(target_held(order.target, None, order.run.quantization))
     raise ConfigError(
         f"{run.target} takes {held / 1e9:,.1f} GB, and {order.num_devices} x {order.device.name} hold "
         f"{MEMORY_SHARE:.0%} of {order.num_devices * order.device.memory / 1e9:,.1f} GB, with not even one sequence of "
@@ -345,10 +346,10 @@ def step_costs(
 def planned_head(name: str, kind: KindName, target: ModelConfig, draft: str = "") -> TrainedDrafter:
     """The head of this kind that `specserve train` would make for the target of this name, or the language model that
     drafts in its place. Raises ConfigError or CheckpointError."""
-    if draft and kind not in (DEFAULT_KIND, WHOLE):
+    if draft and kind != DEFAULT_KIND:
         raise ConfigError(f"--drafter {kind} is a kind of head, and --draft {draft} a language model; give one of them")
     if draft:
-        model = find_config(draft)[0]
+        model = find_config(draft, "--draft")[0]
         return load_kind(WHOLE).new(None, model, model.vocab_size)
     flags = {"target": name, "drafter": kind, "dry_run": True}
     published = functools.partial(fill, device=REFERENCE)

@@ -186,7 +186,7 @@ def _weights(shape: StepShape, quantization: str, mesh: Mesh) -> MemoryPart:
         what = f"{quantization} matrices, the rest {what}"
     if not shape.has_layers:
         what = f"the {' and '.join(parts)} alone, {what}"
-    held = target_held(shape.target, mesh, is_quantized=is_quantized)
+    held = target_held(shape.target, mesh, quantization)
     return MemoryPart("target's weights", total_bytes(each for each in held if each.field in parts), what)
 
 

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from specserve.devices import Device
 from specserve.drafters.interface import TrainedDrafter
 from specserve.kernels.grouped import expected_experts
+from specserve.kernels.matmul import INT4_BLOCK
 from specserve.mesh import MESH_AXES, num_parts
 from specserve.models.config import ModelConfig
 from specserve.models.params import is_matrix
@@ -38,17 +39,20 @@ class MemoryPart:
     what: str
 
 
-def target_held(config: ModelConfig, mesh: Mesh | None, *, is_quantized: bool = False) -> tuple[Held, ...]:
+def target_held(config: ModelConfig, mesh: Mesh | None, quantization: str = "none") -> tuple[Held, ...]:
     """Count what each device of the mesh holds of a target, or one device alone. The matrices of a quantized one have
-    8 bits, and a float32 scale for each output. Raises ConfigError where the mesh does not divide the target."""
+    8 bits, and a float32 scale for each output; of `int4` a scale and an offset for each block of inputs. Raises
+    ConfigError where the mesh does not divide the target."""
     spec, places = target_spec(config), None
     if mesh is not None:
         places = place_target(config, spec, mesh)
 
-    if not is_quantized:
+    if quantization == "none":
         return held_by_each(spec, config.dtype, places)
     held = held_by_each(spec, config.dtype, places, product_dtype="int8")
-    return tuple(replace(each, num_bytes=each.num_bytes + each.scale_bytes) for each in held)
+    of_blocks = 2 * 4 / INT4_BLOCK if quantization == "int4" else 0
+    more = (int(each.size * of_blocks) if of_blocks and each.is_product else each.scale_bytes for each in held)
+    return tuple(replace(each, num_bytes=each.num_bytes + own) for each, own in zip(held, more, strict=True))
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> Mesh:
@@ -88,7 +92,7 @@ class Replica:
         self, target: ModelConfig, head: TrainedDrafter | None, mesh: Mesh, *, is_quantized: bool = False
     ) -> None:
         self.target, self.head, self.mesh, self.is_quantized = target, head, mesh, is_quantized
-        self.target_held = target_held(target, mesh, is_quantized=is_quantized)
+        self.target_held = target_held(target, mesh, "int8" if is_quantized else "none")
         self.head_held: tuple[Held, ...] = ()
         if head is not None:
             self.head_held = held_by_each(head.spec(), head.dtype, head.place(mesh))

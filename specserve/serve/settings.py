@@ -58,6 +58,7 @@ class ServeRun:
     )
     drafter_module: ModulePath = setting(
         "",
+        scope=PROGRAM,
         is_early=True,
         help="import path of a kind of drafter from outside: package.module:NAME, or a module that registers one",
     )
@@ -257,6 +258,7 @@ class EngineSettings(TypedDict, total=False):
     """The settings of `ServeRun` that concern programs or the engine, but for `speculation`, as keywords of a Python
     call. A type checker cannot read them from the schema, so they stand here again, and a test compares both."""
 
+    drafter_module: str
     quantization: Literal["", "none", "stored", "int8", "fp8", "int4"]
     draft_quantization: Literal["", "none", "stored", "int8", "fp8", "int4"]
     kv_cache_dtype: Literal["auto", "int8", "fp8"]

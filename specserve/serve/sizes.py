@@ -172,7 +172,7 @@ def _filled(served: Served, run: ServeRun, longest: int, set_aside: int | None) 
     """The most slots of which each has a share of the cache, and the cache in all the memory that is left."""
     ranks, tokens, target = served.num_ranks, page_size(run), served.target.for_length(longest)
     whole, free = -(-longest // tokens), free_memory(served.mesh)
-    drafter, each = drafter_for(served.trees, served.drafter), MOST_SLOTS
+    drafter, each = drafter_for(served.trees, served.drafter and served.drafter.for_length(longest)), MOST_SLOTS
     models = target, drafter, served.mesh
     while True:
         sizes, aside = ServerSizes(each * ranks, longest, each * ranks * whole), set_aside
@@ -207,11 +207,11 @@ def _num_pages(served: Served, run: ServeRun, num_slots: int, longest: int) -> i
     if run.cache_tokens or not (run.cache_gb or run.cache_fraction):
         return in_equal_parts(served.mesh, "batch", -(-run.cache_tokens // tokens)) or whole
     available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * free_memory(served.mesh))
-    target = served.target.for_length(longest)
-    per_page = bytes_per_page(target, served.drafter, tokens, served.mesh)
+    target, drafter = served.target.for_length(longest), served.drafter and served.drafter.for_length(longest)
+    per_page = bytes_per_page(target, drafter, tokens, served.mesh)
     slots, ranks = in_equal_parts(served.mesh, "batch", num_slots), served.num_ranks
     shapes = served.shapes(run, ServerSizes(slots, longest, available // max(1, per_page) * ranks))
-    models, sizes = (target, served.drafter, served.mesh), {"page_size": tokens, "windows": shapes.windows}
+    models, sizes = (target, drafter, served.mesh), {"page_size": tokens, "windows": shapes.windows}
     pages = pages_in(available, *models, **sizes, most=whole // ranks)
     if pages < 1:
         raise ConfigError(

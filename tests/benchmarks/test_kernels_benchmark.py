@@ -27,8 +27,8 @@ def test_products_are_those_of_a_step_in_every_format(shallow_target: Target) ->
     works = list(products(str(shallow_target.folder), (1, 3)))
     layer = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32 + 3 * 32 * 48  # as a server multiplies: q|k|v and gate|up at once
     elements, ends = 2 * layer + 32 * 64, 2 * (32 + 64 + 32 + 32 + 32 + 96 + 48 + 32) + 32 + 64
-    assert len(works) == 2 * (3 if jax.default_backend() == "cpu" else 1)
-    for work, rows, size in zip(works, (1, 3) * 3, (4, 4, 2, 2, 1, 1), strict=False):
+    assert len(works) == 2 * (4 if jax.default_backend() == "cpu" else 1)
+    for work, rows, size in zip(works, (1, 3) * 4, (4, 4, 2, 2, 1, 1, 0.625, 0.625), strict=False):
         assert work.num_flops == 2 * rows * elements
         if jax.default_backend() == "cpu":
             assert work.num_bytes == size * elements + 4 * rows * ends

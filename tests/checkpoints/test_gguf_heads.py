@@ -21,7 +21,9 @@ from specserve.errors import CheckpointError, ConfigError
 from specserve.interop import doctor
 from specserve.interop.bundled import resolve_head
 from specserve.interop.convert import import_head
+from specserve.interop.gguf import is_head
 from specserve.interop.head import load_head, save_head
+from specserve.serve.launch import load_models
 
 BLOCK: dict[str, Any] = {"num_layers": 2, "aux_layers": (0, 2, 4), "block_size": 4, "d_ff": 64, "num_heads": 4}
 KEYS = {"target_layers": [1, 3, 5], "block_size": 4, "tokenizer.ggml.mask_token_id": 63}
@@ -86,6 +88,9 @@ def test_a_file_is_the_head_that_it_was_made_of(case: str, tiny_target: Target, 
     ]
     import_head(shown, tmp_path / "ours", tiny_target, target_name="tiny")
     assert_same_head(load_head(tmp_path / "ours", tiny_target, dtype="float32"), expected)
+    served = load_models(str(tiny_target.folder), str(path), has_tokenizer=False)
+    assert served.head is not None
+    assert_same_head(served.head, expected)
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1, Kind.BF16])
@@ -126,8 +131,7 @@ def test_a_head_is_no_target_and_a_target_drafts_as_it_is(tiny_target: Target, t
     with pytest.raises(CheckpointError, match="is 'eagle3'; of GGUF files llama"):
         find_folder(str(path), "--target")
     gguf_case.write(tiny_target.folder, tmp_path / "target.gguf")
-    assert resolve_head(str(tmp_path / "target.gguf"), "--draft") == find_folder(
-        str(tmp_path / "target.gguf"), "--draft"
-    )
+    assert is_head(path)
+    assert not is_head(tmp_path / "target.gguf"), "as a draft it is a language model"
     with pytest.raises(ConfigError, match=r"--draft 'a/b\.gguf': no such file"):
         resolve_head("a/b.gguf", "--draft")

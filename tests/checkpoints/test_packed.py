@@ -14,12 +14,12 @@ import pytest
 import tiny
 
 from specserve import mesh
-from specserve.checkpoints.load import load_params, load_target
+from specserve.checkpoints.load import QUANTIZATIONS, load_params, load_target
 from specserve.checkpoints.quantized import Storing, read_storing
 from specserve.checkpoints.tensors import TensorFolder, write_tensors
 from specserve.errors import CheckpointError
 from specserve.kernels.matmul import QuantizedMatrix, dequantize
-from specserve.models.params import TensorPart, matrix
+from specserve.models.params import TensorPart, embedding_table, matrix
 
 Tensors = dict[str, np.ndarray]
 D_IN, D_OUT, GROUP = 48, 24, 16
@@ -182,6 +182,18 @@ def test_a_slice_of_it_is_that_of_the_whole(
         for got in (spread, picked) if spec is PICKED else (spread,):
             got = dequantize(got, jnp.dtype("float32")) if isinstance(got, QuantizedMatrix) else got
             np.testing.assert_array_equal(got, expected.T)
+
+
+def test_a_table_in_few_bits_is_looked_up_as_floats(tmp_path: Path, rng: np.random.Generator) -> None:
+    """As MLX stores embeddings; its converters give the same settings under two names."""
+    _, tensors, meant = _mlx(rng, 4)
+    stated = {"bits": 4, "group_size": GROUP}
+    storing = read_storing({"quantization": stated, "quantization_config": stated}, "config.json")
+    spec = {"embedding": embedding_table("o.weight", D_OUT, D_IN)}
+    write_tensors(tmp_path / "model.safetensors", tensors)
+    for quantization in QUANTIZATIONS:
+        how = {"storing": storing, "quantization": quantization}
+        np.testing.assert_array_equal(load_params(spec, TensorFolder(tmp_path), "float32", **how)["embedding"], meant)
 
 
 def test_a_packed_target_is_the_widened_one(tmp_path: Path, rng: np.random.Generator) -> None:

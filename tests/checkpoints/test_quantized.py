@@ -357,6 +357,23 @@ def test_every_product_takes_a_quantised_weight(tmp_path: Path, family: str, to:
     assert_same(got, run(plain), tolerance(run, plain))
 
 
+def test_projections_that_are_stored_in_several_ways_stay_apart(tmp_path: Path) -> None:
+    """As files of mixed types have them: values and one half of the MLP in other blocks, with offsets or without."""
+    tiny.write_target(tmp_path, tiny.TARGET, seed=0)
+    target = load_target(tmp_path, dtype="float32")
+
+    def mixed(layer: Any) -> Any:
+        q, k, gate = (quantize(each, "int8") for each in (layer.attention.q, layer.attention.k, layer.mlp.gate))
+        v, up = quantize(layer.attention.v, "int4"), layer.mlp.up
+        attention = dataclasses.replace(layer.attention, q=q, k=k, v=v)
+        return dataclasses.replace(layer, attention=attention, mlp=dataclasses.replace(layer.mlp, gate=gate, up=up))
+
+    params = dataclasses.replace(target.params, layers=tuple(map(mixed, target.params.layers)))
+    token_ids = jnp.arange(12, dtype=jnp.int32)[None]
+    run = functools.partial(_logits, config=target.config, token_ids=token_ids)
+    assert_same(run(fuse_for_cpu(params)), run(params), tolerance(run, params))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_the_experts_takes_quantised_weights(rng: np.random.Generator, form: moe.Form) -> None:
     def draw(*shape: int) -> jax.Array:

@@ -83,7 +83,6 @@ PUBLISHED = {
     "lfm2-8b-a1b": 8.34,
     "kimi-linear-48b-a3b": 49.1,
     "nemotron-3-nano": 31.6,
-    "nemotron-3-super": 120.7,
     "mistral-small-4": 119,
     "minimax-m2": 229,
     "mimo-v2-flash": 309,

@@ -9,7 +9,7 @@ from unittest import mock
 import jax
 import numpy as np
 from engines import make_runner
-from spread import MODELS, head_of, target_of
+from spread import head_of, target_of
 
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine.options import sampler_rows
@@ -35,7 +35,7 @@ def answers(runner: Runner) -> list[np.ndarray]:
 
 def main(folder: str, *models: str) -> None:
     jax.config.update("jax_enable_compilation_cache", False)  # programs that it has are not kept once more
-    for model in models or MODELS:
+    for model in models:
         target, head = target_of(model), head_of(model)
         runner = make_runner(target, head, "chain:3", "off", has_constrained=False, folder=Path(folder))
         with mock.patch.object(Call, "lower", autospec=True, side_effect=Call.lower) as lower:

@@ -61,7 +61,42 @@ MODELS: dict[str, dict[str, Any]] = {
     "keys shared": DENSE | SHARED_KEYS | {"num_hidden_layers": 4, "num_kv_shared_layers": 2},
 }
 WINDOWS: dict[str, Any] = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
-OTHERS = {"windows": DENSE | WINDOWS | {"sliding_window": 11}}
+OF_ONE_CASE: dict[str, dict[str, Any]] = {  # other layers, over one mesh
+    "windows": DENSE | WINDOWS | {"sliding_window": 11},
+    "an indexer": DENSE
+    | EXPERTS
+    | LATENTS
+    | {"model_type": "deepseek_v32", "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6},
+    "Mamba": DENSE
+    | EXPERTS
+    | {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M*E-",
+        "num_hidden_layers": 4,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+    },
+    "short convolutions": DENSE
+    | EXPERTS
+    | {
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention"],
+        "num_experts": 4,
+        "num_dense_layers": 1,
+    },
+    "delta nets by channel": DENSE
+    | EXPERTS
+    | LATENTS
+    | {
+        "model_type": "kimi_linear",
+        "linear_attn_config": {"full_attn_layers": [2], "head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 3},
+        "qk_rope_head_dim": 4,
+    },
+}
 ANY_MODEL = ("data=2", "tensor=2", "tensor=4", "tensor=8")
 WITH_EXPERTS = ("expert=2", "expert=4", "data=2,tensor=2,expert=2")
 CASES = [
@@ -69,7 +104,7 @@ CASES = [
     for model in MODELS
     for mesh in (*ANY_MODEL, *(WITH_EXPERTS if model not in ("dense", "keys shared") else ()))
     if (model, mesh) != ("delta nets", "tensor=8")  # of four key heads
-]
+] + [(model, "tensor=2") for model in OF_ONE_CASE]
 
 
 def mesh_of(text: str) -> Mesh:
@@ -81,7 +116,7 @@ def mesh_of(text: str) -> Mesh:
 @functools.cache
 def target_of(model: str) -> Target:
     """On one device."""
-    config = model_config((MODELS | OTHERS)[model], dtype="float32")
+    config = model_config((MODELS | OF_ONE_CASE)[model], dtype="float32")
     return Target(config, init_params(target_spec(config), jax.random.key(0), "float32"), (2,), Path(model))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specserve.models.cache import DRAFT_REACH
 from specserve.serve.engine.sequence import PageRow
 from specserve.serve.engine.sequence import Sequence as Served
 
@@ -35,7 +36,7 @@ class WindowMemory:
             def place(index: int, window: int = group.window, size: int = group.page_size) -> tuple[int, int, int]:
                 return window, self.window_pages[window, sequence.pages[index // size]], index % size
 
-            for index in range(max(0, start - group.window + 1), start):
+            for index in range(max(0, start - group.window + 1 - DRAFT_REACH), start):  # and what a draft may see
                 assert self.entries[place(index)] == known[: index + 1], "a query would see another token's entry"
             for index in range(start, min(start + number, most)):
                 self.entries[place(index)] = known[: index + 1]

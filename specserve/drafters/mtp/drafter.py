@@ -65,6 +65,9 @@ class Mtp(FollowingDrafter):
             "vocab_size": self.draft_vocab_size,
         }
 
+    def for_length(self, length: int) -> "Mtp":
+        return Mtp(dataclasses.replace(self.config, layer=self.config.layer.for_length(length)))
+
     def empty_cache(self, sizes: Sizes) -> Cache:
         return Cache.zeros(self.config.layer, num_slots=0, **sizes.of_pages)
 

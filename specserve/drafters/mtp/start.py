@@ -24,12 +24,13 @@ from specserve.models.target import Layer, head_columns, layer_spec
 def new_config(settings: WidthSettings, target: ModelConfig, draft_vocab_size: int) -> MtpConfig:
     """Return the layer's shape, all of which but its vocabulary the target decides. Raises ConfigError where the
     settings ask for another."""
+    layer = target.of(target.carried or target.kind(target.num_layers - 1))
     own = {
         "num_layers": 1,
         "d_model": target.d_model,
-        "d_ff": target.d_ff,
+        "d_ff": layer.d_ff,
         "num_heads": target.num_heads,
-        "num_kv_heads": target.num_kv_heads,
+        "num_kv_heads": layer.num_kv_heads,
         "aux_layers": (target.num_layers - 1,),
     }
     defaults = WidthSettings()

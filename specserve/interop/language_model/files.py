@@ -55,5 +55,13 @@ class LanguageModelFormat(HeadFormat):
         def place(config: ModelConfig, _spec: Any, mesh: Mesh) -> Any:
             return LanguageModel(config).place(mesh)
 
-        loaded = load_target(folder, dtype=dtype, quantization=quantization, mesh=mesh, is_served=True, place=place)
+        loaded = load_target(
+            folder,
+            dtype=dtype,
+            quantization=quantization,
+            mesh=mesh,
+            is_served=True,
+            place=place,
+            option="--draft-quantization",
+        )
         return Head(LanguageModel(loaded.config), loaded.params, shared.target_ids, shared.draft_ids)

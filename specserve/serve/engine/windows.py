@@ -12,7 +12,7 @@ where the pages of a window before its end have theirs.
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 
-from specserve.models.cache import WindowSizes
+from specserve.models.cache import DRAFT_REACH, WindowSizes
 
 LEAST_CACHED, CACHED_PART = 8, 4  # windows of cached prefixes: at least so many, or one for so many slots
 
@@ -39,8 +39,9 @@ def window_sizes(
     prefill = -(-chunks[-1] // page_size) + min(num_slots, chunks[-1] // chunks[0])
     found = []
     for window in sorted(set(windows) - {0}):
-        cached = num_cached * (-(-window // page_size) + 1)
-        number = num_slots * (-(-(window + ahead) // page_size) + 2) + cached + prefill
+        seen = window + DRAFT_REACH
+        cached = num_cached * (-(-seen // page_size) + 1)
+        number = num_slots * (-(-(seen + ahead) // page_size) + 2) + cached + prefill
         if number < num_pages:
             found.append((window, number))
     return tuple(found)
@@ -151,8 +152,8 @@ class _Group:
         self.private: set[int] = set()  # held since before the tree was cleared
 
     def first(self, position: int) -> int:
-        """Return the number of the first of a sequence's pages that the token at a position sees."""
-        return max(0, position - self.window + 1) // self.page_size
+        """Return the number of the first of a sequence's pages that the token at a position sees, or a draft for it."""
+        return max(0, position - self.window + 1 - DRAFT_REACH) // self.page_size
 
     def reach(self, pages: Sequence[int], end: int) -> int:
         """See `Windows.reach`."""

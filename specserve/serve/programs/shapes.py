@@ -286,8 +286,9 @@ def make_shapes(
         one_shape = {"trees": (tree,), "batch_sizes": (num_slots,), "widths": (max_pages,), "chunks": chunks[:1]}
         bounds = {"verified_depth": DETERMINISTIC_DEPTH, "accepts_nothing": trees[0] is None, "prompt_tokens": 0}
         return dataclasses.replace(shapes, **one_shape, **bounds)
-    latent = target.for_length(max_model_len).latent
-    if not (latent and latent.index_topk) and reads_by_page(target, num_pages, page_size, mesh):  # with any width
+    target = target.for_length(max_model_len)
+    chooses = target.latent is not None and target.latent.index_topk > 0
+    if not chooses and reads_by_page(target, num_pages, page_size, mesh):  # with any width
         # a CPU computes the rows of a prompt and of a step in the time of both
         is_mixing = program_platform() != "cpu" and not target.is_recurrent
         return dataclasses.replace(shapes, widths=(max_pages,), is_mixing=is_mixing)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from specserve import cluster, launcher, log, processes
+from specserve.drafters.registry import add_module
 from specserve.errors import ConfigError
 from specserve.launcher import GroupProcess, ProcessGroup
 from specserve.mesh import num_devices
@@ -39,6 +40,7 @@ class TrainingProcess(GroupProcess):
     def run(self, address: str, number: int, count: int, attempt: int) -> None:
         self._driver.enter()
         log.setup()
+        add_module(self._run.drafter_module)  # settings that come from another process were checked there alone
         logger.info("worker %d of %d is process %d on %s", number, count, os.getpid(), socket.gethostname())
         run = self._run
         if attempt:

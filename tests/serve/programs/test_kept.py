@@ -21,7 +21,7 @@ import pytest
 from engines import make_runner
 from jax.experimental.compilation_cache import compilation_cache
 from kept_start import answers
-from spread import MODELS, mesh_of, spread_head, spread_target
+from spread import MODELS, OF_ONE_CASE, mesh_of, spread_head, spread_target
 
 from specserve import host
 from specserve.checkpoints.load import Target
@@ -311,7 +311,11 @@ def test_a_server_s_programs_are_kept(
 
 
 @pytest.mark.parametrize(
-    "model", ["delta nets", *(pytest.param(model, marks=pytest.mark.slow) for model in MODELS if model != "delta nets")]
+    "model",
+    [
+        model if model == "delta nets" else pytest.param(model, marks=pytest.mark.slow)
+        for model in (*MODELS, *OF_ONE_CASE)
+    ],
 )
 def test_a_second_process_of_every_kind_of_model_serves_from_what_is_kept(tmp_path: Path, model: str) -> None:
     """It lowers nothing, so nothing that JAX sets up while it lowers is there but by our own doing."""
