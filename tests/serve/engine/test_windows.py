@@ -66,7 +66,7 @@ HEAD = tiny.random_head(target_of(MODEL).config, 1, num_kv_heads=2, head_dim=8, 
 @pytest.fixture(scope="module")
 def runner(kept: Path | None) -> Runner:
     runner = make_runner(target_of(MODEL), HEAD, *WAYS, windows=SIZES, has_constrained=False, folder=kept)
-    assert NUMBER < 3 / 4 * NUM_PAGES  # what is given back is given to others
+    assert NUMBER < 3 / 4 * NUM_PAGES  # else nothing is given to others
     assert {layer.k.shape[0] for layer in runner.state.cache.layers} == {NUMBER, NUM_PAGES}
     assert [layer.k.shape[0] for layer in runner.state.draft.cache.layers] == [NUMBER], "the head's layer too"
     compile_programs(runner)
