@@ -269,6 +269,13 @@ def traced_mesh() -> AbstractMesh | None:
     return mesh
 
 
+@functools.cache
+def traced_once(kernel: Callable[..., Any], *static: str) -> Callable[..., Any]:
+    """Have calls with arrays of the same shapes share one trace of a kernel, and one copy of it in a program. Tracing
+    and lowering a Pallas kernel takes longer than all else in a layer, and a model's layers are alike."""
+    return jax.jit(kernel, static_argnames=static)
+
+
 def keep_along(x: jax.Array, *axes: str | None) -> jax.Array:
     """The array, cut along these logical axes over the mesh that is traced for, where the compiler might cut it
     otherwise."""

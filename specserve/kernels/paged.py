@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from specserve.kernels import native
 from specserve.kernels.block import NEG_INF, NewKeys
 from specserve.kernels.pages import Pages, in_ranks, own_pages
-from specserve.mesh import fitting_partition, over_parts, program_platform, traced_mesh
+from specserve.mesh import fitting_partition, over_parts, program_platform, traced_mesh, traced_once
 from specserve.pytree import pytree, static
 
 logger = logging.getLogger(__name__)
 
 Axes = tuple[str | None, ...]  # logical, of an array's first dimensions
+_STATIC = "v_dim", "first", "window", "softcap"  # arguments of the kernels that are no arrays
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,13 @@ def kernel_for(pages: Pages) -> PagesKernel | None:
         from specserve.kernels import paged_gpu
 
         if paged_gpu.takes(pages.own_shape, pages.k.dtype):
-            return PagesKernel(paged_gpu.attend_pages, takes_new=True)
+            return PagesKernel(traced_once(paged_gpu.attend_pages, *_STATIC), takes_new=True)
     if program_platform() == "tpu":
         from specserve.kernels import paged_tpu
 
         if paged_tpu.takes(pages.k, pages.v):
-            return PagesKernel(functools.partial(paged_tpu.attend_pages, v_first=pages.v_first))
+            attend = traced_once(paged_tpu.attend_pages, *_STATIC, "v_first")
+            return PagesKernel(functools.partial(attend, v_first=pages.v_first))
     return None
 
 

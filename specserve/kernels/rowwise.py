@@ -19,6 +19,7 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "gelu_erf", "relu2"]
 # in the order of `native/kernels.h`, which has no others
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
 UNGATED: tuple[Activation, ...] = ("relu2",)  # of MLPs that have no `up`
+_MOST_OF_GPU = 16  # values that XLA's own top-k for GPUs finds
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool = False) -> jax.Array:
@@ -107,8 +108,10 @@ def argmax(x: jax.Array) -> jax.Array:  # [..., size] -> [...] int32
 
 def largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:  # [..., size] -> two of [..., k]
     """Find the k largest values and their indices, the largest first and equal ones in order, as `jax.lax.top_k`. A TPU
-    sorts whole rows for that, so there they are k maxima in turn."""
-    if program_platform() != "tpu":
+    sorts whole rows for that, and so does a GPU for more than 16 values, by a library that no CUDA graph can hold: the
+    host would have to start the rest of the step. There they are k maxima in turn."""
+    platform = program_platform()
+    if platform == "cpu" or (platform == "gpu" and k <= _MOST_OF_GPU):
         return jax.lax.top_k(x, k)
     size = x.shape[-1]
     index = jnp.arange(size, dtype=jnp.int32)

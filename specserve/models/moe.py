@@ -22,7 +22,7 @@ from specserve.kernels.matmul import (
     matmul_float32,
 )
 from specserve.kernels.rowwise import UNGATED, Activation, gated, rms_norm
-from specserve.mesh import is_on_one_device, program_platform
+from specserve.mesh import is_on_one_device, program_platform, traced_once
 from specserve.models.config import Experts, ModelConfig
 from specserve.models.expert_parts import in_parts
 from specserve.models.layers import Mlp, linear, mlp, mlp_spec, norm_spec
@@ -323,7 +323,7 @@ def by_kernel_gpu(
     """Call the kernels for GPUs, for any number of tokens. They do only the needed work, and have no gradient."""
     from specserve.kernels import grouped_gpu  # its import takes a quarter of a second, in vain on a CPU
 
-    return grouped_gpu.expert_mlps(x, expert_ids, weights, params, activation)
+    return traced_once(grouped_gpu.expert_mlps, "activation")(x, expert_ids, weights, params, activation)
 
 
 def by_kernel_tpu(
@@ -333,7 +333,7 @@ def by_kernel_tpu(
     computes every token, and has no gradient."""
     from specserve.kernels import grouped_tpu
 
-    return grouped_tpu.expert_mlps(x, expert_ids, weights, params, activation)
+    return traced_once(grouped_tpu.expert_mlps, "activation")(x, expert_ids, weights, params, activation)
 
 
 Form = Callable[[Moe, Activation, jax.Array, jax.Array, jax.Array], jax.Array]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from specserve.kernels.rowwise import argmax
+from specserve.kernels.rowwise import argmax, largest
 from specserve.mesh import program_platform
 from specserve.pytree import pytree
 
@@ -228,7 +228,7 @@ def score(logits: jax.Array, token_ids: jax.Array) -> Scores:  # [batch, n, voca
 
 def _measured(logits: jax.Array, token_ids: jax.Array) -> Logprobs:
     all_logprobs = jax.nn.log_softmax(logits, axis=-1)
-    top, top_ids = jax.lax.top_k(all_logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
+    top, top_ids = largest(all_logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
     return Logprobs(jnp.take_along_axis(all_logprobs, token_ids[..., None], axis=-1)[..., 0], top, top_ids)
 
 

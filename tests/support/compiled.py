@@ -115,6 +115,10 @@ class Case:
         made = {kind for shape in own for kind in re.findall(rf"= \(?\w+\[{shape}\]\S* (?:\S+ )*?([\w-]+)\(", text)}
         return made & (COPIES if self.described.platform == "tpu" else COPIES - {"scatter"})
 
+    def sorted_sizes(self) -> set[int]:
+        """The lengths of the rows that the program sorts, in any branch."""
+        return {int(size) for size in re.findall(r"= \(?\w+\[(?:\d+,)*(\d+)\]\S* .*?\bsort\(", self.compiled().text)}
+
     def copies_of_matrices(self) -> set[str]:
         """The matrices of weights that the program writes anew to the large memory of a TPU, in another order."""
         leaves = [leaf for leaf in jax.tree.leaves(self.runner.inputs.layouts.many) if leaf.ndim == 2]

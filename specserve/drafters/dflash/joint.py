@@ -17,6 +17,7 @@ from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.grow import best_tokens, every_width
 from specserve.kernels.gather import take_each
 from specserve.kernels.matmul import Weight, matmul_float32
+from specserve.kernels.rowwise import largest
 from specserve.models.layers import linear
 from specserve.models.params import embedding_table, matrix, optional, vector
 from specserve.pytree import pytree
@@ -193,7 +194,7 @@ def selected(
 ) -> tuple[jax.Array, jax.Array]:  # [batch, k, candidate] float32, [batch, candidate] int32
     """The scores of a slot's best tokens after each of k tokens, and these tokens. They are `at_least` so many; those
     that the selector does not choose among score -inf."""
-    unary, candidates = jax.lax.top_k(logits[:, 0], max(config.selector_top_k, at_least))
+    unary, candidates = largest(logits[:, 0], max(config.selector_top_k, at_least))
     context = selector.predecessor[previous] * linear(states, selector.hidden)  # [batch, k, rank]
     successors = selector.successor[candidates]
     scores = jnp.einsum("bkr,bcr->bkc", context, successors, preferred_element_type=jnp.float32)
