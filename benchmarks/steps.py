@@ -1,9 +1,9 @@
 """What the steps of a target and its head cost: in service shapes, and in making their programs.
 
 Run from the checkout: `python benchmarks/steps.py`. The steps take turns, so that a noisy moment does not fall on one
-of them. To compare two commits, run it in a checkout of each, in turns. With `--target` a preset's shapes are run, with
-random weights and a random EAGLE-3 head, so that nothing is downloaded: a step's time does not depend on their values.
-With `--mesh` they are spread over several devices.
+of them; then each is run again and again, as a server runs it. To compare two commits, run it in a checkout of each, in
+turns. With `--target` a preset's shapes are run, with random weights and a random EAGLE-3 head, so that nothing is
+downloaded: a step's time does not depend on their values. With `--mesh` they are spread over several devices.
 """
 
 import argparse
@@ -53,6 +53,7 @@ class StepCost:
     num_fusions: int  # operations of the compiled program, those inside of fusions left out
     num_calls: int
     seconds: list[float]
+    queued: float = 0.0  # seconds of a run where the host starts the next one meanwhile, as a server does
 
 
 def measure_steps(
@@ -104,6 +105,12 @@ def measure_steps(
             runner.run(cost.program)
             jax.block_until_ready(runner.state)
             cost.seconds.append(time.perf_counter() - begin)
+    for cost in costs:
+        begin = time.perf_counter()
+        for _ in range(num_rounds):
+            runner.run(cost.program)
+        jax.block_until_ready(runner.state)
+        cost.queued = (time.perf_counter() - begin) / num_rounds
     yield from costs
 
 
@@ -185,7 +192,8 @@ def main() -> None:
     parser.add_argument("--burst", type=int, default=0, help="steps that one call may make; 0: as a server has it")
     parser.add_argument("--prompts", action="store_true", help="time prefills instead, and steps beside them")
     given = parser.parse_args()
-    print("| step | sequences | ms, median | ms, least | making, s | fusions | calls |\n|---|---|---|---|---|---|---|")
+    print("| step | sequences | ms, median | ms, least | ms, queued | making, s | fusions | calls |")
+    print("|---" * 8 + "|")
     ways, sizes = given.speculation.split(","), {"num_slots": given.slots, "max_model_len": given.max_model_len}
     chosen = {"target": given.target, "num_layers": given.layers, "mesh": given.mesh, "num_rounds": given.rounds}
     changed = {"page_size": given.page_size, "least_batch": given.least_batch, "burst": given.burst}
@@ -195,7 +203,9 @@ def main() -> None:
         way = f"prefill of {program.chunk}" if program.kind == "prefill" else describe(program.tree)
         if program.kind == "mixed":
             way += f" beside a prefill of {program.prompts} x {program.chunk}"
-        times = f"{1e3 * statistics.median(cost.seconds):.2f} | {1e3 * min(cost.seconds):.2f}"
+        times = " | ".join(
+            f"{1e3 * each:.2f}" for each in (statistics.median(cost.seconds), min(cost.seconds), cost.queued)
+        )
         made = f"{cost.making:.2f} | {cost.num_fusions} | {cost.num_calls}"
         print(f"| `{way}` | {program.batch} | {times} | {made} |", flush=True)
 
