@@ -45,6 +45,7 @@ FLAT = {
 }
 FLAT |= {"chat_template", "devices", "tokenizer"}
 MAY_JIT = (
+    "mesh.py",  # kernels that layers share a trace of, within a program
     "serve/programs/calls.py",
     "serve/programs/program_cache.py",  # one operation of LAPACK, which sets it up for programs that are loaded
     "serve/programs/layouts.py",  # products that are timed to choose how matrices are cut
