@@ -16,6 +16,7 @@ Scales are applied to the float32 product of a block, and offsets to the sum of 
 the same bits whatever the other rows are.
 """
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any, Literal
@@ -38,7 +39,7 @@ COLUMNS = 128  # outputs of a program
 ROWS = 64  # of a program, at most
 PROGRAMS = 264  # keep the 132 multiprocessors of an H100 busy, with two programs each, as many as registers hold
 WARPS = 8  # of a program; with fewer threads than columns, scales would be passed on through shared memory
-IN_FLIGHT = 2**15  # bytes of codes that a program has on their way
+PENDING_BYTES = 2**15  # of codes, asked for by a program and not there yet
 
 _ZEROS = {"uint4": 128, "int4": 136}  # the number that a code's bits stand for, less the number that they mean
 
@@ -77,6 +78,11 @@ class NibbleMatrix:
     def shape(self) -> tuple[int, int]:
         d_out, num_bytes = self.codes.shape
         return 2 * num_bytes, d_out
+
+    def __getitem__(self, index: tuple[slice, Any]) -> "NibbleMatrix":
+        """Pick some outputs, of all inputs."""
+        scale, offset = (each if each is None else each[index] for each in (self.scale, self.offset))
+        return dataclasses.replace(self, codes=self.codes[index[1]], scale=scale, offset=offset)
 
 
 def span_of(d_in: int, block: int) -> int:
@@ -121,7 +127,7 @@ def _bounds(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:  # [d
 def _laid_out(
     values: jax.Array, scale: jax.Array, offset: jax.Array | None, block: int, numbers: Numbers
 ) -> NibbleMatrix:
-    """Lay out values that are codes, or doubles of 4-bit floats."""
+    """Lay out int8 values that are codes, or doubles of 4-bit floats."""
     d_in, d_out = values.shape
     span, codes = span_of(d_in, block), values.view(jnp.uint8)
     if numbers == "fp4":
@@ -164,7 +170,7 @@ def _multiply(x: jax.Array, weight: NibbleMatrix, *, interpret: bool) -> jax.Arr
     tiles = pl.cdiv(num_rows, row_tile), pl.cdiv(d_out, COLUMNS)
     num_steps = d_in // (2 * weight.span)
     parts = _parts(num_rows, d_in, num_steps, math.prod(tiles))
-    stages = min(6, 1 + IN_FLIGHT // (COLUMNS * weight.span))
+    stages = min(6, 1 + PENDING_BYTES // (COLUMNS * weight.span))
     sums = None
     if weight.offset is not None:
         sums = x.reshape(num_rows, -1, weight.span).sum(axis=-1, dtype=jnp.float32).T
