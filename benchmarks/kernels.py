@@ -8,6 +8,7 @@ products. Mixtures of experts are timed by `experts.py`.
 """
 
 import argparse
+import dataclasses
 import itertools
 import statistics
 import time
@@ -23,7 +24,7 @@ from specserve.checkpoints.configs import find_config
 from specserve.eval.bench.step_times import QUEUED, read_bandwidth
 from specserve.kernels import native
 from specserve.kernels.attention import attend
-from specserve.kernels.matmul import INT4_BLOCK, matmul, pack, quantize
+from specserve.kernels.matmul import INT4_BLOCK, in_nibbles, matmul, pack, quantize
 from specserve.kernels.paged import PagedPrefix, kernel_for
 from specserve.kernels.pages import LARGEST, Pages
 from specserve.mesh import default_dtype
@@ -95,20 +96,26 @@ def attention(shape: AttentionShape, batch: int, entries: int, n: int) -> Kernel
     )
 
 
-def products(target: str, rows: Sequence[int]) -> Iterator[KernelWork]:
-    """All products of one step of a target with random weights, one after another, in every format."""
+def products(target: str, rows: Sequence[int], layers: int, names: Sequence[str]) -> Iterator[KernelWork]:
+    """All products of one step of a target with random weights, one after another, in these formats; of so many layers
+    alone, or of all (0)."""
     if not rows:
         return
     config, on_cpu = find_config(target)[0], jax.default_backend() == "cpu"
+    layers = layers or config.num_layers
+    config = dataclasses.replace(config, num_layers=layers, layers=config.layers[:layers])
     params = init_params(target_spec(config), jax.random.key(0), "bfloat16")
     params = jax.tree.map(lambda leaf: leaf.astype(default_dtype()), params)
     params = fuse_for_cpu(params) if on_cpu else params
     drawn = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_product(path) and leaf.ndim == 2]
     elements, ends = sum(leaf.size for leaf in drawn), sum(sum(leaf.shape) for leaf in drawn)
-    for name in FORMATS if on_cpu else ("bfloat16",):
+    for name in names:
         convert, num_bytes = FORMATS[name]
-        plain = [convert(matrix) for matrix in drawn]
-        packed = [pack(matrix) for matrix in plain] if on_cpu and native.is_available() else None
+        plain, packed = [convert(matrix) for matrix in drawn], None
+        if on_cpu and native.is_available():
+            packed = [pack(matrix) for matrix in plain]
+        elif name == "int4" and jax.default_backend() == "gpu":
+            packed = list(map(in_nibbles, plain))
         for num_rows in rows:
             x = jnp.ones((num_rows, config.d_model), default_dtype())
             yield KernelWork(
@@ -163,14 +170,21 @@ def main() -> None:
         usual = getattr(AttentionShape, flag[2:].replace("-", "_"))
         parser.add_argument(flag, default=usual, type=type(usual))
     parser.add_argument("--target", default="pydoc", help="whose products are timed; weights are random")
+    parser.add_argument("--layers", default=0, type=int, help="of the target; 0: all")
+    on_gpu = jax.default_backend() == "gpu"
+    usual = (
+        list(FORMATS) if jax.default_backend() == "cpu" else ["bfloat16", "int8", "int4"] if on_gpu else ["bfloat16"]
+    )
+    parser.add_argument("--formats", default=usual, type=lambda text: text.split(","), help="of weights")
     parser.add_argument("--seconds", default=0.3, type=float, help="of each kernel and shape")
     given = parser.parse_args()
     shape = AttentionShape(**{name: getattr(given, name) for name in vars(AttentionShape())})
     bandwidth, peak = read_bandwidth(), matmul_peak(default_dtype())
     print(f"{jax.devices()[0].device_kind}: {bandwidth / 1e9:,.0f} GB/s, {peak / 1e12:,.2f} TFLOP/s\n")
     print("| shape | own, ms | XLA, ms | bound, ms |\n|---|---|---|---|")
+    of_weights = products(given.target, given.rows, given.layers, given.formats)
     sizes = itertools.product(given.batch, given.entries, given.queries)
-    for work in itertools.chain((attention(shape, *size) for size in sizes), products(given.target, given.rows)):
+    for work in itertools.chain((attention(shape, *size) for size in sizes), of_weights):
         found, bound = milliseconds(work, given.seconds), 1e3 * max(work.num_bytes / bandwidth, work.num_flops / peak)
         own = f"{found['own']:.3f}" if "own" in found else ""
         print(f"| {work.shape} | {own} | {found['xla']:.3f} | {bound:.3f} |", flush=True)

@@ -23,7 +23,8 @@ from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
 from specserve.kernels import native
-from specserve.kernels.matmul import QuantizedMatrix, Rounded, dequantize, quantize
+from specserve.kernels.matmul import QuantizedMatrix, Rounded, Weight, dequantize, in_nibbles, quantize
+from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
@@ -95,7 +96,7 @@ def load_target(
     quantization: Quantization = "none",
     mesh: Mesh | None = None,  # the devices that hold the parameters; None: the default one
     is_checked: bool = False,  # every value must be a number
-    is_served: bool = False,  # each device of the mesh has a KV head of its own (`spread_kv_heads`)
+    is_served: bool = False,  # each device has a KV head of its own (`spread_kv_heads`), a GPU numbers of 4 bits in 4
     has_layers: bool = True,  # without them: embedding, final norm and output head alone
     is_looped: bool = False,  # layers that repeat are stacked where that pays, for programs that run over rows
     place: Callable[[ModelConfig, TargetParams, Mesh], TargetParams] = place_target,
@@ -127,6 +128,7 @@ def load_target(
         quantization=quantization,
         option=option,
         storing=read_storing(raw, where),
+        is_served=is_served,
     )
     if is_checked:
         check_weights(params, spec, str(folder))
@@ -184,6 +186,7 @@ def load_params(
     quantization: Quantization = "none",
     storing: Storing = PLAIN,
     option: str = "--quantization",  # the option that chooses `quantization`, for the log
+    is_served: bool = False,  # and not trained: a GPU's matrices may have the form of its kernel (`in_nibbles`)
 ) -> Tree:
     """Read every leaf of the spec tree, cast to `dtype` or quantised. Raises CheckpointError that lists all that does
     not fit, before anything is read."""
@@ -191,10 +194,11 @@ def load_params(
     leaves, structure = jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_spec)
     places: Sequence[Sharding | None] = jax.tree.leaves(shardings) or [None] * len(leaves)
     opened = _open_all([spec for _, spec in leaves], tensors, {**_SKIPPED, **(skipped or {})}, rename, storing)
-    loaded, widened = [], 0
+    loaded, widened, has_nibbles = [], 0, is_served and shardings is None and program_platform() == "gpu"
     for (path, spec), weights, place in zip(leaves, opened, places, strict=True):
         how = quantization if is_product(path) else "none"
-        loaded.append(_load(spec, weights, np.dtype(spec.dtype(dtype)), place, how))
+        matrix = _load(spec, weights, np.dtype(spec.dtype(dtype)), place, how)
+        loaded.append(in_nibbles(matrix) if has_nibbles else matrix)
         if any(isinstance(weight, LazyQuantized) or weight.is_widened for weight in weights):
             widened += loaded[-1].nbytes if isinstance(loaded[-1], jax.Array) else 0
     if widened:
@@ -205,7 +209,19 @@ def load_params(
             widened / 1e9,
             "" if quantization == "stored" else f"; {option} stored keeps whole numbers of few bits where it can",
         )
+    if is_served and quantization in ("int4", "stored"):
+        _log_widths(loaded)
     return jax.tree.unflatten(structure, loaded)
+
+
+def _log_widths(loaded: Sequence[jax.Array | Weight]) -> None:
+    """Say of how many matrices an accelerator holds numbers of few bits in 8."""
+    in_bytes = sum(isinstance(each, QuantizedMatrix) for each in loaded)
+    if in_bytes and program_platform() != "cpu":
+        logger.info(
+            "%d matrices of few bits are held in 8 bits: products in 4 are those of one GPU, and not of experts",
+            in_bytes,
+        )
 
 
 def shapes_in(tensors: TensorFolder, rename: Callable[[str], str]) -> Callable[[str], tuple[int, ...] | None]:

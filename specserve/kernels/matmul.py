@@ -1,5 +1,6 @@
-"""Products with weights: `matmul`. A weight is a plain matrix, a matrix of 8-bit values with scales, or, for serving on
-a CPU, a matrix packed for the native kernel or cut into blocks for XLA.
+"""Products with weights: `matmul`. A weight is a plain matrix, a matrix of 8-bit values with scales, for serving on
+a CPU a matrix packed for the native kernel or cut into blocks for XLA, or, for serving on a GPU, one of 4-bit numbers
+(`nibbles_gpu`).
 
 The native kernel (`kernels.native`) streams the panels of a packed matrix at the speed of memory, whatever the number
 of rows. It widens bfloat16 and 8-bit values in registers and adds in float32, in an order that does not depend on the
@@ -22,8 +23,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from specserve.kernels import native
+from specserve.kernels import native, nibbles_gpu
 from specserve.kernels.large_pages import empty_in_large_pages
+from specserve.kernels.nibbles_gpu import NibbleMatrix
 from specserve.kernels.panels import by_panel, four_bits, lay_out
 from specserve.mesh import is_on_one_device, program_platform
 from specserve.pytree import pytree, static
@@ -84,7 +86,7 @@ class QuantizedMatrix:
 
 
 MOST_BYTES = 2**16  # of int8 weights times digits from -128 to 127 (native/digits_isa.h): half of what 32 bits can hold
-Weight = jax.Array | BlockedMatrix | PackedMatrix | QuantizedMatrix
+Weight = jax.Array | BlockedMatrix | NibbleMatrix | PackedMatrix | QuantizedMatrix
 Rounded = Literal["int8", "fp8", "int4"]  # how weights may be rounded when they are loaded
 INT4_BLOCK = 32  # inputs that share a scale
 _FORMATS: dict[int, native.Format] = {4: "float32", 2: "bfloat16", 1: "int8"}  # by a number's bytes
@@ -125,6 +127,14 @@ def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
     made = lay_out(values, of, block or d_in)
     scale, offset = _halved([each if each is None else by_panel(each, made.width) for each in (scale, offset)])
     return PackedMatrix(_in_large_pages(made.panels, made.shape), scale, offset, of, d_in, d_out, block)
+
+
+def in_nibbles(weight: jax.Array | QuantizedMatrix) -> Weight:
+    """Return the same matrix in 4 bits for products on a GPU, where it is quantised, its numbers fit in 4 bits block by
+    block, and the kernel can take its shape; else as it is."""
+    if not isinstance(weight, QuantizedMatrix) or len(weight.shape) != 2:
+        return weight
+    return nibbles_gpu.pack(weight.values, weight.scale, weight.offset, weight.block) or weight
 
 
 def _halved(of_blocks: list[np.ndarray | None]) -> list[jax.Array | None]:
@@ -189,9 +199,11 @@ def _in_four_bits(weight: jax.Array) -> QuantizedMatrix:
     return QuantizedMatrix(values, scale[..., 0, :], INT4_BLOCK, offset[..., 0, :])
 
 
-def dequantize(weight: jax.Array | QuantizedMatrix, dtype: jnp.dtype) -> jax.Array:
+def dequantize(weight: jax.Array | NibbleMatrix | QuantizedMatrix, dtype: jnp.dtype) -> jax.Array:
     """Restore the plain matrix, or matrices, for products that `matmul` does not know (experts, absorbed
     projections)."""
+    if isinstance(weight, NibbleMatrix):
+        return nibbles_gpu.restore(weight).astype(dtype)
     if not isinstance(weight, QuantizedMatrix):
         return weight
 
@@ -249,6 +261,9 @@ def _product(x: jax.Array, weight: Weight, dtype: jnp.dtype) -> jax.Array:
         return _packed(x, weight).astype(dtype)
     if isinstance(weight, BlockedMatrix):
         return _blocked(x, weight).astype(dtype)
+    if isinstance(weight, NibbleMatrix):
+        rows = nibbles_gpu.multiply(x.reshape(-1, x.shape[-1]), weight, interpret=program_platform() != "gpu")
+        return rows.reshape(*x.shape[:-1], -1).astype(dtype)
     if isinstance(weight, QuantizedMatrix):
         return _quantized(x, weight).astype(dtype)
     if x.ndim > 2 and weight.ndim == 2 and is_on_one_device():

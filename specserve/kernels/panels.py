@@ -9,8 +9,8 @@ from specserve.kernels import native
 
 # The doubles of the 4-bit floats (e2m1) by their codes; the code of minus zero is left out.
 FP4_DOUBLES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-_FP4_CODES = np.full(256, 255, np.uint8)  # by the byte of a double; 255: no double
-_FP4_CODES[FP4_DOUBLES[::-1].view(np.uint8)] = np.arange(16, dtype=np.uint8)[::-1]
+FP4_CODES = np.full(256, 255, np.uint8)  # by the byte of a double; 255: no double
+FP4_CODES[FP4_DOUBLES[::-1].view(np.uint8)] = np.arange(16, dtype=np.uint8)[::-1]
 _MIDDLE = 8  # the code of zero
 _BYTE_PAIRS = 8  # inputs of a 4-bit lane where tiles multiply; elsewhere the codes of four outputs and two inputs
 
@@ -45,7 +45,7 @@ def four_bits(values: np.ndarray, block: int) -> FourBits | None:
     starts = np.arange(0, d_in, block)
     low, high = (f.reduceat(values, starts, axis=-2).astype(np.int16) for f in (np.minimum, np.maximum))
     if (high - low).max(initial=0) > 15:
-        return FourBits(_FP4_CODES[values.view(np.uint8)], "fp4", None) if _are_doubles(values) else None
+        return FourBits(FP4_CODES[values.view(np.uint8)], "fp4", None) if _are_doubles(values) else None
     if low.min(initial=0) >= 0 and 7 < high.max(initial=0) < 16:
         return FourBits(values.view(np.uint8), "uint4", None)
     shift = np.where((low >= -_MIDDLE) & (high < _MIDDLE), 0, low + _MIDDLE)
@@ -57,7 +57,7 @@ def four_bits(values: np.ndarray, block: int) -> FourBits | None:
 
 
 def _are_doubles(values: np.ndarray) -> bool:
-    return bool((_FP4_CODES[values.view(np.uint8)] < 16).all())
+    return bool((FP4_CODES[values.view(np.uint8)] < 16).all())
 
 
 def lay_out(values: np.ndarray, format: native.Format, block: int) -> LaidOut:

@@ -24,6 +24,7 @@ from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
 from specserve.errors import CheckpointError
 from specserve.kernels.matmul import QuantizedMatrix, Rounded, dequantize, matmul, quantize
+from specserve.kernels.nibbles_gpu import NibbleMatrix
 from specserve.models import moe
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
@@ -276,7 +277,7 @@ def test_quantisations_that_are_not_read_are_refused_by_name(stated: dict[str, A
 
 
 def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QuantizedMatrix)
+    return isinstance(node, NibbleMatrix | QuantizedMatrix)
 
 
 def _plain(node: Any) -> Any:
@@ -342,16 +343,29 @@ def _logits(params: TargetParams, config: ModelConfig, token_ids: jax.Array) -> 
     return logits(params, config, out.hidden_states)
 
 
-@pytest.mark.parametrize(("family", "to"), [("deepseek-v3", "int8"), ("gpt-oss", "fp8"), ("qwen3-next", "int4")])
-def test_every_product_takes_a_quantised_weight(tmp_path: Path, family: str, to: Rounded) -> None:
-    """Latent attention, experts with and without biases, shared experts, gates, recurrent layers; fused as on CPU."""
+@pytest.mark.parametrize(
+    ("family", "to", "platform"),
+    [
+        ("deepseek-v3", "int8", "cpu"),
+        ("gpt-oss", "fp8", "cpu"),
+        ("qwen3-next", "int4", "cpu"),
+        ("qwen3-next", "int4", "gpu"),
+    ],
+)
+def test_every_product_takes_a_quantised_weight(tmp_path: Path, family: str, to: Rounded, platform: str) -> None:
+    """Latent attention, experts with and without biases, shared experts, gates, recurrent layers; fused as on CPU, or
+    in 4 bits as on a GPU, whose kernel is interpreted."""
     raw = json.loads((GOLDENS / family / "config.json").read_text())
     all_specs = specs(target_spec(model_config(raw, dtype="float32")))
     seeded.write_weights(tmp_path, {name: spec.stored_shape for spec in all_specs for name in spec.names}, seed=0)
     write_json(tmp_path / "config.json", raw)
-    quantized = load_target(tmp_path, dtype="float32", quantization=to)
+    with mesh.made_for(platform):
+        quantized = load_target(tmp_path, dtype="float32", quantization=to, is_served=True)
+    leaves = jax.tree.leaves(quantized.params, is_leaf=_is_quantized)
+    assert any(isinstance(leaf, NibbleMatrix) for leaf in leaves) == (platform == "gpu")
     token_ids = jnp.arange(12, dtype=jnp.int32)[None]
-    got = _logits(fuse_for_cpu(quantized.params), quantized.config, token_ids)
+    params = quantized.params if platform == "gpu" else fuse_for_cpu(quantized.params)
+    got = _logits(params, quantized.config, token_ids)
     plain = jax.tree.map(_plain, quantized.params, is_leaf=_is_quantized)
     run = functools.partial(_logits, config=quantized.config, token_ids=token_ids)
     assert_same(got, run(plain), tolerance(run, plain))

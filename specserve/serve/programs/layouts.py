@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.kernels import native
-from specserve.kernels.matmul import QuantizedMatrix, Weight, block, dequantize, matmul, pack
+from specserve.kernels.matmul import QuantizedMatrix, Weight, block, dequantize, in_nibbles, matmul, pack
 from specserve.mesh import program_platform, whole
 from specserve.models.latent import LatentAttention, split_by_head
 from specserve.models.params import PRODUCTS, SMALL_PRODUCTS, is_product
@@ -77,8 +77,8 @@ class Layouts:
 def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) -> Layouts:
     """Arrange the parameters as the steps take them. On one CPU device they are packed for the native kernel, whose
     layout serves any number of rows. Where that was not built, XLA's products get the layouts that are fastest here
-    for one row and for a few. Parameters that are spread over a mesh, or lie on an accelerator, stay as they were
-    loaded."""
+    for one row and for a few. On one GPU numbers of 4 bits are kept in 4. Parameters that are spread over a mesh, or
+    lie on a TPU, stay as they were loaded."""
     is_cpu = _is_on_one_cpu(mesh)
     params = fuse_for_cpu(target.params) if is_cpu else target.params
     draft = _draft_weights(head, mesh) if head is not None else None
@@ -87,6 +87,9 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
     if is_cpu and native.is_available():
         weights = _arranged(plain, _packed)
         return Layouts(weights, weights, weights, (_packed, _packed, _packed), mesh)
+    if program_platform() == "gpu" and mesh is None:
+        weights = _arranged(plain, _in_nibbles)
+        return Layouts(weights, weights, weights, (_in_nibbles, _in_nibbles, _in_nibbles), mesh)
     if not is_cpu or sum(leaf.nbytes for leaf in jax.tree.leaves(plain)) > COPIED_BYTES:
         return Layouts(plain, plain, plain, (as_loaded, as_loaded, as_loaded), mesh)
     made: dict[int, tuple[Weights, Arrange]] = {0: (plain, as_loaded)}
@@ -143,6 +146,10 @@ def _packed(params: Params) -> Params:
 
     apart = jax.tree.map(split, params, is_leaf=lambda node: isinstance(node, LatentAttention | QuantizedMatrix))
     return _arrange(apart, change=pack, names=PRODUCTS | SMALL_PRODUCTS)
+
+
+def _in_nibbles(params: Params) -> Params:
+    return _arrange(params, change=in_nibbles, names=PRODUCTS)
 
 
 def _arrange(

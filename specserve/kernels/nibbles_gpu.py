@@ -1,0 +1,295 @@
+"""Products with weights of 4 bits on a GPU: a Triton kernel that reads them as they are stored, two to a byte, and
+widens them in registers.
+
+A step with few rows takes as long as its weights take to be read. So the kernel is made to keep many reads in flight:
+each program has a tile of outputs and a part of the inputs, the parts are as many as fill the GPU, and XLA adds their
+float32 results in a fixed order. Bytes read: d_in * d_out / 2, and a scale, perhaps an offset, for each output and
+block of inputs; 2 * rows * d_in * d_out operations, with rows rounded up to 16 at least.
+
+The low halves of a tile's bytes are the numbers of so many inputs that follow each other, and the high halves those of
+as many next to them. So one read serves two products, each of inputs that share a scale, and nothing is shuffled. A
+number is widened by bits alone: behind the exponent of 128 it stands for 128 more than itself in bfloat16, and one
+subtraction for two numbers, which is exact, takes that away. A conversion of an integer would take four times as long
+as there is for it.
+
+Scales are applied to the float32 product of a block, and offsets to the sum of the block's inputs. A row's result has
+the same bits whatever the other rows are.
+"""
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from specserve.kernels.panels import FP4_CODES, FP4_DOUBLES
+from specserve.mesh import traced_once
+from specserve.pytree import pytree, static
+
+Numbers = Literal["int4", "uint4", "fp4"]  # see `panels.four_bits`
+
+LEAST = 16  # rows, columns and inputs of a product that tensor cores take
+MOST_SPAN = 128  # bytes of an output that are read at once: a line of the cache
+COLUMNS = 128  # outputs of a program
+ROWS = 64  # of a program, at most
+PROGRAMS = 264  # keep the 132 multiprocessors of an H100 busy, with two programs each, as many as registers hold
+WARPS = 8  # of a program; with fewer threads than columns, scales would be passed on through shared memory
+PENDING_BYTES = 2**15  # of codes, asked for by a program and not there yet
+
+_ZEROS = {"uint4": 128, "int4": 136}  # the number that a code's bits stand for, less the number that they mean
+
+
+def _asm(numbers: Numbers, half: int) -> str:
+    """Return the instructions that widen the low halves of four bytes (0), or their high halves (1), to bfloat16."""
+    lines = ["{", ".reg .b32 bits, sign, times, less;"]
+    times, less = {"uint4": (0x3F80, 0xC300), "int4": (0x3F80, 0xC308), "fp4": (0x7F00, 0x8000)}[numbers]
+    lines += [f"mov.b32 times, 0x{times:04X}{times:04X};", f"mov.b32 less, 0x{less:04X}{less:04X};"]
+    for i, bytes_ in enumerate(("0x4140", "0x4342")):
+        lines.append(f"prmt.b32 bits, $2, 0, {bytes_};")  # two bytes in the halves of a register
+        if numbers == "fp4":  # a magnitude is the lowest bits of the exponent and the highest of the fraction
+            lines += [f"shl.b32 sign, bits, {12 - 4 * half};", "and.b32 sign, sign, 0x80008000;"]
+            lines += [f"shl.b32 bits, bits, {6 - 4 * half};", f"lop3.b32 ${i}, bits, 0x01C001C0, sign, 0xEA;"]
+        else:  # (x & 15) | 128.0
+            lines += ["shr.u32 bits, bits, 4;"] * half
+            lines.append(f"lop3.b32 ${i}, bits, 0x000F000F, 0x43004300, 0xEA;")
+        lines.append(f"fma.rn.bf16x2 ${i}, ${i}, times, less;")  # * 1.0 - 128.0 or - 136.0; of a float * 2^127 - 0.0
+    return "\n".join([*lines, "}"])
+
+
+@pytree
+class NibbleMatrix:
+    """A [d_in, d_out] matrix of numbers of 4 bits times scales, perhaps plus offsets, as `multiply` reads it. Of each
+    `span` bytes of an output, the low halves are the codes of the first `span` inputs and the high halves those of the
+    next `span`."""
+
+    codes: jax.Array  # [d_out, d_in / 2] uint8
+    scale: jax.Array  # [d_in / block rounded up, d_out] float16 or float32
+    offset: jax.Array | None  # like scale
+    numbers: Numbers = static()
+    span: int = static()
+    block: int = static()  # inputs that share a scale
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        d_out, num_bytes = self.codes.shape
+        return 2 * num_bytes, d_out
+
+    def __getitem__(self, index: tuple[slice, Any]) -> "NibbleMatrix":
+        """Pick some outputs, of all inputs."""
+        scale, offset = (each if each is None else each[index] for each in (self.scale, self.offset))
+        return dataclasses.replace(self, codes=self.codes[index[1]], scale=scale, offset=offset)
+
+
+def span_of(d_in: int, block: int) -> int:
+    """Return the `span` of a matrix, or 0 where the kernel cannot take it: both halves of its tiles must be of one
+    block."""
+    span = math.gcd(block, d_in // 2, MOST_SPAN) if d_in % 2 == 0 else 0
+    return span if span >= LEAST else 0
+
+
+def pack(
+    values: jax.Array,  # [d_in, d_out] int8
+    scale: jax.Array,  # [d_in / block rounded up, d_out]
+    offset: jax.Array | None,  # like scale
+    block: int,
+) -> NibbleMatrix | None:
+    """Return numbers with their scales and offsets in 4 bits, without changing one; None where they do not fit, or
+    where the kernel cannot take the shape."""
+    d_in, block = values.shape[0], min(block, values.shape[0])
+    if values.dtype != jnp.int8 or not span_of(d_in, block):
+        return None
+    low, high = _bounds(values, block)
+    widest, least, largest = (int(each) for each in ((high - low).max(), low.min(), high.max()))
+    if widest > 15:
+        are_doubles = (jnp.asarray(FP4_CODES)[values.view(jnp.uint8)] < 16).all()
+        return _laid_out(values, scale, offset, block, "fp4") if are_doubles else None
+    if least >= 0 and 7 < largest < 16:
+        return _laid_out(values, scale, offset, block, "uint4")
+    shift = jnp.where((low >= -8) & (high < 8), 0, low + 8)
+    if shift.any():
+        values = values - jnp.repeat(shift.astype(jnp.int8), block, axis=0)[:d_in]
+        moved = shift.astype(jnp.float32) * scale
+        offset = moved if offset is None else moved + offset
+    return _laid_out(values + 8, scale, offset, block, "int4")
+
+
+def _bounds(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:  # [d_in / block rounded up, d_out] int32
+    padded = jnp.pad(values, ((0, -len(values) % block), (0, 0)), mode="edge")
+    blocks = padded.reshape(-1, block, values.shape[1])
+    return blocks.min(axis=1).astype(jnp.int32), blocks.max(axis=1).astype(jnp.int32)
+
+
+def _laid_out(
+    values: jax.Array, scale: jax.Array, offset: jax.Array | None, block: int, numbers: Numbers
+) -> NibbleMatrix:
+    """Lay out int8 values that are codes, or doubles of 4-bit floats."""
+    d_in, d_out = values.shape
+    span, codes = span_of(d_in, block), values.view(jnp.uint8)
+    if numbers == "fp4":
+        codes = jnp.asarray(FP4_CODES)[codes]
+    halves = codes.reshape(-1, 2, span, d_out)
+    codes = (halves[:, 0] | halves[:, 1] << 4).reshape(-1, d_out).T
+    return NibbleMatrix(codes, _halved(scale), None if offset is None else _halved(offset), numbers, span, block)
+
+
+def _halved(of_blocks: jax.Array) -> jax.Array:
+    """Numbers in float16 where that holds all of them exactly."""
+    halves = of_blocks.astype(jnp.float16)
+    return halves if (halves.astype(jnp.float32) == of_blocks).all() else of_blocks
+
+
+def restore(weight: NibbleMatrix) -> jax.Array:  # [d_in, d_out] float32
+    """Return the plain matrix: the definition that the kernel is held to."""
+    d_in, d_out = weight.shape
+    pairs = weight.codes.T.reshape(-1, 1, weight.span, d_out)
+    codes = jnp.concatenate([pairs & 15, pairs >> 4], axis=1).reshape(d_in, d_out)
+    table = {"fp4": FP4_DOUBLES, "int4": np.arange(16) - 8, "uint4": np.arange(16)}[weight.numbers]
+    numbers = jnp.asarray(table, jnp.float32)[codes]
+
+    def of_inputs(of_blocks: jax.Array) -> jax.Array:
+        return jnp.repeat(of_blocks.astype(jnp.float32), weight.block, axis=0)[:d_in]
+
+    plain = numbers * of_inputs(weight.scale)
+    return plain if weight.offset is None else plain + of_inputs(weight.offset)
+
+
+def multiply(x: jax.Array, weight: NibbleMatrix, *, interpret: bool = False) -> jax.Array:
+    """Compute x [row, d_in] @ weight -> [row, d_out] in float32: products in x's dtype, which holds the numbers
+    exactly."""
+    return traced_once(_multiply, "interpret")(x, weight, interpret=interpret)
+
+
+def _multiply(x: jax.Array, weight: NibbleMatrix, *, interpret: bool) -> jax.Array:
+    (num_rows, d_in), d_out = x.shape, weight.shape[1]
+    row_tile = min(ROWS, max(LEAST, pl.next_power_of_2(num_rows)))
+    tiles = pl.cdiv(num_rows, row_tile), pl.cdiv(d_out, COLUMNS)
+    num_steps = d_in // (2 * weight.span)
+    parts = _parts(num_rows, d_in, num_steps, math.prod(tiles))
+    stages = min(6, 1 + PENDING_BYTES // (COLUMNS * weight.span))
+    sums = None
+    if weight.offset is not None:
+        sums = x.reshape(num_rows, -1, weight.span).sum(axis=-1, dtype=jnp.float32).T
+    kernel = partial(
+        _kernel,
+        row_tile=row_tile,
+        numbers=weight.numbers,
+        span=weight.span,
+        block=weight.block,
+        num_steps=num_steps,
+        uses_asm=not interpret,
+    )
+    found = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((parts, num_rows, d_out), jnp.float32),
+        grid=(*tiles, parts),
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=stages),
+        interpret=interpret,
+        name="multiply_nibbles",
+    )(x, weight.codes, weight.scale, weight.offset, sums)
+    return found.sum(axis=0)
+
+
+def _parts(num_rows: int, d_in: int, num_steps: int, num_tiles: int) -> int:
+    """Return into how many parts the inputs are cut: as many as fill a GPU, but no less than two steps each, and no
+    more than make four times the traffic of the weights' bytes."""
+    return max(1, min(PROGRAMS // num_tiles, num_steps // 2, d_in // (16 * num_rows)))
+
+
+def _kernel(
+    x_ref: Any,  # [row, d_in]
+    codes_ref: Any,  # [d_out, d_in / 2] uint8
+    scale_ref: Any,  # [block, d_out]
+    offset_ref: Any,  # like scale, or None
+    sums_ref: Any,  # [d_in / span, row] float32, or None
+    out_ref: Any,  # [part, row, d_out] float32
+    *,
+    row_tile: int,
+    numbers: Numbers,
+    span: int,
+    block: int,
+    num_steps: int,
+    uses_asm: bool,
+) -> None:
+    """Multiply a tile of rows by a tile of outputs, over one part of the inputs."""
+    num_parts, num_rows, d_out = out_ref.shape
+    part = pl.program_id(2)
+    rows, columns = _Tile(pl.program_id(0), row_tile, num_rows), _Tile(pl.program_id(1), COLUMNS, d_out)
+    first = part * num_steps // num_parts
+
+    def of_half(step: jax.Array, half: int) -> list[jax.Array]:
+        """The scale of half a step, and its offset and the sums of its inputs where there are any."""
+        at = jax.lax.div((2 * step + half) * span, block)
+        found = [columns.load(scale_ref, at)]
+        return (
+            found
+            if offset_ref is None
+            else [*found, columns.load(offset_ref, at), rows.load(sums_ref, 2 * step + half)]
+        )
+
+    def of_step(step: jax.Array) -> list[list[jax.Array]]:
+        return [of_half(step, half) for half in (0, 1)]
+
+    def add(i: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        total, known = carry
+        step = first + i
+        # asked for one step ahead, as the pipeline asks for codes and inputs alone
+        following = of_step(jnp.minimum(step + 1, num_steps - 1))
+        pairs = columns.load_rows(codes_ref, step * span, span)
+        for half, tile in enumerate(_widen(pairs, numbers, uses_asm)):
+            x = rows.load_rows(x_ref, (2 * step + half) * span, span)
+            scale, *more = known[half]
+            total += _product(x, tile.astype(x.dtype)) * scale[None].astype(jnp.float32)
+            if more:
+                offset, sums = more
+                total += sums[:, None] * offset[None].astype(jnp.float32)
+        return total, following
+
+    count = (part + 1) * num_steps // num_parts - first
+    nothing = jnp.zeros((row_tile, COLUMNS), jnp.float32)
+    total, _ = jax.lax.fori_loop(0, count, add, (nothing, of_step(first)))
+    is_there = None if rows.is_whole and columns.is_whole else rows.mask[:, None] & columns.mask[None]
+    triton.store(out_ref.at[part, rows.places, columns.places], total, mask=is_there)
+
+
+class _Tile:
+    """So many places of an axis, of which the last tile may have fewer."""
+
+    def __init__(self, index: jax.Array, size: int, of: int) -> None:
+        self.size, self.is_whole = size, of % size == 0
+        self.places, self.mask = pl.ds(index * size, size), index * size + jnp.arange(size) < of
+
+    def load(self, ref: Any, at: jax.Array) -> jax.Array:  # of [n, of]: [size]
+        mask = {} if self.is_whole else {"mask": self.mask, "other": 0}
+        return triton.load(ref.at[at, self.places], **mask)
+
+    def load_rows(self, ref: Any, start: jax.Array, count: int) -> jax.Array:  # of [of, n]: [size, count]
+        mask = {} if self.is_whole else {"mask": jnp.broadcast_to(self.mask[:, None], (self.size, count)), "other": 0}
+        return triton.load(ref.at[self.places, pl.ds(start, count)], **mask)
+
+
+def _widen(pairs: jax.Array, numbers: Numbers, uses_asm: bool) -> tuple[jax.Array, ...]:
+    """Return the numbers of the low halves of bytes, and those of the high halves, in bfloat16."""
+    if uses_asm:
+        out = jax.ShapeDtypeStruct(pairs.shape, jnp.bfloat16)
+        how = {"args": [pairs], "constraints": "=&r,=&r,r", "pack": 4, "result_shape_dtypes": [out]}
+        return tuple(triton.elementwise_inline_asm(_asm(numbers, half), **how)[0] for half in (0, 1))
+    codes = [half.astype(jnp.int32) for half in (pairs & 15, pairs >> 4)]
+    if numbers != "fp4":
+        return tuple((code - (_ZEROS[numbers] - 128)).astype(jnp.bfloat16) for code in codes)
+    found = []
+    for code in codes:  # 1 + m / 2 times a power of two, doubled; below it a half, doubled
+        exponent, fraction = (code >> 1) & 3, code & 1
+        size = jnp.where(exponent > 0, (2 + fraction) << jnp.maximum(exponent - 1, 0), fraction)
+        found.append(jnp.where(code > 7, -size, size).astype(jnp.bfloat16))
+    return tuple(found)
+
+
+def _product(x: jax.Array, numbers: jax.Array) -> jax.Array:  # [row, input], [output, input] -> [row, output] float32
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dims = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, numbers, dims, precision=precision, preferred_element_type=jnp.float32)

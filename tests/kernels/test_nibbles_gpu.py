@@ -1,0 +1,78 @@
+"""Products with 4-bit weights on GPUs: interpreted on any machine, and run where there is a GPU (`-m gpu`)."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rounding import assert_within, magnitudes, of_product
+
+from specserve.kernels import nibbles_gpu
+from specserve.kernels.matmul import QuantizedMatrix, dequantize, in_nibbles, quantize
+from specserve.kernels.nibbles_gpu import NibbleMatrix
+from specserve.kernels.panels import FP4_DOUBLES
+
+
+class Shape(NamedTuple):
+    kind: str
+    block: int
+    num_blocks: int
+    num_rows: int
+    d_out: int
+    has_offset: bool = False
+
+
+SHAPES = [
+    Shape("codes", 32, 6, 3, 70, True),  # neither rows nor columns fill their tiles
+    Shape("signed", 128, 4, 17, 128),
+    Shape("zeros", 64, 5, 16, 40),  # both halves of a tile are of one block
+    Shape("doubles", 16, 12, 1, 64),
+    Shape("zeros", 32, 40, 70, 130, True),  # several tiles of rows, and parts of the inputs
+    Shape("signed", 384, 1, 5, 130),
+]
+RUNS = [pytest.param(True, id="interpreted"), pytest.param(False, marks=pytest.mark.gpu, id="compiled")]
+
+
+def drawn(rng: np.random.Generator, at: Shape) -> QuantizedMatrix:
+    """A matrix whose numbers fit in 4 bits: as they are, behind a zero of each block, or as doubles of 4-bit floats."""
+    of_blocks = at.num_blocks, at.d_out
+    low = {"signed": -8, "codes": 0, "zeros": rng.integers(-15, 1, (at.num_blocks, 1, at.d_out)), "doubles": 0}[at.kind]
+    values = low + rng.integers(0, 16, (at.num_blocks, at.block, at.d_out))
+    values = FP4_DOUBLES[values] if at.kind == "doubles" else values.astype(np.int8)
+    scale = rng.uniform(0.5, 1, of_blocks).astype(np.float16).astype(np.float32)
+    offset = jnp.asarray(rng.standard_normal(of_blocks), jnp.float32) if at.has_offset else None
+    return QuantizedMatrix(jnp.asarray(values.reshape(-1, at.d_out)), jnp.asarray(scale), at.block, offset)
+
+
+@pytest.mark.parametrize("interpret", RUNS)
+@pytest.mark.parametrize("at", SHAPES, ids=str)
+def test_a_product_is_that_of_the_plain_matrix_and_a_row_the_same_beside_others(at: Shape, interpret: bool) -> None:
+    rng = np.random.default_rng(0)
+    weight = drawn(rng, at)
+    packed = in_nibbles(weight)
+    assert isinstance(packed, NibbleMatrix)
+    assert packed.shape == weight.shape
+    assert 2 * packed.codes.nbytes == weight.values.nbytes
+    plain, parts = np.asarray(dequantize(weight, jnp.dtype("float32"))), magnitudes(weight)
+    assert_within(
+        dequantize(packed, jnp.dtype("float32")), plain, 4 * 2.0**-24 * parts
+    )  # a sum and two products, or one of each
+    for dtype in ("bfloat16", "float32"):
+        x, others = (jnp.asarray(rng.standard_normal((at.num_rows, len(plain))), dtype) for _ in range(2))
+        got = nibbles_gpu.multiply(x, packed, interpret=interpret)
+        assert_within(got, np.asarray(x, np.float32) @ plain, of_product(np.asarray(x, np.float32), parts), dtype)
+        beside = nibbles_gpu.multiply(others.at[0].set(x[0]), packed, interpret=interpret)
+        assert (np.asarray(beside)[0] == np.asarray(got)[0]).all()
+
+
+def test_what_does_not_fit_stays_in_8_bits(rng: np.random.Generator) -> None:
+    """Numbers too far apart, an odd number of inputs, blocks too small, and matrices of experts."""
+    wide = quantize(jnp.asarray(rng.standard_normal((64, 16)), jnp.float32), "int8")
+    fits = quantize(jnp.asarray(rng.standard_normal((64, 16)), jnp.float32), "int4")
+    odd = QuantizedMatrix(jnp.zeros((33, 16), jnp.int8), jnp.ones((2, 16)), 32)
+    small = QuantizedMatrix(jnp.zeros((64, 16), jnp.int8), jnp.ones((8, 16)), 8)
+    experts = jax.tree.map(lambda leaf: leaf[None], fits)
+    for weight in (wide, odd, small, experts):
+        assert in_nibbles(weight) is weight
+    assert isinstance(in_nibbles(fits), NibbleMatrix)
