@@ -105,17 +105,21 @@ def pack(
         return None
     low, high = _bounds(values, block)
     widest, least, largest = (int(each) for each in ((high - low).max(), low.min(), high.max()))
+    numbers: Numbers = "int4"
     if widest > 15:
-        are_doubles = (jnp.asarray(FP4_CODES)[values.view(jnp.uint8)] < 16).all()
-        return _laid_out(values, scale, offset, block, "fp4") if are_doubles else None
-    if least >= 0 and 7 < largest < 16:
-        return _laid_out(values, scale, offset, block, "uint4")
-    shift = jnp.where((low >= -8) & (high < 8), 0, low + 8)
-    if shift.any():
-        values = values - jnp.repeat(shift.astype(jnp.int8), block, axis=0)[:d_in]
-        moved = shift.astype(jnp.float32) * scale
-        offset = moved if offset is None else moved + offset
-    return _laid_out(values + 8, scale, offset, block, "int4")
+        if (jnp.asarray(FP4_CODES)[values.view(jnp.uint8)] > 15).any():
+            return None
+        numbers = "fp4"
+    elif least >= 0 and 7 < largest < 16:
+        numbers = "uint4"
+    else:
+        shift = jnp.where((low >= -8) & (high < 8), 0, low + 8)
+        values = values + 8
+        if shift.any():
+            values = values - jnp.repeat(shift.astype(jnp.int8), block, axis=0)[:d_in]
+            moved = shift.astype(jnp.float32) * scale
+            offset = moved if offset is None else moved + offset
+    return lay_out(values, _halved(scale), None if offset is None else _halved(offset), block, numbers)
 
 
 def _bounds(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:  # [d_in / block rounded up, d_out] int32
@@ -124,17 +128,17 @@ def _bounds(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:  # [d
     return blocks.min(axis=1).astype(jnp.int32), blocks.max(axis=1).astype(jnp.int32)
 
 
-def _laid_out(
+def lay_out(
     values: jax.Array, scale: jax.Array, offset: jax.Array | None, block: int, numbers: Numbers
 ) -> NibbleMatrix:
-    """Lay out int8 values that are codes, or doubles of 4-bit floats."""
+    """Lay out int8 values that are codes, or doubles of 4-bit floats, whose scales and offsets stay as they are."""
     d_in, d_out = values.shape
     span, codes = span_of(d_in, block), values.view(jnp.uint8)
     if numbers == "fp4":
         codes = jnp.asarray(FP4_CODES)[codes]
     halves = codes.reshape(-1, 2, span, d_out)
     codes = (halves[:, 0] | halves[:, 1] << 4).reshape(-1, d_out).T
-    return NibbleMatrix(codes, _halved(scale), None if offset is None else _halved(offset), numbers, span, block)
+    return NibbleMatrix(codes, scale, offset, numbers, span, block)
 
 
 def _halved(of_blocks: jax.Array) -> jax.Array:

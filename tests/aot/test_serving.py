@@ -97,6 +97,20 @@ def test_a_layer_launches_few_kernels(way: str, most: int) -> None:
     assert (deep - shallow) / 2 <= most
 
 
+@pytest.mark.cuda_aot
+@pytest.mark.parametrize("way", ["off", "prefill"])
+def test_matrices_of_4_bits_are_read_as_they_are(way: str) -> None:
+    """In one graph that takes the bytes of the numbers, and of a scale and an offset of 16 bits for 32 of them; no
+    matrix of wider numbers is ever made."""
+    four, eight = Case("h100", way, bits=4), Case("h100", way, bits=8)
+    assert four.layer_bytes <= (1 / 2 + 4 / 32 + 1e-3) * eight.layer_bytes
+    found, other = four.compiled(), eight.compiled()
+    assert found.parts == 1
+    assert found.argument_bytes + eight.layer_bytes - four.layer_bytes <= other.argument_bytes
+    assert found.temporary_bytes <= four.set_aside
+    assert not four.widened_matrices()
+
+
 @pytest.mark.parametrize("case", those(ALONE, lambda case: "mixed" in case.way and case.layers == 2))
 def test_a_step_and_a_prefill_in_one_program_read_the_weights_once(case: Case) -> None:
     """A GPU launches fewer kernels than for both apart; a TPU moves less by the weights of the layers."""

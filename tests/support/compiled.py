@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 from typer.testing import CliRunner
@@ -22,8 +23,12 @@ from specserve.cli.main import app
 from specserve.devices import parse_devices
 from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.drafters.speculation import parse_speculation
+from specserve.kernels import nibbles_gpu
+from specserve.kernels.matmul import QuantizedMatrix, quantize
+from specserve.kernels.nibbles_gpu import NibbleMatrix
 from specserve.kernels.pages import Pages, default_page_size
 from specserve.mesh import MESH_AXES
+from specserve.models.params import is_product
 from specserve.models.presets import PRESETS
 from specserve.models.sharding import spread_kv_heads
 from specserve.plan.ahead import Counted, Described, describe
@@ -51,11 +56,13 @@ class Case:
     preset: str = "qwen3-8b"
     tensor: int = 1  # devices that share each layer
     layers: int = 2
+    bits: int = 16  # of the target's matrices: 4 and 8 as `quantize` rounds them
 
     def __str__(self) -> str:
         over = f" tensor={self.tensor}" if self.tensor > 1 else ""
         depth = f" of {self.layers} layers" if self.layers != 2 else ""
-        return f"{self.devices.partition(':')[0]}{over} {self.preset.partition('-')[0]} {self.way}{depth}"
+        width = f" in {self.bits} bits" if self.bits != 16 else ""
+        return f"{self.devices.partition(':')[0]}{over} {self.preset.partition('-')[0]} {self.way}{depth}{width}"
 
     @property
     def tree(self) -> Tree | None:
@@ -67,7 +74,7 @@ class Case:
 
     @property
     def runner(self) -> Runner:
-        return _runner(self.devices, self.preset, self.tensor, self.layers)
+        return _runner(self.devices, self.preset, self.tensor, self.layers, self.bits)
 
     @property
     def program(self) -> StepProgram:
@@ -118,6 +125,13 @@ class Case:
     def sorted_sizes(self) -> set[int]:
         """The lengths of the rows that the program sorts, in any branch."""
         return {int(size) for size in re.findall(r"= \(?\w+\[(?:\d+,)*(\d+)\]\S* .*?\bsort\(", self.compiled().text)}
+
+    def widened_matrices(self) -> set[str]:
+        """The arrays as large as a matrix of 4 bits that the program makes, in memory or within a kernel."""
+        leaves = jax.tree.leaves(self.runner.inputs.layouts.many, is_leaf=lambda x: isinstance(x, NibbleMatrix))
+        own = {math.prod(leaf.shape) for leaf in leaves if isinstance(leaf, NibbleMatrix)}
+        made = re.findall(r"= \(?(\w+\[([\d,]+)\])\S* (?!parameter)", self.compiled().text)
+        return {text for text, sizes in made if math.prod(map(int, sizes.split(","))) in own}
 
     def copies_of_matrices(self) -> set[str]:
         """The matrices of weights that the program writes anew to the large memory of a TPU, in another order."""
@@ -175,7 +189,7 @@ def _described(devices: str, tensor: int) -> Described:
 
 
 @functools.cache
-def _runner(devices: str, preset: str, tensor: int, layers: int) -> Runner:
+def _runner(devices: str, preset: str, tensor: int, layers: int, bits: int) -> Runner:
     full, described, mesh = PRESETS[preset].config(), _described(devices, tensor), None
     target = dataclasses.replace(full, num_layers=layers, layers=full.layers[:layers], dtype="bfloat16")
     head = load_kind("eagle3").new(DraftSettings(), full, DRAFT_VOCAB).with_dtype("bfloat16")
@@ -188,7 +202,29 @@ def _runner(devices: str, preset: str, tensor: int, layers: int) -> Runner:
     with described.made_for():
         sizes = {"num_slots": SLOTS, "max_model_len": CONTEXT, "page_size": page, "num_pages": SLOTS * CONTEXT // page}
         shapes = make_shapes([parse_speculation(way) for way in WAYS], target, mesh, **sizes)
-    return described.runner(target, drafter, shapes, mesh)
+    runner = described.runner(target, drafter, shapes, mesh)
+    if bits != 16:
+        weights = runner.inputs.layouts.many
+        params = jax.tree_util.tree_map_with_path(functools.partial(_in_few_bits, bits), weights.target)
+        weights = dataclasses.replace(weights, target=params)
+        runner.inputs.layouts = dataclasses.replace(runner.inputs.layouts, one=weights, few=weights, many=weights)
+    return runner
+
+
+def _in_few_bits(bits: int, path: tuple[Any, ...], leaf: Any) -> Any:
+    """A matrix of a step as a GPU holds it in so many bits, of its shape alone."""
+    if not is_product(path):
+        return leaf
+
+    def narrow(matrix: jax.Array) -> QuantizedMatrix | NibbleMatrix:
+        if bits == 8:
+            return quantize(matrix, "int8")
+        four = quantize(matrix, "int4")
+        halves = [each.astype(jnp.float16) for each in (four.scale, four.offset)]
+        return nibbles_gpu.lay_out(four.values, *halves, four.block, "uint4")
+
+    shapes = jax.eval_shape(narrow, leaf)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf.sharding), shapes)
 
 
 @functools.cache
