@@ -102,17 +102,20 @@ ATTENTION = ("benchmarks/kernels.py", "--heads", "32", "--kv-heads", "8", "--hea
 ENTRIES = ("--entries", "1024,8192,32768", "--queries", "1,4,16")
 
 
-def checks(backend: str, mark: str) -> Stages:
+def checks(
+    backend: str, mark: str, processes: int = 0, environment: Mapping[str, str] = MappingProxyType({})
+) -> Stages:
     """The first stages on any device: what is installed, the laws that are marked for it, and what its compiler makes
-    of steps."""
+    of steps. The laws run in so many processes, where the device takes several; 0: in one."""
 
     def laws(folder: str) -> Sequence[str]:
-        return ("-m", "pytest", "-q", "-n", "0", "-m", mark, folder)
+        spread = ("-n", str(processes), "--dist", "load")  # their time is the compiler's
+        return ("-m", "pytest", "-q", *spread, "-p", "no:benchmark", "-m", mark, folder)
 
     return {
         "versions": [Command("versions", ("-c", VERSIONS, backend), 120)],
-        "kernels": [Command("laws of the kernels", laws("tests/kernels"), 420)],
-        "engine": [Command("laws of the engine", laws("tests/serve"), 420)],
+        "kernels": [Command("laws of the kernels", laws("tests/kernels"), 420, environment)],
+        "engine": [Command("laws of the engine", laws("tests/serve"), 420, environment)],
         "compiled": [Command("as compiled here, and without a device", ("-c", COMPILED), 300)],
     }
 

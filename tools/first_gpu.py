@@ -13,6 +13,8 @@ import sys
 from first_device import ATTENTION, ENTRIES, SMALL_TARGET, Command, Models, Stages, checks, main, training
 
 IN_GRAPHS = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=+WHILE"}  # loops too
+# of the laws: what is fastest decides nothing there, and no process may take the whole memory
+SIDE_BY_SIDE = {"XLA_FLAGS": "--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 TFRT = {"XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT": "1"}
 
 
@@ -20,7 +22,7 @@ def stages(models: Models) -> Stages:
     """The stages by name, in the order in which they run."""
     products = ("--rows", "1,8,64", "--target", models.preset)
     return {
-        **checks("gpu", "gpu"),
+        **checks("gpu", "gpu", 8, SIDE_BY_SIDE),
         "steps": [
             SMALL_TARGET,
             Command("as they are", models.ways, 420),

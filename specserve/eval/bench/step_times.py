@@ -25,7 +25,8 @@ from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.tree import Tree
 
 BUFFER_BYTES = 256 << 20
-QUEUED = 64  # passes that an accelerator makes in a row: the host takes as long to start one, and to hear of its end
+DEVICE_BUFFER_BYTES = 1 << 30
+QUEUED = 16  # passes that an accelerator makes in a row: the host takes long to start one, and to hear of its end
 PASSES = 7
 STRETCH = 12  # steps in which nothing else runs
 LEAD = 2  # of them, which find caches as another program has left them, and are not counted
@@ -193,10 +194,12 @@ def bytes_read(params: TargetParams) -> int:
     return total
 
 
-def read_bandwidth(num_bytes: int = BUFFER_BYTES) -> float:
+def read_bandwidth(num_bytes: int = 0) -> float:
     """Measure how many bytes per second all cores together read from memory, or the first device does: the best pass
-    over a large buffer, by the fastest of several reductions."""
-    if jax.default_backend() != "cpu":
+    over a large buffer, by the fastest of several reductions. 0 bytes: as many as suit the device."""
+    on_cpu = jax.default_backend() == "cpu"
+    num_bytes = num_bytes or (BUFFER_BYTES if on_cpu else DEVICE_BUFFER_BYTES)
+    if not on_cpu:
         buffer = jnp.ones(num_bytes // 4, jnp.float32)
         total = jax.jit(jnp.sum)
         return QUEUED * num_bytes / _best([lambda: jax.block_until_ready([total(buffer) for _ in range(QUEUED)])])
