@@ -39,9 +39,7 @@ class CompilingProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: dict[StepProgram, Future[str]] = {}  # what went wrong, or an empty text
         self._is_closed = self._has_failed = False
-        # accelerators belong to one process; and what is compiled for several devices names them
-        self._is_useful = runner.compiled.is_keeping and runner.place.mesh is None and program_platform() == "cpu"
-        self._is_useful &= jax.process_count() == 1 and bool(sys.executable)
+        self._is_useful = runner.compiled.is_keeping and _can_be_kept(runner)
 
     def compile(self, program: StepProgram) -> None:
         """Do what `Runner.compile` does, without taking time from what this process serves. After `close` nothing is
@@ -81,10 +79,10 @@ class CompilingProcess:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         """Start the process. Raises OSError, and what pickling raises."""
-        said = tempfile.TemporaryFile()  # noqa: SIM115 (the thread that listens closes it)
-        with tempfile.TemporaryFile() as begin:  # a pipe would be full before the process reads it
+        with contextlib.ExitStack() as files:
+            said, begin = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             for each in (dict(jax.config.values), outside_kinds(), self._runner.described()):  # type: ignore[attr-defined]
-                _send(begin, each)
+                _send(begin, each)  # through a pipe it would wait for the process to read it
             begin.seek(0)
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(begin.fileno())],
@@ -96,6 +94,8 @@ class CompilingProcess:
                 # Ctrl-C is not for it; but a session of its own could get as much of the processor as the server's
                 process_group=0,
             )
+            files.pop_all()
+            begin.close()
         host.let_wait(process.pid)
         threading.Thread(target=self._listen, args=(process, said), name="compiling-process", daemon=True).start()
         return process
@@ -108,10 +108,10 @@ class CompilingProcess:
                 program, failure = pickle.load(process.stdout)
                 self._waiting.pop(program).set_result(failure)
         process.kill()
-        status = process.wait()
-        said.seek(0)
-        last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
-        said.close()
+        with process, said:
+            status = process.wait()
+            said.seek(0)
+            last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
         with self._lock:
             self._is_useful = False
             waiting = [self._waiting.popitem()[1] for _ in range(len(self._waiting))]
@@ -130,6 +130,14 @@ class CompilingProcess:
                 "slowly meanwhile",
                 failure,
             )
+
+
+def _can_be_kept(runner: Runner) -> bool:
+    """Return whether another process could compile programs for this one: accelerators belong to one process, programs
+    for several devices name them, and what a compilation cache of JAX's has is not kept."""
+    config = jax.config.values  # type: ignore[attr-defined]
+    has_cache = config["jax_enable_compilation_cache"] and config["jax_compilation_cache_dir"]
+    return program_platform() == "cpu" and runner.place.mesh is None and jax.process_count() == 1 and not has_cache
 
 
 def _send(pipe: IO[bytes] | None, message: object) -> None:
