@@ -1,5 +1,5 @@
-"""What a fresh start costs those who ask at once: tokens/s of the first minute of a server that has no program yet,
-beside plain decoding and its own choice on the same server later, when all is compiled.
+"""The first minute of a server that has no program yet and is asked at once: its tokens/s, beside those of plain
+decoding and of the server's own choice later, when all is compiled.
 
 Run from the checkout: `python benchmarks/first_minute.py --clients 0,1,16`. With 0 clients nobody asks, and the server
 is complete as soon as it can be. The checkouts take turns, each start with an empty folder of programs.

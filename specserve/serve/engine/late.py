@@ -117,7 +117,7 @@ class LatePrograms:
             programs,
             on_compiled=on_compiled,
             on_end=process.close,
-            is_urgent=runner.compiled.is_wanted,
+            is_urgent=runner.compiled.is_required,
         )
 
     def _count(self, error: Exception | None) -> None:

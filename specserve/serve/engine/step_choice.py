@@ -123,7 +123,8 @@ class StepChoice:
     def _program(self, decode: Seq[Sequence], choices: Seq[StepProgram]) -> StepProgram:
         plain = StepProgram(choices[0].batch, choices[0].width, self._runner.shapes.plain)
         if self.is_partial:
-            self._runner.compiled.want(itertools.chain(*(program_list.needed(self._runner, each) for each in choices)))
+            needed = [program_list.needed(self._runner, each) for each in choices]
+            self._runner.compiled.require(itertools.chain(*needed))
             choices = [each for each in choices if program_list.is_compiled(self._runner, each)]
             if plain not in choices and (self.is_choosing or not choices):  # a larger plain one is
                 return plain

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_THREADS = 8  # threads side by side: tracing is Python, so more would wait for each other
 LOG_SECONDS = 10.0
 CHECK_SECONDS = 0.2
-WANTED_SECONDS = 5.0  # how long a program is taken to be wanted after a step would have used it
+REQUIRED_SECONDS = 5.0  # how long a program counts as required after a step would have used it
 # of JAX's monitoring, with the program's identity: JAX reports what it compiles and not what it dispatches, and devices
 # of several processes wait for each other where these do not dispatch the same programs in the same order
 DISPATCH_EVENT = "/specserve/dispatch"
@@ -40,7 +40,7 @@ class CompiledPrograms:
         self._cache = cache
         self._compiled: dict[StepProgram, Any] = {}
         self._in_progress: dict[StepProgram, Future[Any]] = {}
-        self._wanted: dict[StepProgram, float] = {}  # when a step would last have used it
+        self._required: dict[StepProgram, float] = {}  # when a step would last have used it
         self._lock = threading.Lock()
         self.num_missed = 0  # compiled because a call needed them
 
@@ -56,16 +56,16 @@ class CompiledPrograms:
         cheapest = next(programs)
         if cheapest in self._compiled:
             return cheapest
-        self.want((cheapest,))
+        self.require((cheapest,))
         return next((each for each in programs if each in self._compiled), cheapest)
 
-    def want(self, programs: Iterable[StepProgram]) -> None:
+    def require(self, programs: Iterable[StepProgram]) -> None:
         """Note that the steps of this moment would use these programs if they were compiled."""
-        self._wanted.update(dict.fromkeys(programs, time.monotonic()))
+        self._required.update(dict.fromkeys(programs, time.monotonic()))
 
-    def is_wanted(self, program: StepProgram) -> bool:
+    def is_required(self, program: StepProgram) -> bool:
         """Return whether steps of late would have used the program."""
-        return time.monotonic() - self._wanted.get(program, -math.inf) < WANTED_SECONDS
+        return time.monotonic() - self._required.get(program, -math.inf) < REQUIRED_SECONDS
 
     @property
     def is_keeping(self) -> bool:

@@ -37,7 +37,7 @@ class CompilingProcess:
     def __init__(self, runner: Runner) -> None:
         self._runner, self._lock = runner, threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._waiting: dict[StepProgram, Future[str]] = {}  # what went wrong, or an empty text
+        self._waiting: dict[StepProgram, Future[str]] = {}  # the failure, or an empty text
         self._is_closed = self._has_failed = False
         self._is_useful = runner.compiled.is_keeping and _can_be_kept(runner)
 
@@ -172,7 +172,7 @@ def _serve(begin: IO[bytes], requests: IO[bytes], answers: IO[bytes]) -> None:
 
 def _main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # prints of libraries are no answers
     with contextlib.suppress(EOFError), os.fdopen(int(sys.argv[1]), "rb") as begin:
         _serve(begin, sys.stdin.buffer, answers)
     host.leave(0)  # the server has ended: it ends this process as soon as it has no more need of it

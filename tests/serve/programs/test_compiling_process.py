@@ -108,8 +108,8 @@ def test_a_process_that_cannot_start_or_keep_is_done_without(
     assert "no more processes" in caplog.text
     monkeypatch.setattr(subprocess, "Popen", lambda *_command, **_options: pytest.fail("a process was started"))
     CompilingProcess(runner).compile(PAGE_TABLE)  # it is in its file
-    for other in (make(None), make()):
-        jax.config.update("jax_enable_compilation_cache", other.compiled.is_keeping)  # which keeps what is compiled
+    for other in (make(None), make()):  # nothing is kept without a folder, nor beside a cache of JAX's
+        jax.config.update("jax_enable_compilation_cache", other.compiled.is_keeping)
         process = CompilingProcess(other)
         process.compile(ADMISSION)
         assert ADMISSION in other.compiled

@@ -137,13 +137,13 @@ def test_what_steps_would_use_now_is_compiled_first(monkeypatch: pytest.MonkeyPa
         order.append(program.batch)
         if program.batch == 5:  # meanwhile a step of 4 and one of 7 would be made, if they were compiled
             assert compiled.first(iter([StepProgram(7), StepProgram(8)])) == StepProgram(7)
-            compiled.want([StepProgram(4)])
+            compiled.require([StepProgram(4)])
         clock[0] += 2.0
 
-    compiled.want([StepProgram(2)])
+    compiled.require([StepProgram(2)])
     clock[0] += 100.0
-    compiled.want([StepProgram(5)])
-    assert Compiler(compile_one, programs, is_urgent=compiled.is_wanted).start().join(60)
+    compiled.require([StepProgram(5)])
+    assert Compiler(compile_one, programs, is_urgent=compiled.is_required).start().join(60)
     assert order == [5, 4, 7, 1, 2, 3, 6], "what was asked for long ago is not"
 
 
