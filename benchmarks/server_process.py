@@ -52,13 +52,17 @@ class ServerProcess:
         """Wait until every program is compiled. Raises SpecServeError where it ends first."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise SpecServeError(f"the server ended with status {self._process.returncode}:\n{self.last_lines()}")
+            self.check()
             with contextlib.suppress(UnreachableError, RefusedError):
-                if _value(self.client.text("/metrics"), PROGRAMS_LEFT) == 0:
+                if value(self.client.text("/metrics"), PROGRAMS_LEFT) == 0:
                     return
             time.sleep(0.2)
         raise SpecServeError(f"the server is not there after {START_SECONDS:.0f} s:\n{self.last_lines()}")
+
+    def check(self) -> None:
+        """Check that the process runs. Raises SpecServeError."""
+        if self._process.poll() is not None:
+            raise SpecServeError(f"the server ended with status {self._process.returncode}:\n{self.last_lines()}")
 
     def last_lines(self) -> str:
         """Return the last lines of its output."""
@@ -71,7 +75,7 @@ class ServerProcess:
         return psutil.Process(self._process.pid).memory_info().rss
 
 
-def _value(metrics: str, name: str) -> float | None:
+def value(metrics: str, name: str) -> float | None:
     """The value of a gauge in a Prometheus text; None where it is not there."""
     found = [float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(name)]
     return sum(found) if found else None

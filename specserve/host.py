@@ -156,6 +156,18 @@ def lower_priority() -> bool:
     return True
 
 
+def let_wait(pid: int) -> None:
+    """Have a process of ours, and the threads that it starts from now on, run in the time that no other one wants, or
+    at the lowest priority where the system has no such thing."""
+    try:
+        if hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+        else:
+            os.setpriority(os.PRIO_PROCESS, pid, _LOWEST_PRIORITY)
+    except OSError as error:
+        logger.debug("process %d keeps its priority: %s", pid, error)
+
+
 def is_compiling() -> bool:
     """Return whether a thread of this process compiles programs (`serve.programs.compile_queue`)."""
     return any(thread.name == COMPILER_THREAD for thread in threading.enumerate())

@@ -107,10 +107,16 @@ def add_module(path: str) -> str:
     return path
 
 
+def outside_kinds() -> list[str]:
+    """Return the places ("module:name") of the kinds from outside, as `add_module` takes them."""
+    own = f"{__name__.split('.')[0]}."
+    return [entry.kind for entry in KINDS.values() if not entry.kind.startswith(own)]
+
+
 def outside_files() -> list[Path]:
     """Return the files of the kinds from outside, whose code programs are made of: all that is imported of their
     packages."""
-    roots = {entry.kind.partition(":")[0].split(".")[0] for entry in KINDS.values()} - {__name__.split(".")[0]}
+    roots = {place.partition(":")[0].split(".")[0] for place in outside_kinds()}
     modules = [module for name, module in sys.modules.items() if name.split(".")[0] in roots]
     return sorted({Path(file) for module in modules if (file := getattr(module, "__file__", None))})
 

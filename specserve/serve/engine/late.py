@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from specserve import host
 from specserve.serve.engine.rounds import Rounds
 from specserve.serve.programs.compile_queue import Compiler, ProgressLog
+from specserve.serve.programs.compiling_process import CompilingProcess
 from specserve.serve.programs.program_list import mask_programs
 from specserve.serve.programs.runner import Runner
 from specserve.speculative.program import StepProgram
@@ -99,9 +100,9 @@ class LatePrograms:
         programs: Sequence[StepProgram],
         count: Callable[[Exception | None], None] = lambda _error: None,
     ) -> Compiler:
-        """Make a compiler of these programs that works while the engine serves. `count` is called on its threads after
-        each."""
-        log = ProgressLog(len(programs), "while serving")
+        """Make a compiler of these programs that works while the engine serves, first at what would be used now.
+        `count` is called on its threads after each."""
+        log, process = ProgressLog(len(programs), "while serving"), CompilingProcess(runner)
 
         def on_compiled(program: StepProgram, error: Exception | None) -> None:
             host.give_back_freed_memory()
@@ -111,7 +112,13 @@ class LatePrograms:
                 logger.error("%s could not be compiled, so it is never used", label, exc_info=error)
             count(error)
 
-        return Compiler(runner.compile, programs, on_compiled=on_compiled, is_background=True)
+        return Compiler(
+            process.compile,
+            programs,
+            on_compiled=on_compiled,
+            on_end=process.close,
+            is_urgent=runner.compiled.is_required,
+        )
 
     def _count(self, error: Exception | None) -> None:
         with self._lock:

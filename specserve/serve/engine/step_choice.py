@@ -1,5 +1,6 @@
 """The choice of the next step: which compiled program, and how many steps of it at once."""
 
+import itertools
 import logging
 from collections.abc import Sequence as Seq
 
@@ -122,8 +123,10 @@ class StepChoice:
     def _program(self, decode: Seq[Sequence], choices: Seq[StepProgram]) -> StepProgram:
         plain = StepProgram(choices[0].batch, choices[0].width, self._runner.shapes.plain)
         if self.is_partial:
+            needed = [program_list.needed(self._runner, each) for each in choices]
+            self._runner.compiled.require(itertools.chain(*needed))
             choices = [each for each in choices if program_list.is_compiled(self._runner, each)]
-            if not choices:  # a larger plain one is
+            if plain not in choices and (self.is_choosing or not choices):  # a larger plain one is
                 return plain
         if self.only is not None:  # large batches are stepped plainly, where its programs are not compiled for them
             return next((each for each in choices if each.tree == self.only[0]), plain)

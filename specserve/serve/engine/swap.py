@@ -17,6 +17,7 @@ from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.engine.late import Finish, LatePrograms
 from specserve.serve.engine.rounds import Rounds
 from specserve.serve.programs.compile_queue import ProgressLog, compile_all
+from specserve.serve.programs.compiling_process import CompilingProcess
 from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
 from specserve.serve.startup import check_swap_fits
@@ -122,8 +123,9 @@ def prepare(runner: Runner, loaded: LoadedHead, *, has_masks: bool, check: Calla
         def on_compiled(program: StepProgram) -> None:
             log(beside.shapes.label(program))
 
+        process = CompilingProcess(beside)
         try:
-            compile_all(beside.compile, programs, on_compiled=on_compiled, check=check, is_background=True)
+            compile_all(process.compile, programs, on_compiled=on_compiled, check=check, on_end=process.close)
         except jax.errors.JaxRuntimeError as error:
             raise ConfigError(f"a program for this head cannot be compiled: {first_line(error)}") from error
     return Swap(beside, loaded, Future())

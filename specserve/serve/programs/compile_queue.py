@@ -6,11 +6,11 @@ accident. A program that is missing when it is asked for is compiled there and t
 
 import atexit
 import logging
+import math
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_THREADS = 8  # threads side by side: tracing is Python, so more would wait for each other
 LOG_SECONDS = 10.0
 CHECK_SECONDS = 0.2
+REQUIRED_SECONDS = 5.0  # how long a program counts as required after a step would have used it
 # of JAX's monitoring, with the program's identity: JAX reports what it compiles and not what it dispatches, and devices
 # of several processes wait for each other where these do not dispatch the same programs in the same order
 DISPATCH_EVENT = "/specserve/dispatch"
@@ -39,6 +40,7 @@ class CompiledPrograms:
         self._cache = cache
         self._compiled: dict[StepProgram, Any] = {}
         self._in_progress: dict[StepProgram, Future[Any]] = {}
+        self._required: dict[StepProgram, float] = {}  # when a step would last have used it
         self._lock = threading.Lock()
         self.num_missed = 0  # compiled because a call needed them
 
@@ -54,7 +56,30 @@ class CompiledPrograms:
         cheapest = next(programs)
         if cheapest in self._compiled:
             return cheapest
+        self.require((cheapest,))
         return next((each for each in programs if each in self._compiled), cheapest)
+
+    def require(self, programs: Iterable[StepProgram]) -> None:
+        """Note that the steps of this moment would use these programs if they were compiled."""
+        self._required.update(dict.fromkeys(programs, time.monotonic()))
+
+    def is_required(self, program: StepProgram) -> bool:
+        """Return whether steps of late would have used the program."""
+        return time.monotonic() - self._required.get(program, -math.inf) < REQUIRED_SECONDS
+
+    @property
+    def is_keeping(self) -> bool:
+        """Return whether there are files for programs."""
+        return self._cache is not None
+
+    def is_kept(self, call: Call) -> bool:
+        """Return whether there is a file for the program."""
+        return self._cache is not None and self._cache.has(call)
+
+    def keep(self, call: Call) -> None:
+        """Compile the program for other processes alone: into its file, if there is none yet."""
+        if self._cache is not None and not self._cache.has(call):
+            self._cache.compile(call)
 
     def run(self, call: Call) -> Any:
         """Call the program, which is compiled first if it is missing."""
@@ -95,8 +120,9 @@ class CompiledPrograms:
 
 
 class Compiler:
-    """Compiles programs on threads of its own, in the order given, each by `compile_one`. `on_compiled` is called on
-    these threads after each, with what went wrong or None."""
+    """Compiles programs on threads of its own, each by `compile_one`: first those of which `is_urgent` holds by then,
+    and else in the order given. `on_compiled` is called on these threads after each, with what went wrong or None;
+    `on_end` when all are done, or the others are not needed any more."""
 
     def __init__(
         self,
@@ -104,10 +130,12 @@ class Compiler:
         programs: Sequence[StepProgram],
         *,
         on_compiled: Callable[[StepProgram, Exception | None], None] = lambda _program, _error: None,
-        is_background: bool = False,  # at the lowest priority, where the system lets threads have one
+        on_end: Callable[[], object] = lambda: None,
+        is_urgent: Callable[[StepProgram], bool] = lambda _program: False,
     ) -> None:
-        self._programs, self._compile_one = deque(programs), compile_one
-        self._on_compiled, self._is_background = on_compiled, is_background
+        self._programs, self._compile_one = list(programs), compile_one
+        self._on_compiled, self._on_end, self._is_urgent = on_compiled, on_end, is_urgent
+        self._lock, self._num_left = threading.Lock(), len(programs)
         number = min(host.num_cores(), MAX_THREADS, len(programs))
         # daemons: an interpreter that ends must not wait for programs that are not needed any more (see `end_all`)
         self._threads = [
@@ -129,23 +157,32 @@ class Compiler:
         return not any(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
-        """Begin no other program. What is being compiled cannot be interrupted."""
-        self._programs.clear()
+        """Begin no other program. What is being compiled on these threads cannot be interrupted."""
+        with self._lock:
+            self._programs.clear()
+        self._on_end()
 
     def _run(self) -> None:
-        if self._is_background:
-            host.lower_priority()
-        while True:
-            try:
-                program = self._programs.popleft()
-            except IndexError:
-                return
+        while (program := self._next()) is not None:
             error = None
             try:
                 self._compile_one(program)
             except Exception as failure:
                 error = failure
             self._on_compiled(program, error)
+            with self._lock:
+                self._num_left -= 1
+                is_last = not self._num_left
+            if is_last:
+                self._on_end()
+
+    def _next(self) -> StepProgram | None:
+        with self._lock:
+            if not self._programs:
+                return None
+            program = next(filter(self._is_urgent, self._programs), self._programs[0])
+            self._programs.remove(program)
+            return program
 
 
 _compilers: weakref.WeakSet[Compiler] = weakref.WeakSet()
@@ -170,10 +207,10 @@ def compile_all(
     on_compiled: Callable[[StepProgram], None] = lambda _program: None,
     meanwhile: Callable[[], object] = lambda: None,
     check: Callable[[], object] = lambda: None,
-    is_background: bool = False,
+    on_end: Callable[[], object] = lambda: None,
 ) -> None:
-    """Compile these side by side and wait; `meanwhile` is called on this thread once, and `check` now and then. Raises
-    what they raise, or what the first program that fails raises."""
+    """Compile these side by side and wait; `meanwhile` is called on this thread once, `check` now and then, `on_end` as
+    of `Compiler`. Raises what they raise, or what the first program that fails raises."""
     failures: list[Exception] = []
 
     def done(program: StepProgram, error: Exception | None) -> None:
@@ -182,7 +219,7 @@ def compile_all(
             compiler.stop()
         on_compiled(program)
 
-    compiler = Compiler(compile_one, programs, on_compiled=done, is_background=is_background)
+    compiler = Compiler(compile_one, programs, on_compiled=done, on_end=on_end)
     try:
         compiler.start()
         meanwhile()

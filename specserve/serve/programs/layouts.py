@@ -21,6 +21,7 @@ from specserve.mesh import program_platform, whole
 from specserve.models.latent import LatentAttention, split_by_head
 from specserve.models.params import PRODUCTS, SMALL_PRODUCTS, is_product
 from specserve.models.target import TargetParams, fuse_for_cpu
+from specserve.serve.programs.calls import shape_of
 from specserve.speculative.drafter import DraftWeights, Weights
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,18 @@ class Layouts:
     def with_head(self, head: Head) -> "Layouts":
         """Return the same target beside another head."""
         draft = _draft_weights(head, self.mesh)
+        return self._changed(lambda weights, arrange: Weights(weights.target, arrange(draft)))
+
+    def described(self) -> "Layouts":
+        """Return the same layouts of shapes in place of arrays."""
+        return self._changed(lambda weights, _arrange: jax.tree.map(shape_of, weights))
+
+    def _changed(self, change: Callable[[Weights, Arrange], Weights]) -> "Layouts":
+        """Return layouts of which as many are alike."""
         made: dict[int, Weights] = {}
         for weights, arrange in zip((self.one, self.few, self.many), self.arrange, strict=True):
             if id(weights) not in made:
-                made[id(weights)] = Weights(weights.target, arrange(draft))
+                made[id(weights)] = change(weights, arrange)
         one, few, many = (made[id(weights)] for weights in (self.one, self.few, self.many))
         return dataclasses.replace(self, one=one, few=few, many=many)
 

@@ -79,6 +79,10 @@ class ProgramCache:
             os.utime(path)  # it is used
         return program
 
+    def has(self, call: Call) -> bool:
+        """Return whether there is a file for the program."""
+        return self._path(call).is_file()
+
     def compile(self, call: Call) -> Any:
         """Compile a program, and keep it in a file."""
         lowered, hits = call.lower(), _of_jax.num_hits

@@ -46,12 +46,16 @@ def _constrained_programs(shapes: Shapes) -> Iterator[StepProgram]:
             yield from shapes.constrained_step(size, tree)
 
 
+def needed(runner: Runner, program: StepProgram) -> list[StepProgram]:
+    """List the programs of a step: that by which the drafter catches up before it, and its own."""
+    if program.tree is not None and _catches_up(runner):
+        return [runner.inputs.catch_up_for(program.batch, program.tree), program]
+    return [program]
+
+
 def is_compiled(runner: Runner, program: StepProgram) -> bool:
     """Return whether a step runs at once, also where the drafter must catch up before it."""
-    needed = [program]
-    if program.tree is not None and _catches_up(runner):
-        needed.append(runner.inputs.catch_up_for(program.batch, program.tree))
-    return all(each in runner.compiled for each in needed)
+    return all(each in runner.compiled for each in needed(runner, program))
 
 
 def mask_programs(runner: Runner) -> tuple[StepProgram, ...]:

@@ -103,6 +103,20 @@ class Runner:
         self.most_steps = min(shapes.most_steps, config.max_pending - 1) if config.max_pending else shapes.most_steps
         self.remembers = config.drafter is not None and config.drafter.remembers  # finished answers
 
+    def described(self) -> tuple[Any, ...]:
+        """Return what `of_described` takes, to be sent to another process."""
+        return self.shapes, self.config, self.place, self._folder, self.eos_ids, self.inputs.layouts.described()
+
+    @classmethod
+    def of_described(cls, shapes: Shapes, config: StepConfig, place: Placement, *rest: Any) -> "Runner":
+        """Make a runner of shapes in place of arrays, whose programs are those of the runner that was `described`, and
+        cannot be run."""
+        runner = cls.__new__(cls)
+        runner.shapes, runner.config, runner.place = shapes, config, place
+        runner._folder, runner.eos_ids, layouts = rest
+        runner._bind(layouts)
+        return runner
+
     def _inputs(self, layouts: Layouts) -> Inputs:
         vocab_size, eos_ids = self.config.target.vocab_size, sorted(self.eos_ids)
         return Inputs(self.shapes, layouts, self.place, vocab_size=vocab_size, eos_ids=eos_ids)

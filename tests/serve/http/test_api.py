@@ -286,7 +286,7 @@ def test_no_room_is_503_with_retry_after_and_leaves_no_sequence(http, fake_engin
 
 
 def test_ready_is_reported_by_the_engine(http, fake_engine, monkeypatch):
-    assert http.get("/ready").json() == {"status": "ok"}
+    assert http.get("/ready").json() == {"status": "ok", "programs_left": fake_engine.stats().num_programs_left}
     for name, value in [("is_compiled", False), ("is_draining", True), ("is_healthy", False)]:
         with monkeypatch.context() as context:
             context.setattr(fake_engine, name, value)

@@ -115,15 +115,36 @@ def test_the_first_failure_is_raised_and_nothing_more_begins(monkeypatch: pytest
 
 def test_in_the_background_one_failure_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "num_cores", lambda: 1)
-    compiled, ended = CompiledPrograms(), []
+    compiled, ended = CompiledPrograms(), list[Any]()
     compiler = Compiler(
         *_queue(compiled, [_Function(error=RuntimeError("no room")), _Function()]),
         on_compiled=lambda program, error: ended.append((program.batch, error is not None)),
-        is_background=True,
+        on_end=lambda: ended.append("end"),
     )
     assert compiler.start().join(60)
-    assert ended == [(0, True), (1, False)]
+    assert ended == [(0, True), (1, False), "end"]
     assert list(compiled._compiled) == [StepProgram(1)]
+
+
+def test_what_steps_would_use_now_is_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was asked for by the time that a thread is free, and then the others in their order."""
+    monkeypatch.setattr(host, "num_cores", lambda: 1)
+    compiled, order, clock = CompiledPrograms(), list[int](), [0.0]
+    monkeypatch.setattr(compile_queue.time, "monotonic", lambda: clock[0])
+    programs = [StepProgram(batch) for batch in range(1, 8)]
+
+    def compile_one(program: StepProgram) -> None:
+        order.append(program.batch)
+        if program.batch == 5:  # meanwhile a step of 4 and one of 7 would be made, if they were compiled
+            assert compiled.first(iter([StepProgram(7), StepProgram(8)])) == StepProgram(7)
+            compiled.require([StepProgram(4)])
+        clock[0] += 2.0
+
+    compiled.require([StepProgram(2)])
+    clock[0] += 100.0
+    compiled.require([StepProgram(5)])
+    assert Compiler(compile_one, programs, is_urgent=compiled.is_required).start().join(60)
+    assert order == [5, 4, 7, 1, 2, 3, 6], "what was asked for long ago is not"
 
 
 def test_a_compiler_that_is_stopped_ends_after_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,12 @@ class Status(ReplyObject):
     status: Literal["ok"]
 
 
+class Readiness(Status):
+    """The reply of a server that answers requests at once."""
+
+    programs_left: int  # still to be compiled, while plain decoding serves
+
+
 class Version(ReplyObject):
     """GET /version."""
 
@@ -108,10 +114,10 @@ def add_status_routes(app: FastAPI, engine: EngineLike, metrics: Metrics) -> Non
             return JSONResponse({"status": "ok"})
         return ErrorResponse(503, "the engine is not healthy", code="unhealthy")
 
-    @app.get("/ready", response_model=None, openapi_extra={"reply": Status})
+    @app.get("/ready", response_model=None, openapi_extra={"reply": Readiness})
     async def ready() -> Response:
         if engine.is_healthy and engine.is_ready:
-            return JSONResponse({"status": "ok"})
+            return JSONResponse({"status": "ok", "programs_left": engine.stats().num_programs_left})
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         return ErrorResponse(503, "the server is starting, stopping or unhealthy", code="not_ready", headers=headers)
 

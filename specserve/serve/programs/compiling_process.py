@@ -1,0 +1,182 @@
+"""A process that compiles programs beside one that serves.
+
+Tracing is Python, which runs on one thread of a process at a time, and compiling takes all cores: on threads of the
+serving process both cost it more than half of its tokens. So a child traces and compiles, in the time that nobody else
+wants, and keeps the programs in their files (`program_cache`). The server reads them, which takes a tenth of a second
+each. The child gets shapes in place of weights. Where there can be no such process, or it has ended, the server
+compiles on threads of its own.
+"""
+
+import contextlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import Future
+from typing import IO
+
+import jax
+
+from specserve import host
+from specserve.drafters.registry import add_module, outside_kinds
+from specserve.errors import first_line
+from specserve.mesh import program_platform
+from specserve.serve.programs.runner import Runner
+from specserve.speculative.program import StepProgram
+
+logger = logging.getLogger(__name__)
+
+
+class CompilingProcess:
+    """Compiles programs of one runner in a process of its own, which begins with the first program that is in no file
+    yet. Every method may be called from any thread."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self._lock = runner, threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._waiting: dict[StepProgram, Future[str]] = {}  # the failure, or an empty text
+        self._is_closed = self._has_failed = False
+        self._is_useful = runner.compiled.is_keeping and _can_be_kept(runner)
+
+    def compile(self, program: StepProgram) -> None:
+        """Do what `Runner.compile` does, without taking time from what this process serves. After `close` nothing is
+        compiled any more."""
+        call = self._runner.call(program)
+        if self._is_useful and not self._runner.compiled.is_kept(call):
+            failure = self._ask(program)
+            if not self._is_closed and not self._runner.compiled.is_kept(call):
+                self._give_up(failure or "it has kept no file")
+        if self._is_closed:
+            return
+        if not self._is_useful:
+            host.lower_priority()
+        self._runner.compile(program)
+
+    def close(self) -> None:
+        """End the process, also while it compiles."""
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()
+
+    def _ask(self, program: StepProgram) -> str:
+        """Have the process keep a program. Returns what went wrong, or an empty text."""
+        with self._lock:
+            try:
+                if self._is_closed:
+                    return "it is closed"
+                if self._process is None:
+                    self._process = self._start()
+                answer = self._waiting[program] = Future()
+                _send(self._process.stdin, program)
+            except Exception as error:  # of the system, or an object of a drafter from outside that no pickle takes
+                self._waiting.pop(program, None)
+                return first_line(error)
+        return answer.result()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        """Start the process. Raises OSError, and what pickling raises."""
+        with contextlib.ExitStack() as files:
+            said, begin = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            for each in (dict(jax.config.values), outside_kinds(), self._runner.described()):  # type: ignore[attr-defined]
+                _send(begin, each)  # through a pipe it would wait for the process to read it
+            begin.seek(0)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(begin.fileno())],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                pass_fds=[begin.fileno()],
+                # Ctrl-C is not for it; but a session of its own could get as much of the processor as the server's
+                process_group=0,
+            )
+            files.pop_all()
+            begin.close()
+        host.let_wait(process.pid)
+        threading.Thread(target=self._listen, args=(process, said), name="compiling-process", daemon=True).start()
+        return process
+
+    def _listen(self, process: "subprocess.Popen[bytes]", said: IO[bytes]) -> None:
+        """Hand out the answers of the process, until it ends."""
+        assert process.stdout is not None
+        with contextlib.suppress(EOFError, pickle.UnpicklingError, KeyError):
+            while True:
+                program, failure = pickle.load(process.stdout)
+                self._waiting.pop(program).set_result(failure)
+        process.kill()
+        with process, said:
+            status = process.wait()
+            said.seek(0)
+            last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
+        with self._lock:
+            self._is_useful = False
+            waiting = [self._waiting.popitem()[1] for _ in range(len(self._waiting))]
+        for answer in waiting:
+            answer.set_result(f"it has ended with status {status}" + (f": {last[:300]}" if last else ""))
+
+    def _give_up(self, failure: str) -> None:
+        """Say once that there is no use in the process, and end it."""
+        with self._lock:
+            has_failed, self._has_failed, self._is_useful = self._has_failed, True, False
+            if self._process is not None:
+                self._process.kill()
+        if not has_failed:
+            logger.warning(
+                "the process that compiles programs is of no use (%s), so this one compiles them and serves more "
+                "slowly meanwhile",
+                failure,
+            )
+
+
+def _can_be_kept(runner: Runner) -> bool:
+    """Return whether another process could compile programs for this one: accelerators belong to one process, programs
+    for several devices name them, and what a compilation cache of JAX's has is not kept."""
+    config = jax.config.values  # type: ignore[attr-defined]
+    has_cache = config["jax_enable_compilation_cache"] and config["jax_compilation_cache_dir"]
+    return program_platform() == "cpu" and runner.place.mesh is None and jax.process_count() == 1 and not has_cache
+
+
+def _send(pipe: IO[bytes] | None, message: object) -> None:
+    assert pipe is not None
+    pipe.write(pickle.dumps(message))
+    pipe.flush()
+
+
+def _serve(begin: IO[bytes], requests: IO[bytes], answers: IO[bytes]) -> None:
+    """Keep the programs that are asked for, side by side, until there are no more requests."""
+    for name, value in pickle.load(begin).items():
+        if jax.config.values[name] != value:  # type: ignore[attr-defined]
+            jax.config.update(name, value)
+    for place in pickle.load(begin):
+        add_module(place)
+    runner, lock = Runner.of_described(*pickle.load(begin)), threading.Lock()
+
+    def keep(program: StepProgram) -> None:
+        failure = ""
+        try:
+            runner.compiled.keep(runner.call(program))
+        except Exception as error:
+            failure = first_line(error)
+        with lock:
+            _send(answers, (program, failure))
+        host.give_back_freed_memory()
+
+    while True:
+        program = pickle.load(requests)
+        threading.Thread(target=keep, args=(program,), daemon=True).start()
+
+
+def _main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # prints of libraries are no answers
+    with contextlib.suppress(EOFError), os.fdopen(int(sys.argv[1]), "rb") as begin:
+        _serve(begin, sys.stdin.buffer, answers)
+    host.leave(0)  # the server has ended: it ends this process as soon as it has no more need of it
+
+
+if __name__ == "__main__":
+    _main()
