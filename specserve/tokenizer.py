@@ -194,10 +194,10 @@ def _load_backend(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def _without_marks(folder: Path) -> Iterator[Path]:
-    """Give a folder of the same files, in which no JSON begins with the byte order mark that some editors write and
-    transformers does not read."""
+    """Give a folder of the same files, in which no JSON and no chat template begins with the byte order mark that some
+    editors write: transformers does not read the one, and writes the other's into every prompt."""
     files = [path for path in folder.iterdir() if path.is_file()]
-    marked = [path for path in files if path.suffix == ".json" and _begins_with_mark(path)]
+    marked = [path for path in files if path.suffix in (".json", ".jinja") and _begins_with_mark(path)]
     if not marked:
         yield folder
         return
@@ -314,7 +314,7 @@ def _read_object(path: Path) -> Mapping[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(found).__name__}")

@@ -186,7 +186,7 @@ def test_files_that_begin_with_a_byte_order_mark_are_read(tmp_path: Path) -> Non
     for path in BUNDLED_FOLDER.iterdir():
         if path.suffix in (".json", ".jinja"):
             text = path.read_text()
-            (tmp_path / path.name).write_text(text, "utf-8-sig" if path.suffix == ".json" else None)
+            (tmp_path / path.name).write_text(text, "utf-8-sig")
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps(json.loads((BUNDLED_FOLDER / "tokenizer_config.json").read_text()) | {"tokenizer_class": "X"}),
         "utf-8-sig",
