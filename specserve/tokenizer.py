@@ -20,6 +20,8 @@ from specserve.errors import CheckpointError, RequestError
 
 log = logging.getLogger(__name__)
 
+# letters of bytes that UTF-8 has nowhere, which some byte-level vocabularies leave out
+_IN_NO_TEXT = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
 GENERIC_CLASS = "TokenizersBackend"  # transformers' class for a tokenizer.json alone
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
@@ -171,13 +173,15 @@ class Tokenizer:
 
     def byte_token_ids(self) -> frozenset[int]:
         """Return the ids of the tokens of single bytes, of which text is made that no other token writes: those of byte
-        fallback, or the letters of a byte-level vocabulary. Empty where a vocabulary has neither."""
+        fallback, or the letters of a byte-level vocabulary that can write every text. Empty where it has neither."""
         from tokenizers.pre_tokenizers import ByteLevel
 
         vocab = self._backend.get_vocab()
-        for names in ([f"<0x{byte:02X}>" for byte in range(256)], ByteLevel.alphabet()):
-            if all(name in vocab for name in names):
-                return frozenset(vocab[name] for name in names)
+        if fallback := {f"<0x{byte:02X}>" for byte in range(256)} & vocab.keys():
+            return frozenset(vocab[name] for name in fallback)
+        letters = set(ByteLevel.alphabet())
+        if letters - _IN_NO_TEXT <= vocab.keys():
+            return frozenset(vocab[name] for name in letters & vocab.keys())
         return frozenset()
 
 
