@@ -20,6 +20,8 @@ from specserve.errors import CheckpointError, RequestError
 
 log = logging.getLogger(__name__)
 
+# letters of bytes that UTF-8 has nowhere, which some byte-level vocabularies leave out
+_IN_NO_TEXT = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
 GENERIC_CLASS = "TokenizersBackend"  # transformers' class for a tokenizer.json alone
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
@@ -171,13 +173,15 @@ class Tokenizer:
 
     def byte_token_ids(self) -> frozenset[int]:
         """Return the ids of the tokens of single bytes, of which text is made that no other token writes: those of byte
-        fallback, or the letters of a byte-level vocabulary. Empty where a vocabulary has neither."""
+        fallback, or the letters of a byte-level vocabulary that can write every text. Empty where it has neither."""
         from tokenizers.pre_tokenizers import ByteLevel
 
         vocab = self._backend.get_vocab()
-        for names in ([f"<0x{byte:02X}>" for byte in range(256)], ByteLevel.alphabet()):
-            if all(name in vocab for name in names):
-                return frozenset(vocab[name] for name in names)
+        if fallback := {f"<0x{byte:02X}>" for byte in range(256)} & vocab.keys():
+            return frozenset(vocab[name] for name in fallback)
+        letters = set(ByteLevel.alphabet())
+        if letters - _IN_NO_TEXT <= vocab.keys():
+            return frozenset(vocab[name] for name in letters & vocab.keys())
         return frozenset()
 
 
@@ -194,10 +198,10 @@ def _load_backend(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def _without_marks(folder: Path) -> Iterator[Path]:
-    """Give a folder of the same files, in which no JSON begins with the byte order mark that some editors write and
-    transformers does not read."""
+    """Give a folder of the same files, in which no JSON and no chat template begins with the byte order mark that some
+    editors write: transformers does not read the one, and writes the other's into every prompt."""
     files = [path for path in folder.iterdir() if path.is_file()]
-    marked = [path for path in files if path.suffix == ".json" and _begins_with_mark(path)]
+    marked = [path for path in files if path.suffix in (".json", ".jinja") and _begins_with_mark(path)]
     if not marked:
         yield folder
         return
@@ -314,7 +318,7 @@ def _read_object(path: Path) -> Mapping[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(found).__name__}")

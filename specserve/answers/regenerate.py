@@ -412,7 +412,7 @@ class _Run:
 
 def reasoning_marks(tokenizer: Tokenizer) -> tuple[str, str]:
     """Return the marks around a target's reasoning, those that most models write where its template shows none."""
-    return THINK_MARKS.get(choose_reasoning("auto", tokenizer), THINK_MARKS["think"])
+    return choose_reasoning("auto", tokenizer)[1] or THINK_MARKS["think"]
 
 
 def split_reasoning(

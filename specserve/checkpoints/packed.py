@@ -77,6 +77,7 @@ class Storing:
     bits: int = 4  # of a packed value
     group: int = 0  # inputs that share a scale in words; 0: not stated
     zero_step: int = 0  # to be added to a stored zero
+    others: tuple[tuple[str, "Storing"], ...] = ()  # of layers that are stored otherwise, by name
 
     def group_of(self, num_in: int, num_groups: int, where: str) -> int:
         """Return the inputs of a group, of which a weight has so many. Raises CheckpointError where they do not cover
@@ -90,7 +91,9 @@ class Storing:
 def open_packed(tensors: TensorFolder, name: str, storing: Storing) -> Opened | None:
     """Open a weight that is packed; None: it is not. Raises CheckpointError for parts that are missing or do not fit
     each other."""
-    parts, base, packing = _Parts(tensors, name), name.removesuffix(".weight"), storing.packing
+    parts, base = _Parts(tensors, name), name.removesuffix(".weight")
+    storing = dict(storing.others).get(base, storing)
+    packing = storing.packing
     if parts.has(f"{name}_global_scale") or parts.has(f"{name}_scale_2"):
         return _open_nvfp4(parts, name)
     if packing in ("awq", "gptq") and parts.has(f"{base}.qweight"):

@@ -42,7 +42,9 @@ STORED_BITS = EIGHT_BITS | {
     np.dtype(np.uint32),
 }  # of values, and of words of some
 UNUSED_SCALES = {  # patterns of tensors -> why weights do not need them
-    r".*\.(input_scale|input_scale_ub|activation_scale)": "scales of activations, which are not quantised here",
+    r".*\.(input_scale|input_scale_ub|input_global_scale|input_zero_point|output_scale|activation_scale)": (
+        "scales of activations, which are not quantised here"
+    ),
     r".*\.[qkv]_scale": "scales of an 8-bit cache",
 }
 _FP4_BLOCK = 32
@@ -54,16 +56,36 @@ PLAIN = Storing()
 
 def read_storing(raw: Mapping[str, Any], where: str) -> Storing:
     """Return how a checkpoint stores its weights, as config.json states. Raises CheckpointError for a quantisation that
-    is not read."""
-    text = raw.get("text_config")
-    for config in (raw, text if isinstance(text, Mapping) else {}):
-        stated = config.get("quantization_config") or config.get("compression_config")
+    is not read, that makes no sense, or that is stated in two ways."""
+    text, found = raw.get("text_config"), dict[str, Storing]()
+    for place, config in (("", raw), ("text_config.", text if isinstance(text, Mapping) else {})):
         of_mlx = config.get("quantization") or {}
-        if "group_size" in of_mlx and stated in (None, of_mlx):  # newer ones state it under both names
-            return Storing(packing="mlx", bits=_bits(of_mlx, where, "mlx", (2, 4, 8)), group=_group(of_mlx))
-        if stated:
-            return _storing(stated, where)
-    return PLAIN
+        is_mlx = isinstance(of_mlx, Mapping) and "group_size" in of_mlx
+        for name in ("quantization", "quantization_config", "compression_config"):
+            stated, path = config.get(name), place + name
+            if not stated or (name == "quantization" and not is_mlx):
+                continue
+            try:
+                # newer converters of MLX state it under both names
+                found[path] = _of_mlx(stated, where) if is_mlx and stated == of_mlx else _storing(stated, where)
+            except (AttributeError, LookupError, TypeError, ValueError):
+                raise CheckpointError(f"{where}: {path} makes no sense: {stated!r:.200}") from None
+    if len(set(found.values())) > 1:
+        raise CheckpointError(f"{where}: {' and '.join(found)} disagree; keep the one that the weights are in")
+    return next(iter(found.values()), PLAIN)
+
+
+def _of_mlx(stated: Mapping[str, Any], where: str) -> Storing:
+    """Read MLX's settings: those of all layers, and beside them those of single ones by their names."""
+    if (mode := stated.get("mode", "affine")) != "affine":
+        raise CheckpointError(
+            f"{where}: MLX's mode {mode!r}; affine can be read. Take the model as it was before it was quantised"
+        )
+    own = {name: each for name, each in stated.items() if isinstance(each, Mapping)}
+    of_all = {name: value for name, value in stated.items() if name not in own}
+    others = tuple((name, _of_mlx({**of_all, **each}, where)) for name, each in own.items())
+    bits = _bits(stated, where, "mlx", (2, 4, 8))
+    return Storing(packing="mlx", bits=bits, group=_group(stated), others=others)
 
 
 def _storing(stated: Mapping[str, Any], where: str) -> Storing:
@@ -120,8 +142,8 @@ def _compressed(stated: Mapping[str, Any], where: str) -> Storing:
 
 
 def _group(stated: Mapping[str, Any]) -> int:
-    size = stated.get("group_size", stated.get("q_group_size"))
-    return size if isinstance(size, int) and size > 0 else 0
+    size = stated.get("group_size", stated.get("q_group_size")) or 0
+    return max(int(size), 0)  # -1: all inputs
 
 
 def _bits(stated: Mapping[str, Any], where: str, method: str, allowed: tuple[int, ...]) -> int:
@@ -236,4 +258,7 @@ def _open_fp4(tensors: TensorFolder, name: str) -> LazyQuantized:
 def _pair(sizes: Any) -> tuple[int, int]:
     if not sizes:
         return PLAIN.block
-    return int(sizes[0]), int(sizes[1])
+    rows, inputs = map(int, sizes)
+    if min(rows, inputs) < 1:
+        raise ValueError(f"a block of {rows} outputs and {inputs} inputs")
+    return rows, inputs

@@ -277,7 +277,7 @@ def read_json(path: Path) -> dict[str, object]:
         )  # editors of Windows write a mark
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not there; is {path.parent} a model folder?") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
@@ -288,7 +288,7 @@ def _stated_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object of JSON. Raises ValueError where it states a key twice, and differently: readers take the first or
     the last."""
     found = dict(pairs)
-    if twice := [f"{key}: {value!r} and {found[key]!r}" for key, value in pairs if found[key] != value]:
+    if twice := [f"{key}: {value!r} and {found[key]!r}" for key, value in pairs if repr(found[key]) != repr(value)]:
         raise ValueError(f"stated twice, and differently: {', '.join(twice)}")
     return found
 

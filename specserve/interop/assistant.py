@@ -19,6 +19,7 @@ from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.findings import Dialect
 from specserve.interop.format import HeadFormat
+from specserve.interop.key_checks import is_read
 from specserve.interop.keys import HARMLESS, QUANTIZATIONS, architectures, inner
 from specserve.interop.notes import other_target
 from specserve.interop.published import stored_scales
@@ -32,6 +33,7 @@ from specserve.models.sharding import spread_kv_heads
 CLASSES = frozenset(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"))
 _SIZES = ("backbone_hidden_size", "num_centroids", "centroid_intermediate_top_k", "use_ordered_embeddings")
 _OF_TEXT = ("enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input")
+_OF_INPUTS = "vocab_size_per_layer_input"  # of inputs that there are not
 _TOKENS = frozenset(f"{name}_token_id" for name in ("boi", "eoi", "boa", "eoa")) | {"eoa_token_index"}
 
 
@@ -102,16 +104,20 @@ def _ordering(tensors: TensorFolder, vocab_size: int, folder: Path) -> np.ndarra
 def _config(raw: Mapping[str, Any], target: ModelConfig, where: str, dtype: str) -> AssistantConfig:
     """Read an assistant's config.json beside its target. Raises ConfigError."""
     known = {*_SIZES, *_TOKENS, *HARMLESS, "text_config", "tie_word_embeddings", *QUANTIZATIONS}
-    if unknown := sorted({key for key, value in raw.items() if value is not None} - known):
-        raise ConfigError(f"{where}: {', '.join(unknown)}: not known to us, so it might be computed as another one")
     keys, text = Keys(raw, where), inner(raw, "text_config")
-    keys.must_be("tie_word_embeddings", True)
     of_text = Keys(text, f"{where}: text_config")
+    for each in (keys, of_text):
+        each.must_be("tie_word_embeddings", True)
     for key in _OF_TEXT:
         of_text.must_be(key, False, 0)
     of_text.must_be("num_kv_shared_layers", 0, of_text.num_layers)
     plain = {**text, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "tie_word_embeddings": True}
     layers = model_config(plain, dtype=dtype, where=f"{where}: text_config")
+    unknown = {key: value for key, value in raw.items() if key not in known}
+    unread = text.keys() - {*HARMLESS, *_TOKENS, *QUANTIZATIONS, _OF_INPUTS}
+    unknown |= {f"text_config.{key}": text[key] for key in unread if not is_read(plain, key)}
+    if names := sorted(key for key, value in unknown.items() if value is not None):
+        raise ConfigError(f"{where}: {', '.join(names)}: not known to us, so it might be computed as another one")
     kinds = tuple(_reading(kind, target, where) for kind in layers.layers)
     layers = dataclasses.replace(layers, layers=kinds, max_len=min(layers.max_len, target.max_len))
     clusters: dict[str, int] = {}

@@ -8,8 +8,9 @@ from typing import Any
 from specserve.checkpoints.tensors import CONFIG
 from specserve.errors import ConfigError
 from specserve.interop.findings import FAULTS, LAYERS, Finding, put, refuse
-from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY, SCALING, SLIDING, Stated, architectures
+from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY, SCALING, SLIDING, Stated, architectures, within
 from specserve.interop.repairs import write_rope
+from specserve.models.families import model_config
 from specserve.models.rope import Rope
 
 CHECKS = FAULTS["keys"]
@@ -109,3 +110,16 @@ def check_rotary(stated: Stated, required: Rope | None = None) -> Iterator[Findi
 
 def _listed(values: Mapping[str, Any]) -> str:
     return "; ".join(f"{path}: {value!r}" for path, value in values.items())
+
+
+def is_read(raw: Mapping[str, Any], key: str) -> bool:
+    """Return whether the reader of a target's config.json reads a key: it does not take nonsense in its place. Windows
+    of which it is said that there are none, and rotary settings that `rope_parameters` repeats, need not be read."""
+    if key in ("use_sliding_window", "sliding_window") and raw.get("use_sliding_window") is False:
+        return True
+    if (key == "layer_types" and SLIDING not in str(raw[key])) or within(raw, ROPE, key) == raw[key]:
+        return True
+    try:
+        return model_config({**raw, key: object()}, dtype="float32") != model_config(raw, dtype="float32")
+    except (ConfigError, AttributeError, TypeError, ValueError):
+        return True

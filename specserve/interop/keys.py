@@ -59,7 +59,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_same(one: object, other: object) -> bool:
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
+    return (one is other or one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 def is_count(value: object) -> bool:

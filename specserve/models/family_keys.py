@@ -72,8 +72,29 @@ class Keys:
         return {"qkv_bias": stated, "o_bias": stated}
 
     def rope(self, head_dim: int, changes: Mapping[str, Any] | None = None) -> Rope:
-        """The rotary settings, with some keys changed."""
+        """The rotary settings, with some keys changed. Raises ConfigError where both spellings state them, and
+        differently."""
+        self._check_spellings()
         return rope_from_hf({**self.raw, **(changes or {})}, self.where, head_dim=head_dim)
+
+    def _check_spellings(self) -> None:
+        """Raise ConfigError where `rope_scaling` says other than `rope_parameters`: transformers takes the former."""
+        stated = [self.raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+        if not all(isinstance(each, Mapping) and each for each in stated):
+            return
+        new, old = ({key: value for key, value in each.items() if value is not None} for each in stated)
+        if any(isinstance(each, Mapping) for each in new.values()):  # by kinds of layers
+            return
+        for each in (new, old):
+            kind = each.pop("type", "default")
+            kind = each.get("rope_type", kind)
+            each["rope_type"] = "default" if kind == "mrope" else kind
+        if differing := [key for key in sorted(old) if old[key] != new.get(key)]:
+            key = differing[-1]
+            raise ConfigError(
+                f"{self.where}: the rotary settings are stated twice, and differently: rope_parameters.{key} is "
+                f"{new.get(key)!r}, rope_scaling.{key} is {old[key]!r}; keep the right one"
+            )
 
     def kinds(self, default: list[str]) -> list[str]:
         """Return each layer's entry of `layer_types`, or `default` where the config states none."""

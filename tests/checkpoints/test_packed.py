@@ -100,11 +100,14 @@ def _compressed(rng: np.random.Generator, bits: int = 4, *, is_symmetric: bool =
     return stated, tensors, _meant(q, zeros, scales.astype(ml_dtypes.bfloat16))
 
 
-def _mlx(rng: np.random.Generator, bits: int) -> Made:
+def _mlx(rng: np.random.Generator, bits: int, *, is_alone: bool = False) -> Made:
     q, _, scales = _numbers(rng, bits)
     biases = rng.standard_normal(scales.shape).astype(np.float16)
     meant = _meant(q, np.zeros_like(q), scales) + np.repeat(biases, GROUP, axis=1).astype(np.float32)
-    return {}, {"o.weight": _words(q, bits).view(np.uint32), "o.scales": scales, "o.biases": biases}, meant
+    stated: dict[str, Any] = {"bits": bits, "group_size": GROUP}
+    if is_alone:  # among layers of other settings, as routers among experts
+        stated = {"bits": 12 - bits, "group_size": 2 * GROUP, "o": stated, "p": False}
+    return stated, {"o.weight": _words(q, bits).view(np.uint32), "o.scales": scales, "o.biases": biases}, meant
 
 
 def _nvfp4(rng: np.random.Generator, *, is_compressed: bool) -> Made:
@@ -119,6 +122,7 @@ def _nvfp4(rng: np.random.Generator, *, is_compressed: bool) -> Made:
         weights = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
         groups = {"group_0": {"weights": weights, "format": "nvfp4-pack-quantized"}}
         tensors = {"o.weight_packed": stored, "o.weight_scale": scales, "o.weight_global_scale": whole[None]}
+        tensors["o.input_global_scale"] = np.ones(1, np.float32)
         return {"quant_method": "compressed-tensors", "config_groups": groups}, tensors, meant
     tensors = {"o.weight": stored, "o.weight_scale": scales, "o.weight_scale_2": whole[None][0]}
     return {"quant_method": "modelopt", "quant_algo": "NVFP4"}, tensors, meant
@@ -136,16 +140,21 @@ LAYOUTS: dict[str, Callable[[np.random.Generator], Made]] = {
     "compressed with zeros": lambda rng: _compressed(rng, is_symmetric=False),
     "mlx": lambda rng: _mlx(rng, 4),
     "mlx of 8 bits": lambda rng: _mlx(rng, 8),
+    "mlx of 8 bits among others": lambda rng: _mlx(rng, 8, is_alone=True),
+    "mlx among others": lambda rng: _mlx(rng, 4, is_alone=True),
     "nvfp4 of compressed-tensors": lambda rng: _nvfp4(rng, is_compressed=True),
     "nvfp4 of ModelOpt": lambda rng: _nvfp4(rng, is_compressed=False),
 }
-WIDENED = {"gptq of 8 bits", "gptq by activation", "mlx of 8 bits"}  # are no numbers of 8 bits times scales
+WIDENED = {
+    "gptq of 8 bits",
+    "gptq by activation",
+    "mlx of 8 bits",
+    "mlx of 8 bits among others",
+}  # are no numbers of 8 bits times scales
 
 
 def _storing(stated: dict[str, Any], layout: str) -> Storing:
-    if layout.startswith("mlx"):
-        return read_storing({"quantization": {"bits": 8 if "8" in layout else 4, "group_size": GROUP}}, "config.json")
-    return read_storing({"quantization_config": stated}, "config.json")
+    return read_storing({"quantization" if layout.startswith("mlx") else "quantization_config": stated}, "config.json")
 
 
 def _load(folder: Path, tensors: Tensors, spec: Any = SPEC, **options: Any) -> Any:

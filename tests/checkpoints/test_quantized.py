@@ -269,11 +269,37 @@ def test_the_blocks_of_scales_are_as_config_json_says() -> None:
         (_compressed(strategy="group"), "of 8 bits by group"),
         (_compressed(symmetric=False), "asymmetric"),
         (_compressed(strategy="tensor_group") | {"format": "pack-quantized"}, "8 bits by tensor_group, pack-quantized"),
+        ("fp8", "quantization_config makes no sense: 'fp8'"),
+        (_compressed() | {"config_groups": {"group_0": "W8A8"}}, "quantization_config makes no sense: .*W8A8"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"makes no sense: .*\[128\]"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, r"makes no sense: .*\[0, 128\]"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": "wide"}, "makes no sense: .*wide"),
     ],
 )
-def test_quantisations_that_are_not_read_are_refused_by_name(stated: dict[str, Any], words: str) -> None:
+def test_quantisations_that_are_not_read_are_refused_by_name(stated: Any, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         read_storing({"quantization_config": stated}, "config.json")
+
+
+def test_ways_that_disagree_and_modes_that_are_not_read_are_refused_by_name() -> None:
+    one, other, of_mlx = (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"quant_method": "fp8", "weight_block_size": [64, 64]},
+        {"bits": 4, "group_size": 64},
+    )
+    for raw, words in (
+        (
+            {"quantization_config": one, "text_config": {"quantization_config": other}},
+            "quantization_config and text_config.quantization_config disagree",
+        ),
+        ({"quantization_config": one, "compression_config": other}, "and compression_config disagree"),
+        ({"quantization": of_mlx, "quantization_config": one}, "quantization and quantization_config disagree"),
+        ({"quantization": of_mlx | {"mode": "mxfp4"}}, "MLX's mode 'mxfp4'"),
+        ({"quantization": of_mlx | {"mlp.gate": {"bits": 6}}}, "mlx of 6 bits"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            read_storing(raw, "config.json")
+    assert read_storing({"quantization_config": one, "text_config": {"quantization_config": one}}, "config.json")
 
 
 def _is_quantized(node: Any) -> bool:

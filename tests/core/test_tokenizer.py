@@ -10,6 +10,7 @@ from chats import PYDOC
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specserve.checkpoints.source import BUNDLED_FOLDER
@@ -73,6 +74,19 @@ def test_streaming_of_a_tokenizer_that_falls_back_to_bytes():
         decoder = IncrementalDecoder(FALLBACK)
         streamed = [decoder.push(token_ids[low : low + size]) for low in range(0, len(token_ids), size)]
         assert "".join(streamed) + decoder.finish() == "a😀😀é中 a a中" == FALLBACK.decode(token_ids)
+
+
+def test_the_tokens_of_single_bytes_are_found_where_some_are_missing() -> None:
+    """Of byte fallback any; of a byte-level vocabulary those of bytes that UTF-8 has nowhere."""
+    letters = sorted(ByteLevel.alphabet())
+    for names, count in (
+        ([f"<0x{byte:02X}>" for byte in range(1, 256)], 255),
+        ([letter for letter in letters if letter not in "ÀÁõö÷øùúûüýþÿ"], 243),
+        (letters[1:], 0),
+    ):
+        model = tokenizers.models.BPE({name: i for i, name in enumerate([*names, "\u2581x"])}, [])
+        backend = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model))
+        assert Tokenizer(backend).byte_token_ids() == {*range(count)}
 
 
 words = st.lists(st.sampled_from(["\u2581a", "a", "<s>", *map(chr, b"ab \n"), "é", "中", "😀"]), max_size=12)
@@ -186,7 +200,7 @@ def test_files_that_begin_with_a_byte_order_mark_are_read(tmp_path: Path) -> Non
     for path in BUNDLED_FOLDER.iterdir():
         if path.suffix in (".json", ".jinja"):
             text = path.read_text()
-            (tmp_path / path.name).write_text(text, "utf-8-sig" if path.suffix == ".json" else None)
+            (tmp_path / path.name).write_text(text, "utf-8-sig")
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps(json.loads((BUNDLED_FOLDER / "tokenizer_config.json").read_text()) | {"tokenizer_class": "X"}),
         "utf-8-sig",

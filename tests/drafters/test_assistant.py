@@ -209,6 +209,11 @@ def _described() -> Target:
         ({"surprise": 1}, "surprise"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings"),
         ({"backbone_hidden_size": 48}, "width 48 and vocabulary 128"),
+        (
+            {"text_config": TEXT | {"surprise": 1, "rope_theta": 5e5}},
+            "text_config.rope_theta, text_config.surprise: not",
+        ),
+        ({"text_config": TEXT | {"tie_word_embeddings": False}}, "text_config: tie_word_embeddings"),
         ({"text_config": TEXT | {"enable_moe_block": True}}, "enable_moe_block"),
         ({"text_config": TEXT | {"num_kv_shared_layers": 1}}, "num_kv_shared_layers"),
         ({"text_config": TEXT | {"global_head_dim": 12}}, "keys for 4 heads of 12"),

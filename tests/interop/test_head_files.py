@@ -374,6 +374,8 @@ def test_truncated_files_are_refused(folder: Path, tiny_target: Target, size: in
         ("config.json", None, "config.json is not there"),
         ("config.json", "{", "not readable as JSON"),
         ("config.json", "[]", "expected a JSON object"),
+        ("config.json", "[" * 100_000, "not readable as JSON"),
+        ("config.json", '{"rms_norm_eps": NaN}', "rms_norm_eps is nan, which is not computed"),
         ("config.json", "{}", "hidden_size"),
         ("model.safetensors", None, "no model.safetensors and no model.safetensors.index.json"),
     ],

@@ -25,6 +25,10 @@ LLAMA3 = {
         ({"use_sliding_window": "yes"}, "true or false"),
         ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "spiral"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "llama3.*low_freq_factor"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_parameters.rope_type is 'default', rope_scaling.rope_type is 'yarn'",
+        ),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size must be a positive integer"),
     ],
@@ -38,6 +42,8 @@ def test_both_spellings_of_rope_read_alike() -> None:
     old = {"rope_theta": 5e5, "rope_scaling": LLAMA3}
     new = {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}
     assert rope_from_hf(old, "") == rope_from_hf(new, "") == Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+    both = model_config(tiny.TARGET | {"rope_scaling": LLAMA3} | new, dtype="float32")
+    assert both.rope == rope_from_hf(new, "")
     for scaling in (LLAMA3, {"rope_type": "linear", "factor": 2.0}, {}):
         assert rope_to_hf(rope_from_hf({"rope_scaling": scaling}, "")) == scaling
 

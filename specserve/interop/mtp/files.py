@@ -30,7 +30,8 @@ from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.examined import ExaminedFiles, check_specs, check_tables, check_values, given
 from specserve.interop.findings import Dialect, Finding, Repair
 from specserve.interop.format import HeadFormat, SharedTable
-from specserve.interop.keys import HARMLESS, LAYER, QUANTIZATIONS, ROPE, SLIDING, architectures, within, without
+from specserve.interop.key_checks import is_read
+from specserve.interop.keys import HARMLESS, LAYER, QUANTIZATIONS, architectures, without
 from specserve.interop.notes import read_notes
 from specserve.interop.published import present, speculators_config, target_table, vocab_to_tensors
 from specserve.interop.repairs import change, exchanged, short_name
@@ -93,7 +94,7 @@ def check_keys(folder: Path, target: Target) -> None:
     if is_whole(opened(folder).names(), target.config):
         return
     theirs, part, place = read_json(target.folder / CONFIG), of_target(raw), f"{LAYER}." if LAYER in raw else ""
-    unread = {place + key: value for key, value in part.items() if key not in _BESIDE and not _is_read(part, key)}
+    unread = {place + key: value for key, value in part.items() if key not in _BESIDE and not is_read(part, key)}
     if place:
         unread |= {key: value for key, value in raw.items() if key not in _BESIDE}
     for path, value in unread.items():
@@ -103,19 +104,6 @@ def check_keys(folder: Path, target: Target) -> None:
                 f"{where}: {path} is {value!r}, which is not known to us and not so in the target's config.json; take "
                 "it out if it says nothing of how the layer is computed"
             )
-
-
-def _is_read(raw: Mapping[str, Any], key: str) -> bool:
-    """Return whether the reader of a target's config.json reads a key: it does not take nonsense in its place. Windows
-    of which it is said that there are none, and rotary settings that `rope_parameters` repeats, need not be read."""
-    if key in ("use_sliding_window", "sliding_window") and raw.get("use_sliding_window") is False:
-        return True
-    if (key == "layer_types" and SLIDING not in str(raw[key])) or within(raw, ROPE, key) == raw[key]:
-        return True
-    try:
-        return model_config({**raw, key: object()}, dtype="float32") != model_config(raw, dtype="float32")
-    except (ConfigError, AttributeError, TypeError, ValueError):
-        return True
 
 
 def _stated_vocab(raw: Mapping[str, Any], target: ModelConfig, where: str) -> int:

@@ -10,6 +10,7 @@ from fixed_text import ARGUMENTS, WEATHER
 from specserve.serve.http.formats.reasoning import THINK_MARKS, AnswerSyntax
 from specserve.serve.http.openai.bodies import ChatBody
 from specserve.serve.http.openai.fields import check_body
+from specserve.serve.requests.request import SamplingParams
 
 ASK: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": [WEATHER]}
 HAS_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
@@ -126,10 +127,30 @@ def test_a_template_that_refuses_roles_gets_chats_with_tools_in_those_that_it_ha
     assert text.count('"name": "weather"') == 2, "the tool, and the call of it"
 
 
-@pytest.mark.parametrize("name", THINK_MARKS)
-def test_reasoning_is_known_by_what_the_template_writes(name: str) -> None:
-    begin, end = THINK_MARKS[name]  # type: ignore[index]
+NAMELESS = {
+    "kimi-vl": ("◁think▷", "◁/think▷"),
+    "pangu": ("[unused16]", "[unused17]"),
+    "exaone": ("<thought>", "</thought>"),
+}
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("name", [*THINK_MARKS, *NAMELESS])
+def test_reasoning_is_known_by_what_the_template_writes(name: str, is_open: bool) -> None:
+    """Also behind marks that nobody here has named. A prompt may have begun it."""
+    begin, end = (THINK_MARKS | NAMELESS)[name]  # type: ignore[operator]
     thought = f"{{% if m.reasoning_content %}}{begin}\n{{{{ m.reasoning_content }}}}\n{end}{{% endif %}}"
     words = " ".join(mark for other, pair in THINK_MARKS.items() if other != name for mark in pair)
-    source = "{# " + words + " #}" + ROLES.replace("{{ m.content }}CALLS", thought + "{{ m.content }}") + ASKS
-    assert AnswerSyntax(with_template(source), "auto", "auto").reasoning == name
+    asks = ASKS.replace("assistant\n", f"assistant\n{begin}\n") if is_open and "/" in end else ASKS
+    source = "{# " + words + " #}" + ROLES.replace("{{ m.content }}CALLS", thought + "{{ m.content }}") + asks
+    tokenizer = with_template(source)
+    syntax = AnswerSyntax(tokenizer, "auto", "auto")
+    assert syntax.reasoning == (name if name in THINK_MARKS else "template")
+    body = check_body(ChatBody, {"model": MODEL, "messages": USER})
+    question = syntax.question(body)
+    prompt_ids = tokenizer.render_chat(question.messages)
+    _, make_parser = syntax.reading(body, question, prompt_ids, SamplingParams())
+    parser = make_parser()
+    text = ("" if asks is not ASKS else begin) + f"\nhm\n{end}\n\nyes"
+    part = parser.push(text) + parser.finish()
+    assert (part.reasoning, part.content) == ("hm", "yes")

@@ -144,6 +144,9 @@ TEXT, NUMBER, DEFINED = {"type": "string"}, {"type": "integer"}, {"$ref": "#/$de
         ({"enum": ["1", "2"]}, True),
         ({"enum": [1, 2]}, False),
         ({"const": "1"}, True),
+        ({"type": "STRING"}, True),
+        ({"type": "str"}, True),
+        ({"type": ["Int", "null"]}, False),
         (DEFINED, True),
         ({"$ref": "#/definitions/deep/T"}, True),
         ({"allOf": [{"$ref": "#/definitions/deep/T"}], "default": "x"}, True),
@@ -156,6 +159,7 @@ def test_a_number_is_text_where_the_schema_says_so(schema, is_text):
     """Wherever it says so: in the argument's own schema, in one it refers to, or in a part of the tool's."""
     found = {"$defs": {"T": TEXT}, "definitions": {"deep": {"T": TEXT}}}
     places = {"properties": {"x": schema}}, {"allOf": [{"properties": {"x": schema}}]}, {"additionalProperties": schema}
+    places = *places, {"patternProperties": {"(": TEXT, "^x$": schema, "y": TEXT}}
     args = {"$defs": found["$defs"] | {"Args": {"properties": {"x": schema}}}, "$ref": "#/$defs/Args"}
     for place in (*places, args):
         text = WRITERS["qwen3-coder"]([("f", {"x": "1"})])
@@ -211,6 +215,23 @@ def test_arguments_arrive_while_they_are_written():
         pieces = [part.tool_calls for char in text if (part := parser.push(char))]
         assert "".join(call.arguments for calls in pieces for call in calls) == long
         assert len(pieces) >= len(long), name  # each character on its own
+
+
+@given(st.data(), st.sampled_from(["hermes", "llama3", "mistral", "kimi-k2", "deepseek"]), calls)
+def test_arguments_may_be_python_objects(data, name, calls):
+    """In formats of JSON objects."""
+    text = WRITERS[name](calls)
+    for _, arguments in calls:
+        text = text.replace(json.dumps(arguments, ensure_ascii=False), repr(arguments), 1)
+    assert calls_of(parse(make_reader(name), *cut(data, text))) == calls
+
+
+def test_a_call_may_be_a_python_object():
+    for name, before in (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]["), ("llama3", "<|python_tag|>")):
+        text = before + "{'name': 'add', 'arguments': {'a': 1, 'text': \"it's\"}}"
+        assert calls_of(parse(make_reader(name), text)) == [("add", {"a": 1, "text": "it's"})]
+        for other in ("{'name': 'mul'}", "{'a' x}", "{'"):
+            assert parse(make_reader(name), before + other) == Part(before + other)
 
 
 def test_a_call_that_is_cut_short_is_given_as_far_as_it_goes():

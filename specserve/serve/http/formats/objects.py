@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from specserve.serve.http.formats.reader import NAME, Reader, Reading, Shape, matched
+from specserve.serve.http.formats.written import read_value
 
 _SPACE = Shape(r"\s*(?=\S)")
 _OBJECT_HEADS = [
@@ -20,7 +21,7 @@ def _object_call(reader: Reader, before: str, *, is_certain: bool = True) -> Rea
     call."""
     head = yield from reader.match(*_OBJECT_HEADS)
     if head and head["name"] in reader.tools:
-        yield from reader.json(reader.open_call(head["name"]))
+        yield from reader.arguments(reader.open_call(head["name"]))
         tail: list[str] = []
         yield from reader.json(tail.append, depth=1)
         if not _is_tail("".join(tail)):
@@ -31,7 +32,10 @@ def _object_call(reader: Reader, before: str, *, is_certain: bool = True) -> Rea
     body = [matched(head)]
     if not head and (space := (yield from reader.match(_SPACE))):
         body.append(space[0])
-    yield from reader.json(body.append, depth=1 if head else 0)
+    text = "" if head else (yield from reader.python_object())
+    body.append(text)
+    if not text:
+        yield from reader.json(body.append, depth=1 if head else 0)
     call = _as_call("".join(body), reader)
     if call is None:
         reader.give_back(before + "".join(body))
@@ -57,11 +61,11 @@ def _as_call(text: str, reader: Reader) -> tuple[str, dict[str, Any]] | None:
     """Return the name and arguments in the text of an object whose members stand in another order, or in OpenAI's
     nesting."""
     try:
-        call = json.loads(text)
+        call = read_value(text)
         call = call.get("function", call)
         name, arguments = call.get("name", call.get("tool_name")), call.get("arguments", call.get("parameters"))
         arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
-    except (ValueError, RecursionError, AttributeError):
+    except (ValueError, SyntaxError, RecursionError, AttributeError):
         return None
     if not (isinstance(name, str) and name in reader.tools and isinstance(arguments, dict)):
         return None

@@ -13,7 +13,7 @@ from specserve.serve.http.formats.reader import Part, Reader, Reading
 from specserve.serve.http.formats.tools import GENERIC, NO_CALLS, TOOL_FORMATS, ToolFormat
 from specserve.serve.settings import ToolParser
 
-PROBE = "zqprobe"  # a word that no template writes of itself
+PROBE, _SAID = "zqprobe", "zqsaid"  # words that no template writes of itself
 _QUESTION = {"role": "user", "content": "1"}
 _SCHEMA = {"type": "object", "properties": {PROBE: {"type": "integer"}, "text": {"type": "string"}}}
 _ARGUMENTS = {PROBE: 1, "text": "a b"}
@@ -66,14 +66,16 @@ def find_tool_ways(name: ToolParser, tokenizer: TokenizerLike) -> ToolWays:
     )
 
 
-def reads_reasoning(tokenizer: TokenizerLike, read: Callable[[Reader], Reading[None]]) -> bool:
-    """Return whether a format returns the reasoning that the template writes into an answer."""
-    said = {"role": "assistant", "content": "1", **dict.fromkeys(REASONING_NAMES, PROBE)}
+def written_reasoning(tokenizer: TokenizerLike) -> tuple[str, str] | None:
+    """Return what the template writes into an answer before and behind its reasoning, without space around it; before
+    it is nothing where the prompt has begun it. None where it writes no reasoning, or nothing behind it."""
+    said = {"role": "assistant", "content": _SAID, **dict.fromkeys(REASONING_NAMES, PROBE)}
     for answer in _answers(tokenizer, [("", said)]):
-        part = _read(read, answer)
-        if part.reasoning == PROBE and part.content.strip() == "1":
-            return True
-    return False
+        before, _, behind = answer.partition(PROBE)
+        between, found, _ = behind.partition(_SAID)
+        if found and between.strip():
+            return before.strip(), between.strip()
+    return None
 
 
 def _called() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -5,11 +5,15 @@ yields where it needs more text. So a format reads like a description of its syn
 into pieces changes nothing: text that may still become something else is held back.
 """
 
+import contextlib
+import json
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from specserve.serve.http.formats.written import read_value
 
 _T = TypeVar("_T")
 Reading = Generator[None, None, _T]  # of a format: it yields for more text
@@ -95,6 +99,9 @@ class Shape:
     def may_become(self, text: str) -> bool:
         """Return whether the text is a beginning of what matches."""
         return self._beginning.fullmatch(text) is not None
+
+
+_PYTHON_OBJECT = Shape(r"\{\s*(?=')")
 
 
 class Reader:
@@ -206,7 +213,7 @@ class Reader:
         if name not in self.tools:
             self.give_back(before)
             return False
-        yield from self.json(self.open_call(name, call_id))
+        yield from self.arguments(self.open_call(name, call_id))
         return True
 
     def give_back(self, text: str) -> None:
@@ -264,6 +271,27 @@ class Reader:
             if self.is_whole or not any(shape.may_become(self.rest) for shape in shapes):
                 return None
             yield
+
+    def arguments(self, say: Say) -> Reading[None]:
+        """Take the arguments of a call, a JSON object, as they come; one in Python's notation as JSON, at once."""
+        if text := (yield from self.python_object()):
+            with contextlib.suppress(ValueError, SyntaxError):  # cut short: as far as it goes
+                text = json.dumps(read_value(text), ensure_ascii=False)
+            say(text)
+        else:
+            yield from self.json(say)
+
+    def python_object(self) -> Reading[str]:
+        """Take an object in Python's notation, whose first key stands in single quotes; "" where none stands next."""
+        found = yield from self.match(_PYTHON_OBJECT)
+        pieces, end = [matched(found)], matched(found)
+        while end:  # up to the bracket with which it is whole
+            end = yield from self.until(("}",), pieces.append)
+            pieces.append(end)
+            with contextlib.suppress(ValueError, SyntaxError):
+                read_value("".join(pieces))
+                break
+        return "".join(pieces)
 
     def json(self, say: Say, depth: int = 0) -> Reading[bool]:
         """Take a JSON object or list, as it comes, or what is left of one in `depth` brackets. Stops before a

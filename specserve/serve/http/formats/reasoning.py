@@ -7,13 +7,13 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from specserve.chat_template import END_THINK, THINK, thinking_switch
 from specserve.errors import RequestError
 from specserve.serve.engine.interface import TokenizerLike
 from specserve.serve.http.formats.grammars import answer_grammar
-from specserve.serve.http.formats.probe import find_tool_ways, reads_reasoning
+from specserve.serve.http.formats.probe import find_tool_ways, written_reasoning
 from specserve.serve.http.formats.prompted import as_text
 from specserve.serve.http.formats.reader import MakeParser, PlainText, Reader, Reading, Shape
 from specserve.serve.http.formats.tools import GENERIC, NO_CALLS, TOOL_FORMATS, ToolFormat
@@ -33,7 +33,7 @@ THINK_MARKS: dict[ReasoningParser, tuple[str, str]] = {
 }
 _HARMONY = next(each for each in TOOL_FORMATS if each.name == "harmony")
 _NO_CALL = GrammarSpec("regex", "([^<](?s:.)*)?")  # content that begins as no call in the generic format does
-_NUM_PROMPT_ENDS = 8  # tokens of a prompt's end that may open the reasoning
+_NUM_SPACES = 4  # tokens of space that a prompt may end with behind the mark that opens the reasoning
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class AnswerSyntax:
         self._switch = thinking_switch(self._template.mentions)
         self._ways = find_tool_ways(tool_parser, tokenizer)
         self.tool_format = self._ways.format
-        self.reasoning: ReasoningParser = choose_reasoning(reasoning_parser, tokenizer)
+        self.reasoning, self._marks = choose_reasoning(reasoning_parser, tokenizer)
         logger.info("answers: calls of tools as %s, reasoning as %s", self.tool_format.name, self.reasoning)
         if self.tool_format is not NO_CALLS and self._ways.tools == "prompt":
             logger.info(
@@ -102,7 +102,7 @@ class AnswerSyntax:
         tool_format = self.tool_format if tools else NO_CALLS
         if self.reasoning == "harmony":
             tool_format = _HARMONY
-        marks = THINK_MARKS.get(self.reasoning)
+        marks = self._marks
         must_call = bool(tools) and body.tool_choice != "auto"
         if must_call and params.grammar is not None:
             raise RequestError(
@@ -189,23 +189,37 @@ class AnswerSyntax:
 def opens_reasoning(tokenizer: TokenizerLike, prompt_ids: Sequence[int], mark: str) -> bool:
     """Return whether a prompt has opened the reasoning by this mark, as the templates of models that always reason
     do."""
-    end = tokenizer.decode(prompt_ids[-_NUM_PROMPT_ENDS:], skip_special_tokens=False)
+    most = _NUM_SPACES + len(mark.encode())  # a token has at least a byte
+    end = tokenizer.decode(prompt_ids[-most:], skip_special_tokens=False)
     return end.rstrip().endswith(mark)
 
 
-def choose_reasoning(name: ReasoningParser, tokenizer: TokenizerLike) -> ReasoningParser:
-    """The way of marking reasoning that has this name, or that returns the reasoning which the template writes. A
-    template that writes none, as those do that leave it out of earlier answers, shows it by its own words."""
+Marks = tuple[str, str]  # around reasoning
+
+
+def choose_reasoning(
+    name: ReasoningParser, tokenizer: TokenizerLike
+) -> tuple[ReasoningParser | Literal["template"], Marks | None]:
+    """The way of marking reasoning that has this name, or that the template writes, with its marks; "template" where
+    the marks have no name here. A template that writes none, as those do that leave it out of earlier answers, shows
+    it by its own words."""
     if name != "auto" or not tokenizer.has_chat_template:
-        return "none" if name == "auto" else name
+        name = "none" if name == "auto" else name
+        return name, THINK_MARKS.get(name)
     template = tokenizer.template
     if template.mentions(_HARMONY.sign):
-        return "harmony"
-    for each, marks in THINK_MARKS.items():
-        if reads_reasoning(tokenizer, answer_format(NO_CALLS, marks)):
-            return each
+        return "harmony", None
+    if written := written_reasoning(tokenizer):
+        before, behind = written
+        for each, marks in THINK_MARKS.items():
+            if behind.startswith(marks[1]) and (before.endswith(marks[0]) or not before):
+                return each, marks
+        end = behind.split()[0]
+        begin = before.split()[-1] if before else end.replace("/", "", 1)
+        if begin != end and not begin[0].isalnum() and not end[0].isalnum():
+            return "template", (begin, end)
     shown: list[ReasoningParser] = [each for each, (_, end) in THINK_MARKS.items() if template.mentions(end)]
-    return shown[0] if shown else "none"
+    return (shown[0], THINK_MARKS[shown[0]]) if shown else ("none", None)
 
 
 def answer_format(
@@ -232,4 +246,4 @@ def _read_thinking(
 
 @functools.cache
 def _beginning(mark: str) -> Shape:
-    return Shape(r"\s*" + "".join(f"\\{char}" if char in "[]/|" else char for char in mark.strip()))
+    return Shape(r"\s*" + "".join(char if char.isalnum() else f"\\{char}" for char in mark.strip()))

@@ -1,12 +1,17 @@
 """The types that a tool's JSON schema gives its arguments, and tagged text as JSON by them."""
 
+import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specserve.serve.http.formats.written import read_value
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", list: "array"}
+# names that are not JSON Schema's, of tools that were described by hand or from Python
+_SPELLED = {"str": "string", "text": "string", "int": "integer", "float": "number", "bool": "boolean"}
+_SPELLED |= {"dict": "object", "list": "array", "none": "null"}
 _MOST_NESTED = 8  # schemas within schemas that are looked into
 
 
@@ -36,10 +41,21 @@ def _arguments_named(schema: Any, name: str, root: Mapping[str, Any], depth: int
         properties = part.get("properties")
         if isinstance(properties, Mapping) and name in properties:
             yield properties[name]
+        elif matching := _matching(part, name):
+            yield from matching
         elif part.get("additionalProperties"):
             yield part["additionalProperties"]
         for each in _listed(part, "allOf", "anyOf", "oneOf"):
             yield from _arguments_named(each, name, root, depth + 1)
+
+
+def _matching(schema: Mapping[str, Any], name: str) -> list[Any]:
+    """Return what `patternProperties` has for an argument of that name. Expressions that are no Python's are left."""
+    found, patterns = list[Any](), schema.get("patternProperties")
+    for pattern, own in patterns.items() if isinstance(patterns, Mapping) else ():
+        with contextlib.suppress(re.error):
+            found += [own] if re.search(pattern, name) else []
+    return found
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
@@ -47,7 +63,8 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     for part in _parts(schema, root, depth):
         kinds, values = part.get("type"), part.get("enum")
         kinds = kinds if isinstance(kinds, list) else [kinds]
-        found = _both(found, {each for each in kinds if isinstance(each, str)})
+        kinds = [each.lower() for each in kinds if isinstance(each, str)]  # Google's clients have them in capitals
+        found = _both(found, {_SPELLED.get(each, each) for each in kinds})
         values = [*(values if isinstance(values, list) else []), *([part["const"]] if "const" in part else [])]
         found = _both(found, {_TYPES.get(type(value), "object") for value in values})
         for name in ("anyOf", "oneOf"):

@@ -90,7 +90,7 @@ def _read_call(tags: Tags, reader: Reader, name: str, found: re.Match[str] | Non
     """Take the arguments of a call, of which the first key may be `found` already, and its ends."""
     say, schema, before, is_whole = reader.open_call(name), reader.tools[name], "{", True
     if tags.takes_objects and (yield from reader.match(_OBJECT)):
-        yield from reader.json(say)
+        yield from reader.arguments(say)
         before = ""
     elif not found:
         found = yield from reader.match(*tags.keys, *tags.ends)
