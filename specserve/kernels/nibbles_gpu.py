@@ -12,8 +12,10 @@ number is widened by bits alone: behind the exponent of 128 it stands for 128 mo
 subtraction for two numbers, which is exact, takes that away. A conversion of an integer would take four times as long
 as there is for it.
 
-Scales are applied to the float32 product of a block, and offsets to the sum of the block's inputs. A row's result has
-the same bits whatever the other rows are.
+Scales and offsets are kept in bfloat16, and so is a number times its scale plus its offset, which one more instruction
+for two numbers makes. They are off by 2^-9 each, a fifteenth of what rounding to 4 bits moves. Applied to the float32
+products of blocks of 32 inputs instead, they would take half of all instructions, of which there are five for a number
+where memory is to stay the limit. A row's result has the same bits whatever the other rows are.
 """
 
 import dataclasses
@@ -36,28 +38,31 @@ Numbers = Literal["int4", "uint4", "fp4"]  # see `panels.four_bits`
 LEAST = 16  # rows, columns and inputs of a product that tensor cores take
 MOST_SPAN = 128  # bytes of an output that are read at once: a line of the cache
 COLUMNS = 128  # outputs of a program
-ROWS = 64  # of a program, at most
+ROWS = 128  # of a program, at most
+MANY = 64  # rows from which on a product is computed with outputs as rows: Hopper's multiplies such registers in place
 PROGRAMS = 264  # keep the 132 multiprocessors of an H100 busy, with two programs each, as many as registers hold
 WARPS = 8  # of a program; with fewer threads than columns, scales would be passed on through shared memory
 PENDING_BYTES = 2**15  # of codes, asked for by a program and not there yet
 
-_ZEROS = {"uint4": 128, "int4": 136}  # the number that a code's bits stand for, less the number that they mean
 
-
-def _asm(numbers: Numbers, half: int) -> str:
-    """Return the instructions that widen the low halves of four bytes (0), or their high halves (1), to bfloat16."""
+def _asm(numbers: Numbers, half: int, has_offset: bool) -> str:
+    """Return the instructions that widen the low halves of four bytes (0), or their high halves (1), to bfloat16, times
+    their scales, plus their offsets."""
     lines = ["{", ".reg .b32 bits, sign, times, less;"]
     times, less = {"uint4": (0x3F80, 0xC300), "int4": (0x3F80, 0xC308), "fp4": (0x7F00, 0x8000)}[numbers]
     lines += [f"mov.b32 times, 0x{times:04X}{times:04X};", f"mov.b32 less, 0x{less:04X}{less:04X};"]
+    if not has_offset:
+        lines += [".reg .b32 none;", "mov.b32 none, 0x80008000;"]
     for i, bytes_ in enumerate(("0x4140", "0x4342")):
         lines.append(f"prmt.b32 bits, $2, 0, {bytes_};")  # two bytes in the halves of a register
         if numbers == "fp4":  # a magnitude is the lowest bits of the exponent and the highest of the fraction
             lines += [f"shl.b32 sign, bits, {12 - 4 * half};", "and.b32 sign, sign, 0x80008000;"]
-            lines += [f"shl.b32 bits, bits, {6 - 4 * half};", f"lop3.b32 ${i}, bits, 0x01C001C0, sign, 0xEA;"]
+            lines += [f"shl.b32 bits, bits, {6 - 4 * half};", "lop3.b32 bits, bits, 0x01C001C0, sign, 0xEA;"]
         else:  # (x & 15) | 128.0
             lines += ["shr.u32 bits, bits, 4;"] * half
-            lines.append(f"lop3.b32 ${i}, bits, 0x000F000F, 0x43004300, 0xEA;")
-        lines.append(f"fma.rn.bf16x2 ${i}, ${i}, times, less;")  # * 1.0 - 128.0 or - 136.0; of a float * 2^127 - 0.0
+            lines.append("lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;")
+        lines.append("fma.rn.bf16x2 bits, bits, times, less;")  # * 1.0 - 128.0 or - 136.0; of a float * 2^127 - 0.0
+        lines.append(f"fma.rn.bf16x2 ${i}, bits, ${3 + i}, {f'${5 + i}' if has_offset else 'none'};")
     return "\n".join([*lines, "}"])
 
 
@@ -68,7 +73,7 @@ class NibbleMatrix:
     next `span`."""
 
     codes: jax.Array  # [d_out, d_in / 2] uint8
-    scale: jax.Array  # [d_in / block rounded up, d_out] float16 or float32
+    scale: jax.Array  # [d_in / block rounded up, d_out] bfloat16
     offset: jax.Array | None  # like scale
     numbers: Numbers = static()
     span: int = static()
@@ -119,7 +124,7 @@ def pack(
             values = values - jnp.repeat(shift.astype(jnp.int8), block, axis=0)[:d_in]
             moved = shift.astype(jnp.float32) * scale
             offset = moved if offset is None else moved + offset
-    return lay_out(values, _halved(scale), None if offset is None else _halved(offset), block, numbers)
+    return lay_out(values, scale, offset, block, numbers)
 
 
 def _bounds(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:  # [d_in / block rounded up, d_out] int32
@@ -131,20 +136,15 @@ def _bounds(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:  # [d
 def lay_out(
     values: jax.Array, scale: jax.Array, offset: jax.Array | None, block: int, numbers: Numbers
 ) -> NibbleMatrix:
-    """Lay out int8 values that are codes, or doubles of 4-bit floats, whose scales and offsets stay as they are."""
+    """Lay out int8 values that are codes, or doubles of 4-bit floats."""
     d_in, d_out = values.shape
     span, codes = span_of(d_in, block), values.view(jnp.uint8)
     if numbers == "fp4":
         codes = jnp.asarray(FP4_CODES)[codes]
     halves = codes.reshape(-1, 2, span, d_out)
     codes = (halves[:, 0] | halves[:, 1] << 4).reshape(-1, d_out).T
+    scale, offset = (each if each is None else each.astype(jnp.bfloat16) for each in (scale, offset))
     return NibbleMatrix(codes, scale, offset, numbers, span, block)
-
-
-def _halved(of_blocks: jax.Array) -> jax.Array:
-    """Numbers in float16 where that holds all of them exactly."""
-    halves = of_blocks.astype(jnp.float16)
-    return halves if (halves.astype(jnp.float32) == of_blocks).all() else of_blocks
 
 
 def restore(weight: NibbleMatrix) -> jax.Array:  # [d_in, d_out] float32
@@ -175,9 +175,6 @@ def _multiply(x: jax.Array, weight: NibbleMatrix, *, interpret: bool) -> jax.Arr
     num_steps = d_in // (2 * weight.span)
     parts = _parts(num_rows, d_in, num_steps, math.prod(tiles))
     stages = min(6, 1 + PENDING_BYTES // (COLUMNS * weight.span))
-    sums = None
-    if weight.offset is not None:
-        sums = x.reshape(num_rows, -1, weight.span).sum(axis=-1, dtype=jnp.float32).T
     kernel = partial(
         _kernel,
         row_tile=row_tile,
@@ -194,7 +191,7 @@ def _multiply(x: jax.Array, weight: NibbleMatrix, *, interpret: bool) -> jax.Arr
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=stages),
         interpret=interpret,
         name="multiply_nibbles",
-    )(x, weight.codes, weight.scale, weight.offset, sums)
+    )(x, weight.codes, weight.scale, weight.offset)
     return found.sum(axis=0)
 
 
@@ -209,7 +206,6 @@ def _kernel(
     codes_ref: Any,  # [d_out, d_in / 2] uint8
     scale_ref: Any,  # [block, d_out]
     offset_ref: Any,  # like scale, or None
-    sums_ref: Any,  # [d_in / span, row] float32, or None
     out_ref: Any,  # [part, row, d_out] float32
     *,
     row_tile: int,
@@ -224,40 +220,26 @@ def _kernel(
     part = pl.program_id(2)
     rows, columns = _Tile(pl.program_id(0), row_tile, num_rows), _Tile(pl.program_id(1), COLUMNS, d_out)
     first = part * num_steps // num_parts
+    is_turned = row_tile >= MANY
 
-    def of_half(step: jax.Array, half: int) -> list[jax.Array]:
-        """The scale of half a step, and its offset and the sums of its inputs where there are any."""
-        at = jax.lax.div((2 * step + half) * span, block)
-        found = [columns.load(scale_ref, at)]
-        return (
-            found
-            if offset_ref is None
-            else [*found, columns.load(offset_ref, at), rows.load(sums_ref, 2 * step + half)]
-        )
-
-    def of_step(step: jax.Array) -> list[list[jax.Array]]:
-        return [of_half(step, half) for half in (0, 1)]
-
-    def add(i: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        total, known = carry
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
         step = first + i
-        # asked for one step ahead, as the pipeline asks for codes and inputs alone
-        following = of_step(jnp.minimum(step + 1, num_steps - 1))
         pairs = columns.load_rows(codes_ref, step * span, span)
-        for half, tile in enumerate(_widen(pairs, numbers, uses_asm)):
-            x = rows.load_rows(x_ref, (2 * step + half) * span, span)
-            scale, *more = known[half]
-            total += _product(x, tile.astype(x.dtype)) * scale[None].astype(jnp.float32)
-            if more:
-                offset, sums = more
-                total += sums[:, None] * offset[None].astype(jnp.float32)
-        return total, following
+        for half in (0, 1):
+            start = (2 * step + half) * span
+            of_block = [
+                columns.load(ref, jax.lax.div(start, block)) for ref in (scale_ref, offset_ref) if ref is not None
+            ]
+            x = rows.load_rows(x_ref, start, span)
+            weights = _widen(pairs, half, of_block, numbers, uses_asm, x.dtype)
+            total += _product(*((weights, x) if is_turned else (x, weights)))
+        return total
 
     count = (part + 1) * num_steps // num_parts - first
-    nothing = jnp.zeros((row_tile, COLUMNS), jnp.float32)
-    total, _ = jax.lax.fori_loop(0, count, add, (nothing, of_step(first)))
+    shape = (COLUMNS, row_tile) if is_turned else (row_tile, COLUMNS)
+    total = jax.lax.fori_loop(0, count, add, jnp.zeros(shape, jnp.float32))
     is_there = None if rows.is_whole and columns.is_whole else rows.mask[:, None] & columns.mask[None]
-    triton.store(out_ref.at[part, rows.places, columns.places], total, mask=is_there)
+    triton.store(out_ref.at[part, rows.places, columns.places], total.T if is_turned else total, mask=is_there)
 
 
 class _Tile:
@@ -276,24 +258,31 @@ class _Tile:
         return triton.load(ref.at[self.places, pl.ds(start, count)], **mask)
 
 
-def _widen(pairs: jax.Array, numbers: Numbers, uses_asm: bool) -> tuple[jax.Array, ...]:
-    """Return the numbers of the low halves of bytes, and those of the high halves, in bfloat16."""
-    if uses_asm:
+def _widen(
+    pairs: jax.Array, half: int, of_blocks: list[jax.Array], numbers: Numbers, uses_asm: bool, dtype: jnp.dtype
+) -> jax.Array:
+    """Return the weights of the low halves of bytes [output, span], or those of the high halves."""
+    if uses_asm and dtype == jnp.bfloat16:
+        args = [pairs, *(jnp.broadcast_to(each[:, None], pairs.shape) for each in of_blocks)]
         out = jax.ShapeDtypeStruct(pairs.shape, jnp.bfloat16)
-        how = {"args": [pairs], "constraints": "=&r,=&r,r", "pack": 4, "result_shape_dtypes": [out]}
-        return tuple(triton.elementwise_inline_asm(_asm(numbers, half), **how)[0] for half in (0, 1))
-    codes = [half.astype(jnp.int32) for half in (pairs & 15, pairs >> 4)]
-    if numbers != "fp4":
-        return tuple((code - (_ZEROS[numbers] - 128)).astype(jnp.bfloat16) for code in codes)
-    found = []
-    for code in codes:  # 1 + m / 2 times a power of two, doubled; below it a half, doubled
+        constraints = ",".join(["=&r"] * 2 + ["r"] * (1 + 2 * len(of_blocks)))
+        asm = _asm(numbers, half, len(of_blocks) > 1)
+        return triton.elementwise_inline_asm(
+            asm, args=args, constraints=constraints, pack=4, result_shape_dtypes=[out]
+        )[0]
+    code = ((pairs >> 4) if half else (pairs & 15)).astype(jnp.int32)
+    if numbers == "fp4":  # 1 + m / 2 times a power of two, doubled; below it a half, doubled
         exponent, fraction = (code >> 1) & 3, code & 1
         size = jnp.where(exponent > 0, (2 + fraction) << jnp.maximum(exponent - 1, 0), fraction)
-        found.append(jnp.where(code > 7, -size, size).astype(jnp.bfloat16))
-    return tuple(found)
+        whole = jnp.where(code > 7, -size, size)
+    else:
+        whole = code - (8 if numbers == "int4" else 0)
+    scale, *offset = (each[:, None].astype(jnp.float32) for each in of_blocks)
+    wide = whole.astype(jnp.float32) * scale
+    return (wide + offset[0] if offset else wide).astype(dtype)
 
 
-def _product(x: jax.Array, numbers: jax.Array) -> jax.Array:  # [row, input], [output, input] -> [row, output] float32
+def _product(x: jax.Array, other: jax.Array) -> jax.Array:  # [m, input], [n, input] -> [m, n] float32
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dims = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, numbers, dims, precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(x, other, dims, precision=precision, preferred_element_type=jnp.float32)

@@ -98,11 +98,10 @@ def test_a_layer_launches_few_kernels(way: str, most: int) -> None:
 
 
 @pytest.mark.cuda_aot
-@pytest.mark.parametrize("way", ["off", "prefill"])
-def test_matrices_of_4_bits_are_read_as_they_are(way: str) -> None:
+def test_matrices_of_4_bits_are_read_as_they_are() -> None:
     """In one graph that takes the bytes of the numbers, and of a scale and an offset of 16 bits for 32 of them; no
     matrix of wider numbers is ever made."""
-    four, eight = Case("h100", way, bits=4), Case("h100", way, bits=8)
+    four, eight = (Case("h100", "off", bits=bits) for bits in (4, 8))
     assert four.layer_bytes <= (1 / 2 + 4 / 32 + 1e-3) * eight.layer_bytes
     found, other = four.compiled(), eight.compiled()
     assert found.parts == 1

@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rounding import assert_within, magnitudes, of_product
+from rounding import UNIT, assert_within, magnitudes, of_product
 
 from specserve.kernels import nibbles_gpu
 from specserve.kernels.matmul import QuantizedMatrix, dequantize, in_nibbles, quantize
 from specserve.kernels.nibbles_gpu import NibbleMatrix
 from specserve.kernels.panels import FP4_DOUBLES
+
+HALF = 2.0**-9  # the unit roundoff of bfloat16
 
 
 class Shape(NamedTuple):
@@ -54,14 +56,13 @@ def test_a_product_is_that_of_the_plain_matrix_and_a_row_the_same_beside_others(
     assert isinstance(packed, NibbleMatrix)
     assert packed.shape == weight.shape
     assert 2 * packed.codes.nbytes == weight.values.nbytes
-    plain, parts = np.asarray(dequantize(weight, jnp.dtype("float32"))), magnitudes(weight)
-    assert_within(
-        dequantize(packed, jnp.dtype("float32")), plain, 4 * 2.0**-24 * parts
-    )  # a sum and two products, or one of each
-    for dtype in ("bfloat16", "float32"):
+    plain, parts = np.asarray(dequantize(packed, jnp.dtype("float32"))), magnitudes(weight)
+    # a scale and an offset are rounded to bfloat16
+    assert_within(plain, dequantize(weight, jnp.dtype("float32")), 2 * HALF * parts)
+    for dtype, rounding in (("bfloat16", 2 * HALF), ("float32", 2 * UNIT)):  # of a weight, or of a product and a sum
         x, others = (jnp.asarray(rng.standard_normal((at.num_rows, len(plain))), dtype) for _ in range(2))
-        got = nibbles_gpu.multiply(x, packed, interpret=interpret)
-        assert_within(got, np.asarray(x, np.float32) @ plain, of_product(np.asarray(x, np.float32), parts), dtype)
+        got, wide = nibbles_gpu.multiply(x, packed, interpret=interpret), np.asarray(x, np.float32)
+        assert_within(got, wide @ plain, of_product(wide, plain) + rounding * (np.abs(wide) @ parts), dtype)
         beside = nibbles_gpu.multiply(others.at[0].set(x[0]), packed, interpret=interpret)
         assert (np.asarray(beside)[0] == np.asarray(got)[0]).all()
 

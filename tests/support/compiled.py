@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 from typer.testing import CliRunner
@@ -220,8 +219,7 @@ def _in_few_bits(bits: int, path: tuple[Any, ...], leaf: Any) -> Any:
         if bits == 8:
             return quantize(matrix, "int8")
         four = quantize(matrix, "int4")
-        halves = [each.astype(jnp.float16) for each in (four.scale, four.offset)]
-        return nibbles_gpu.lay_out(four.values, *halves, four.block, "uint4")
+        return nibbles_gpu.lay_out(four.values, four.scale, four.offset, four.block, "uint4")
 
     shapes = jax.eval_shape(narrow, leaf)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf.sharding), shapes)
