@@ -72,9 +72,7 @@ def targets(
         return
 
     console = Console()
-    wide = _wide_table(rows)
-    fits = console.measure(wide, options=console.options.update(max_width=1000)).maximum <= console.width
-    console.print(wide if fits else _narrow_table(rows))
+    console.print(_table_in(console, rows))
     console.print(
         "head: d_model x d_ff and draft vocabulary, as `specserve targets NAME --recipe` trains it. "
         "Sizes follow from each config.json; memory is that of the weights alone.",
@@ -95,6 +93,18 @@ def _rows() -> list[TargetRow]:
     return [row(BUNDLED, None, bundled, bundled_head), *presets]
 
 
+def _table_in(console: Console, rows: Sequence[TargetRow]) -> Table:
+    """The table that fits the console: a line for each target, or two, or three where an id is too long for that."""
+
+    def excess(table: Table) -> int:
+        return console.measure(table, options=console.options.update(max_width=1000)).maximum - console.width
+
+    wide, longest = _wide_table(rows), max(len(row.origin) for row in rows)
+    if excess(wide) <= 0:
+        return wide
+    return _narrow_table(rows, longest - max(excess(_narrow_table(rows, longest)), 0))
+
+
 def _wide_table(rows: Sequence[TargetRow]) -> Table:
     table = _table("target", "from", "family", "parameters", "", "bf16", "head", "", right=(3, 4, 5, 6, 7))
     for row in rows:
@@ -102,11 +112,12 @@ def _wide_table(rows: Sequence[TargetRow]) -> Table:
     return table
 
 
-def _narrow_table(rows: Sequence[TargetRow]) -> Table:
-    """The table with two lines for each target."""
+def _narrow_table(rows: Sequence[TargetRow], room: int) -> Table:
+    """The table with two lines for each target. Ids of more than `room` characters are broken behind their owner."""
     table = _table("target, family\nfrom", "parameters", "bf16", "head", right=(1, 2, 3))
     for row in rows:
-        name = f"[bold]{row.name}[/] {row.family}\n[dim]{row.origin}[/]"
+        origin = row.origin if len(row.origin) <= room else row.origin.replace("/", "/\n")
+        name = f"[bold]{row.name}[/] {row.family}\n[dim]{origin}[/]"
         table.add_row(name, "\n".join(row.size), row.memory, "\n".join(row.head_shape))
     return table
 

@@ -23,7 +23,7 @@ from specserve.interop.examined import ExaminedFiles, check_read, check_scales, 
 from specserve.interop.findings import Dialect, DoctorReport, Finding, Repair
 from specserve.interop.keys import HARMLESS, QUANTIZATIONS
 from specserve.interop.notes import other_target
-from specserve.interop.published import D2T, EMBEDDING, OUTPUT, T2D, target_embedding, target_output
+from specserve.interop.published import D2T, EMBEDDING, OUTPUT, T2D, target_table
 from specserve.models.config import ModelConfig
 
 ARCHITECTURE, KIND, SHAPE = "SpecServeDrafter", "drafter", "drafter_config"  # of the plain format
@@ -34,14 +34,14 @@ class SharedTable:
     """A table that a head may bring along although it is the target's own."""
 
     name: str  # of the tensor
-    what: str  # the name of the target's own
-    read: Callable[[Target, str], np.ndarray | None]  # (target, dtype) -> its own; None where there are no weights
+    what: str
+    own: str  # the name of the target's own
     flag: str  # of the head's config: it brings the table along
     part: str  # of the head's parameters
 
 
-EMBEDDING_TABLE = SharedTable(EMBEDDING, "embedding", target_embedding, "has_embedding", "embedding")
-OUTPUT_TABLE = SharedTable(OUTPUT, "output head", target_output, "has_own_head", "head")
+EMBEDDING_TABLE = SharedTable(EMBEDDING, "embedding", EMBEDDING, "has_embedding", "embedding")
+OUTPUT_TABLE = SharedTable(OUTPUT, "output head", OUTPUT, "has_own_head", "head")
 
 
 class HeadFormat:
@@ -129,12 +129,10 @@ class HeadFormat:
         config, params, changes = head.drafter.config, head.params, []
         stored = to_numpy(params, head.drafter.spec(), dtype)
         for table in self.shared_tables(head, target):
-            own = table.read(target, dtype)
+            own = target_table(target, dtype, table.own)
             if table.name in stored and own is not None and np.array_equal(stored[table.name], own):
-                config, params = (
-                    dataclasses.replace(config, **{table.flag: False}),
-                    dataclasses.replace(params, **{table.part: None}),
-                )
+                config = dataclasses.replace(config, **{table.flag: False})
+                params = dataclasses.replace(params, **{table.part: None})
                 changes.append(f"{table.name} is the target's own {table.what}, so it is shared instead of stored")
         return Head(make(config), params, head.target_ids), changes
 

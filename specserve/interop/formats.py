@@ -16,17 +16,15 @@ from specserve.interop.language_model.files import LanguageModelFormat, is_langu
 from specserve.interop.mtp.files import MtpFormat
 from specserve.interop.peagle.files import PEagleFormat
 
-FORMATS: Mapping[str, HeadFormat] = {
-    "eagle3": Eagle3Format("eagle3"),
-    "p-eagle": PEagleFormat("p-eagle"),
-    "mtp": MtpFormat("mtp"),
-    "dflash": DFlashFormat("dflash"),
-    "dspark": DFlashFormat("dspark"),
-    "dflash2": DFlashFormat("dflash2"),
-    "language-model": LanguageModelFormat("language-model"),
-    "gemma4-assistant": AssistantFormat("gemma4-assistant"),
-    "domino": DFlashFormat("domino"),
+_MADE: Mapping[str, type[HeadFormat]] = {
+    "eagle3": Eagle3Format,
+    "p-eagle": PEagleFormat,
+    "mtp": MtpFormat,
+    **dict.fromkeys(("dflash", "dspark", "dflash2", "domino"), DFlashFormat),
+    "language-model": LanguageModelFormat,
+    "gemma4-assistant": AssistantFormat,
 }
+FORMATS = {kind: make(kind) for kind, make in _MADE.items()}
 
 
 def format_for(kind: str) -> HeadFormat:

@@ -205,14 +205,13 @@ class Stated:
     def ropes(self) -> list[Rope | None]:
         """Return the rotary settings as readers of one spelling alone find them, the new one first; None for one that
         cannot be read."""
-        parts = []
-        for is_new in (True, False):
-            rotary = {name: self.found.get(name, {}) for name in (*ROTARY, *SCALING)}
-            part = {
-                k: {p: v for p, v in paths.items() if (ROPE in p.split(".")) == is_new} for k, paths in rotary.items()
-            }
-            parts.append(read_rope(replace(self, found={**self.found, **part})))
-        return parts
+        rotary = {name: self.found.get(name, {}) for name in (*ROTARY, *SCALING)}
+
+        def read(is_new: bool) -> Rope | None:
+            part = {k: {p: v for p, v in at.items() if (ROPE in p.split(".")) == is_new} for k, at in rotary.items()}
+            return read_rope(replace(self, found={**self.found, **part}))
+
+        return [read(True), read(False)]
 
 
 def read_rope(stated: Stated) -> Rope | None:

@@ -191,26 +191,17 @@ def as_floats(
         return tensors, [str(error)]
 
 
-def target_embedding(target: Target, dtype: str) -> np.ndarray | None:  # [vocab, d_model]
-    """Read the target's token embedding as a head in `dtype` would store it; None where its weights are not there."""
-    return target_table(target, dtype, ending=target.config.names.embedding)
-
-
-def target_output(target: Target, dtype: str) -> np.ndarray | None:  # [vocab, d_model]
-    """Read the rows of the target's output head, as `target_embedding` does."""
-    return (
-        target_embedding(target, dtype) if target.config.tie_embeddings else target_table(target, dtype, ending=OUTPUT)
-    )
-
-
-def target_table(target: Target, dtype: str, *, ending: str) -> np.ndarray | None:
-    """Read the tensor of a target whose name ends so and that has a row for each token."""
+def target_table(target: Target, dtype: str, name: str) -> np.ndarray | None:  # [vocab, d_model]
+    """Read a target's table of that name, or of the names that heads have, as a head in `dtype` would store it; None
+    where its weights are not there."""
     try:
         tensors = TensorFolder(target.folder)
     except CheckpointError:
         return None
+    is_embedding = name == EMBEDDING or (name == OUTPUT and target.config.tie_embeddings)
+    ending = (target.config.names.embedding if is_embedding else name).removeprefix("model.")
     shape = (target.config.vocab_size, target.config.d_model)
-    matches = [name for name in sorted(tensors.names()) if f".{name}".endswith(f".{ending.removeprefix('model.')}")]
+    matches = [name for name in sorted(tensors.names()) if f".{name}".endswith(f".{ending}")]
     return next((tensors.read(name).astype(dtype) for name in matches if tensors.shape(name) == shape), None)
 
 

@@ -122,12 +122,14 @@ def tap_orders(rename: Renamer, named: Sequence[str], norms: Sequence[str] = ())
             yield Repair(f"fc.weight and its norms {how % ''}", with_norms)
 
 
-def of_products(rename: Renamer, layer: str, *, is_square: bool) -> Iterator[Repair]:
-    """List repairs of a layer's matrices whose shape leaves open which way they are meant."""
-    if is_square:
-        how = change(rename, np.transpose, f"{layer}.self_attn.o_proj.weight")
-        yield Repair("the first o_proj is stored transposed", how)
-    yield from exchanged(rename, [f"{layer}.mlp.{name}_proj.weight" for name in ("gate", "up")], short_name)
+def of_products(rename: Renamer, layer: str, names: frozenset[str], *, is_square: bool) -> Iterator[Repair]:
+    """List repairs of a layer's matrices whose shape leaves open which way they are meant, of those that are there."""
+    stored, output = rename(names), f"{layer}.self_attn.o_proj.weight"
+    if is_square and stored(output) in names:
+        yield Repair("the first o_proj is stored transposed", change(rename, np.transpose, output))
+    gates = [f"{layer}.mlp.{name}_proj.weight" for name in ("gate", "up")]
+    if {*map(stored, gates)} <= names:
+        yield from exchanged(rename, gates, short_name)
 
 
 def tap_layers(

@@ -84,6 +84,8 @@ class QuantizedMatrix:
         """Pick some experts, or some outputs. An index into the inputs would tear the blocks of scales."""
         return jax.tree.map(lambda leaf: leaf[index], self)
 
+    __iter__ = None  # Python would take `__getitem__`, and JAX knows no index that is too large
+
 
 MOST_BYTES = 2**16  # of int8 weights times digits from -128 to 127 (native/digits_isa.h): half of what 32 bits can hold
 Weight = jax.Array | BlockedMatrix | NibbleMatrix | PackedMatrix | QuantizedMatrix

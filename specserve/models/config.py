@@ -251,6 +251,13 @@ class ModelConfig:
         )
 
     @property
+    def num_blocks(self) -> int:
+        """The number of mixers, MLPs and mixtures of experts in all layers: of outputs that are added to the residual
+        stream. Layers of some families have one alone."""
+        kinds = map(self.kind, range(self.num_layers))
+        return sum((kind.mixer != "none") + kind.has_mlp for kind in kinds)
+
+    @property
     def shared_layers(self) -> frozenset[int]:
         """The layers whose keys and values later ones see too."""
         return frozenset(kind.kv_from for kind in self.layers if kind.kv_from is not None)

@@ -63,6 +63,7 @@ def routed(keys: Keys, *, scoring: Literal["softmax", "sigmoid"], group_score: L
         top_groups=keys.integer("topk_group", 1),
         group_score=group_score,
         has_correction=scoring == "sigmoid",
+        has_float32_router=True,
         shared_d_ff=keys.integer("n_shared_experts", 0, least=0) * d_ff,
     )
 
@@ -101,8 +102,7 @@ def deepseek_v32(keys: Keys) -> Flags:
             f"{keys.where}: index_head_dim is {indexed.index_dim}, less than the {indexed.rope_dim} channels "
             "(qk_rope_head_dim) that turn"
         )
-    experts = dataclasses.replace(flags["experts"], has_float32_router=True)
-    return flags | {"latent": indexed, "experts": experts}
+    return flags | {"latent": indexed}
 
 
 def glm_moe_dsa(keys: Keys) -> Flags:
@@ -133,11 +133,11 @@ def glm_moe_dsa(keys: Keys) -> Flags:
 def mistral4(keys: Keys) -> Flags:
     """The flags of Mistral Small 4: a softmax over experts, whose chosen weights sum to 1, and queries that grow."""
     flags, growth = _deepseek(keys), query_growth(keys)
-    experts = routed(keys, scoring="softmax", group_score="top2")
+    experts, renormalize = routed(keys, scoring="softmax", group_score="top2"), keys.flag("norm_topk_prob", True)
     return flags | {
         **growth,
         "layers": tuple(dataclasses.replace(layer, has_growth=bool(growth)) for layer in flags["layers"]),
-        "experts": dataclasses.replace(experts, renormalize=keys.flag("norm_topk_prob", True)),
+        "experts": dataclasses.replace(experts, renormalize=renormalize, has_float32_router=False),
         "names": Names(stacked_experts="outputs first"),
     }
 
@@ -313,12 +313,12 @@ def kimi_linear(keys: Keys) -> Flags:
         dataclasses.replace(kind, mixer="latent" if named == "full_attention" else "delta", has_rope=False)
         for kind, named in zip(flags["layers"], kinds, strict=True)
     )
-    latent, experts = flags["latent"], routed(keys, scoring="sigmoid", group_score="top2")
+    latent = flags["latent"]
     return flags | {
         "max_len": keys.integer("max_position_embeddings", 1_048_576),
         "attention_scale": (latent.nope_dim + latent.rope_dim) ** -0.5,
         "layers": tuple(layers),
-        "experts": dataclasses.replace(experts, has_float32_router=True),
+        "experts": routed(keys, scoring="sigmoid", group_score="top2"),
         "delta": DeltaSizes(
             heads,
             heads,

@@ -57,7 +57,6 @@ def nemotron_h(keys: Keys) -> Flags:
         flags["carried"] = LayerKind(has_rope=False, has_experts=True)  # two blocks
         flags["experts"] = dataclasses.replace(
             experts,
-            has_float32_router=True,
             shared_d_ff=keys.integer("moe_shared_expert_intermediate_size", 7688),
             latent_dim=keys.integer("moe_latent_size", 0, least=0),
         )

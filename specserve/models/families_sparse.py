@@ -199,7 +199,6 @@ def mimo_v2_flash(keys: Keys) -> Flags:
     kv_heads = keys.integer("swa_num_key_value_heads", 2 * keys.integer("num_key_value_heads"))
     slid = LayerKind(window=window, is_local=True, num_kv_heads=kv_heads)
     of_kind = {"full_attention": LayerKind(has_sinks=False), "sliding_attention": slid}
-    experts = families_latent.routed(keys, scoring="sigmoid", group_score="top2")
     return {
         "v_dim": v_dim,
         "value_scale": keys.number("attention_value_scale", 1.0),
@@ -212,7 +211,7 @@ def mimo_v2_flash(keys: Keys) -> Flags:
             dataclasses.replace(of_kind[kind], has_experts=bool(has)) for kind, has in zip(kinds, sparse, strict=True)
         ),
         "carried": slid,
-        "experts": dataclasses.replace(experts, has_float32_router=True),
+        "experts": families_latent.routed(keys, scoring="sigmoid", group_score="top2"),
         "names": Names(sinks="attention_sink_bias"),
     }
 

@@ -35,9 +35,13 @@ from specserve.models.target import TargetParams
 def place_target(config: ModelConfig, spec: TargetParams, mesh: Mesh) -> TargetParams:
     """The sharding of each parameter. KV heads and vocabularies that the mesh does not divide are whole on every
     device. Raises ConfigError where any other size does not divide."""
-    sizes = _sizes(config)
-    check_divides(mesh, sizes)
-    heads = math.gcd(*(size.number for size in sizes if size.axis == "heads"))
+    check_divides(mesh, _sizes(config))
+    return place_whole_heads(config, spec, mesh)
+
+
+def place_whole_heads(config: ModelConfig, spec: TargetParams, mesh: Mesh) -> TargetParams:
+    """The same, where anything that the mesh does not divide is whole: no head is cut in any layer."""
+    heads = math.gcd(*(size.number for size in _sizes(config) if size.axis == "heads"))
     return shardings(spec, mesh, {"heads": heads, "kv_heads": math.gcd(*_kv_heads(config))})
 
 

@@ -142,10 +142,10 @@ def _experts(target: ModelConfig, mesh: Mesh, positions: int) -> Collective:
 
 
 def _layers(target: ModelConfig, mesh: Mesh, positions: int) -> list[Collective]:
-    """List what the target's layers send: sums after every attention and MLP and of the embedding, and keys and
+    """List what the target's layers send: sums after every mixer and MLP and of the embedding, and keys and
     values."""
     each = positions * np.dtype(target.dtype).itemsize
-    sums = 2 * target.num_layers + _is_cut(mesh, target.vocab_size)
+    sums = target.num_blocks + _is_cut(mesh, target.vocab_size)
     kv = sum(_kv_dim(target, i, mesh) for i in range(target.num_layers))
     size = _gathered(num_parts(mesh, "sequence"), each * kv)
     return [

@@ -122,13 +122,13 @@ class Replica:
         return DeviceWork(flops, weights, cache, *self._sent(rows, among))
 
     def _sent(self, rows: int, among: int) -> tuple[int, float]:
-        """Count the collectives of a forward pass and the bytes that a device sends in them: two sums of its `rows`
-        along `tensor` in each layer, and in each mixture a sum along `expert` of those rows `among` which its experts
-        are chosen (as an all-gather and a reduce-scatter, where each device has rows of its own)."""
+        """Count the collectives of a forward pass and the bytes that a device sends in them: a sum of its `rows`
+        along `tensor` for each mixer and MLP, and in each mixture a sum along `expert` of those rows `among` which its
+        experts are chosen (as an all-gather and a reduce-scatter, where each device has rows of its own)."""
         config, tensor, expert = self.target, self.mesh.shape["tensor"], self.mesh.shape["expert"]
         mixtures = sum(config.kind(i).has_experts for i in range(config.num_layers))
-        sums = 2 * config.num_layers * (tensor - 1) / tensor * rows + mixtures * (expert - 1) / expert * among
-        count = 2 * config.num_layers * (tensor > 1) + mixtures * (expert > 1)
+        sums = config.num_blocks * (tensor - 1) / tensor * rows + mixtures * (expert - 1) / expert * among
+        count = config.num_blocks * (tensor > 1) + mixtures * (expert > 1)
         return count, 2 * sums * config.d_model * np.dtype(config.dtype).itemsize
 
     def drafts(self, batch: int, tree: Tree, context: int) -> tuple[DeviceWork, ...]:

@@ -125,6 +125,8 @@ def _target(config: ModelConfig, seq: int, positions: int, platform: str, mesh: 
             mesh, "experts"
         )  # those that have different experts send each other their tokens
         total += _products(config, layer, together, platform) + _mixing(config, config.kind(i), seq, mesh)
+    if (inputs := spec.layer_inputs) is not None:  # of a table rows are looked up
+        total += _products(config, inputs.inputs, positions, platform)
     return total
 
 

@@ -218,6 +218,8 @@ def test_the_forward_equals_transformers_layer(tmp_path: Path, rng: np.random.Ge
         pytest.param(carried.LING_2_5, id="latents beside lightning", marks=pytest.mark.slow),
         pytest.param(carried.GLM, id="biases and experts", marks=pytest.mark.slow),
         pytest.param(carried.NEXT, id="beside recurrent layers", marks=pytest.mark.slow),
+        pytest.param(carried.NEXT_DENSE, id="Qwen3.5", marks=pytest.mark.slow),
+        pytest.param(carried.NEXT_SPARSE, id="Qwen3.5 with experts", marks=pytest.mark.slow),
     ],
 )
 def test_rollout_step_k_equals_servings_kth_draft_step(

@@ -25,7 +25,7 @@ from specserve.drafters.peagle.drafter import look_ahead
 from specserve.drafters.peagle.model import PEagleParams
 from specserve.drafters.registry import DraftSettings
 from specserve.drafters.speculation import drafter_for, parse_speculation
-from specserve.errors import ConfigError, SpecServeError
+from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop import doctor
 from specserve.interop.convert import export_head, import_head
 from specserve.interop.format import Dialect
@@ -70,7 +70,12 @@ def _by_anchor(drafter: Any, rows: Rows, logits: list[jax.Array]) -> dict[tuple[
 DEEP = {"num_layers": 2, "d_model": 24, "has_embedding": True, "fc_norm": True}
 
 
-@pytest.mark.parametrize("shape", [pytest.param({}, marks=pytest.mark.slow), DEEP, DEEP | {"layers": windowed((2, 5))}])
+LATENTS = DEEP | tiny.LATENTS | {"layers": windowed((0, 5))}
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param({}, marks=pytest.mark.slow), DEEP, DEEP | {"layers": windowed((2, 5))}, LATENTS]
+)
 def test_slots_of_training_are_those_of_serving(
     tiny_target: Target, rng: np.random.Generator, shape: dict[str, Any]
 ) -> None:
@@ -223,13 +228,19 @@ def test_a_resumed_run_learns_what_a_whole_one_does(tmp_path: Path, tiny_target:
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm", "speculators"])
-@pytest.mark.parametrize("shape", [{"layers": windowed((9,))}, DEEP | {"draft_vocab_size": 64, "aux_layers": (0, 3)}])
+@pytest.mark.parametrize(
+    "shape", [{"layers": windowed((9,))}, DEEP | {"draft_vocab_size": 64, "aux_layers": (0, 3)}, LATENTS]
+)
 def test_export_then_import_is_bit_exact(
     tmp_path: Path, tiny_target: Target, dialect: Dialect, shape: dict[str, Any]
 ) -> None:
     head = tiny.random_masked_head(tiny_target.config, seed=3, num_slots=5, dtype="bfloat16", **shape)
     save_head(tmp_path / "own", head, tiny_target, dtype="bfloat16", notes={})
     assert_same_head(head, load_head(tmp_path / "own", tiny_target, dtype="bfloat16"))
+    if shape is LATENTS and dialect == "speculators":
+        with pytest.raises(CheckpointError, match="latent attention cannot be written for speculators"):
+            export_head(tmp_path / "own", tmp_path / "there", tiny_target, target_name="tiny", dialect=dialect)
+        return
     export_head(tmp_path / "own", tmp_path / "there", tiny_target, target_name="tiny", dialect=dialect)
     assert doctor.examine(tmp_path / "there", tiny_target).errors == []
     import_head(tmp_path / "there", tmp_path / "back", tiny_target, target_name="tiny")

@@ -1,5 +1,7 @@
 """A blocked matrix multiplies like the matrix that was cut, a quantised one like its values times its scales."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,6 +18,7 @@ from specserve.kernels.matmul import (
     dequantize,
     matmul,
     matmul_float32,
+    pack,
     quantize,
 )
 
@@ -63,6 +66,18 @@ def test_the_gradient_of_logits_is_that_of_the_product(rng: np.random.Generator,
     off = 1.0 if dtype == "float32" else 2.0**16  # of which bfloat16 has so many bits less
     assert_within(of_x.reshape(6, 24), gradient @ plain.T, off * of_product(gradient, plain.T))
     assert_within(of_weight, rows.T @ gradient, off * of_product(rows.T, gradient))
+
+
+@pytest.mark.parametrize("num_experts", [(), (3,)], ids=["one", "experts"])
+def test_a_weight_that_is_no_array_is_not_iterated_over(num_experts: tuple[int, ...]) -> None:
+    """Its leaves share scales, or lie in another order: it has no rows to give, and never as many as a loop takes."""
+    plain = jnp.ones((*num_experts, 32, COLUMNS * 2))
+    quantized = quantize(plain, "int8")
+    weights: list[Any] = [quantized, pack(plain), pack(quantized), *([] if num_experts else [block(plain, COLUMNS)])]
+    for weight in weights:
+        assert not isinstance(weight, jax.Array)
+        with pytest.raises(TypeError, match="not iterable"):
+            iter(weight)
 
 
 def _quantized(rng: np.random.Generator, d_in: int, block: int, dtype: type) -> QuantizedMatrix:

@@ -83,6 +83,7 @@ PUBLISHED = {
     "lfm2-8b-a1b": 8.34,
     "kimi-linear-48b-a3b": 49.1,
     "nemotron-3-nano": 31.6,
+    "nemotron-3-super": 120.6,
     "mistral-small-4": 119,
     "minimax-m2": 229,
     "mimo-v2-flash": 309,
@@ -104,6 +105,7 @@ PUBLISHED_ACTIVE = {
     "ling-flash-2.0": 6.1,
     "ring-mini-linear-2.0": 1.6,
     "gemma-4-26b-a4b": 3.8,
+    "nemotron-3-super": 12.7,
 }
 # ...or without the embedding, of which a token reads one row
 PUBLISHED_ACTIVE_WITHOUT_EMBEDDING = {"gpt-oss-20b": 3.61, "gpt-oss-120b": 5.13, "deepseek-v3": 36.6, "kimi-k2": 31.7}

@@ -15,18 +15,20 @@ import tiny
 from experts import FORMS
 from jax.sharding import NamedSharding, PartitionSpec
 from rounding import assert_same, tolerance
-from spread import CASES, DENSE, MODELS, mesh_of, spread_target, target_of
+from spread import CASES, DENSE, MODELS, head_of, mesh_of, spread_target, target_of
 
 from specserve import mesh as meshes
 from specserve.checkpoints import load
 from specserve.checkpoints.load import load_target
 from specserve.drafters.eagle3.drafter import Eagle3
+from specserve.drafters.language_model.drafter import LanguageModel
 from specserve.errors import ConfigError
 from specserve.kernels.matmul import QuantizedMatrix, quantize
 from specserve.kernels.rowwise import Activation
 from specserve.mesh import is_on_one_device, on_mesh, shardings, whole
 from specserve.models import sharding
 from specserve.models.config import Experts, ModelConfig, Names
+from specserve.models.families import model_config
 from specserve.models.moe import Moe, by_blocks, moe, moe_spec
 from specserve.models.params import init_params, num_params, specs
 from specserve.models.sharding import place_target, spread_kv_heads
@@ -217,6 +219,25 @@ def test_what_a_head_or_a_vocabulary_does_not_divide_is_whole() -> None:
 
 
 BY_LAYER = DENSE | carried.MIMO_V2 | {"num_attention_heads": 8, "num_key_value_heads": 2}  # or four
+
+
+def test_a_language_model_that_drafts_is_cut_by_heads_in_every_layer() -> None:
+    """As a target is, though its layers have unlike numbers of them; and it is whole where a mesh divides none."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 2, "head_dim": 8}
+    raw = MODELS["keys shared"] | heads | {"attention_k_eq_v": True}
+    config = model_config(raw, dtype="float32")
+    assert {config.of(config.kind(i)).num_kv_heads for i in range(4)} == {2, 4}
+    for text in ("tensor=2", "tensor=4", "tensor=8"):
+        mesh = mesh_of(text)
+        places = LanguageModel(config).place(mesh)
+        assert jax.tree.leaves(places) == jax.tree.leaves(place_target(config, target_spec(config), mesh))
+        keys = {layer.attention.k.is_fully_replicated for layer in places.layers if layer.attention.k is not None}
+        assert keys == {text != "tensor=2"}
+        assert not places.layers[0].attention.q.is_fully_replicated
+    odd = head_of("dense", "language-model").drafter  # of three heads
+    attention = odd.place(mesh_of("tensor=2")).layers[0].attention
+    assert attention.q.is_fully_replicated
+    assert attention.o.is_fully_replicated
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import Mesh
-from spread import mesh_of
+from spread import mesh_of, spread_target
 
 from specserve import config
 from specserve.checkpoints.configs import find_config
@@ -35,9 +35,10 @@ from specserve.models.families import model_config
 from specserve.models.params import abstract
 from specserve.models.presets import PRESETS
 from specserve.models.sharding import place_target
-from specserve.models.target import target_spec
+from specserve.models.target import TargetParams, forward, target_spec
 from specserve.plan.collectives import span, step_collectives
 from specserve.plan.training import RunPlan, make_plan
+from specserve.plan.work import Replica
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import chunked_loss
 from specserve.train.flops import StepShape, step_flops
@@ -56,6 +57,8 @@ WIDE = tiny.TARGET | {
     "num_key_value_heads": 1,
     "intermediate_size": 768,
 }
+OWN_INPUTS = {"model_type": "gemma4_text", "hidden_act": None, "global_head_dim": 128, "sliding_window": 1024}
+OWN_INPUTS |= {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 768, "num_hidden_layers": 3}
 BATCH, SEQ = 1, 512
 
 
@@ -120,6 +123,7 @@ def _lowered(
         ({}, 3, True, {}),
         ({"tie_word_embeddings": True, "num_attention_heads": 4}, 2, False, {}),
         ({"num_hidden_layers": 2}, 2, True, {"norm_output": True, "fc_norm": True, "num_layers": 2}),
+        (OWN_INPUTS, 1, True, {}),
     ],
 )
 def test_operations_are_those_of_the_program(
@@ -236,6 +240,27 @@ def test_each_device_does_its_share(text: str, smallest: float) -> None:
     for axes, size in counted.items() if mesh.shape["sequence"] == 1 else ():
         assert size < 1.03 * sent[axes], axes
         assert sent[axes] < (2.5 if "tensor" in axes or axes == ("data", "fsdp") else 1.03) * size, axes
+
+
+@pytest.mark.parametrize("model", ["dense", "Mamba"])
+def test_layers_are_summed_as_often_as_in_the_program(model: str) -> None:
+    """A forward over `tensor`, where a layer of some families is a mixer, an MLP or experts alone."""
+    mesh, token_ids = mesh_of("tensor=2"), jnp.zeros((1, 16), jnp.int32)
+    target = spread_target(model, mesh)
+    config, size = target.config, 16 * target.config.d_model
+
+    @jax.jit
+    def run(params: TargetParams) -> jax.Array:
+        return forward(params, config, token_ids, token_ids, tiny.causal(16)).hidden_states
+
+    text = run.lower(target.params).compile().as_text()
+    arrays = re.findall(r"f32\[([\d,]*)\]", " ".join(re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)))
+    found = sum(math.prod(map(int, sizes.split(","))) == size for sizes in arrays) - 1  # the embedding's
+    work = Replica(config, None, mesh).forward(1, 16, 1)
+    assert (work.sums, work.sent) == (found, found * size * 4)
+    step = StepShape(config, Eagle3(tiny.draft_config(config)), Rollout(1, remat=True), 1, 16)
+    [layers] = [each for each in step_collectives(step, mesh, 0) if each.what == "sums of the target's layers"]
+    assert layers.num_bytes == (found + 1) * size * 4
 
 
 def _sent(program: str, mesh: Mesh) -> Counter[tuple[str, ...]]:

@@ -160,7 +160,7 @@ def test_the_load_that_the_documents_call_too_much_is() -> None:
         ({"devices": "h900-4"}, r"'h900' is not in the table, expected one of a100, .*plan devices"),
         ({"devices": "h100"}, r"expected a name and a number of chips, such as h100-8"),
         ({"devices": "h100-0"}, r"expected a name and a number of chips"),
-        ({"target": "deepseek-v3"}, r"takes 1,342.1 GB, and 4 x H100 80 GB hold .* more --devices, or 8-bit weights"),
+        ({"target": "deepseek-v3"}, r"takes 1,342.3 GB, and 4 x H100 80 GB hold .* more --devices, or 8-bit weights"),
         ({"mesh": "tensor=3"}, r"--mesh tensor=3: .* does not divide"),
         ({"mesh": "tensor=8"}, r"it takes 8 devices, and --devices h100-4 has 4"),
         ({"mesh": "sequence=2"}, r"expected data=N"),

@@ -43,10 +43,15 @@ class DFlashConfig:
         return next((name for name, size in names.items() if size), "dflash")
 
     @property
+    def is_partial(self) -> bool:
+        """Return whether it proposes a part of the target's tokens."""
+        return self.draft_vocab_size < self.backbone.vocab_size
+
+    @property
     def has_head(self) -> bool:
         """Return whether it has output rows of its own, as it must for a part of the vocabulary. Otherwise the
         target's head is shared."""
-        return self.has_own_head or self.draft_vocab_size < self.backbone.vocab_size
+        return self.has_own_head or self.is_partial
 
     @property
     def num_slots(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from specserve.drafters.follow import MIN_PENDING
 from specserve.drafters.grow import Level, NodeByNode, grow_tree
@@ -23,6 +24,7 @@ from specserve.models import target as target_model
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import ModelConfig
 from specserve.models.context import Mask
+from specserve.models.sharding import place_whole_heads
 from specserve.models.target import TargetParams, target_spec
 from specserve.pytree import pytree, static
 from specserve.speculative.drafter import After, Committed, DraftWeights, Sizes, SlotView, Weights
@@ -61,6 +63,9 @@ class LanguageModel(TrainedDrafter):
 
     def spec(self) -> TargetParams:
         return target_spec(self.config)
+
+    def place(self, mesh: Mesh) -> TargetParams:
+        return place_whole_heads(self.config, self.spec(), mesh)
 
     def max_pending(self, max_depth: int) -> int:
         return max(MIN_PENDING, max_depth + 1)

@@ -20,6 +20,7 @@ from specserve.drafters.eagle3.model import (
     draft_entries,
     draft_states,
     fuse_features,
+    stored,
 )
 from specserve.drafters.follow import FIRST_ENTRY, Following, pending_of, places
 from specserve.drafters.grow import Marginals, grow_tree
@@ -129,4 +130,4 @@ def look_ahead(
     # always true, but known only once all layers have read the pages: see `speculative.step._has_run`
     is_kept = is_entry & jnp.isfinite(states[:, :1, 0])
     kept = tuple((k[:, :known], v[:, :known]) for k, v in entries)
-    return pages.write(kept, view.page_table, index, is_kept), states
+    return pages.write(stored(network, kept), view.page_table, index, is_kept), states

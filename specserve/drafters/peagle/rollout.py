@@ -126,7 +126,8 @@ def _run_row(
     )
 
     def see(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return attend_rows(q, k, v, documents, window=config.network.kind(i).window)[0]
+        window, scale = config.network.kind(i).window, config.network.attention_scale or None
+        return attend_rows(q, k, v, documents, window=window, scale=scale)[0]
 
     return draft_forward(params.network, config.network, inputs, see)
 
@@ -147,10 +148,10 @@ def _run_group(
         return x.reshape(batch, number, num_masked, *x.shape[2:])
 
     def see(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        window = config.network.kind(i).window
+        window, scale = config.network.kind(i).window, config.network.attention_scale or None
         mask = (distance >= 0) & (distance < (window or num_masked))
-        out = attend_anchors(apart(q), *entries[i], anchors, apart(k), apart(v), mask, window=window)
-        return out.reshape(q.shape)
+        out = attend_anchors(apart(q), *entries[i], anchors, apart(k), apart(v), mask, scale=scale, window=window)
+        return out.reshape(*q.shape[:3], -1)
 
     after = position_ids[..., None] + 2 + jnp.arange(num_masked, dtype=jnp.int32)
     none = jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0, config.network.d_model), embedding.dtype)
@@ -168,7 +169,8 @@ def slot_costs(config: PEagleConfig, spec: Eagle3Params, rollout: Rollout, seq_l
     network = config.network
     numbers = num_anchors(config, seq_len)
     slots = sum(numbers) / seq_len  # for each position
-    heads, kv = network.num_heads * network.head_dim, 2 * network.num_kv_heads * network.head_dim
+    num_kv_heads, width, _ = network.entry_dims
+    heads, kv = network.num_heads * width, 2 * num_kv_heads * width
     again = rollout.num_repeats
     each = 2 * network.d_model + network.num_layers * kv  # a slot's state, its gradient, and what others see of it
     if not rollout.remat:
@@ -178,7 +180,7 @@ def slot_costs(config: PEagleConfig, spec: Eagle3Params, rollout: Rollout, seq_l
         kept=round(slots * each),
         workspace=workspace_of_layer(network.d_model, heads, network.d_ff),
         num_heads=network.num_heads,
-        num_kv_heads=network.num_kv_heads,
+        num_kv_heads=num_kv_heads,
         states=slots / config.num_slots,
         shares_output=not network.has_own_head,
         kv=network.num_layers * kv,
@@ -195,7 +197,7 @@ def _flops(
     once = fusing_flops(spec, again)  # for each position, and for all masked slots together
     layers = num_params([leaf for leaf in specs(spec.layers) if is_matrix(leaf)])
     num_heads = on_each_device(mesh, "heads", network.num_heads)
-    width, total = num_heads * 2 * network.head_dim, once + Flops(6 * layers, (6 + 2 * again) * layers) * slots
+    width, total = num_heads * 2 * network.entry_dims[1], once + Flops(6 * layers, (6 + 2 * again) * layers) * slots
     for window in windows_of(network):
         seen, computed = row_kernels.mean_keys(seq_len, window, mesh)
         # a slot sees those of its anchor too; masked ones are compared with the whole row

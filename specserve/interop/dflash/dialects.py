@@ -144,7 +144,7 @@ def config_from_hf(stated: Stated, target: ModelConfig | None, names: frozenset[
 
 def check_shape(stated: Stated) -> Iterator[Finding]:
     """Check that the head's shape is stated."""
-    yield from key_checks.check_sizes(bad_sizes(stated), "positive whole numbers, block_size at least 2")
+    return key_checks.check_sizes(bad_sizes(stated), "positive whole numbers, block_size at least 2")
 
 
 def check_kind(stated: Stated) -> Iterator[Finding]:
@@ -346,7 +346,7 @@ def config_to_hf(
     fields = vars(backbone) | vars(config)
     unusual = [key for key in _UNUSUAL if fields[key.sets] != key.default and not (is_gemma and key.sets in _OF_GEMMA)]
     own |= {key.name: fields[key.sets] for key in unusual}
-    if is_partial(config):
+    if config.is_partial:
         out["draft_vocab_size"] = config.draft_vocab_size
     return out
 
@@ -383,11 +383,6 @@ def unsaid_in(layout: Layout, config: DFlashConfig) -> list[str]:
         "a scale of its embedding": config.embedding_scale != 1,
         "a scale of its logits": config.output_scale != 1,
         "a cap on its logits": config.backbone.logit_softcap,
-        "an output head of its own for every token": config.has_own_head and not is_partial(config),
+        "an output head of its own for every token": config.has_own_head and not config.is_partial,
     }
     return present(unsaid)
-
-
-def is_partial(config: DFlashConfig) -> bool:
-    """Return whether the head can propose a part of the vocabulary only."""
-    return config.draft_vocab_size < config.backbone.vocab_size

@@ -14,7 +14,7 @@ from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.dflash.start import FEWEST_MORE, default_taps
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.layers import windows_of
-from specserve.errors import CheckpointError, ConfigError
+from specserve.errors import CheckpointError
 from specserve.interop import gemma, repairs
 from specserve.interop.dflash import dialects
 from specserve.interop.dflash.checks import OF_BLOCKS, BlockFiles
@@ -36,20 +36,17 @@ _NORMS = (
 
 def list_repairs(files: BlockFiles) -> Iterator[Repair]:
     """List all repairs that are worth a try. There are none where config.json cannot be read."""
-    stated, target = files.stated, files.target
-    assert target is not None, "repairs are tried beside the target"
-    try:
-        config = dialects.config_from_hf(stated, target.config, files.names, dtype="float32")
-    except ConfigError:
+    config, target = files.config, files.target
+    if config is None or target is None:
         return
     yield from _taps(config, target.config.num_layers)
-    yield from _blocks(config, stated)
+    yield from _blocks(config, files.stated)
     for token in repairs.masks(target, config.mask_token_id):
         yield Repair(f"masked slots hold token {token}", _put(mask_token_id=token))
     for pair in _NORMS:
         yield from repairs.exchanged(dialects.renamer, pair)
     square = config.backbone.num_heads * config.backbone.head_dim == config.backbone.d_model
-    yield from repairs.of_products(dialects.renamer, "layers.0", is_square=square)
+    yield from repairs.of_products(dialects.renamer, "layers.0", files.names, is_square=square)
     yield from repairs.of_target(config.backbone.norm_eps, config.backbone.rope, target.config, _put)
 
 
@@ -132,7 +129,7 @@ class DFlashFormat(HeadFormat):
                 f"a head with {', '.join(unsaid)} cannot be written for {dialect}, which has no key for it"
             )
         tensors = to_numpy(head.params, head.drafter.spec(), dtype)
-        if dialects.is_partial(config):
+        if config.is_partial:
             tensors |= vocab_to_tensors(head.target_ids, config.backbone.vocab_size)
         return tensors, dialects.config_to_hf(config, target, dtype=dtype, layout=layout, target_name=target_name)
 

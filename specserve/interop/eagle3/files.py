@@ -23,7 +23,7 @@ from specserve.interop.findings import Copy, Dialect, Fix, Repair, refuse
 from specserve.interop.format import EMBEDDING_TABLE, OUTPUT_TABLE, HeadFormat
 from specserve.interop.keys import LAYER, KeyTable, architectures, find
 from specserve.interop.notes import other_target
-from specserve.interop.published import EMBEDDING, OUTPUT, present, vocab_to_tensors
+from specserve.interop.published import EMBEDDING, OUTPUT, present, target_table, vocab_to_tensors
 from specserve.models.config import ModelConfig
 
 _NORMS = (
@@ -50,7 +50,7 @@ def list_repairs(files: EagleFiles) -> Iterator[Repair]:
             repairs.change(dialects.renamer, lambda weight: np.roll(weight, config.d_model, axis=1), *attention),
         )
         square = config.num_heads * config.head_dim == config.d_model
-        yield from repairs.of_products(dialects.renamer, "midlayer", is_square=square)
+        yield from repairs.of_products(dialects.renamer, "midlayer", files.names, is_square=square)
     yield from repairs.exchanged(dialects.renamer, _NORMS, repairs.short_name)
     target, taps = files.target.config, config.aux_layers
     norms = [f"fc_norm.{i}.weight" for i in range(len(taps))] if config.fc_norm else []
@@ -138,7 +138,7 @@ class Eagle3Format(HeadFormat):
         for table in (EMBEDDING_TABLE, OUTPUT_TABLE) if dialect == "speculators" else ():
             if getattr(config, table.flag):
                 continue
-            own = table.read(target, dtype)
+            own = target_table(target, dtype, table.own)
             if own is None:
                 raise CheckpointError(
                     f"{target.folder}: no token {table.what}, which a head for speculators brings along; "

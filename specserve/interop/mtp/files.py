@@ -33,8 +33,8 @@ from specserve.interop.format import HeadFormat, SharedTable
 from specserve.interop.key_checks import is_read
 from specserve.interop.keys import HARMLESS, LAYER, QUANTIZATIONS, architectures, without
 from specserve.interop.notes import read_notes
-from specserve.interop.published import present, speculators_config, target_table, vocab_to_tensors
-from specserve.interop.repairs import change, exchanged, short_name
+from specserve.interop.published import present, speculators_config, vocab_to_tensors
+from specserve.interop.repairs import change, exchanged, of_products
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import specs
@@ -223,13 +223,9 @@ def _all(config: MtpConfig, names: frozenset[str]) -> Iterator[Repair]:
         f"its norms are stored {'whole' if config.layer.norm_offset else 'as differences from one'}",
         change(rename, lambda weight: (weight.astype(np.float32) + by).astype(weight.dtype), *norms),
     )
-    attention, mlp = f"{layout.layer}.self_attn", f"{layout.layer}.mlp"
-    output = f"{attention}.o_proj.weight"
-    if stored(output) in names and config.layer.num_heads * config.layer.head_dim == width:
-        yield Repair(f"{stored(output)} is transposed", change(rename, np.transpose, output))
-    gates = f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"
-    if {*map(stored, gates)} <= names:
-        yield from exchanged(rename, gates, short_name)
+    yield from of_products(
+        rename, layout.layer, names, is_square=config.layer.num_heads * config.layer.head_dim == width
+    )
 
 
 class MtpFormat(HeadFormat):
@@ -318,6 +314,6 @@ class MtpFormat(HeadFormat):
             f"{layout.head}.weight": ("has_own_head", "head"),
         }
         return [
-            SharedTable(name, shared, functools.partial(target_table, ending=shared), *places[name])
+            SharedTable(name, shared, shared, *places[name])
             for name, shared in shared_tables(target.config, layout).items()
         ]

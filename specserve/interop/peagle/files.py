@@ -28,6 +28,7 @@ from specserve.interop.eagle3.dialects import MASK_KEYS, mask_ids
 from specserve.interop.eagle3.files import Eagle3Format, list_repairs
 from specserve.interop.findings import FAULTS, Dialect, Finding, Repair, put, refuse
 from specserve.interop.keys import LAYER, Key, KeyTable, Stated, architectures, counts, is_count, only, within
+from specserve.interop.published import present
 from specserve.interop.repairs import masks, put_everywhere
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec
@@ -76,8 +77,6 @@ def check_mask_token(stated: Stated) -> Iterator[Finding]:
 
 def config_from_hf(stated: Stated, network: Eagle3Config) -> PEagleConfig:
     """Read what a config.json says beside the network. Raises ConfigError."""
-    if network.latent:
-        raise ConfigError(f"{stated.where}: latent attention is not computed in a head with masked slots")
     refuse(check_mask_token(stated), stated.where)
     where, slots = stated.where, num_slots(stated)
     if slots is None:
@@ -92,10 +91,9 @@ def config_from_hf(stated: Stated, network: Eagle3Config) -> PEagleConfig:
 
 def config_to_hf(config: PEagleConfig, raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     """The config.json of a head, from that of its network as EAGLE-3 has it."""
-    out = {**raw, "architectures": [ARCHITECTURE]}
+    name = NORMED if config.network.qk_norm and dialect != "speculators" else ARCHITECTURE
+    out = {**raw, "architectures": raw["architectures"] if config.network.latent else [name]}
     if dialect != "speculators":
-        if config.network.qk_norm:
-            out["architectures"] = [NORMED]
         return out | dict.fromkeys(WRITTEN_MASK_KEYS, config.mask_token_id) | {SLOTS: config.num_slots}
     proposals = raw["speculators_config"]
     methods = [method | {"speculative_tokens": config.num_slots} for method in proposals["proposal_methods"]]
@@ -175,7 +173,13 @@ class PEagleFormat(Eagle3Format):
 
     def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
         """List what the engine of a dialect does not compute, as its public code reads today."""
-        return ["masked slots, so it runs no P-EAGLE head"] if dialect in ("sglang", "sglang-jax") else []
+        has_none = dialect in ("sglang", "sglang-jax")
+        return present(
+            {
+                "masked slots, so it runs no P-EAGLE head": has_none,
+                "latent attention beside masked slots": drafter.shape.latent and not has_none,
+            }
+        )
 
     def without_copies(self, head: Head, target: Target, dtype: str) -> tuple[Head, list[str]]:
         network, changes = super().without_copies(_network(head), target, dtype)

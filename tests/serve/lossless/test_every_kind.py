@@ -54,13 +54,14 @@ BLOCKS: dict[str, Any] = {"block_size": 4, "num_layers": 1, "aux_layers": (0, 1)
 HEADS: dict[str, Callable[[ModelConfig], Head]] = {
     "eagle3": lambda target: tiny.random_head(target, seed=1, layers=windowed((9,))),
     "p-eagle": lambda target: tiny.random_masked_head(target, seed=1, num_layers=2, layers=windowed((0, 9))),
+    "p-eagle of latents": lambda target: tiny.random_masked_head(target, seed=1, **tiny.LATENTS),
     "mtp": lambda target: tiny.random_carried_layer(target, seed=1),
     "dflash": lambda target: tiny.random_block_head(target, seed=4, **BLOCKS),
     "dspark": lambda target: tiny.random_joint_head(target, 1, MARKOV | {"foresees_anchor": True}, **BLOCKS),
     "dflash2": lambda target: tiny.random_joint_head(target, 1, SELECTOR, vocab_size=VOCAB, **BLOCKS),
     "language-model": lambda target: tiny.random_language_model(target, seed=3),
 }
-QUICK = {(kind, "") for kind in HEADS if kind != "eagle3"} | {("eagle3", "int8")}
+QUICK = {(kind, "") for kind in HEADS if kind not in ("eagle3", "p-eagle of latents")} | {("eagle3", "int8")}
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"top_k": 9, "top_p": 0.9},
@@ -155,7 +156,7 @@ def served(request: pytest.FixtureRequest, shallow_target: Target, kept: Path | 
     head = replace(head, params=jax.tree.map(stir, head.params))
     if bits:
         head = replace(head, params=in_few_bits(head.params, bits))
-    assert head.drafter.name == kind
+    assert head.drafter.name == kind.partition(" ")[0]
     runner = make_runner(shallow_target, head, *WAYS, is_mixing=True, folder=kept)
     compile_programs(runner)
     return Served(kind, shallow_target, head, runner)

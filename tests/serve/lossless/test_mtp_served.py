@@ -39,6 +39,8 @@ PARAMS = [
         pytest.param(carried.WINDOWED, "chain:3", id="windows, chain", marks=pytest.mark.slow),
         pytest.param(carried.GLM, "tree:3x2x6", id="biases and experts, tree", marks=pytest.mark.slow),
         pytest.param(carried.NEXT, "tree:3x2x6", id="beside recurrent layers, tree", marks=pytest.mark.slow),
+        pytest.param(carried.NEXT_DENSE, "tree:3x2x6", id="Qwen3.5, tree"),
+        pytest.param(carried.NEXT_SPARSE, "chain:3", id="Qwen3.5 with experts, chain", marks=pytest.mark.slow),
         pytest.param(carried.MIMO, "tree:3x2x6", id="before the final norm, tree", marks=pytest.mark.slow),
         pytest.param(carried.MIMO_V2, "tree:3x2x6", id="heads of two widths, tree", marks=pytest.mark.slow),
         pytest.param(carried.NEMOTRON_H, "tree:3x2x6", id="beside Mamba, tree", marks=pytest.mark.slow),

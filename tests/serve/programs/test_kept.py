@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import carried
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -283,16 +284,21 @@ def test_what_a_cache_of_jax_had_is_not_kept(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize(
-    "is_spread",
-    [pytest.param(False, id="one device"), pytest.param(True, id="mesh", marks=pytest.mark.slow)],
+    "case",
+    ["one device", *(pytest.param(case, marks=pytest.mark.slow) for case in ("mesh", "qwen3_5", "qwen3_5_moe"))],
 )
 def test_a_server_s_programs_are_kept(
-    tiny_target: Target, tiny_head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_spread: bool
+    tiny_target: Target, tiny_head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """Those of native kernels, and those of a mesh: the same bits, untraced, over a cache that is never copied."""
-    mesh = mesh_of("data=2,tensor=2") if is_spread else None
-    target = spread_target("dense", mesh) if mesh else tiny_target
-    head = spread_head("dense", mesh) if mesh else tiny_head
+    """Those of native kernels, those of a mesh, and those of the layer that Qwen3.5 carries: the same bits, untraced,
+    over a cache that is never copied."""
+    mesh = mesh_of("data=2,tensor=2") if case == "mesh" else None
+    target, head = tiny_target, tiny_head
+    if mesh:
+        target, head = spread_target("dense", mesh), spread_head("dense", mesh)
+    elif case != "one device":
+        raw = {"qwen3_5": carried.NEXT_DENSE, "qwen3_5_moe": carried.NEXT_SPARSE}[case]
+        target, head = carried.models(tmp_path / "models", raw)
 
     def make() -> Runner:
         return make_runner(target, head, "chain:3", "off", has_constrained=False, mesh=mesh, folder=tmp_path)
