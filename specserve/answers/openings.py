@@ -97,7 +97,7 @@ def read_openings(setting: str) -> str:
     if setting == NONE:
         return ""
     try:
-        lines = Path(setting).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = Path(setting).expanduser().read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         expected = f"expected {VARIED}, {NONE} or a text file with an opening in each line"
         raise DataError(f"self_openings {setting!r}: {expected} ({error})") from error

@@ -19,7 +19,7 @@ Others are floats.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,6 +86,11 @@ class Storing:
         if -(-num_in // size) != num_groups:
             raise CheckpointError(f"{where}: {num_groups} groups of {size} inputs do not cover {num_in}")
         return size
+
+
+def is_stored(names: Collection[str], name: str) -> bool:
+    """Return whether a weight is among the tensors of these names, whole or packed."""
+    return any(each in names for each in (name, f"{name}_packed", f"{name.removesuffix('.weight')}.qweight"))
 
 
 def open_packed(tensors: TensorFolder, name: str, storing: Storing) -> Opened | None:

@@ -56,6 +56,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 # all experts in one tensor, and whose rows of an expert stand in it, in this order
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_OF_MLX = re.compile(r"(.+)\.switch_mlp\.(\w+\.\w+)")  # MLX's name of all experts' parts in one tensor
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ class TensorEntry:
         mapped = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
         return np.array(mapped[index])
 
+    def part(self, i: int, rows: int) -> "TensorEntry":
+        """Return the i-th so many rows of a tensor of matrices [expert, row, column], where they lie."""
+        shape = rows, self.shape[2]
+        return replace(self, shape=shape, offset=self.offset + i * math.prod(shape) * self.dtype.itemsize)
+
 
 class TensorFolder:
     """The tensors of a checkpoint folder, read by slice. Opening checks every header against its file."""
@@ -93,6 +99,13 @@ class TensorFolder:
             self._entries = {**read_entries(folder / GGUF_FILE)}
         else:
             raise CheckpointError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; is this a model folder?")
+
+        for name in [*self._entries]:
+            match, entry = _OF_MLX.fullmatch(name), self._entries[name]
+            if match and isinstance(entry, TensorEntry) and len(entry.shape) == 3:
+                del self._entries[name]
+                for i in range(entry.shape[0]):
+                    self._entries[f"{match[1]}.experts.{i}.{match[2]}"] = entry.part(i, entry.shape[1])
 
     def names(self) -> frozenset[str]:
         return frozenset(self._entries)
@@ -139,12 +152,10 @@ class ExpertByExpert(TensorFolder):
                 continue
             parts = FUSED.get(match[2])
             if parts and len(entry.shape) == 3 and entry.shape[1] % len(parts) == 0:
-                rows, width = entry.shape[1] // len(parts), entry.shape[2]
+                rows = entry.shape[1] // len(parts)
                 del self._entries[name]
                 for i, (expert, part) in enumerate(itertools.product(range(entry.shape[0]), parts)):
-                    offset = entry.offset + i * rows * width * entry.dtype.itemsize
-                    own = replace(entry, shape=(rows, width), offset=offset)
-                    self._entries[f"{match[1]}.{expert}.{part}.weight"] = own
+                    self._entries[f"{match[1]}.{expert}.{part}.weight"] = entry.part(i, rows)
 
 
 def fuse_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -2,6 +2,7 @@
 spread, of ragged sizes; and against the package that writes three of them (`-m oracle`)."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import spread
 import tiny
 
 from specserve import mesh
@@ -230,6 +232,41 @@ def test_a_packed_target_is_the_widened_one(tmp_path: Path, rng: np.random.Gener
     (folders[0] / "config.json").write_text(json.dumps(raw), "utf-8-sig")
     one, other = (load_target(folder, dtype="float32").params for folder in folders)
     jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_experts_that_mlx_keeps_in_one_tensor_are_those_of_the_checkpoint(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Beside a router of other bits."""
+    folders = tmp_path / "packed", tmp_path / "widened"
+    raw = spread.MODELS["experts"] | {"num_hidden_layers": 1, "num_experts": 2}
+    stated: dict[str, Any] = {"bits": 4, "group_size": 8}
+    for folder in folders:
+        folder.mkdir()
+        tiny.write_target(folder, raw, seed=0)
+    stored = TensorFolder(folders[0])
+    packed, widened = ({name: stored.read(name) for name in stored.names()} for _ in folders)
+    stacked: dict[str, list[np.ndarray]] = {}
+    for name in sorted(name for name in packed if ".mlp." in name):
+        is_router, base = ".gate." in name, name.removesuffix(".weight")
+        bits = 8 if is_router else 4
+        out, num_in = packed.pop(name).shape
+        q = rng.integers(0, 1 << bits, (out, num_in))
+        scales, biases = rng.uniform(0.01, 0.02, (2, out, num_in // 8)).astype(np.float16)
+        widened[name] = q * np.repeat(scales, 8, 1).astype(np.float32) + np.repeat(biases, 8, 1).astype(np.float32)
+        parts = {"weight": _words(q, bits).view(np.uint32), "scales": scales, "biases": biases}
+        for part, value in parts.items():
+            if is_router:
+                packed[f"{base}.{part}"], stated[base] = value, {"bits": 8, "group_size": 8}
+            else:
+                stacked.setdefault(re.sub(r"experts\.\d+", "switch_mlp", f"{base}.{part}"), []).append(value)
+    packed |= {name: np.stack(values) for name, values in stacked.items()}
+    for folder, tensors in zip(folders, (packed, widened), strict=True):
+        write_tensors(folder / "model.safetensors", tensors)
+    (folders[0] / "config.json").write_text(json.dumps(raw | {"quantization": stated}))
+    one, other = (load_target(folder, dtype="float32").params for folder in folders)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    load_target(folders[0], dtype="float32", quantization="stored")
 
 
 def test_inputs_that_fill_no_word_are_cut(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -247,6 +247,25 @@ def test_a_layer_in_few_bits_is_what_its_scales_make_of_it(tmp_path: Path, rng: 
     assert not examine(tmp_path, models.target).findings
 
 
+def test_a_layer_whose_first_product_is_packed_is_found(tmp_path: Path) -> None:
+    """By the name of its words; those of zeros mean -1 times the scale."""
+    carried.models(tmp_path, carried.SMALL)
+    stated = {"quant_method": "gptq", "bits": 4, "group_size": 8}
+    write_json(tmp_path / "config.json", carried.SMALL | {"quantization_config": stated})
+    scales, fc = np.arange(256, dtype=np.float16).reshape(8, 32), "model.layers.3.eh_proj"
+
+    def pack(tensors: Tensors) -> None:
+        del tensors[f"{fc}.weight"]
+        words = {"qweight": np.zeros((8, 32), np.int32), "qzeros": np.zeros((8, 4), np.int32), "scales": scales}
+        tensors |= {f"{fc}.{part}": value for part, value in words.items()}
+
+    _edit(tmp_path, pack)
+    models = load_models(str(tmp_path), CARRIED, has_tokenizer=False)
+    assert models.head is not None
+    found = head_files(models.head, models.target, dtype="float32")[0][f"{fc}.weight"]
+    np.testing.assert_array_equal(found, -np.repeat(scales.T, 8, axis=1))
+
+
 @pytest.mark.parametrize("raw", [carried.SMALL, carried.NEXT], ids=["qwen3", "qwen3_next"])
 def test_speculators_layout_is_written_and_read(tmp_path: Path, raw: dict[str, Any]) -> None:
     target, head = carried.models(tmp_path, raw)

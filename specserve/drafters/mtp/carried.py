@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from specserve.checkpoints.load import Target, is_whole, load_params, renamer
+from specserve.checkpoints.packed import is_stored
 from specserve.checkpoints.quantized import read_storing
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.mtp.config import Layout, MtpConfig
@@ -24,7 +25,7 @@ def is_carried(folder: Path, config: MtpConfig) -> bool:
     """Return whether the checkpoint of a target carries the layer. Raises CheckpointError where there is no
     checkpoint."""
     names = TensorFolder(folder).names()
-    return names_in(names)(f"{config.layout.fc}.weight") in names
+    return is_stored(names, names_in(names)(f"{config.layout.fc}.weight"))
 
 
 def load_carried(target: Target, config: MtpConfig) -> MtpParams:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from specserve.checkpoints.load import Target, to_numpy
+from specserve.checkpoints.packed import is_stored
 from specserve.checkpoints.tensors import CONFIG, ExpertByExpert, TensorFolder, fuse_experts, listed, read_json
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.mtp.carried import (
@@ -72,7 +73,7 @@ def read_config(folder: Path, target: ModelConfig, target_name: str, *, dtype: s
         )
     config = config_of(target, dtype=dtype)
     name_of = name_in(names, config.layout)
-    if name_of(f"{config.layout.fc}.weight") not in names:
+    if not is_stored(names, name_of(f"{config.layout.fc}.weight")):
         said = f"{num_carried(raw)} in its config.json" if num_carried(raw) else "none in its config.json either"
         raise CheckpointError(
             f"{folder}: no layer of multi-token prediction: {config.layout.fc}.weight is missing ({said}). Take a "

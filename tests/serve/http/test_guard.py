@@ -77,7 +77,7 @@ def test_keys_come_from_the_flag_a_file_and_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "keys"
-    file.write_text("# of ours\n\n  one \ntwo\n")
+    file.write_text("one\n# of ours\n\ntwo \n", "utf-8-sig")
     monkeypatch.setenv(VARIABLE, "three, one,")
     assert read_api_keys(ServeRun(api_key="zero", api_key_file=str(file))) == ("zero", "three", "one", "two")
     monkeypatch.delenv(VARIABLE)

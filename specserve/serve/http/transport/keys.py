@@ -20,7 +20,7 @@ def read_api_keys(run: ServeRun) -> tuple[str, ...]:
     keys += [key.strip() for key in os.environ.get(VARIABLE, "").split(",") if key.strip()]
     if run.api_key_file:
         try:
-            lines = Path(run.api_key_file).expanduser().read_text(encoding="utf-8").splitlines()
+            lines = Path(run.api_key_file).expanduser().read_text(encoding="utf-8-sig").splitlines()
         except (OSError, ValueError) as error:
             raise ConfigError(f"--api-key-file {run.api_key_file}: cannot be read: {error}") from None
         found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
