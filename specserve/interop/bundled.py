@@ -4,15 +4,7 @@ targets that they are for."""
 from pathlib import Path
 
 from specserve.checkpoints.configs import find_config, is_known_here
-from specserve.checkpoints.source import (
-    BUNDLED,
-    BUNDLED_FOLDER,
-    BUNDLED_HEADS,
-    GGUF,
-    download,
-    find_folder,
-    is_hub_id,
-)
+from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, BUNDLED_HEADS, GGUF, download, find_folder, is_hub_id
 from specserve.errors import ConfigError
 from specserve.models.config import ModelConfig
 from specserve.models.presets import PRESETS

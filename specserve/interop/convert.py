@@ -82,13 +82,7 @@ def stretched(head: Head, factor: float, length: int) -> Head:
 
 
 def import_head(
-    folder: Path,
-    output: Path,
-    target: Target,
-    *,
-    target_name: str,
-    dtype: str = "",
-    is_forced: bool = False,
+    folder: Path, output: Path, target: Target, *, target_name: str, dtype: str = "", is_forced: bool = False
 ) -> Imported:
     """Read a head from any dialect, repair what can be without guessing, and write it in our own layout. Raises
     CheckpointError that lists what cannot."""

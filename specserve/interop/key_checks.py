@@ -15,7 +15,6 @@ from specserve.models.rope import Rope
 
 CHECKS = FAULTS["keys"]
 
-
 _OF_HEADS = re.compile("(?i)eagle|draft|spark|flash|speculator|mtp|nextn|medusa|domino")
 _ROTARY = frozenset((*ROTARY, *SCALING))
 ROPE_KEYS = ("rope_theta", OLD_ROPE, ROPE)

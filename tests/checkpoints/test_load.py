@@ -218,11 +218,11 @@ def test_a_saved_target_of_every_family_is_the_loaded_one_bit_for_bit(
     ("family", "names"),
     [
         ("llama-llama3", set()),
-        ("deepseek-v3", {"e_score_correction_bias"}),
+        ("deepseek-v3", {"e_score_correction_bias", "gate"}),
         ("minimax-m2", {"e_score_correction_bias"}),
         ("qwen3-next", {"A_log", "dt_bias", "conv1d"}),
         ("qwen3-5", {"A_log", "dt_bias", "conv1d"}),
-        ("ling-3", {"A_log", "dt_bias", "q_conv1d", "k_conv1d", "v_conv1d", "expert_bias"}),
+        ("ling-3", {"A_log", "dt_bias", "q_conv1d", "k_conv1d", "v_conv1d", "expert_bias", "gate"}),
     ],
 )
 def test_few_numbers_that_decide_much_stay_float32(

@@ -88,7 +88,6 @@ KEYS = KeyTable(
 
 CHECKS = FAULTS["blocks"]
 
-
 Layout = Literal["z-lab", "speculators"]
 _FIRST_TO_SLIDE = 28  # `max_window_layers` of a Qwen3 that does not state it
 OF_TARGET = "the target's own, which it was trained beside"
@@ -297,15 +296,9 @@ def renamer(names: frozenset[str]) -> Callable[[str], str]:
     """A function from our tensor names, which are z-lab's, to the folder's."""
 
     def rename(name: str) -> str:
-        spelled = [
-            name,
-            f"logit_head.{name}",
-            *(name.replace(ours, other, 1) for ours, other in _DIALECTS if name.startswith(ours)),
-        ]
-        if name == D2T:
-            spelled.append("draft_id_to_target_id")
-        if name.endswith("_codebook"):
-            spelled.append(f"{name}.weight")
+        spelled = [name, f"logit_head.{name}"]
+        spelled += [name.replace(ours, other, 1) for ours, other in _DIALECTS if name.startswith(ours)]
+        spelled += ["draft_id_to_target_id"] * (name == D2T) + [f"{name}.weight"] * name.endswith("_codebook")
         return next((p + each for each in spelled for p in ("", "model.") if p + each in names), name)
 
     return rename
@@ -360,12 +353,11 @@ def _joint_to_hf(config: DFlashConfig) -> dict[str, Any]:
             "enable_confidence_head": bool(config.confidence),
             "confidence_head_with_markov": config.confidence == "state and token",
         }
+    own: Mapping[str, str] = {"dflash2": SELECTOR, "domino": CORRECTION}.get(config.name, {})
+    keys = {key: getattr(config, field) for key, field in own.items()}
     if config.name == "domino":
-        keys = {key: getattr(config, field) for key, field in CORRECTION.items()}
         return {"projector_type": "domino", **keys, "shift_label": config.foresees_anchor}
-    if config.name == "dflash2":
-        return {key: getattr(config, field) for key, field in SELECTOR.items()}
-    return {}
+    return keys
 
 
 def unsaid_in(layout: Layout, config: DFlashConfig) -> list[str]:

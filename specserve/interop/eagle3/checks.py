@@ -21,18 +21,7 @@ from specserve.interop.eagle3.dialects import CHECKS, FLAGS, KEYS, OUTPUT_TAPS, 
 from specserve.interop.examined import ExaminedFiles, given
 from specserve.interop.findings import FLOATS, LAYERS, Copy, Dialect, Finding, both, put
 from specserve.interop.key_checks import ROPE_KEYS, check_named, check_rotary
-from specserve.interop.keys import (
-    EPS,
-    LAYER,
-    ROTARY,
-    SCALING,
-    KeyTable,
-    Stated,
-    architectures,
-    inner,
-    is_count,
-    within,
-)
+from specserve.interop.keys import EPS, LAYER, ROTARY, SCALING, KeyTable, Stated, architectures, inner, is_count, within
 from specserve.interop.repairs import write_rope
 from specserve.models.params import ParamSpec, specs
 from specserve.models.rope import Rope, plain_rope
@@ -69,10 +58,8 @@ class EagleFiles(ExaminedFiles):
     @cached_property
     def counted(self) -> Stated:
         """The config.json with what can be counted by the tensors in the place of what it states of that."""
-        rows, num_layers = (
-            self.stated.get("draft_vocab_size") or self.head_rows,
-            max(1, published.count_layers(self.names)),
-        )
+        rows = self.stated.get("draft_vocab_size") or self.head_rows
+        num_layers = max(1, published.count_layers(self.names))
         return self.stated.with_values(draft_vocab_size=rows, num_hidden_layers=num_layers)
 
     def make(self) -> Eagle3Config:

@@ -45,7 +45,6 @@ EAGLE, TAP_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
 OUTPUT_TAPS = "target_layer_ids"  # DeepSpec's, of outputs in every layout
 FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
 
-
 NORMED_CLASSES = frozenset(  # with norms of queries and keys: vLLM's, and DeepSpec's
     ("Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM", "Qwen3Eagle3Model")
 )
@@ -97,13 +96,8 @@ KEYS = KeyTable(
 
 CHECKS = FAULTS["eagle3"]
 
-
-ARCHITECTURES: dict[Dialect, str] = {
-    "sglang": "LlamaForCausalLMEagle3",
-    "vllm": "LlamaForCausalLMEagle3",
-    "speculators": "Eagle3DraftModel",
-    "sglang-jax": "LlamaForCausalLMEagle3",
-}
+_FLAT, _NESTED = "LlamaForCausalLMEagle3", "Eagle3DraftModel"
+ARCHITECTURES: dict[Dialect, str] = {"sglang": _FLAT, "vllm": _FLAT, "speculators": _NESTED, "sglang-jax": _FLAT}
 NORMED: Mapping[Dialect, str] = {"vllm": "Eagle3Qwen3ForCausalLM"}  # with norms of queries and keys
 _QWEN3 = "qwen3"  # in the names of classes whose layers have those norms
 SPECULATIVE_TOKENS = 3  # a speculators config suggests so many to vLLM; a flag of the server overrides it
@@ -173,9 +167,8 @@ def check_masks(stated: Stated) -> Iterator[Finding]:
 
 
 def is_normed(stated: Stated) -> bool:
-    """Return whether the model class that a head names norms queries and keys, as layers of Qwen3 and of
-    Gemma 4 do. In a flat layout
-    trainers leave the target's own `model_type`, which says nothing."""
+    """Return whether the model class that a head names norms queries and keys, as layers of Qwen3 and of Gemma 4 do.
+    In a flat layout trainers leave the target's own `model_type`, which says nothing."""
     kind = inner(stated.raw, LAYER).get("model_type")
     is_named = any(_QWEN3 in name.lower() for name in architectures(stated.raw) & NORMED_CLASSES)
     return kind == _QWEN3 or is_named or gemma.is_gemma(stated.raw)
@@ -183,10 +176,7 @@ def is_normed(stated: Stated) -> bool:
 
 def latent_from_hf(stated: Stated) -> dict[str, Any]:
     """Read the fields of a head with latent attention; none of another one. Raises ConfigError."""
-    is_latent, stated_sizes = (
-        bool(architectures(stated.raw) & LATENT_CLASSES),
-        [*map(stated.get, LATENT_KEYS)],
-    )
+    is_latent, stated_sizes = bool(architectures(stated.raw) & LATENT_CLASSES), [*map(stated.get, LATENT_KEYS)]
     required = stated_sizes[:-1]  # queries may be projected in one matrix
     if None in required if is_latent else any(stated_sizes):
         given = ", ".join(f"{key} {stated.get(key)}" for key in LATENT_KEYS)

@@ -48,7 +48,6 @@ KEYS = KeyTable(
     places=EAGLE3_KEYS.places | {"dflash_config"},
 )
 
-
 CHECKS = FAULTS["p-eagle"]
 
 WRITTEN_MASK_KEYS = ("mask_token_id", "ptd_token_id")  # in the flat layout: SpecForge's name, and one that vLLM reads
