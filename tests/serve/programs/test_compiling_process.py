@@ -6,26 +6,28 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
-from engines import PATIENCE, make_runner, wait_until
+from engines import PATIENCE, Ask, greedy, make_runner, run, serving, wait_until
 from jax.experimental.compilation_cache import compilation_cache
-from kept_start import answers
 
 from specserve import host
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
+from specserve.serve.engine.engine import Engine
+from specserve.serve.engine.interface import EngineStats
+from specserve.serve.engine.late import LateWork
 from specserve.serve.programs.calls import Call
 from specserve.serve.programs.compile_queue import compile_all
 from specserve.serve.programs.compiling_process import CompilingProcess
 from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import ADMISSION, PAGE_TABLE, Runner
+from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.program import StepProgram
 
 LET_WAIT = host.let_wait
@@ -50,48 +52,65 @@ def make(tiny_target: Target, tiny_head: Head, tmp_path: Path) -> Callable[..., 
     return make
 
 
+ASKS = [
+    Ask((5, 9, 11, 5, 9, 11, 5, 9), greedy(12, ignore_eos=True)),
+    Ask((7, 3), SamplingParams(max_tokens=12, seed=1, ignore_eos=True)),
+]
+
+
 def _refuse(call: Call) -> Any:
-    pytest.fail(f"{call.program} was traced")
+    raise AssertionError(f"{call.program} was traced")
+
+
+def _answers(runner: Runner, late: Sequence[StepProgram]) -> tuple[list[list[int]], EngineStats]:
+    """Serve once the late programs are there; it returns the answers, and what is counted then."""
+    work, counts = LateWork(late), list[int]()
+    engine = Engine(runner, None, model_name="tiny", eos_ids=(2,), late=work)
+    with serving(engine) if not late else engine:
+        wait_until(lambda: counts.append(engine.stats().num_programs_left) or counts[-1] == 0)
+        wait_until(lambda: engine._late.is_complete)
+        assert counts == sorted(counts, reverse=True)
+        return [inbox.token_ids for inbox in run(engine, ASKS)], engine.stats()
 
 
 def test_what_the_process_compiles_is_what_this_one_would(
     make: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The same tokens and the same state, and not a program is traced here."""
+    """The same tokens by the same steps, and none of the late programs is traced here."""
     runner = make()
     programs = list_programs(runner, has_scoring=False)
+    first = [program for program in programs if runner.shapes.is_plain(program)]
+    compile_all(runner.compile, first)
     with monkeypatch.context() as patch:
         patch.setattr(Call, "lower", _refuse)
-        process = CompilingProcess(runner)
-        compile_all(process.compile, programs)
-        assert all(program in runner.compiled for program in programs)
-        ours = answers(runner)
-    assert runner.compiled.num_missed == 0
+        tokens, stats = _answers(runner, [program for program in programs if program not in first])
+    assert (stats.num_late_compiles, stats.num_programs_left) == (0, 0)
+    assert set(stats.num_steps_by_speculation) == {"chain:3"}
     assert not caplog.records
-    child = process._process
-    assert child is not None
-    assert child.stdin is not None
-    child.stdin.close()  # as the system does when this process ends, however it ends
-    assert child.wait(PATIENCE) == 0
     jax.config.update("jax_enable_compilation_cache", True)  # quicker
-    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(answers(make(None)), ours, strict=True))
+    alone = make(None)
+    compile_all(alone.compile, programs)
+    assert _answers(alone, ())[0] == tokens
 
 
-def test_a_process_that_is_killed_is_survived_and_said_once(
-    make: Callable[..., Runner], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("end", [lambda child: child.kill(), lambda child: child.stdin.close()], ids=["killed", "left"])
+def test_a_process_that_ends_is_survived_and_said_once(
+    make: Callable[..., Runner], caplog: pytest.LogCaptureFixture, end: Callable[[Any], None]
 ) -> None:
+    """And it ends by itself when its pipe is closed, as the system does when the server has ended, however it has."""
     runner = make()
     process, programs = CompilingProcess(runner), [ADMISSION, PAGE_TABLE, StepProgram(1, runner.shapes.max_pages)]
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(1) as pool:
         compiled = [pool.submit(process.compile, program) for program in programs]
-        wait_until(lambda: process._process is not None)
-        assert process._process is not None
-        os.kill(process._process.pid, signal.SIGKILL)
+        wait_until(lambda: bool(process._waiting))
+        with process._lock:  # it has been asked
+            end(process._process)
         for each in compiled:
             each.result(PATIENCE)
     assert all(program in runner.compiled for program in programs)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "it has ended with status -9" in caplog.text
+    assert process._process is not None
+    assert process._process.returncode == (0 if end.__code__.co_names[-1] == "close" else -signal.SIGKILL)
 
 
 def test_a_process_that_cannot_start_or_keep_is_done_without(
