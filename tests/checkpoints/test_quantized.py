@@ -349,7 +349,7 @@ def _logits(params: TargetParams, config: ModelConfig, token_ids: jax.Array) -> 
         ("deepseek-v3", "int8", "cpu"),
         ("gpt-oss", "fp8", "cpu"),
         ("qwen3-next", "int4", "cpu"),
-        ("qwen3-next", "int4", "gpu"),
+        ("qwen3-tied", "int4", "gpu"),
     ],
 )
 def test_every_product_takes_a_quantised_weight(tmp_path: Path, family: str, to: Rounded, platform: str) -> None:
