@@ -39,35 +39,35 @@ MOST_SPAN = 128  # bytes of an output that are read at once: a line of the cache
 COLUMNS = 128  # outputs of a program
 ROWS = 128  # of a program, at most
 MANY = 64  # rows from which on a product is computed with outputs as rows: Hopper's multiplies such registers in place
-PROGRAMS = 264  # keep the 132 multiprocessors of an H100 busy, with two programs each, as many as registers hold
-WARPS = 8  # of a program; with fewer threads than columns, scales would be passed on through shared memory
+PROGRAMS = 396  # keep the 132 multiprocessors of an H100 busy, with three programs each
+WARPS = 4  # of a program: each has 32 outputs, for which it loads the rows once
 PENDING_BYTES = 2**15  # of codes, asked for by a program and not there yet
 
 
 def _asm(numbers: Numbers, half: int) -> str:
     """Return the instructions that widen the low halves of four bytes ($2) to bfloat16 (0), or their high halves (1),
     by the scale and what goes with it of each ($3 to $6, of which the first stands for all)."""
-    lines = ["{", ".reg .b32 bits, sign, scale, other, constant, neutral;", "prmt.b32 scale, $3, $3, 0x1010;"]
+    lines = ["{", ".reg .b32 bits, sign, scale, other, first, second;", "prmt.b32 scale, $3, $3, 0x1010;"]
     lines += ["prmt.b32 other, $3, $3, 0x3232;"] * (numbers != "fp4")
-    constant, neutral = {
+    first, second = {
         "uint4": ("0xC300C300", "0x3F803F80"),  # -128 and 1
         "int4": ("0x3F803F80", "0"),  # 1
         "fp4": ("0x7F007F00", "0x80008000"),  # 2^127 and minus zero
     }[numbers]
-    lines += [f"mov.b32 constant, {constant};", f"mov.b32 neutral, {neutral};"]
+    lines += [f"mov.b32 first, {first};", f"mov.b32 second, {second};"]
     for i, bytes_ in enumerate(("0x4140", "0x4342")):
         lines.append(f"prmt.b32 bits, $2, 0, {bytes_};")  # two bytes in the halves of a register
         if numbers == "fp4":  # a magnitude is the lowest bits of the exponent and the highest of the fraction
             lines += [f"shl.b32 sign, bits, {12 - 4 * half};", "and.b32 sign, sign, 0x80008000;"]
             lines += [f"shl.b32 bits, bits, {6 - 4 * half};", "lop3.b32 bits, bits, 0x01C001C0, sign, 0xEA;"]
-            lines += ["fma.rn.bf16x2 bits, bits, constant, neutral;", f"fma.rn.bf16x2 ${i}, bits, scale, neutral;"]
+            lines += ["fma.rn.bf16x2 bits, bits, first, second;", f"fma.rn.bf16x2 ${i}, bits, scale, second;"]
             continue
         lines += ["shr.u32 bits, bits, 4;"] * half
         lines.append("lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;")  # (x & 15) | 128.0
         if numbers == "uint4":
-            lines += ["fma.rn.bf16x2 bits, bits, neutral, constant;", f"fma.rn.bf16x2 ${i}, bits, scale, other;"]
+            lines += ["fma.rn.bf16x2 bits, bits, second, first;", f"fma.rn.bf16x2 ${i}, bits, scale, other;"]
         else:
-            lines += ["fma.rn.bf16x2 bits, bits, constant, other;", f"mul.rn.bf16x2 ${i}, bits, scale;"]
+            lines += ["fma.rn.bf16x2 bits, bits, first, other;", f"mul.rn.bf16x2 ${i}, bits, scale;"]
     return "\n".join([*lines, "}"])
 
 
