@@ -25,11 +25,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from specserve.kernels.panels import FP4_CODES, FP4_DOUBLES
+from specserve.kernels.panels import FP4_CODES
 from specserve.mesh import traced_once
 from specserve.pytree import pytree, static
 
@@ -40,29 +39,35 @@ MOST_SPAN = 128  # bytes of an output that are read at once: a line of the cache
 COLUMNS = 128  # outputs of a program
 ROWS = 128  # of a program, at most
 MANY = 64  # rows from which on a product is computed with outputs as rows: Hopper's multiplies such registers in place
-PROGRAMS = 264  # keep the 132 multiprocessors of an H100 busy, with two programs each, as many as registers hold
-WARPS = 8  # of a program; with fewer threads than columns, scales would be passed on through shared memory
+PROGRAMS = 396  # keep the 132 multiprocessors of an H100 busy, with three programs each
+WARPS = 4  # of a program: each has 32 outputs, for which it loads the rows once
 PENDING_BYTES = 2**15  # of codes, asked for by a program and not there yet
 
 
-def _asm(numbers: Numbers, half: int, has_offset: bool) -> str:
-    """Return the instructions that widen the low halves of four bytes (0), or their high halves (1), to bfloat16, times
-    their scales, plus their offsets."""
-    lines = ["{", ".reg .b32 bits, sign, times, less;"]
-    times, less = {"uint4": (0x3F80, 0xC300), "int4": (0x3F80, 0xC308), "fp4": (0x7F00, 0x8000)}[numbers]
-    lines += [f"mov.b32 times, 0x{times:04X}{times:04X};", f"mov.b32 less, 0x{less:04X}{less:04X};"]
-    if not has_offset:
-        lines += [".reg .b32 none;", "mov.b32 none, 0x80008000;"]
+def _asm(numbers: Numbers, half: int) -> str:
+    """Return the instructions that widen the low halves of four bytes ($2) to bfloat16 (0), or their high halves (1),
+    by the scale and what goes with it of each ($3 to $6, of which the first stands for all)."""
+    lines = ["{", ".reg .b32 bits, sign, scale, other, first, second;", "prmt.b32 scale, $3, $3, 0x1010;"]
+    lines += ["prmt.b32 other, $3, $3, 0x3232;"] * (numbers != "fp4")
+    first, second = {
+        "uint4": ("0xC300C300", "0x3F803F80"),  # -128 and 1
+        "int4": ("0x3F803F80", "0"),  # 1
+        "fp4": ("0x7F007F00", "0x80008000"),  # 2^127 and minus zero
+    }[numbers]
+    lines += [f"mov.b32 first, {first};", f"mov.b32 second, {second};"]
     for i, bytes_ in enumerate(("0x4140", "0x4342")):
         lines.append(f"prmt.b32 bits, $2, 0, {bytes_};")  # two bytes in the halves of a register
         if numbers == "fp4":  # a magnitude is the lowest bits of the exponent and the highest of the fraction
             lines += [f"shl.b32 sign, bits, {12 - 4 * half};", "and.b32 sign, sign, 0x80008000;"]
             lines += [f"shl.b32 bits, bits, {6 - 4 * half};", "lop3.b32 bits, bits, 0x01C001C0, sign, 0xEA;"]
-        else:  # (x & 15) | 128.0
-            lines += ["shr.u32 bits, bits, 4;"] * half
-            lines.append("lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;")
-        lines.append("fma.rn.bf16x2 bits, bits, times, less;")  # * 1.0 - 128.0 or - 136.0; of a float * 2^127 - 0.0
-        lines.append(f"fma.rn.bf16x2 ${i}, bits, ${3 + i}, {f'${5 + i}' if has_offset else 'none'};")
+            lines += ["fma.rn.bf16x2 bits, bits, first, second;", f"fma.rn.bf16x2 ${i}, bits, scale, second;"]
+            continue
+        lines += ["shr.u32 bits, bits, 4;"] * half
+        lines.append("lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;")  # (x & 15) | 128.0
+        if numbers == "uint4":
+            lines += ["fma.rn.bf16x2 bits, bits, second, first;", f"fma.rn.bf16x2 ${i}, bits, scale, other;"]
+        else:
+            lines += ["fma.rn.bf16x2 bits, bits, first, other;", f"mul.rn.bf16x2 ${i}, bits, scale;"]
     return "\n".join([*lines, "}"])
 
 
@@ -70,11 +75,11 @@ def _asm(numbers: Numbers, half: int, has_offset: bool) -> str:
 class NibbleMatrix:
     """A [d_in, d_out] matrix of numbers of 4 bits times scales, perhaps plus offsets, as `multiply` reads it. Of each
     `span` bytes of an output, the low halves are the codes of the first `span` inputs and the high halves those of the
-    next `span`."""
+    next `span`. A weight is (128 + code + zero) * scale in `int4`, code * scale + offset in `uint4`, and the double of
+    a 4-bit float times the scale in `fp4`."""
 
     codes: jax.Array  # [d_out, d_in / 2] uint8
-    scale: jax.Array  # [d_in / block rounded up, d_out] bfloat16
-    offset: jax.Array | None  # like scale
+    scales: jax.Array  # [d_in / block rounded up, d_out] uint32: a bfloat16 scale, and above it a zero or an offset
     numbers: Numbers = static()
     span: int = static()
     block: int = static()  # inputs that share a scale
@@ -86,8 +91,7 @@ class NibbleMatrix:
 
     def __getitem__(self, index: tuple[slice, Any]) -> "NibbleMatrix":
         """Pick some outputs, of all inputs."""
-        scale, offset = (each if each is None else each[index] for each in (self.scale, self.offset))
-        return dataclasses.replace(self, codes=self.codes[index[1]], scale=scale, offset=offset)
+        return dataclasses.replace(self, codes=self.codes[index[1]], scales=self.scales[index])
 
 
 def span_of(d_in: int, block: int) -> int:
@@ -103,28 +107,21 @@ def pack(
     offset: jax.Array | None,  # like scale
     block: int,
 ) -> NibbleMatrix | None:
-    """Return numbers with their scales and offsets in 4 bits, without changing one; None where they do not fit, or
-    where the kernel cannot take the shape."""
+    """Return numbers in 4 bits, without changing one, and their scales and offsets in bfloat16; None where they do not
+    fit, or where the kernel cannot take the shape."""
     d_in, block = values.shape[0], min(block, values.shape[0])
     if values.dtype != jnp.int8 or not span_of(d_in, block):
         return None
     low, high = _bounds(values, block)
-    widest, least, largest = (int(each) for each in ((high - low).max(), low.min(), high.max()))
-    numbers: Numbers = "int4"
-    if widest > 15:
-        if (jnp.asarray(FP4_CODES)[values.view(jnp.uint8)] > 15).any():
-            return None
-        numbers = "fp4"
-    elif least >= 0 and 7 < largest < 16:
-        numbers = "uint4"
-    else:
-        shift = jnp.where((low >= -8) & (high < 8), 0, low + 8)
-        values = values + 8
-        if shift.any():
-            values = values - jnp.repeat(shift.astype(jnp.int8), block, axis=0)[:d_in]
-            moved = shift.astype(jnp.float32) * scale
-            offset = moved if offset is None else moved + offset
-    return lay_out(values, scale, offset, block, numbers)
+    if (high - low).max() > 15:
+        is_float = offset is None and (jnp.asarray(FP4_CODES)[values.view(jnp.uint8)] < 16).all()
+        return lay_out(values, scale, jnp.zeros_like(scale), block, "fp4") if is_float else None
+    first = jnp.where((low >= 0) & (high < 16), 0, jnp.where((low >= -8) & (high < 8), -8, low))
+    values = values - jnp.repeat(first.astype(jnp.int8), block, axis=0)[:d_in]
+    least = first.astype(jnp.float32)
+    if offset is None:
+        return lay_out(values, scale, least - 128, block, "int4")
+    return lay_out(values, scale, least * scale + offset, block, "uint4")
 
 
 def _bounds(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:  # [d_in / block rounded up, d_out] int32
@@ -133,18 +130,16 @@ def _bounds(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:  # [d
     return blocks.min(axis=1).astype(jnp.int32), blocks.max(axis=1).astype(jnp.int32)
 
 
-def lay_out(
-    values: jax.Array, scale: jax.Array, offset: jax.Array | None, block: int, numbers: Numbers
-) -> NibbleMatrix:
-    """Lay out int8 values that are codes, or doubles of 4-bit floats."""
+def lay_out(values: jax.Array, scale: jax.Array, other: jax.Array, block: int, numbers: Numbers) -> NibbleMatrix:
+    """Lay out int8 values that are codes, or doubles of 4-bit floats; `other` is the zeros or the offsets."""
     d_in, d_out = values.shape
     span, codes = span_of(d_in, block), values.view(jnp.uint8)
     if numbers == "fp4":
         codes = jnp.asarray(FP4_CODES)[codes]
     halves = codes.reshape(-1, 2, span, d_out)
     codes = (halves[:, 0] | halves[:, 1] << 4).reshape(-1, d_out).T
-    scale, offset = (each if each is None else each.astype(jnp.bfloat16) for each in (scale, offset))
-    return NibbleMatrix(codes, scale, offset, numbers, span, block)
+    pairs = jnp.stack([scale, other], axis=-1).astype(jnp.bfloat16)
+    return NibbleMatrix(codes, jax.lax.bitcast_convert_type(pairs, jnp.uint32), numbers, span, block)
 
 
 def restore(weight: NibbleMatrix) -> jax.Array:  # [d_in, d_out] float32
@@ -152,14 +147,20 @@ def restore(weight: NibbleMatrix) -> jax.Array:  # [d_in, d_out] float32
     d_in, d_out = weight.shape
     pairs = weight.codes.T.reshape(-1, 1, weight.span, d_out)
     codes = jnp.concatenate([pairs & 15, pairs >> 4], axis=1).reshape(d_in, d_out)
-    table = {"fp4": FP4_DOUBLES, "int4": np.arange(16) - 8, "uint4": np.arange(16)}[weight.numbers]
-    numbers = jnp.asarray(table, jnp.float32)[codes]
+    return _weights(codes, jnp.repeat(weight.scales, weight.block, axis=0)[:d_in], weight.numbers)
 
-    def of_inputs(of_blocks: jax.Array) -> jax.Array:
-        return jnp.repeat(of_blocks.astype(jnp.float32), weight.block, axis=0)[:d_in]
 
-    plain = numbers * of_inputs(weight.scale)
-    return plain if weight.offset is None else plain + of_inputs(weight.offset)
+def _weights(codes: jax.Array, scales: jax.Array, numbers: Numbers) -> jax.Array:
+    """Return the weights of codes and their scales, which broadcast, in float32."""
+    scale, other = (jax.lax.bitcast_convert_type(bits, jnp.float32) for bits in (scales << 16, (scales >> 16) << 16))
+    code = codes.astype(jnp.int32)
+    if numbers == "fp4":  # 1 + fraction / 2 times a power of two, doubled; below it a half, doubled
+        exponent, fraction = (code >> 1) & 3, code & 1
+        size = jnp.where(exponent > 0, (2 + fraction) << jnp.maximum(exponent - 1, 0), fraction)
+        return jnp.where(code > 7, -size, size).astype(jnp.float32) * scale
+    if numbers == "int4":
+        return (code.astype(jnp.float32) + (128 + other)) * scale
+    return code.astype(jnp.float32) * scale + other
 
 
 def multiply(x: jax.Array, weight: NibbleMatrix, *, interpret: bool = False) -> jax.Array:
@@ -191,7 +192,7 @@ def _multiply(x: jax.Array, weight: NibbleMatrix, *, interpret: bool) -> jax.Arr
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=stages),
         interpret=interpret,
         name="multiply_nibbles",
-    )(x, weight.codes, weight.scale, weight.offset)
+    )(x, weight.codes, weight.scales)
     return found.sum(axis=0)
 
 
@@ -204,8 +205,7 @@ def _parts(num_rows: int, d_in: int, num_steps: int, num_tiles: int) -> int:
 def _kernel(
     x_ref: Any,  # [row, d_in]
     codes_ref: Any,  # [d_out, d_in / 2] uint8
-    scale_ref: Any,  # [block, d_out]
-    offset_ref: Any,  # like scale, or None
+    scales_ref: Any,  # [block, d_out] uint32
     out_ref: Any,  # [part, row, d_out] float32
     *,
     row_tile: int,
@@ -227,11 +227,12 @@ def _kernel(
         pairs = columns.load_rows(codes_ref, step * span, span)
         for half in (0, 1):
             start = (2 * step + half) * span
-            of_block = [
-                columns.load(ref, jax.lax.div(start, block)) for ref in (scale_ref, offset_ref) if ref is not None
-            ]
+            scales = columns.load(scales_ref, jax.lax.div(start, block))[:, None]
             x = rows.load_rows(x_ref, start, span)
-            weights = _widen(pairs, half, of_block, numbers, uses_asm, x.dtype)
+            if uses_asm and x.dtype == jnp.bfloat16:
+                weights = _widen(pairs, jnp.broadcast_to(scales, pairs.shape), half, numbers)
+            else:
+                weights = _weights((pairs >> 4) if half else (pairs & 15), scales, numbers).astype(x.dtype)
             total += _product(*((weights, x) if is_turned else (x, weights)))
         return total
 
@@ -258,28 +259,15 @@ class _Tile:
         return triton.load(ref.at[self.places, pl.ds(start, count)], **mask)
 
 
-def _widen(
-    pairs: jax.Array, half: int, of_blocks: list[jax.Array], numbers: Numbers, uses_asm: bool, dtype: jnp.dtype
-) -> jax.Array:
-    """Return the weights of the low halves of bytes [output, span], or those of the high halves."""
-    if uses_asm and dtype == jnp.bfloat16:
-        args = [pairs, *(jnp.broadcast_to(each[:, None], pairs.shape) for each in of_blocks)]
-        out = jax.ShapeDtypeStruct(pairs.shape, jnp.bfloat16)
-        constraints = ",".join(["=&r"] * 2 + ["r"] * (1 + 2 * len(of_blocks)))
-        asm = _asm(numbers, half, len(of_blocks) > 1)
-        return triton.elementwise_inline_asm(
-            asm, args=args, constraints=constraints, pack=4, result_shape_dtypes=[out]
-        )[0]
-    code = ((pairs >> 4) if half else (pairs & 15)).astype(jnp.int32)
-    if numbers == "fp4":  # 1 + m / 2 times a power of two, doubled; below it a half, doubled
-        exponent, fraction = (code >> 1) & 3, code & 1
-        size = jnp.where(exponent > 0, (2 + fraction) << jnp.maximum(exponent - 1, 0), fraction)
-        whole = jnp.where(code > 7, -size, size)
-    else:
-        whole = code - (8 if numbers == "int4" else 0)
-    scale, *offset = (each[:, None].astype(jnp.float32) for each in of_blocks)
-    wide = whole.astype(jnp.float32) * scale
-    return (wide + offset[0] if offset else wide).astype(dtype)
+def _widen(pairs: jax.Array, scales: jax.Array, half: int, numbers: Numbers) -> jax.Array:
+    """Return the weights of the low halves of bytes (0), or those of the high halves, in bfloat16."""
+    return triton.elementwise_inline_asm(
+        _asm(numbers, half),
+        args=[pairs, scales],
+        constraints="=&r,=&r,r,r,r,r,r",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(pairs.shape, jnp.bfloat16)],
+    )[0]
 
 
 def _product(x: jax.Array, other: jax.Array) -> jax.Array:  # [m, input], [n, input] -> [m, n] float32

@@ -369,32 +369,40 @@ def _logits(params: TargetParams, config: ModelConfig, token_ids: jax.Array) -> 
     return logits(params, config, out.hidden_states)
 
 
-@pytest.mark.parametrize(
-    ("family", "to", "platform"),
-    [
-        ("deepseek-v3", "int8", "cpu"),
-        ("gpt-oss", "fp8", "cpu"),
-        ("qwen3-next", "int4", "cpu"),
-        ("qwen3-next", "int4", "gpu"),
-    ],
-)
-def test_every_product_takes_a_quantised_weight(tmp_path: Path, family: str, to: Rounded, platform: str) -> None:
-    """Latent attention, experts with and without biases, shared experts, gates, recurrent layers; fused as on CPU, or
-    in 4 bits as on a GPU, whose kernel is interpreted."""
+@pytest.mark.parametrize(("family", "to"), [("deepseek-v3", "int8"), ("gpt-oss", "fp8"), ("qwen3-next", "int4")])
+def test_every_product_takes_a_quantised_weight(tmp_path: Path, family: str, to: Rounded) -> None:
+    """Latent attention, experts with and without biases, shared experts, gates, recurrent layers; fused as on CPU."""
     raw = json.loads((GOLDENS / family / "config.json").read_text())
     all_specs = specs(target_spec(model_config(raw, dtype="float32")))
     seeded.write_weights(tmp_path, {name: spec.stored_shape for spec in all_specs for name in spec.names}, seed=0)
     write_json(tmp_path / "config.json", raw)
-    with mesh.made_for(platform):
-        quantized = load_target(tmp_path, dtype="float32", quantization=to, is_served=True)
-    leaves = jax.tree.leaves(quantized.params, is_leaf=_is_quantized)
-    assert any(isinstance(leaf, NibbleMatrix) for leaf in leaves) == (platform == "gpu")
+    quantized = load_target(tmp_path, dtype="float32", quantization=to)
     token_ids = jnp.arange(12, dtype=jnp.int32)[None]
-    params = quantized.params if platform == "gpu" else fuse_for_cpu(quantized.params)
-    got = _logits(params, quantized.config, token_ids)
+    got = _logits(fuse_for_cpu(quantized.params), quantized.config, token_ids)
     plain = jax.tree.map(_plain, quantized.params, is_leaf=_is_quantized)
     run = functools.partial(_logits, config=quantized.config, token_ids=token_ids)
     assert_same(got, run(plain), tolerance(run, plain))
+
+
+def test_a_gpu_that_serves_keeps_matrices_of_4_bits_in_4(tmp_path: Path) -> None:
+    """What rows are multiplied by, and nothing where it is trained with or lies on another device."""
+    tiny.write_target(tmp_path, tiny.TARGET, seed=0)
+    load = functools.partial(load_target, tmp_path, dtype="float32", quantization="int4")
+    with mesh.made_for("gpu"):
+        served, trained = load(is_served=True).params, load().params
+    there = load(is_served=True).params
+    assert jax.tree.structure(there) == jax.tree.structure(trained)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(trained, is_leaf=_is_quantized)
+    for (path, eight), four in zip(leaves, structure.flatten_up_to(served), strict=True):
+        fits = is_product(path) and eight.shape[0] % 32 == 0  # in halves of 16 inputs
+        assert isinstance(four, NibbleMatrix) == fits, path
+        if fits:
+            step = jnp.repeat(eight.scale, eight.block, axis=0)
+            assert_within(_plain(four), _plain(eight), 2.0**-8 * (15 * step + jnp.abs(_plain(eight))))
+    o, ids = served.layers[0].attention.o, jnp.asarray([3, 1])
+    x = jnp.linspace(-1, 1, 3 * o.shape[0]).reshape(3, -1)
+    assert_within(matmul(x, o), x @ _plain(o), of_product(x, _plain(o)))
+    assert_within(_plain(o[:, ids]), _plain(o)[:, ids], 0)
 
 
 def test_projections_that_are_stored_in_several_ways_stay_apart(tmp_path: Path) -> None:

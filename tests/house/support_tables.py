@@ -49,6 +49,7 @@ MIXERS = {
     "conv": "short convolutions",
 }
 EXPERTS_ALONE = "experts: compiled; other products: XLA's, untested"
+FOUR_BITS = "compiled; over a mesh other products than experts': XLA's, untested"
 WEIGHTS: dict[str, tuple[str, str, str, str]] = {  # --quantization: what it reads and makes, on CPUs, GPUs, TPUs
     "none": (
         "float32, float16 and bfloat16 as they are; FP8, INT8, MXFP4, NVFP4, AWQ, GPTQ, compressed-tensors', MLX's and "
@@ -57,14 +58,15 @@ WEIGHTS: dict[str, tuple[str, str, str, str]] = {  # --quantization: what it rea
     ),
     "stored": (
         "those layouts stay in 8 bits, with their scales and offsets, and in native kernels what fits in 4 bits in 4, "
-        "exactly; act-order, 8-bit GPTQ and MLX, and GGUF's IQ1 to IQ3, TQ1 and TQ2 become floats",
-        *("runs", EXPERTS_ALONE, EXPERTS_ALONE),
+        "exactly, on one GPU with scales and offsets in bfloat16; act-order, 8-bit GPTQ and MLX, and GGUF's IQ1 to "
+        "IQ3, TQ1 and TQ2 become floats",
+        *("runs", FOUR_BITS, EXPERTS_ALONE),
     ),
     "int8": ("rounded to INT8 at load, with a scale for each output", "measured", EXPERTS_ALONE, EXPERTS_ALONE),
     "int4": (
         "rounded to 4 bits at load, with a scale and an offset for every 32 inputs of an output; but in native "
-        "kernels the numbers take 8 bits, and experts get INT8",
-        *("measured", EXPERTS_ALONE, EXPERTS_ALONE),
+        "kernels and on one GPU the numbers take 8 bits, and experts get INT8",
+        *("measured", FOUR_BITS, EXPERTS_ALONE),
     ),
     "fp8": ("rounded to FP8 (e4m3) at load, with a scale for each output", "runs", EXPERTS_ALONE, EXPERTS_ALONE),
 }

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rounding import UNIT, assert_within, magnitudes, of_product
+from rounding import assert_within, of_product
 
 from specserve.kernels import nibbles_gpu
 from specserve.kernels.matmul import QuantizedMatrix, dequantize, in_nibbles, quantize
@@ -14,6 +14,7 @@ from specserve.kernels.nibbles_gpu import NibbleMatrix
 from specserve.kernels.panels import FP4_DOUBLES
 
 HALF = 2.0**-9  # the unit roundoff of bfloat16
+FLOAT32 = jnp.dtype("float32")
 
 
 class Shape(NamedTuple):
@@ -56,13 +57,17 @@ def test_a_product_is_that_of_the_plain_matrix_and_a_row_the_same_beside_others(
     assert isinstance(packed, NibbleMatrix)
     assert packed.shape == weight.shape
     assert 2 * packed.codes.nbytes == weight.values.nbytes
-    plain, parts = np.asarray(dequantize(packed, jnp.dtype("float32"))), magnitudes(weight)
-    # a scale and an offset are rounded to bfloat16
-    assert_within(plain, dequantize(weight, jnp.dtype("float32")), 2 * HALF * parts)
-    for dtype, rounding in (("bfloat16", 2 * HALF), ("float32", 2 * UNIT)):  # of a weight, or of a product and a sum
-        x, others = (jnp.asarray(rng.standard_normal((at.num_rows, len(plain))), dtype) for _ in range(2))
-        got, wide = nibbles_gpu.multiply(x, packed, interpret=interpret), np.asarray(x, np.float32)
-        assert_within(got, wide @ plain, of_product(wide, plain) + rounding * (np.abs(wide) @ parts), dtype)
+    # a code is at most 15, and so far from the number that an offset is moved by; both factors are rounded once
+    scale, offset = (
+        np.abs(np.asarray(each)) for each in (weight.scale, 0.0 if weight.offset is None else weight.offset)
+    )
+    of_input = np.repeat((30 * scale + offset), at.block, axis=0) + np.abs(np.asarray(dequantize(weight, FLOAT32)))
+    assert_within(dequantize(packed, FLOAT32), dequantize(weight, FLOAT32), 2 * HALF * of_input)
+    for dtype in ("bfloat16", "float32"):  # in which a weight is rounded once
+        x, others = (jnp.asarray(rng.standard_normal((at.num_rows, weight.shape[0])), dtype) for _ in range(2))
+        got = nibbles_gpu.multiply(x, packed, interpret=interpret)
+        wide, plain = (np.asarray(each, np.float32) for each in (x, dequantize(packed, jnp.dtype(dtype))))
+        assert_within(got, wide @ plain, of_product(wide, plain), dtype)
         beside = nibbles_gpu.multiply(others.at[0].set(x[0]), packed, interpret=interpret)
         assert (np.asarray(beside)[0] == np.asarray(got)[0]).all()
 
