@@ -28,12 +28,14 @@ KEPT = (0, 1, 2, 3, 8, 11, 12, 13, 15, 16, 17, 24, 31, 32, 47, 63)
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # published under a model_type that transformers knows by another name
 NOT_AUTOMATIC = ("mistral4",)  # text models that its AutoModelForCausalLM lacks
 # text models that transformers has only within a model that sees, whose vision is as small as it can be
-SEES = {f"{name}_text": name for name in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}
+SEES = {f"{name}_text": name for name in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "minimax_m3_vl")}
 VISION = {
     "depth": 1,
     "hidden_size": 8,
     "intermediate_size": 8,
     "num_heads": 1,
+    "num_attention_heads": 1,
+    "num_hidden_layers": 1,
     "fullatt_block_indexes": [],
     "deepstack_visual_indexes": [],
     "num_position_embeddings": 4,
@@ -53,6 +55,7 @@ def build(folder: Path, seed: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
         tied = raw.get("tie_word_embeddings", False)
         name = SEES[raw["model_type"]]
         raw = {"model_type": name, "tie_word_embeddings": tied, "text_config": raw, "vision_config": vision}
+        raw |= {"projector_hidden_size": 8}
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch)
         (path / "config.json").write_text(json.dumps(raw))

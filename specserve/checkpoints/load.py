@@ -73,7 +73,7 @@ _quantize = jax.jit(quantize, static_argnames="to")
 # one program for all compiles faster than one for each
 _quantize_all = jax.jit(lambda matrices, hows: list(map(quantize, matrices, hows)), static_argnames="hows")
 _OTHER_SENSES = (
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|audio_tower|vision_embedder|embed_(vision|audio))"
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|patch_merge_mlp|audio_tower|vision_embedder|embed_(vision|audio))"
     r"\..*"
 )
 

@@ -11,6 +11,7 @@ from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import as_heads, by_head, rms_norm, split_as_heads
 from specserve.mesh import program_platform
+from specserve.models.block_index import BlockIndexer, attend_to_chosen, block_indexer_spec, chooses, with_share
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context, Tables, by_group, join, together
 from specserve.models.layers import are_alike, linear, norm_spec, side_by_side
@@ -37,6 +38,7 @@ class Attention:
     gate: Weight | None  # [d_in, head * v_dim]
     gate_bias: jax.Array | None
     sinks: jax.Array | None  # [head]
+    indexer: BlockIndexer | None = None
 
 
 def attention_spec(config: ModelConfig, prefix: str, d_in: int, kind: LayerKind = LayerKind()) -> Attention:
@@ -64,7 +66,7 @@ def attention_spec(config: ModelConfig, prefix: str, d_in: int, kind: LayerKind 
         )
     gate_part = TensorPart(head_dim, 2 * head_dim, 2 * head_dim, 2 * q_size)
     has_bias, offset, qk_norm = config.qkv_bias, config.norm_offset, config.qk_norm
-    has_keys = kind.kv_from is None
+    has_keys, index = kind.kv_from is None, config.block_index
     has_values = has_keys and not kind.values_are_keys
     q_norm_size, k_norm_size = q_size, kv_size
     if qk_norm == "head":
@@ -83,6 +85,7 @@ def attention_spec(config: ModelConfig, prefix: str, d_in: int, kind: LayerKind 
         gate=optional(has_gate, matrix(f"{q}.weight", d_in, q_size, ("embed", "heads"), part=gate_part)),
         gate_bias=optional(has_gate and has_bias, vector(f"{q}.bias", q_size, "heads", init="zeros", part=gate_part)),
         sinks=optional(config.has_sinks, vector(f"{prefix}.{names.sinks}", config.num_heads, "heads", init="zeros")),
+        indexer=block_indexer_spec(config, index, prefix, d_in) if index else None,
     )
 
 
@@ -128,20 +131,34 @@ def mix(
         out = attend_committed(q, seen, scale=scale, window=kind.window, position_ids=context.position_ids)
         return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias, add=add), None
     *own, v = _turned_qkv(params, config, kind, x, context, shared)
+    index = config.block_index if config.key_dim > config.head_dim else None
+    if index is not None:
+        assert params.indexer is not None, "an indexer without parameters"
+        q, k, indexer = *own, params.indexer
+        key = as_heads(linear(x, indexer.k), 1, indexer.k_norm, context.rope, **_rules(config))
+        index_q = as_heads(linear(x, indexer.q), index.num_heads, indexer.q_norm, context.rope, **_rules(config))
+        own = [q, with_share(k, key), index_q]
     if seen is not None and x.shape[0] * x.shape[1] >= MANY_ROWS and program_platform() == "gpu":
         # else XLA keeps each layer's product whole, from which it takes the values again when they are written
         v = jax.lax.optimization_barrier(v)
 
     def attend_own(context: Context, seen: PagedPrefix | None, *own: jax.Array) -> tuple[jax.Array, KV]:
-        q, k, v = own
+        q, k, *index_q, v = own
         keys, values = join(context.earlier, (k, v))
+        scale = config.attention_scale or config.head_dim**-0.5
+        if index is not None and chooses(index, keys, seen):
+            where = context.position_ids
+            out = attend_to_chosen(index, q, keys, values, context.mask, seen, *index_q, where, scale)
+            return out.reshape(*q.shape[:2], -1), (k, v)
+        if index is not None:  # of the indexer's key in the pages attention takes no notice
+            q = jnp.pad(q, (*[(0, 0)] * 3, (0, config.key_dim - config.head_dim)))
         out = attend(
             q,
             keys,
             values,
             context.mask,
             seen,
-            scale=config.attention_scale or None,
+            scale=scale,
             softcap=config.attention_softcap,
             sinks=params.sinks,
             window=kind.window,

@@ -65,6 +65,23 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class BlockIndex:
+    """The sizes of an indexer that chooses blocks of tokens, of which queries of heads see the keys
+    (`models.block_index`)."""
+
+    num_heads: int
+    dim: int  # of its heads
+    size: int  # tokens of a block
+    top: int  # blocks that it chooses for a query; 0: all
+    local: int = 0  # of these the last ones, whatever they score
+
+    @property
+    def reach(self) -> int:
+        """The number of tokens up to which all are chosen."""
+        return self.top * self.size
+
+
+@dataclass(frozen=True)
 class Experts:
     """The sizes and the routing of a mixture of experts, which takes the place of the MLP."""
 
@@ -222,6 +239,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     tie_embeddings: bool = False
     latent: Latent | None = None
+    block_index: BlockIndex | None = None  # of layers that attend
     experts: Experts | None = None
     delta: DeltaSizes | None = None
     lightning: Lightning | None = None
@@ -248,6 +266,7 @@ class ModelConfig:
             head_dim=kind.head_dim or self.head_dim,
             d_ff=kind.d_ff or self.d_ff,
             has_sinks=self.has_sinks and kind.has_sinks,
+            block_index=self.block_index if kind.has_indexer else None,
         )
 
     @property
@@ -259,6 +278,18 @@ class ModelConfig:
     def value_dim(self) -> int:
         """The number of channels in a head's values, and in what it finds."""
         return self.v_dim or self.head_dim
+
+    @property
+    def key_dim(self) -> int:
+        """The number of channels that a KV head's key has in the cache, in a layer of these sizes: its own, and behind
+        them a share of the indexer's key where that chooses."""
+        index = self.block_index
+        return self.head_dim + (-(-index.dim // self.num_kv_heads) if index and index.top else 0)
+
+    @property
+    def chooses(self) -> bool:
+        """Return whether an indexer may choose what a query sees."""
+        return bool((self.latent and self.latent.index_topk) or (self.block_index and self.block_index.top))
 
     @property
     def is_recurrent(self) -> bool:
@@ -276,4 +307,8 @@ class ModelConfig:
         local, latent = self.local_rope and self.local_rope.for_length(length), self.latent
         if latent and 0 < length <= latent.index_topk:
             latent = dataclasses.replace(latent, index_topk=0)
-        return dataclasses.replace(self, rope=self.rope.for_length(length), local_rope=local, latent=latent)
+        blocks = self.block_index
+        if blocks and 0 < length <= blocks.reach:
+            blocks = dataclasses.replace(blocks, top=0)
+        rope = self.rope.for_length(length)
+        return dataclasses.replace(self, rope=rope, local_rope=local, latent=latent, block_index=blocks)

@@ -2,8 +2,9 @@
 
 import dataclasses
 
+from specserve.errors import ConfigError
 from specserve.models import families_latent
-from specserve.models.config import DeltaSizes, Experts, LayerKind, Names
+from specserve.models.config import BlockIndex, DeltaSizes, Experts, LayerKind, Names
 from specserve.models.families_dense import alternating, qwen_windows, turned_layers
 from specserve.models.family_keys import Flags, Keys
 from specserve.models.rope import Rope
@@ -99,6 +100,95 @@ def minimax_m2(keys: Keys) -> Flags:
         "layers": (LayerKind(has_experts=True),) * keys.num_layers,
         "experts": dataclasses.replace(flags["experts"], scoring="sigmoid", has_correction=has_correction),
     }
+
+
+def minimax_m3(keys: Keys) -> Flags:
+    """The flags of the text model of MiniMax-M3. What it is published with, and what transformers writes, differ in the
+    names of the keys."""
+    n, kv_heads, head_dim = keys.num_layers, keys.integer("num_key_value_heads"), keys.integer("head_dim")
+    for key, value in _MINIMAX_M3.items():
+        keys.must_be(key, *value)
+    published = keys.raw.get("sparse_attention_config") or {}
+    if not isinstance(published, dict) or published.keys() - _MSA.keys():
+        raise ConfigError(f"{keys.where}: sparse_attention_config must have no other keys than {', '.join(_MSA)}")
+    index = Keys({**keys.raw, **{_MSA[key] or key: value for key, value in published.items()}}, keys.where)
+    index.must_be("sparse_score_type", "max")
+    index.must_be("sparse_init_block", 0)
+    index.must_be("use_sparse_attention", True)
+    index.must_be("index_n_heads", kv_heads)
+    chosen = index.integers("sparse_attention_freq", n) or [0] * n
+    if kinds := keys.strings("layer_types", n):
+        chosen = [_choice(keys, "layer_types", kind, "full_attention", "minimax_m3_sparse") for kind in kinds]
+    lost = index.strings("sparse_disable_index_value", n) or ["1"] * n
+    if any(has and drops not in ("1", "True") for has, drops in zip(chosen, lost, strict=True)):
+        raise ConfigError(f"{keys.where}: sparse_disable_index_value must be 1 in layers whose attention is sparse")
+    sparse = keys.integers("moe_layer_freq", n) or [1] * n
+    if types := keys.strings("mlp_layer_types", n):
+        sparse = [_choice(keys, "mlp_layer_types", kind, "dense", "sparse") for kind in types]
+    blocks = BlockIndex(
+        num_heads=kv_heads,
+        dim=index.integer("index_head_dim", 128),
+        size=index.integer("index_block_size", 128),
+        top=index.integer("index_topk_blocks", 16),
+        local=index.integer("index_local_blocks", 1, least=0),
+    )
+    rope = keys.rope(head_dim, {"rotary_dim": None})
+    if blocks.dim < (rope.rotary_dim or head_dim) or blocks.local > blocks.top:
+        raise ConfigError(
+            f"{keys.where}: index_head_dim {blocks.dim} must have the {rope.rotary_dim or head_dim} channels that turn, "
+            f"and index_topk_blocks {blocks.top} the {blocks.local} index_local_blocks"
+        )
+    return {
+        "rope": rope,
+        "qk_norm": "head",
+        "norm_offset": True,
+        "activation": "clamped_swiglu",
+        "d_ff": keys.integer("dense_intermediate_size", 12_288),
+        "layers": tuple(
+            LayerKind(has_experts=bool(has), has_indexer=bool(picks)) for has, picks in zip(sparse, chosen, strict=True)
+        ),
+        "block_index": blocks if any(chosen) else None,
+        "experts": Experts(
+            num_experts=keys.integer("num_local_experts", 128),
+            top_k=keys.integer("num_experts_per_tok", 4),
+            d_ff=keys.integer("intermediate_size", 3072),
+            scoring="sigmoid",
+            renormalize=True,
+            scale=keys.number("routed_scaling_factor", 2.0),
+            has_correction=True,
+            shared_d_ff=keys.integer("shared_intermediate_size", 3072),
+        ),
+        "names": _BLOCK_SPARSE,
+    }
+
+
+_MINIMAX_M3: dict[str, tuple[object, ...]] = {  # what is computed
+    "hidden_act": ("silu", "swigluoai"),
+    "swiglu_alpha": (1.702,),
+    "swiglu_limit": (7.0,),
+    "scoring_func": ("sigmoid",),
+    "use_routing_bias": (True,),
+    "use_qk_norm": (True,),
+    "qk_norm_type": ("per_head",),
+    "use_gemma_norm": (True,),
+    "attention_output_gate": (False,),
+    "n_shared_experts": (1,),
+}
+_MSA = {  # what `sparse_attention_config` may state, and transformers' names of it
+    "sparse_num_index_heads": "index_n_heads",
+    "sparse_index_dim": "index_head_dim",
+    "sparse_block_size": "index_block_size",
+    "sparse_topk_blocks": "index_topk_blocks",
+    "sparse_local_block": "index_local_blocks",
+    **dict.fromkeys(("use_sparse_attention", "sparse_score_type", "sparse_init_block"), ""),
+    **dict.fromkeys(("sparse_disable_index_value", "sparse_attention_freq"), ""),
+}
+
+
+def _choice(keys: Keys, key: str, kind: str, no: str, yes: str) -> int:
+    if kind not in (no, yes):
+        raise ConfigError(f"{keys.where}: {key} must list {no} or {yes}, got {kind}")
+    return int(kind == yes)
 
 
 def llama4(keys: Keys) -> Flags:

@@ -67,6 +67,19 @@ OF_ONE_CASE: dict[str, dict[str, Any]] = {  # other layers, over one mesh
     | EXPERTS
     | LATENTS
     | {"model_type": "deepseek_v32", "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6},
+    "blocks that an indexer chooses": DENSE
+    | EXPERTS
+    | {
+        "model_type": "minimax_m3_vl_text",
+        "num_local_experts": 4,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "index_n_heads": 2,
+        "index_head_dim": 9,
+        "index_block_size": 3,
+        "index_topk_blocks": 2,
+        "partial_rotary_factor": 0.5,
+    },
     "Mamba": DENSE
     | EXPERTS
     | {

@@ -47,6 +47,18 @@ CASES: dict[str, dict[str, Any]] = {
         **ROUTED,
         **LATENT,
     },
+    "blocks that an indexer chooses": {
+        "model_type": "minimax_m3_vl_text",
+        "num_local_experts": 4,
+        "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "index_n_heads": 2,
+        "index_head_dim": 9,
+        "index_block_size": 4,
+        "index_topk_blocks": 3,
+        "partial_rotary_factor": 0.5,
+        **EXPERTS,
+    },
     "windows and softcaps": {"model_type": "gemma2", "query_pre_attn_scalar": 8, "hidden_activation": None, **WINDOWS},
     "windows and sinks": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
     "heads of two widths, sinks and KV heads by layer": {
@@ -179,6 +191,7 @@ CACHES = {
     "dense in int8": ("dense", "int8"),
     "two widths in int8": (TWO_WIDTHS, "int8"),
     "latents in float8": ("latents", "float8_e4m3fn"),
+    "blocks in int8": ("blocks that an indexer chooses", "int8"),
     "heads of two widths in int8": ("heads of two widths, keys of earlier layers", "int8"),
 }
 
