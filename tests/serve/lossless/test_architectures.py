@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "index_n_heads": 2,
         "index_head_dim": 9,
-        "index_block_size": 4,
+        "index_block_size": 5,
         "index_topk_blocks": 3,
         "partial_rotary_factor": 0.5,
         **EXPERTS,
