@@ -3,10 +3,10 @@ earlier token for a query; a block of tokens has the score of its best one, and 
 the best `top` blocks. The last `local` blocks are always among them.
 
 Blocks are cut by position. The one key that the indexer has of a token lies in the pages behind the token's own keys, a
-share behind each KV head's, so what is committed, shared and given up goes with it, and a mesh cuts it as it cuts those.
-Where a call's keys are no more than `top` blocks hold, all are chosen, and nothing is scored. Beyond that the chosen
-ones are seen under a mask: the result is that of sparse attention, the time is that of dense attention, and the scores
-come on top.
+share behind each KV head's, so what is committed, shared and given up goes with it, and a mesh cuts it with them. Where
+a call's keys are no more than `top` blocks hold, all are chosen, and nothing is scored. Beyond that the chosen ones are
+seen under a mask: the result is that of sparse attention, the time is that of dense attention, and the scores come on
+top.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ def block_indexer_spec(config: ModelConfig, index: BlockIndex, prefix: str, d_in
 
 
 def with_share(k: jax.Array, key: jax.Array) -> jax.Array:  # [batch, n, kv_head, head_dim], [batch, n, 1, dim]
-    """Return heads' keys as the cache has them, with shares of the indexer's key behind them (`ModelConfig.key_dim`)."""
+    """Return heads' keys as the cache has them, with shares of the indexer's key behind (`ModelConfig.key_dim`)."""
     num_kv_heads = k.shape[2]
     share = -(-key.shape[-1] // num_kv_heads)
     padded = jnp.pad(key[:, :, 0], ((0, 0), (0, 0), (0, share * num_kv_heads - key.shape[-1])))

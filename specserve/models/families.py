@@ -18,8 +18,8 @@ def model_config(raw: Mapping[str, Any], *, dtype: str, where: str = "config.jso
     text = raw.get("text_config")
     if isinstance(text, Mapping) and (raw.get("model_type") not in known or text.get("model_type") in known):
         # some text models do not say what they are
-        told = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
-        raw = {"model_type": f"{raw.get('model_type')}_text", **text, **told}
+        outer = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
+        raw = {"model_type": f"{raw.get('model_type')}_text", **text, **outer}
     family = str(raw.get("model_type"))
     if family not in known:
         near = difflib.get_close_matches(family, known, n=1)

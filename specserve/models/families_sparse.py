@@ -133,9 +133,10 @@ def minimax_m3(keys: Keys) -> Flags:
         local=index.integer("index_local_blocks", 1, least=0),
     )
     rope = keys.rope(head_dim, {"rotary_dim": None})
-    if blocks.dim < (rope.rotary_dim or head_dim) or blocks.local > blocks.top:
+    turned = rope.rotary_dim or head_dim
+    if blocks.dim < turned or blocks.local > blocks.top:
         raise ConfigError(
-            f"{keys.where}: index_head_dim {blocks.dim} must have the {rope.rotary_dim or head_dim} channels that turn, "
+            f"{keys.where}: index_head_dim {blocks.dim} must have the {turned} channels that turn, "
             f"and index_topk_blocks {blocks.top} the {blocks.local} index_local_blocks"
         )
     return {
@@ -162,7 +163,7 @@ def minimax_m3(keys: Keys) -> Flags:
     }
 
 
-_MINIMAX_M3: dict[str, tuple[object, ...]] = {  # what is computed
+_MINIMAX_M3: dict[str, tuple[object, ...]] = {  # the only values that are computed
     "hidden_act": ("silu", "swigluoai"),
     "swiglu_alpha": (1.702,),
     "swiglu_limit": (7.0,),
@@ -174,7 +175,7 @@ _MINIMAX_M3: dict[str, tuple[object, ...]] = {  # what is computed
     "attention_output_gate": (False,),
     "n_shared_experts": (1,),
 }
-_MSA = {  # what `sparse_attention_config` may state, and transformers' names of it
+_MSA = {  # the keys of `sparse_attention_config`, and transformers' names of them
     "sparse_num_index_heads": "index_n_heads",
     "sparse_index_dim": "index_head_dim",
     "sparse_block_size": "index_block_size",

@@ -140,9 +140,16 @@ def test_layers_that_share_a_choice_serve_what_is_chosen() -> None:
 def test_minimax_m3_is_published_within_a_model_that_sees() -> None:
     """With keys of its own, and without saying what the text model is."""
     raw = CONFIGS["minimax-m3"]
-    nested = {f"sparse_{theirs}": raw[f"index_{ours}"] for theirs, ours in (
-        ("num_index_heads", "n_heads"), ("index_dim", "head_dim"), ("block_size", "block_size"),
-        ("topk_blocks", "topk_blocks"), ("local_block", "local_blocks"))}
+    nested = {
+        f"sparse_{theirs}": raw[f"index_{ours}"]
+        for theirs, ours in (
+            ("num_index_heads", "n_heads"),
+            ("index_dim", "head_dim"),
+            ("block_size", "block_size"),
+            ("topk_blocks", "topk_blocks"),
+            ("local_block", "local_blocks"),
+        )
+    }
     lists = {"sparse_attention_freq": [0, 1, 1], "sparse_disable_index_value": [0, 1, 1]}
     ours = {"model_type", "layer_types", "mlp_layer_types", "rope_parameters", *(key for key in raw if "index_" in key)}
     text = {key: value for key, value in raw.items() if key not in ours}

@@ -85,6 +85,7 @@ PUBLISHED = {
     "nemotron-3-nano": 31.6,
     "mistral-small-4": 119,
     "minimax-m2": 229,
+    "minimax-m3": 428,
     "mimo-v2-flash": 309,
     "ling-mini-2.0": 16.26,
     "ring-mini-2.0": 16.26,
