@@ -16,6 +16,7 @@ from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context, Tables, by_group, join, together
 from specserve.models.layers import are_alike, linear, norm_spec, side_by_side
 from specserve.models.params import TensorPart, matrix, optional, vector
+from specserve.models.rope import rope_tables
 from specserve.pytree import pytree
 
 MANY_ROWS = 512  # of prompts
@@ -135,12 +136,20 @@ def mix(
     if index is not None:
         assert params.indexer is not None, "an indexer without parameters"
         q, k, indexer = *own, params.indexer
-        key = as_heads(linear(x, indexer.k), 1, indexer.k_norm, context.rope, **_rules(config))
+        key = linear(x, indexer.k)[:, :, None]
+        if not index.pools_keys:
+            key = as_heads(key[:, :, 0], 1, indexer.k_norm, context.rope, **_rules(config))
         index_q = as_heads(linear(x, indexer.q), index.num_heads, indexer.q_norm, context.rope, **_rules(config))
         own = [q, with_share(k, key), index_q]
     if seen is not None and x.shape[0] * x.shape[1] >= MANY_ROWS and program_platform() == "gpu":
         # else XLA keeps each layer's product whole, from which it takes the values again when they are written
         v = jax.lax.optimization_barrier(v)
+
+    def finish(means: jax.Array, first: jax.Array) -> jax.Array:
+        assert params.indexer is not None
+        tables = rope_tables(config.rope, config.head_dim, first)
+        flat = means.reshape(-1, *means.shape[2:])
+        return as_heads(flat, 1, params.indexer.k_norm, tables, **_rules(config))[:, :, 0].reshape(means.shape)
 
     def attend_own(context: Context, seen: PagedPrefix | None, *own: jax.Array) -> tuple[jax.Array, KV]:
         q, k, *index_q, v = own
@@ -148,7 +157,7 @@ def mix(
         scale = config.attention_scale or config.head_dim**-0.5
         if index is not None and chooses(index, keys, seen):
             where = context.position_ids
-            out = attend_to_chosen(index, q, keys, values, context.mask, seen, *index_q, where, scale)
+            out = attend_to_chosen(index, q, keys, values, context.mask, seen, *index_q, where, scale, finish)
             return out.reshape(*q.shape[:2], -1), (k, v)
         if index is not None:  # of the indexer's key in the pages attention takes no notice
             q = jnp.pad(q, (*[(0, 0)] * 3, (0, config.key_dim - config.head_dim)))

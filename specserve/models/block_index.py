@@ -9,6 +9,7 @@ seen under a mask: the result is that of sparse attention, the time is that of d
 top.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,8 +24,11 @@ from specserve.models.config import BlockIndex, ModelConfig
 from specserve.models.context import Mask
 from specserve.models.indexer import SCORES_AT_ONCE, by_queries
 from specserve.models.layers import norm_spec
-from specserve.models.params import matrix
+from specserve.models.params import TensorPart, matrix
 from specserve.pytree import pytree
+
+# means of keys [batch, n, block, dim], the positions of the blocks' first tokens [1, block] -> normed and turned ones
+Finish = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @pytree
@@ -37,9 +41,18 @@ class BlockIndexer:
 
 def block_indexer_spec(config: ModelConfig, index: BlockIndex, prefix: str, d_in: int) -> BlockIndexer:
     """The parameters as `ParamSpec`s, whole on every device."""
-    offset = config.norm_offset
+    offset, q_size = config.norm_offset, index.num_heads * index.dim
+    if index.pools_keys:
+        both, total = f"{prefix}.indexer.index_qk_proj.weight", q_size + index.dim
+        parts = (TensorPart(start, stop, total, total) for start, stop in ((0, q_size), (q_size, total)))
+        return BlockIndexer(
+            q=matrix(both, d_in, q_size, (None, None), part=next(parts)),
+            k=matrix(both, d_in, index.dim, (None, None), part=next(parts)),
+            q_norm=norm_spec(f"{prefix}.indexer.q_layernorm", index.dim, offset=offset),
+            k_norm=norm_spec(f"{prefix}.indexer.k_layernorm", index.dim, offset=offset),
+        )
     return BlockIndexer(
-        q=matrix(f"{prefix}.index_q_proj.weight", d_in, index.num_heads * index.dim, (None, None)),
+        q=matrix(f"{prefix}.index_q_proj.weight", d_in, q_size, (None, None)),
         k=matrix(f"{prefix}.index_k_proj.weight", d_in, index.dim, (None, None)),
         q_norm=norm_spec(f"{prefix}.index_q_norm", index.dim, offset=offset),
         k_norm=norm_spec(f"{prefix}.index_k_norm", index.dim, offset=offset),
@@ -70,6 +83,7 @@ def attend_to_chosen(
     index_q: jax.Array,  # [batch, n, index head, dim]
     position_ids: jax.Array,  # [batch, m] int32, of the new keys, the queries' own being the last n
     scale: float,
+    finish: Finish,
 ) -> jax.Array:  # [batch, n, head, v_dim]
     """Attention over the tokens of the blocks that the indexer chooses among committed and new ones. Raises ConfigError
     for a layer of multi-token prediction that is unrolled over longer rows than it sees."""
@@ -97,14 +111,18 @@ def attend_to_chosen(
 
     def run(part: tuple[jax.Array, ...]) -> jax.Array:  # of some queries
         q, index_q, mask, at = part
-        chosen = choose(index, index_q, keys, mask, positions, at)
+        if index.pools_keys:
+            chosen = choose_by_means(index, index_q, keys, mask, positions, at, finish)
+        else:
+            chosen = choose(index, index_q, keys, mask, positions, at)
         chosen = jnp.repeat(chosen, num_kv_heads // chosen.shape[1], axis=1).reshape(-1, *chosen.shape[2:])
         out = attend(fold(q), own_keys, values, chosen, scale=scale)
         out = out.reshape(batch, num_kv_heads, *out.shape[1:])
         return jnp.moveaxis(out, 1, 2).reshape(*q.shape[:3], -1)
 
     parts: tuple[Any, ...] = (q, index_q, mask, position_ids[:, -n:])
-    return by_queries(run, parts, max(1, SCORES_AT_ONCE // (batch * length * max(q.shape[2], index.num_heads))))
+    width = max(q.shape[2], index.num_heads, 2 * index.dim if index.pools_keys else 0)
+    return by_queries(run, parts, max(1, SCORES_AT_ONCE // (batch * length * width)))
 
 
 def choose(
@@ -127,3 +145,29 @@ def choose(
     is_best = (best[..., None] == jnp.arange(count)).any(-2)
     chosen = jnp.take_along_axis(is_best, jnp.broadcast_to(block[:, None, None], (*is_best.shape[:3], k.shape[1])), -1)
     return chosen & mask[:, None]
+
+
+def choose_by_means(
+    index: BlockIndex,
+    q: jax.Array,  # as in `choose`
+    k: jax.Array,  # [batch, length, dim], neither normed nor turned
+    mask: jax.Array,
+    positions: jax.Array,
+    own: jax.Array,
+    finish: Finish,
+) -> jax.Array:  # [batch, 1, n, length] bool
+    """Choose for all heads together the tokens of the whole blocks whose mean keys score highest, sum over heads of
+    relu(q k), and those of the last block where it is not whole (Qwen3.8-Flash-Next). Blocks are of a query's own path:
+    where branches of a tree part within one, each has its own mean."""
+    block, count = positions // index.size, -(-k.shape[1] // index.size)
+    visible = jnp.where(mask[..., None], k.astype(jnp.float32)[:, None], 0.0)
+    sums = jax.vmap(lambda each, ids: jax.ops.segment_sum(each, ids, count))(jnp.moveaxis(visible, 2, 1), block)
+    means = (jnp.moveaxis(sums, 1, 2) / index.size).astype(k.dtype)
+    keys = finish(means, jnp.arange(count, dtype=jnp.int32)[None] * index.size)
+    products = jax.nn.relu(jnp.einsum("bnhd,bncd->bnhc", q, keys, preferred_element_type=jnp.float32))
+    whole = ((own + 1) // index.size)[..., None]  # blocks of a query
+    scores = jnp.where(jnp.arange(count) < whole, products.sum(2), -jnp.inf)
+    best = jax.lax.top_k(scores, min(index.top, count))[1]
+    is_best = (best[..., None] == jnp.arange(count)).any(-2) & (jnp.arange(count) < whole)
+    chosen = jnp.take_along_axis(is_best, jnp.broadcast_to(block[:, None], (*is_best.shape[:2], k.shape[1])), -1)
+    return ((chosen | (block[:, None] >= whole)) & mask)[:, None]

@@ -33,6 +33,9 @@ class LayerKind:
     num_kv_heads: int = 0  # in the checkpoint
     d_ff: int = 0
     values_are_keys: bool = False  # one projection gives both: keys are normed and turned, values are not
+    ngrams: int | None = (
+        None  # place among those that add embeddings of the last tokens together; None: not one
+    )
     kv_from: int | None = None  # the earlier layer whose keys and values it sees; None: it has its own
 
 
@@ -67,18 +70,20 @@ class Latent:
 @dataclass(frozen=True)
 class BlockIndex:
     """The sizes of an indexer that chooses blocks of tokens, of which queries of heads see the keys
-    (`models.block_index`)."""
+    (`models.block_index`): MiniMax's scores tokens and chooses for each KV head, Qwen's scores the means of its keys
+    over whole blocks and chooses for all heads."""
 
     num_heads: int
     dim: int  # of its heads
     size: int  # tokens of a block
     top: int  # blocks that it chooses for a query; 0: all
     local: int = 0  # of these the last ones, whatever they score
+    pools_keys: bool = False  # Qwen's
 
     @property
     def reach(self) -> int:
-        """The number of tokens up to which all are chosen."""
-        return self.top * self.size
+        """The number of tokens up to which all are chosen. A last block that is not whole is always."""
+        return self.top * self.size + (self.size - 1 if self.pools_keys and self.top else 0)
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,28 @@ class DeltaSizes:
     conv_width: int
     by_channel: bool = False
     gate_rank: int = 0  # by_channel: of the projections of the gate and the decay; 0: each is one matrix
+    has_sigmoid_gate: bool = False  # of the output; by_channel: always
     decay_bound: float = 0.0  # by_channel: the log decay lies between this and 0; 0: unbounded
+
+
+@dataclass(frozen=True)
+class Ngrams:
+    """The sizes of embeddings of the last tokens together (`models.ngrams`)."""
+
+    size: int  # tokens of the longest
+    heads_of_each: int  # of two tokens, of three, and so on
+    dim: int  # of all heads together
+    base: int  # from which on the primes are taken that bound the heads' rows
+    multiple: int  # of rows of the table
+    parts: int  # of the table, in a checkpoint
+    seed: int
+    eos: int
+    conv_width: int  # each `size`-th token is seen
+
+    @property
+    def num_heads(self) -> int:
+        """The number of heads, of all lengths together."""
+        return (self.size - 1) * self.heads_of_each
 
 
 @dataclass(frozen=True)
@@ -234,6 +260,9 @@ class ModelConfig:
     residual_scale: float = 1.0  # of what they add
     layer_input_dim: int = 0  # of the input that each layer has beside the residual stream (`layer_inputs`); 0: none
     layer_input_vocab: int = 0  # tokens that these inputs know
+    streams: int = 1  # residual streams side by side (`models.streams`)
+    stream_rank: int = 0  # of the products that mix them
+    ngrams: Ngrams | None = None  # of layers that add embeddings of the last tokens together
     has_layer_scale: bool = False  # a number by which each layer's output is multiplied
     embedding_scale: float = 1.0
     logit_scale: float = 1.0

@@ -201,6 +201,7 @@ FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "qwen3_next": families_sparse.qwen3_next,
     "qwen3_5_text": families_sparse.qwen3_5,
     "qwen3_5_moe_text": families_sparse.qwen3_5_moe,
+    "qwen4_exp_text": families_sparse.qwen4_exp,
     "nemotron_h": families_recurrent.nemotron_h,
     "lfm2": families_recurrent.lfm2,
     "lfm2_moe": families_recurrent.lfm2_moe,

@@ -4,7 +4,7 @@ import dataclasses
 
 from specserve.errors import ConfigError
 from specserve.models import families_latent
-from specserve.models.config import BlockIndex, DeltaSizes, Experts, LayerKind, Names
+from specserve.models.config import BlockIndex, DeltaSizes, Experts, LayerKind, Names, Ngrams
 from specserve.models.families_dense import alternating, qwen_windows, turned_layers
 from specserve.models.family_keys import Flags, Keys
 from specserve.models.rope import Rope
@@ -377,3 +377,75 @@ def qwen3_5_moe(keys: Keys) -> Flags:
         "experts": experts,
         "names": names,
     }
+
+
+def qwen4_exp(keys: Keys) -> Flags:
+    """The flags of the text model of Qwen3.8-Flash-Next: the layers of Qwen3.5 with experts over several residual
+    streams; an indexer in those that attend; embeddings of the last tokens together in some of the others."""
+    n, streams = keys.num_layers, keys.integer("hc_count", 4, least=2)
+    keys.must_be("norm_topk_prob", True)
+    keys.must_be("indexer_kv_heads", 1)
+    keys.must_be("output_gate_type", "silu", "sigmoid")
+    names = Names(
+        norm="model.hyper_connection_mixer.hc_norm.weight",
+        delta_qkvz="",
+        attention_norm="attn_hyper_connection.hc_norm",
+        mlp_norm="mlp_hyper_connection.hc_norm",
+        shared="shared_expert",
+    )
+    shared = keys.integer("shared_expert_intermediate_size", 512)
+    experts = _qwen_experts(keys, renormalize=True, shared=shared)
+    flags = _qwen_delta(keys, (LayerKind(has_experts=True),) * n, names)
+    kinds = keys.kinds_in_groups("linear_attention", keys.integer("full_attention_interval", 4))
+    if others := {*kinds} - {"linear_attention", "full_attention", "indexed_attention", "qwen_sparse_attention"}:
+        raise ConfigError(f"{keys.where}: layer_types must list linear_attention or full_attention, got {min(others)}")
+    size, budget = keys.integer("indexer_compress_ratio"), keys.integer("indexer_budget")
+    index = BlockIndex(keys.integer("indexer_n_heads"), keys.integer("indexer_head_dim"), size, budget // size)
+    turned = keys.rope(flags["head_dim"]).rotary_dim or flags["head_dim"]
+    if budget % size or index.dim < turned:
+        raise ConfigError(
+            f"{keys.where}: indexer_budget {budget} must be a multiple of indexer_compress_ratio {size}, and "
+            f"indexer_head_dim {index.dim} no less than the {turned} channels that turn"
+        )
+    layers, hashing = list(flags["layers"]), sorted({*(keys.raw.get("ple_layer_ids") or [])})
+    for place, number in enumerate(hashing):  # counted from 1
+        if not isinstance(number, int) or not 0 < number <= n or layers[number - 1].mixer != "delta":
+            raise ConfigError(f"{keys.where}: ple_layer_ids must number layers of linear attention, got {number!r}")
+        layers[number - 1] = dataclasses.replace(layers[number - 1], ngrams=place)
+    sigmoid = keys.raw.get("output_gate_type") == "sigmoid"
+    return flags | {
+        "d_ff": experts.top_k * experts.d_ff + experts.shared_d_ff,
+        "layers": tuple(layers),
+        "experts": experts,
+        "in_norms": True,
+        "delta": dataclasses.replace(flags["delta"], has_sigmoid_gate=sigmoid),
+        "streams": streams,
+        "stream_rank": keys.integer("hc_lowrank", 320),
+        "block_index": dataclasses.replace(index, pools_keys=True),
+        "ngrams": _ngrams(keys) if hashing else None,
+    }
+
+
+def _ngrams(keys: Keys) -> Ngrams:
+    eos = keys.raw.get("eos_token_id")
+    eos = eos[0] if isinstance(eos, list) and eos else eos
+    if not isinstance(eos, int):
+        raise ConfigError(f"{keys.where}: eos_token_id must be a token, or several, as layers that hash tokens need it")
+    ngrams = Ngrams(
+        size=keys.integer("ngram_size", 3, least=2),
+        heads_of_each=keys.integer("heads_per_ngram", 8),
+        dim=keys.integer("ple_embed_dim", keys.integer("hidden_size")),
+        base=keys.integer("ngram_vocab_size_base", 20_000_000),
+        multiple=keys.integer("make_ngram_vocab_size_divisible_by", 128),
+        parts=keys.integer("split_ngram_parts", 512),
+        seed=keys.integer("seed", 1234, least=0),
+        eos=eos,
+        conv_width=keys.integer("ple_conv_kernel_size", 4),
+    )
+    if ngrams.dim % ngrams.num_heads or ngrams.multiple % ngrams.parts or ngrams.base > 1 << 27:
+        raise ConfigError(
+            f"{keys.where}: ple_embed_dim {ngrams.dim} must be a multiple of {ngrams.num_heads} heads, "
+            f"make_ngram_vocab_size_divisible_by {ngrams.multiple} of split_ngram_parts {ngrams.parts}, and "
+            f"ngram_vocab_size_base {ngrams.base} at most {1 << 27}"
+        )
+    return ngrams
