@@ -392,6 +392,7 @@ def qwen4_exp(keys: Keys) -> Flags:
         attention_norm="attn_hyper_connection.hc_norm",
         mlp_norm="mlp_hyper_connection.hc_norm",
         shared="shared_expert",
+        stacked_experts="outputs first",
     )
     shared = keys.integer("shared_expert_intermediate_size", 512)
     experts = _qwen_experts(keys, renormalize=True, shared=shared)
@@ -417,7 +418,6 @@ def qwen4_exp(keys: Keys) -> Flags:
         "d_ff": experts.top_k * experts.d_ff + experts.shared_d_ff,
         "layers": tuple(layers),
         "experts": experts,
-        "in_norms": True,
         "delta": dataclasses.replace(flags["delta"], has_sigmoid_gate=sigmoid),
         "streams": streams,
         "stream_rank": keys.integer("hc_lowrank", 320),

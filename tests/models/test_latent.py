@@ -82,9 +82,11 @@ def test_an_indexer_chooses_by_the_published_score(
     np.testing.assert_allclose(run(), expected, rtol=1e-4, atol=1e-5)  # float32 sums of a few numbers
 
 
-def test_blocks_of_packed_documents_are_cut_in_each() -> None:
-    """So they equal each document alone, however much of it an indexer leaves out."""
-    target, n = spread.target_of("blocks that an indexer chooses"), 17
+@pytest.mark.parametrize("model", ["blocks that an indexer chooses", "several streams"])
+def test_blocks_of_packed_documents_are_cut_in_each(model: str) -> None:
+    """So they equal each document alone, however much of it an indexer leaves out; and no token is hashed with one of
+    another document."""
+    target, n = spread.target_of(model), 17
     token_ids = jnp.asarray(seeded.tokens(target.config.vocab_size, seed=1)[: 2 * n].reshape(2, n))
     positions, packed = jnp.tile(jnp.arange(n, dtype=jnp.int32), (2, 1)), Documents(jnp.arange(2 * n)[None] // n)
 
