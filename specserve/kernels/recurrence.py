@@ -165,7 +165,7 @@ def ancestors(
     mask: jax.Array | Documents,  # as in `recur`
     back: int,  # at most m
 ) -> jax.Array:  # [batch, n, channel]
-    """What each token's ancestor has that stands `back` tokens before it on its path, committed or new."""
+    """Return what each token's ancestor has that stands `back` tokens before it on its path, committed or new."""
     m, (depth, ancestor) = seen.shape[1], _lineage(mask)
     index = jnp.where(depth > back, m + ancestor(back), m - 1 - back + depth)
     return jnp.take_along_axis(jnp.concatenate([seen, x], axis=1), index[..., None], axis=1)

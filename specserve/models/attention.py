@@ -1,6 +1,7 @@
 """Grouped-query attention layers, used by targets and by draft heads: their parameters and their forward."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import as_heads, by_head, rms_norm, split_as_heads
 from specserve.mesh import program_platform
 from specserve.models.block_index import BlockIndexer, attend_to_chosen, block_indexer_spec, chooses, with_share
-from specserve.models.config import LayerKind, ModelConfig
+from specserve.models.config import BlockIndex, LayerKind, ModelConfig
 from specserve.models.context import Context, Tables, by_group, join, together
 from specserve.models.layers import are_alike, linear, norm_spec, side_by_side
 from specserve.models.params import TensorPart, matrix, optional, vector
@@ -132,32 +133,19 @@ def mix(
         out = attend_committed(q, seen, scale=scale, window=kind.window, position_ids=context.position_ids)
         return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias, add=add), None
     *own, v = _turned_qkv(params, config, kind, x, context, shared)
-    index = config.block_index if config.key_dim > config.head_dim else None
-    if index is not None:
-        assert params.indexer is not None, "an indexer without parameters"
-        q, k, indexer = *own, params.indexer
-        key = linear(x, indexer.k)[:, :, None]
-        if not index.pools_keys:
-            key = as_heads(key[:, :, 0], 1, indexer.k_norm, context.rope, **_rules(config))
-        index_q = as_heads(linear(x, indexer.q), index.num_heads, indexer.q_norm, context.rope, **_rules(config))
-        own = [q, with_share(k, key), index_q]
+    if index := config.block_index if config.key_dim > config.head_dim else None:
+        own = _with_index(params, config, index, x, context, *own)
     if seen is not None and x.shape[0] * x.shape[1] >= MANY_ROWS and program_platform() == "gpu":
         # else XLA keeps each layer's product whole, from which it takes the values again when they are written
         v = jax.lax.optimization_barrier(v)
-
-    def finish(means: jax.Array, first: jax.Array) -> jax.Array:
-        assert params.indexer is not None
-        tables = rope_tables(config.rope, config.head_dim, first)
-        flat = means.reshape(-1, *means.shape[2:])
-        return as_heads(flat, 1, params.indexer.k_norm, tables, **_rules(config))[:, :, 0].reshape(means.shape)
 
     def attend_own(context: Context, seen: PagedPrefix | None, *own: jax.Array) -> tuple[jax.Array, KV]:
         q, k, *index_q, v = own
         keys, values = join(context.earlier, (k, v))
         scale = config.attention_scale or config.head_dim**-0.5
         if index is not None and chooses(index, keys, seen):
-            where = context.position_ids
-            out = attend_to_chosen(index, q, keys, values, context.mask, seen, *index_q, where, scale, finish)
+            own, finish = (q, keys, values, context.mask, seen), functools.partial(_index_keys, params, config)
+            out = attend_to_chosen(index, *own, *index_q, context.position_ids, scale, finish)
             return out.reshape(*q.shape[:2], -1), (k, v)
         if index is not None:  # of the indexer's key in the pages attention takes no notice
             q = jnp.pad(q, (*[(0, 0)] * 3, (0, config.key_dim - config.head_dim)))
@@ -179,6 +167,33 @@ def mix(
     if params.gate is not None:
         out = out * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias))
     return linear(out, params.o, params.o_bias, add=add), left
+
+
+def _with_index(
+    params: Attention,
+    config: ModelConfig,
+    index: BlockIndex,
+    x: jax.Array,
+    context: Context,
+    q: jax.Array,
+    k: jax.Array,
+) -> list[jax.Array]:
+    """Return queries, keys as the cache has them, and the indexer's queries."""
+    assert params.indexer is not None, "an indexer without parameters"
+    key = linear(x, params.indexer.k)
+    key = (
+        key[:, :, None] if index.pools_keys else as_heads(key, 1, params.indexer.k_norm, context.rope, **_rules(config))
+    )
+    index_q = linear(x, params.indexer.q)
+    index_q = as_heads(index_q, index.num_heads, params.indexer.q_norm, context.rope, **_rules(config))
+    return [q, with_share(k, key), index_q]
+
+
+def _index_keys(params: Attention, config: ModelConfig, means: jax.Array, first: jax.Array) -> jax.Array:
+    """Norm and turn the means of the indexer's keys (`block_index.Finish`)."""
+    assert params.indexer is not None
+    tables, flat = rope_tables(config.rope, config.head_dim, first), means.reshape(-1, *means.shape[2:])
+    return as_heads(flat, 1, params.indexer.k_norm, tables, **_rules(config))[:, :, 0].reshape(means.shape)
 
 
 def _turned_qkv(

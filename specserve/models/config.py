@@ -33,9 +33,7 @@ class LayerKind:
     num_kv_heads: int = 0  # in the checkpoint
     d_ff: int = 0
     values_are_keys: bool = False  # one projection gives both: keys are normed and turned, values are not
-    ngrams: int | None = (
-        None  # place among those that add embeddings of the last tokens together; None: not one
-    )
+    hashed: int | None = None  # place among those that add embeddings of the last tokens together; None: not one
     kv_from: int | None = None  # the earlier layer whose keys and values it sees; None: it has its own
 
 
@@ -127,8 +125,8 @@ class DeltaSizes:
 
 
 @dataclass(frozen=True)
-class Ngrams:
-    """The sizes of embeddings of the last tokens together (`models.ngrams`)."""
+class HashedTokens:
+    """The sizes of embeddings of the last tokens together (`models.hashed`)."""
 
     size: int  # tokens of the longest
     heads_of_each: int  # of two tokens, of three, and so on
@@ -262,7 +260,7 @@ class ModelConfig:
     layer_input_vocab: int = 0  # tokens that these inputs know
     streams: int = 1  # residual streams side by side (`models.streams`)
     stream_rank: int = 0  # of the products that mix them
-    ngrams: Ngrams | None = None  # of layers that add embeddings of the last tokens together
+    hashed: HashedTokens | None = None  # of layers that add embeddings of the last tokens together
     has_layer_scale: bool = False  # a number by which each layer's output is multiplied
     embedding_scale: float = 1.0
     logit_scale: float = 1.0

@@ -4,7 +4,7 @@ import dataclasses
 
 from specserve.errors import ConfigError
 from specserve.models import families_latent
-from specserve.models.config import BlockIndex, DeltaSizes, Experts, LayerKind, Names, Ngrams
+from specserve.models.config import BlockIndex, DeltaSizes, Experts, HashedTokens, LayerKind, Names
 from specserve.models.families_dense import alternating, qwen_windows, turned_layers
 from specserve.models.family_keys import Flags, Keys
 from specserve.models.rope import Rope
@@ -412,7 +412,7 @@ def qwen4_exp(keys: Keys) -> Flags:
     for place, number in enumerate(hashing):  # counted from 1
         if not isinstance(number, int) or not 0 < number <= n or layers[number - 1].mixer != "delta":
             raise ConfigError(f"{keys.where}: ple_layer_ids must number layers of linear attention, got {number!r}")
-        layers[number - 1] = dataclasses.replace(layers[number - 1], ngrams=place)
+        layers[number - 1] = dataclasses.replace(layers[number - 1], hashed=place)
     sigmoid = keys.raw.get("output_gate_type") == "sigmoid"
     return flags | {
         "d_ff": experts.top_k * experts.d_ff + experts.shared_d_ff,
@@ -422,16 +422,16 @@ def qwen4_exp(keys: Keys) -> Flags:
         "streams": streams,
         "stream_rank": keys.integer("hc_lowrank", 320),
         "block_index": dataclasses.replace(index, pools_keys=True),
-        "ngrams": _ngrams(keys) if hashing else None,
+        "hashed": _hashed(keys) if hashing else None,
     }
 
 
-def _ngrams(keys: Keys) -> Ngrams:
+def _hashed(keys: Keys) -> HashedTokens:
     eos = keys.raw.get("eos_token_id")
     eos = eos[0] if isinstance(eos, list) and eos else eos
     if not isinstance(eos, int):
         raise ConfigError(f"{keys.where}: eos_token_id must be a token, or several, as layers that hash tokens need it")
-    ngrams = Ngrams(
+    sizes = HashedTokens(
         size=keys.integer("ngram_size", 3, least=2),
         heads_of_each=keys.integer("heads_per_ngram", 8),
         dim=keys.integer("ple_embed_dim", keys.integer("hidden_size")),
@@ -442,10 +442,10 @@ def _ngrams(keys: Keys) -> Ngrams:
         eos=eos,
         conv_width=keys.integer("ple_conv_kernel_size", 4),
     )
-    if ngrams.dim % ngrams.num_heads or ngrams.multiple % ngrams.parts or ngrams.base > 1 << 27:
+    if sizes.dim % sizes.num_heads or sizes.multiple % sizes.parts or sizes.base > 1 << 27:
         raise ConfigError(
-            f"{keys.where}: ple_embed_dim {ngrams.dim} must be a multiple of {ngrams.num_heads} heads, "
-            f"make_ngram_vocab_size_divisible_by {ngrams.multiple} of split_ngram_parts {ngrams.parts}, and "
-            f"ngram_vocab_size_base {ngrams.base} at most {1 << 27}"
+            f"{keys.where}: ple_embed_dim {sizes.dim} must be a multiple of {sizes.num_heads} heads, "
+            f"make_ngram_vocab_size_divisible_by {sizes.multiple} of split_ngram_parts {sizes.parts}, and "
+            f"ngram_vocab_size_base {sizes.base} at most {1 << 27}"
         )
-    return ngrams
+    return sizes

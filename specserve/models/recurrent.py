@@ -6,7 +6,7 @@ import jax
 
 from specserve.kernels.recurrence import New, State, advance
 from specserve.kernels.rows import Unrolled
-from specserve.models import delta, lightning, mamba, ngrams, short_conv
+from specserve.models import delta, hashed, lightning, mamba, short_conv
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context
 from specserve.models.delta import DeltaNet, delta_spec
@@ -42,9 +42,9 @@ def init_state(config: ModelConfig, kind: LayerKind, batch: int) -> State:
     if kind.mixer == "delta":
         assert config.delta is not None
         state = delta.init_state(config, config.delta, batch)
-        if kind.ngrams is None:
+        if kind.hashed is None:
             return state
-        return dataclasses.replace(state, conv=(*state.conv, *ngrams.init_state(config, batch)))
+        return dataclasses.replace(state, conv=(*state.conv, *hashed.init_state(config, batch)))
     assert config.lightning is not None
     return lightning.init_state(config.lightning, batch)
 

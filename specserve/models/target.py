@@ -21,6 +21,7 @@ from specserve.models.attention import KV, Attention, attention_spec, fuse_atten
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import RECURRENT, LayerKind, ModelConfig
 from specserve.models.context import Context, Mask, apart, joined, side_by_side
+from specserve.models.hashed import HashedLayer, add_hashed, hashed_layer_spec
 from specserve.models.latent import LatentAttention, latent_spec
 from specserve.models.layer_inputs import (
     LayerInput,
@@ -32,7 +33,6 @@ from specserve.models.layer_inputs import (
 )
 from specserve.models.layers import Mlp, fuse_mlp, mlp, mlp_spec, norm_spec
 from specserve.models.moe import Moe, moe, moe_spec
-from specserve.models.ngrams import NgramLayer, add_ngrams, ngram_layer_spec
 from specserve.models.params import embedding_table, matrix, optional, vector
 from specserve.models.recurrent import Recurrent
 from specserve.models.rope import rope_tables
@@ -54,7 +54,7 @@ class Layer:
     own_input: LayerInput | None = None
     attention_streams: StreamMixer | None = None
     mlp_streams: StreamMixer | None = None
-    ngrams: NgramLayer | None = None
+    hashed: HashedLayer | None = None
     scale: jax.Array | None = None  # [1], of the layer's output
 
 
@@ -115,7 +115,7 @@ def layer_spec(config: ModelConfig, i: int) -> Layer:
         own_input=optional(config.layer_input_dim, layer_input_spec(config, prefix)),
         attention_streams=_streams_spec(config, f"{prefix}.attn_hyper_connection"),
         mlp_streams=_streams_spec(config, f"{prefix}.mlp_hyper_connection"),
-        ngrams=None if kind.ngrams is None else ngram_layer_spec(config, kind.ngrams, f"{prefix}.ple"),
+        hashed=None if kind.hashed is None else hashed_layer_spec(config, kind.hashed, f"{prefix}.ple"),
         scale=optional(config.has_layer_scale, vector(f"{prefix}.layer_scalar", 1)),
     )
 
@@ -188,7 +188,7 @@ def forward_groups(
     inputs = layer_inputs(params.layer_inputs, config, token_ids, x)
     x = jnp.tile(x, config.streams) if config.streams > 1 else x
     context = joined([make_context(config, group.position_ids, group.mask, group.earlier) for group in groups])
-    context = dataclasses.replace(context, token_ids=token_ids if config.ngrams else None)
+    context = dataclasses.replace(context, token_ids=token_ids if config.hashed else None)
     taps: dict[int, jax.Array] = {}
     shared: dict[int, Any] = {}  # keys and values of layers that later ones see too
     new, i = list[Any](), 0  # by layer, then by group
@@ -353,21 +353,21 @@ def _run_over_streams(
     assert params.attention_streams is not None
     assert params.mlp_streams is not None
     assert params.attention is not None
-    hashed: tuple[jax.Array, ...] = ()
-    if params.ngrams is not None:
-        assert kind.ngrams is not None
+    new: tuple[jax.Array, ...] = ()
+    if params.hashed is not None:
+        assert kind.hashed is not None
         assert context.token_ids is not None
         assert not isinstance(context.mask, Unrolled), "a rollout is of layers that attend"
         *convolved, inputs, numbers = (recurrent.init_state(config, kind, len(x)) if seen is None else seen).conv
         given = context.token_ids, (inputs, numbers), context.mask
-        x, hashed = add_ngrams(params.ngrams, config, kind.ngrams, x, *given)
+        x, new = add_hashed(params.hashed, config, kind.hashed, x, *given)
         matrix = None if seen is None else seen.matrix
         seen = None if matrix is None else dataclasses.replace(seen, conv=tuple(convolved))
     norm = normed(config, x, params.attention_norm)
     taken = streams.mixed(params.attention_streams, config, norm)
-    out, left = _mix(params.attention, config, dataclasses.replace(kind, ngrams=None), taken, seen, context, None, None)
-    if hashed:
-        left = dataclasses.replace(left, conv=(*left.conv, *hashed))
+    out, left = _mix(params.attention, config, dataclasses.replace(kind, hashed=None), taken, seen, context, None, None)
+    if new:
+        left = dataclasses.replace(left, conv=(*left.conv, *new))
     x = streams.injected(params.attention_streams, config, x, norm, out)
     norm, block = normed(config, x, params.mlp_norm), params.mlp
     taken = streams.mixed(params.mlp_streams, config, norm)

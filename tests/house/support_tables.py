@@ -36,6 +36,7 @@ PARTS: dict[str, tuple[str, str, str]] = {  # of a layer: on CPUs, on GPUs, on T
     "latent attention": ("runs", "compiled", "compiled"),
     "chosen blocks": ("runs", "untested", "untested"),
     "experts": ("runs", "compiled", "compiled"),
+    "several streams": ("runs", "untested", "untested"),
     "delta-net": ("runs", "untested", "compiled"),
     "lightning attention": ("runs", "untested", "untested"),
     "Mamba-2": ("runs", "untested", "untested"),
@@ -240,4 +241,6 @@ def _parts(config: ModelConfig, kind: LayerKind) -> set[str]:
         found.add("experts")
     if kind.mixer == "attention" and config.of(kind).block_index:
         found.add("chosen blocks")
+    if config.streams > 1:
+        found.add("several streams")
     return found

@@ -169,8 +169,8 @@ def config_of(target: ModelConfig, *, dtype: str) -> MtpConfig:
     if kind.kv_from is not None or target.layer_input_dim or target.streams > 1:
         raise ConfigError(
             f"the last layer of this {target.family} target sees the keys of another layer, or has an input of its own "
-            "beside the stream, or has several streams; a layer of multi-token prediction has none of that. Give a head "
-            "of another kind (--drafter)"
+            "beside the stream, or several streams; a layer of multi-token prediction has none of that. Give a head of "
+            "another kind (--drafter)"
         )
     layer = dataclasses.replace(
         target.of(kind),

@@ -19,7 +19,7 @@ import numpy as np
 from specserve.kernels.matmul import Weight
 from specserve.kernels.recurrence import ancestors
 from specserve.kernels.rows import Documents
-from specserve.models.config import ModelConfig, Ngrams
+from specserve.models.config import HashedTokens, ModelConfig
 from specserve.models.layers import linear, norm_spec
 from specserve.models.params import ParamSpec, matrix
 from specserve.models.streams import norm_each
@@ -29,7 +29,7 @@ LIMB, MASK64 = 16, (1 << 64) - 1
 
 
 @pytree
-class NgramLayer:
+class HashedLayer:
     table: jax.Array  # [part, row, dim of a head]; of all heads, one after another
     key: Weight  # [dim, streams * d_model]
     value: Weight  # [dim, d_model]
@@ -49,13 +49,13 @@ class Hashes:
 
 
 @functools.cache
-def hashes(ngrams: Ngrams, vocab_size: int, place: int) -> Hashes:
+def hashes(sizes: HashedTokens, vocab_size: int, place: int) -> Hashes:
     """The numbers of the `place`-th layer that hashes, as transformers computes them: multipliers by splitmix64, and
     the primes from `base` on, each head's the next."""
     half = max(1, ((1 << 63) - 1) // max(vocab_size, 1) // 2)
 
     def drawn(i: int) -> int:
-        x = (ngrams.seed + 10007 * place + 2 * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15 * i) & MASK64
+        x = (sizes.seed + 10007 * place + 2 * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15 * i) & MASK64
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
         return 2 * ((x ^ (x >> 31)) % half) + 1
@@ -63,28 +63,28 @@ def hashes(ngrams: Ngrams, vocab_size: int, place: int) -> Hashes:
     def is_prime(x: int) -> bool:
         return x > 1 and all(x % d for d in range(2, math.isqrt(x) + 1))
 
-    first, after = place * ngrams.num_heads, (place + 1) * ngrams.num_heads
-    primes = tuple(itertools.islice(filter(is_prime, itertools.count(ngrams.base)), first, after))
-    rows = -(-sum(primes) // ngrams.multiple) * ngrams.multiple
-    return Hashes(tuple(map(drawn, range(ngrams.size))), primes, rows)
+    first, after = place * sizes.num_heads, (place + 1) * sizes.num_heads
+    primes = tuple(itertools.islice(filter(is_prime, itertools.count(sizes.base)), first, after))
+    rows = -(-sum(primes) // sizes.multiple) * sizes.multiple
+    return Hashes(tuple(map(drawn, range(sizes.size))), primes, rows)
 
 
-def ngram_layer_spec(config: ModelConfig, place: int, prefix: str) -> NgramLayer:
+def hashed_layer_spec(config: ModelConfig, place: int, prefix: str) -> HashedLayer:
     """The parameters as `ParamSpec`s. A checkpoint keeps the table in parts."""
-    assert config.ngrams is not None
-    ngrams, width = config.ngrams, config.streams * config.d_model
-    rows = hashes(ngrams, config.vocab_size, place).rows // ngrams.parts
+    assert config.hashed is not None
+    sizes, width = config.hashed, config.streams * config.d_model
+    rows = hashes(sizes, config.vocab_size, place).rows // sizes.parts
     table: Any = ParamSpec(
-        (ngrams.parts, rows, ngrams.dim // ngrams.num_heads),
+        (sizes.parts, rows, sizes.dim // sizes.num_heads),
         (None, "vocab", None),
         f"{prefix}.ple_embedding.ngram_embedding.shard_{{e}}.weight",
         init="embedding",
     )
-    conv: Any = ParamSpec((width, 1, ngrams.conv_width), (None, None, None), f"{prefix}.conv1d.weight")
-    return NgramLayer(
+    conv: Any = ParamSpec((width, 1, sizes.conv_width), (None, None, None), f"{prefix}.conv1d.weight")
+    return HashedLayer(
         table=table,
-        key=matrix(f"{prefix}.key_proj.weight", ngrams.dim, width, (None, None)),
-        value=matrix(f"{prefix}.value_proj.weight", ngrams.dim, config.d_model, (None, None)),
+        key=matrix(f"{prefix}.key_proj.weight", sizes.dim, width, (None, None)),
+        value=matrix(f"{prefix}.value_proj.weight", sizes.dim, config.d_model, (None, None)),
         key_norm=norm_spec(f"{prefix}.norm_key", width, offset=config.norm_offset),
         query_norm=norm_spec(f"{prefix}.norm_query", width, offset=config.norm_offset),
         conv_norm=norm_spec(f"{prefix}.norm_conv", width, offset=config.norm_offset),
@@ -95,14 +95,14 @@ def ngram_layer_spec(config: ModelConfig, place: int, prefix: str) -> NgramLayer
 def init_state(config: ModelConfig, batch: int) -> tuple[jax.Array, jax.Array]:
     """Make the state of sequences that have no token yet: inputs of the convolution, and numbers of tokens, counted
     from 1."""
-    assert config.ngrams is not None
-    ngrams, width = config.ngrams, config.streams * config.d_model
-    inputs = jnp.zeros((batch, (ngrams.conv_width - 1) * ngrams.size, width), config.dtype)
-    return inputs, jnp.zeros((batch, ngrams.size - 1, 1), jnp.int32)
+    assert config.hashed is not None
+    sizes, width = config.hashed, config.streams * config.d_model
+    inputs = jnp.zeros((batch, (sizes.conv_width - 1) * sizes.size, width), config.dtype)
+    return inputs, jnp.zeros((batch, sizes.size - 1, 1), jnp.int32)
 
 
-def add_ngrams(
-    params: NgramLayer,
+def add_hashed(
+    params: HashedLayer,
     config: ModelConfig,
     place: int,
     x: jax.Array,  # [batch, n, streams * d_model]
@@ -111,8 +111,8 @@ def add_ngrams(
     mask: jax.Array | Documents,  # [batch or 1, n, n] bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Add the embeddings of the last tokens together to the streams, and return what the tokens leave in the state."""
-    assert config.ngrams is not None
-    ngrams, numbers = config.ngrams, token_ids[..., None] + 1
+    assert config.hashed is not None
+    sizes, numbers = config.hashed, token_ids[..., None] + 1
     rows = hashed_rows(config, place, numbers, seen[1], mask)
     part_rows = params.table.shape[1]
     embedded = params.table[rows // part_rows, rows % part_rows].reshape(*token_ids.shape, -1)
@@ -126,8 +126,8 @@ def add_ngrams(
     new = norm_each(config, gated, params.conv_norm)
     weight = params.conv[:, 0].astype(jnp.float32)
     out = new.astype(jnp.float32) * weight[:, -1]
-    for back in range(1, ngrams.conv_width):
-        term = ancestors(new, seen[0], mask, back * ngrams.size)
+    for back in range(1, sizes.conv_width):
+        term = ancestors(new, seen[0], mask, back * sizes.size)
         out = out + term.astype(jnp.float32) * weight[:, -1 - back]
     return x + gated + jax.nn.silu(out).astype(x.dtype), (new, numbers)
 
@@ -140,15 +140,15 @@ def hashed_rows(
     mask: jax.Array | Documents,
 ) -> jax.Array:  # [batch, n, head] int32, of the table
     """The rows of each head for the tokens that end at each place."""
-    assert config.ngrams is not None
-    ngrams, own = config.ngrams, hashes(config.ngrams, config.vocab_size, place)
+    assert config.hashed is not None
+    sizes, own = config.hashed, hashes(config.hashed, config.vocab_size, place)
     token, mixed, found = numbers[..., 0] - 1, [jnp.zeros(numbers.shape[:2], jnp.uint32)] * 4, list[jax.Array]()
-    by_order = np.asarray(own.primes, np.uint32).reshape(ngrams.size - 1, -1)
+    by_order = np.asarray(own.primes, np.uint32).reshape(sizes.size - 1, -1)
     for back, multiplier in enumerate(own.multipliers):
         if back:
             before = ancestors(numbers, seen, mask, back)[..., 0] - 1
-            is_end = (before < 0) if back == 1 else (before < 0) | (token == ngrams.eos)
-            token = jnp.where(is_end, ngrams.eos, before)
+            is_end = (before < 0) if back == 1 else (before < 0) | (token == sizes.eos)
+            token = jnp.where(is_end, sizes.eos, before)
         mixed = [one ^ other for one, other in zip(mixed, _product(token, multiplier), strict=True)]
         if back:
             found.append(_remainder(mixed, by_order[back - 1]))
