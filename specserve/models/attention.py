@@ -144,8 +144,8 @@ def mix(
         keys, values = join(context.earlier, (k, v))
         scale = config.attention_scale or config.head_dim**-0.5
         if index is not None and chooses(index, keys, seen):
-            own, finish = (q, keys, values, context.mask, seen), functools.partial(_index_keys, params, config)
-            out = attend_to_chosen(index, *own, *index_q, context.position_ids, scale, finish)
+            keys_values, finish = (keys, values, context.mask, seen), functools.partial(_index_keys, params, config)
+            out = attend_to_chosen(index, q, *keys_values, index_q[0], context.position_ids, scale, finish)
             return out.reshape(*q.shape[:2], -1), (k, v)
         if index is not None:  # of the indexer's key in the pages attention takes no notice
             q = jnp.pad(q, (*[(0, 0)] * 3, (0, config.key_dim - config.head_dim)))

@@ -361,8 +361,7 @@ def _run_over_streams(
         *convolved, inputs, numbers = (recurrent.init_state(config, kind, len(x)) if seen is None else seen).conv
         given = context.token_ids, (inputs, numbers), context.mask
         x, new = add_hashed(params.hashed, config, kind.hashed, x, *given)
-        matrix = None if seen is None else seen.matrix
-        seen = None if matrix is None else dataclasses.replace(seen, conv=tuple(convolved))
+        seen = None if seen is None else recurrent.State(seen.matrix, tuple(convolved))
     norm = normed(config, x, params.attention_norm)
     taken = streams.mixed(params.attention_streams, config, norm)
     out, left = _mix(params.attention, config, dataclasses.replace(kind, hashed=None), taken, seen, context, None, None)
