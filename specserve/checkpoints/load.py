@@ -44,10 +44,11 @@ QUANTIZATIONS: tuple[Quantization, ...] = ("none", "stored", "int8", "fp8", "int
 TIED, AS_VOCABULARY = "tied to the embedding", "read as the draft vocabulary"
 _COMPUTED = "rotary buffers, computed here"
 _NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED))  # reasons that a user need not know
-_SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, **UNUSED_SCALES}
+_HASHING = r"(.*\.)?ple_embedding\.(layer_multipliers|ngram_heads_(offsets|vocab_sizes))"
+_SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, _HASHING: "numbers of hashes, computed here", **UNUSED_SCALES}
 # layers of multi-token prediction, by family
 _FURTHER = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h"), r"mtp\..*"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "nemotron_h"), r"mtp\..*"),
     "mimo": r"model\.mtp_layers\..*",
     "mimo_v2_flash": r"model\.mtp\..*",
 }
@@ -74,7 +75,7 @@ _quantize = jax.jit(quantize, static_argnames="to")
 # one program for all compiles faster than one for each
 _quantize_all = jax.jit(lambda matrices, hows: list(map(quantize, matrices, hows)), static_argnames="hows")
 _OTHER_SENSES = (
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|audio_tower|vision_embedder|embed_(vision|audio))"
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|patch_merge_mlp|audio_tower|vision_embedder|embed_(vision|audio))"
     r"\..*"
 )
 

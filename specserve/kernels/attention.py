@@ -227,18 +227,22 @@ def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
 
 def in_order(
     k: jax.Array,  # [batch, m, kv_head, dim]
-    mask: jax.Array | Documents,  # [batch or 1, n, m] bool
-    prefix: PagedPrefix,  # of pages whose values are their keys' own channels
-) -> tuple[jax.Array, jax.Array]:  # [batch, length, kv_head, dim] and [batch, n, length] bool
+    v: jax.Array | None,  # [batch, m, kv_head, v_dim]; None: of pages whose values are their keys' own channels
+    mask: jax.Array,  # [batch or 1, n, m] bool
+    prefix: PagedPrefix,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # [batch, length, kv_head, ...] twice, and [batch, n, length] bool
     """Join committed and new keys into one run of keys, each at its index in the sequence, as numbers of the new ones'
-    dtype; and their mask."""
-    mask, dtype, more = mask.dense() if isinstance(mask, Documents) else mask, k.dtype, k.shape[1]
-    scale = None
+    dtype; and so their values, and their mask."""
+    dtype, more, k_scale, v_scale = k.dtype, k.shape[1], None, None
     if prefix.pages.is_quantized:  # as later steps will see them
-        k, scale = quantize(k, prefix.pages.k.dtype)
-    k, _, scale, _ = _in_order(k, k, scale, scale, prefix, more)
-    k = k.astype(dtype) if scale is None else (k.astype(jnp.float32) * scale[..., None]).astype(dtype)
-    return k, _mask_in_order(mask, k.shape[1], prefix, 0, None)
+        k, k_scale = quantize(k, prefix.pages.k.dtype)
+        v, v_scale = (None, k_scale) if v is None else quantize(v, prefix.pages.k.dtype)
+    k, v, k_scale, v_scale = _in_order(k, k if v is None else v, k_scale, v_scale, prefix, more)
+
+    def plain(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+        return x.astype(dtype) if scale is None else (x.astype(jnp.float32) * scale[..., None]).astype(dtype)
+
+    return plain(k, k_scale), plain(v, v_scale), _mask_in_order(mask, k.shape[1], prefix, 0, None)
 
 
 def _in_order(

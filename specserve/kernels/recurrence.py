@@ -152,15 +152,23 @@ def convolve(
     mask: jax.Array | Documents,  # as in `recur`
 ) -> jax.Array:  # [batch, n, channel] float32
     """Apply a causal convolution to each channel, over the last `width` tokens of every path."""
-    width = weight.shape[-1]
-    inputs = jnp.concatenate([seen, x], axis=1)
-    depth, ancestor = _lineage(mask)
     out = x.astype(jnp.float32) * weight[:, 0, -1].astype(jnp.float32)
-    for back in range(1, width):
-        index = jnp.where(depth > back, width - 1 + ancestor(back), width - 2 - back + depth)
-        term = jnp.take_along_axis(inputs, index[..., None], axis=1)
+    for back in range(1, weight.shape[-1]):
+        term = ancestors(x, seen, mask, back)
         out = out + term.astype(jnp.float32) * weight[:, 0, -1 - back].astype(jnp.float32)
     return out
+
+
+def ancestors(
+    x: jax.Array,  # [batch, n, channel]
+    seen: jax.Array,  # [batch, m, channel], committed, the oldest first
+    mask: jax.Array | Documents,  # as in `recur`
+    back: int,  # at most m
+) -> jax.Array:  # [batch, n, channel]
+    """Return what each token's ancestor has that stands `back` tokens before it on its path, committed or new."""
+    m, (depth, ancestor) = seen.shape[1], _lineage(mask)
+    index = jnp.where(depth > back, m + ancestor(back), m - 1 - back + depth)
+    return jnp.take_along_axis(jnp.concatenate([seen, x], axis=1), index[..., None], axis=1)
 
 
 def _lineage(mask: jax.Array | Documents) -> tuple[jax.Array, Callable[[int], jax.Array]]:

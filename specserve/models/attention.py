@@ -1,6 +1,7 @@
 """Grouped-query attention layers, used by targets and by draft heads: their parameters and their forward."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,10 +12,12 @@ from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import as_heads, by_head, rms_norm, split_as_heads
 from specserve.mesh import program_platform
-from specserve.models.config import LayerKind, ModelConfig
+from specserve.models.block_index import BlockIndexer, attend_to_chosen, block_indexer_spec, chooses, with_share
+from specserve.models.config import BlockIndex, LayerKind, ModelConfig
 from specserve.models.context import Context, Tables, by_group, join, together
 from specserve.models.layers import are_alike, linear, norm_spec, side_by_side
 from specserve.models.params import TensorPart, matrix, optional, vector
+from specserve.models.rope import rope_tables
 from specserve.pytree import pytree
 
 MANY_ROWS = 512  # of prompts
@@ -37,6 +40,7 @@ class Attention:
     gate: Weight | None  # [d_in, head * v_dim]
     gate_bias: jax.Array | None
     sinks: jax.Array | None  # [head]
+    indexer: BlockIndexer | None = None
 
 
 def attention_spec(config: ModelConfig, prefix: str, d_in: int, kind: LayerKind = LayerKind()) -> Attention:
@@ -64,7 +68,7 @@ def attention_spec(config: ModelConfig, prefix: str, d_in: int, kind: LayerKind 
         )
     gate_part = TensorPart(head_dim, 2 * head_dim, 2 * head_dim, 2 * q_size)
     has_bias, offset, qk_norm = config.qkv_bias, config.norm_offset, config.qk_norm
-    has_keys = kind.kv_from is None
+    has_keys, index = kind.kv_from is None, config.block_index
     has_values = has_keys and not kind.values_are_keys
     q_norm_size, k_norm_size = q_size, kv_size
     if qk_norm == "head":
@@ -83,6 +87,7 @@ def attention_spec(config: ModelConfig, prefix: str, d_in: int, kind: LayerKind 
         gate=optional(has_gate, matrix(f"{q}.weight", d_in, q_size, ("embed", "heads"), part=gate_part)),
         gate_bias=optional(has_gate and has_bias, vector(f"{q}.bias", q_size, "heads", init="zeros", part=gate_part)),
         sinks=optional(config.has_sinks, vector(f"{prefix}.{names.sinks}", config.num_heads, "heads", init="zeros")),
+        indexer=block_indexer_spec(config, index, prefix, d_in) if index else None,
     )
 
 
@@ -128,20 +133,29 @@ def mix(
         out = attend_committed(q, seen, scale=scale, window=kind.window, position_ids=context.position_ids)
         return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias, add=add), None
     *own, v = _turned_qkv(params, config, kind, x, context, shared)
+    if index := config.block_index if config.key_dim > config.head_dim else None:
+        own = _with_index(params, config, index, x, context, *own)
     if seen is not None and x.shape[0] * x.shape[1] >= MANY_ROWS and program_platform() == "gpu":
         # else XLA keeps each layer's product whole, from which it takes the values again when they are written
         v = jax.lax.optimization_barrier(v)
 
     def attend_own(context: Context, seen: PagedPrefix | None, *own: jax.Array) -> tuple[jax.Array, KV]:
-        q, k, v = own
+        q, k, *index_q, v = own
         keys, values = join(context.earlier, (k, v))
+        scale = config.attention_scale or config.head_dim**-0.5
+        if index is not None and chooses(index, keys, seen):
+            keys_values, finish = (keys, values, context.mask, seen), functools.partial(_index_keys, params, config)
+            out = attend_to_chosen(index, q, *keys_values, index_q[0], context.position_ids, scale, finish)
+            return out.reshape(*q.shape[:2], -1), (k, v)
+        if index is not None:  # of the indexer's key in the pages attention takes no notice
+            q = jnp.pad(q, (*[(0, 0)] * 3, (0, config.key_dim - config.head_dim)))
         out = attend(
             q,
             keys,
             values,
             context.mask,
             seen,
-            scale=config.attention_scale or None,
+            scale=scale,
             softcap=config.attention_softcap,
             sinks=params.sinks,
             window=kind.window,
@@ -153,6 +167,33 @@ def mix(
     if params.gate is not None:
         out = out * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias))
     return linear(out, params.o, params.o_bias, add=add), left
+
+
+def _with_index(
+    params: Attention,
+    config: ModelConfig,
+    index: BlockIndex,
+    x: jax.Array,
+    context: Context,
+    q: jax.Array,
+    k: jax.Array,
+) -> list[jax.Array]:
+    """Return queries, keys as the cache has them, and the indexer's queries."""
+    assert params.indexer is not None, "an indexer without parameters"
+    key = linear(x, params.indexer.k)
+    key = (
+        key[:, :, None] if index.pools_keys else as_heads(key, 1, params.indexer.k_norm, context.rope, **_rules(config))
+    )
+    index_q = linear(x, params.indexer.q)
+    index_q = as_heads(index_q, index.num_heads, params.indexer.q_norm, context.rope, **_rules(config))
+    return [q, with_share(k, key), index_q]
+
+
+def _index_keys(params: Attention, config: ModelConfig, means: jax.Array, first: jax.Array) -> jax.Array:
+    """Norm and turn the means of the indexer's keys (`block_index.Finish`)."""
+    assert params.indexer is not None
+    tables, flat = rope_tables(config.rope, config.head_dim, first), means.reshape(-1, *means.shape[2:])
+    return as_heads(flat, 1, params.indexer.k_norm, tables, **_rules(config))[:, :, 0].reshape(means.shape)
 
 
 def _turned_qkv(

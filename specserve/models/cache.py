@@ -75,7 +75,7 @@ class Cache:
                 return Pages.zeros(pages, page_size, 1, config.latent.entry_dim, dtype, has_values=False)
             if kind.mixer == "attention":
                 own = config.of(kind)
-                return Pages.zeros(pages, page_size, own.num_kv_heads, own.head_dim, dtype, v_dim=own.value_dim)
+                return Pages.zeros(pages, page_size, own.num_kv_heads, own.key_dim, dtype, v_dim=own.value_dim)
             return recurrent.init_state(config, kind, num_slots) if kind.mixer in RECURRENT else None
 
         def kept(i: int) -> State | None:

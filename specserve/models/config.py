@@ -33,6 +33,7 @@ class LayerKind:
     num_kv_heads: int = 0  # in the checkpoint
     d_ff: int = 0
     values_are_keys: bool = False  # one projection gives both: keys are normed and turned, values are not
+    hashed: int | None = None  # place among those that add embeddings of the last tokens together; None: not one
     kv_from: int | None = None  # the earlier layer whose keys and values it sees; None: it has its own
 
 
@@ -62,6 +63,25 @@ class Latent:
         """The number of values that a committed token has in the cache: those, and its key in the indexer where that
         chooses."""
         return self.cache_dim + (self.index_dim if self.index_topk else 0)
+
+
+@dataclass(frozen=True)
+class BlockIndex:
+    """The sizes of an indexer that chooses blocks of tokens, of which queries of heads see the keys
+    (`models.block_index`): MiniMax's scores tokens and chooses for each KV head, Qwen's scores the means of its keys
+    over whole blocks and chooses for all heads."""
+
+    num_heads: int
+    dim: int  # of its heads
+    size: int  # tokens of a block
+    top: int  # blocks that it chooses for a query; 0: all
+    local: int = 0  # of these the last ones, whatever they score
+    pools_keys: bool = False  # Qwen's
+
+    @property
+    def reach(self) -> int:
+        """The number of tokens up to which all are chosen. A last block that is not whole is always."""
+        return self.top * self.size + (self.size - 1 if self.pools_keys and self.top else 0)
 
 
 @dataclass(frozen=True)
@@ -100,7 +120,28 @@ class DeltaSizes:
     conv_width: int
     by_channel: bool = False
     gate_rank: int = 0  # by_channel: of the projections of the gate and the decay; 0: each is one matrix
+    has_sigmoid_gate: bool = False  # of the output; by_channel: always
     decay_bound: float = 0.0  # by_channel: the log decay lies between this and 0; 0: unbounded
+
+
+@dataclass(frozen=True)
+class HashedTokens:
+    """The sizes of embeddings of the last tokens together (`models.hashed`)."""
+
+    size: int  # tokens of the longest
+    heads_of_each: int  # of two tokens, of three, and so on
+    dim: int  # of all heads together
+    base: int  # from which on the primes are taken that bound the heads' rows
+    multiple: int  # of rows of the table
+    parts: int  # of the table, in a checkpoint
+    seed: int
+    eos: int
+    conv_width: int  # each `size`-th token is seen
+
+    @property
+    def num_heads(self) -> int:
+        """The number of heads, of all lengths together."""
+        return (self.size - 1) * self.heads_of_each
 
 
 @dataclass(frozen=True)
@@ -217,11 +258,15 @@ class ModelConfig:
     residual_scale: float = 1.0  # of what they add
     layer_input_dim: int = 0  # of the input that each layer has beside the residual stream (`layer_inputs`); 0: none
     layer_input_vocab: int = 0  # tokens that these inputs know
+    streams: int = 1  # residual streams side by side (`models.streams`)
+    stream_rank: int = 0  # of the products that mix them
+    hashed: HashedTokens | None = None  # of layers that add embeddings of the last tokens together
     has_layer_scale: bool = False  # a number by which each layer's output is multiplied
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     tie_embeddings: bool = False
     latent: Latent | None = None
+    block_index: BlockIndex | None = None  # of layers that attend
     experts: Experts | None = None
     delta: DeltaSizes | None = None
     lightning: Lightning | None = None
@@ -248,6 +293,7 @@ class ModelConfig:
             head_dim=kind.head_dim or self.head_dim,
             d_ff=kind.d_ff or self.d_ff,
             has_sinks=self.has_sinks and kind.has_sinks,
+            block_index=self.block_index if kind.has_indexer else None,
         )
 
     @property
@@ -268,6 +314,18 @@ class ModelConfig:
         return self.v_dim or self.head_dim
 
     @property
+    def key_dim(self) -> int:
+        """The number of channels that a KV head's key has in the cache, in a layer of these sizes: its own, and behind
+        them a share of the indexer's key where that chooses."""
+        index = self.block_index
+        return self.head_dim + (-(-index.dim // self.num_kv_heads) if index and index.top else 0)
+
+    @property
+    def chooses(self) -> bool:
+        """Return whether an indexer may choose what a query sees."""
+        return bool((self.latent and self.latent.index_topk) or (self.block_index and self.block_index.top))
+
+    @property
     def is_recurrent(self) -> bool:
         """Return whether some layers keep a recurrent state instead of every token's keys and values."""
         return any(kind.mixer in RECURRENT for kind in self.layers)
@@ -283,4 +341,8 @@ class ModelConfig:
         local, latent = self.local_rope and self.local_rope.for_length(length), self.latent
         if latent and 0 < length <= latent.index_topk:
             latent = dataclasses.replace(latent, index_topk=0)
-        return dataclasses.replace(self, rope=self.rope.for_length(length), local_rope=local, latent=latent)
+        blocks = self.block_index
+        if blocks and 0 < length <= blocks.reach:
+            blocks = dataclasses.replace(blocks, top=0)
+        rope = self.rope.for_length(length)
+        return dataclasses.replace(self, rope=rope, local_rope=local, latent=latent, block_index=blocks)

@@ -28,6 +28,7 @@ class Context:
     mask: Mask
     rope: Tables
     local_rope: Tables | None
+    token_ids: jax.Array | None = None  # [batch, n] int32, where layers hash them (`models.hashed`)
     earlier: Any = None  # the entries that the first m - n left when they ran, [batch, m - n, ...]; None: all run now
     groups: tuple["Context", ...] = ()  # those side by side; none: the tokens are one group
 

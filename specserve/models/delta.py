@@ -161,7 +161,8 @@ def mix(
     out, u = recur(q, k, v, log_decay, beta, seen.matrix, mask)
     gate = linear(x if params.gate_down is None else linear(x, params.gate_down), params.gate)
     gate = by_head(gate.astype(jnp.float32), delta.num_v_heads)
-    out = rms_norm(out, params.norm, config.norm_eps) * (jax.nn.sigmoid if delta.by_channel else jax.nn.silu)(gate)
+    activate = jax.nn.sigmoid if delta.by_channel or delta.has_sigmoid_gate else jax.nn.silu
+    out = rms_norm(out, params.norm, config.norm_eps) * activate(gate)
     out = out.reshape(*x.shape[:2], -1).astype(x.dtype)
     return linear(out, params.o), New(k, u, log_decay, inputs)
 

@@ -17,7 +17,9 @@ def model_config(raw: Mapping[str, Any], *, dtype: str, where: str = "config.jso
     known = FAMILIES.keys() | ALIASES.keys()
     text = raw.get("text_config")
     if isinstance(text, Mapping) and (raw.get("model_type") not in known or text.get("model_type") in known):
-        raw = {**text, **{key: raw[key] for key in ("tie_word_embeddings",) if key in raw}}
+        # some text models do not say what they are
+        outer = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
+        raw = {"model_type": f"{raw.get('model_type')}_text", **text, **outer}
     family = str(raw.get("model_type"))
     if family not in known:
         near = difflib.get_close_matches(family, known, n=1)
@@ -129,6 +131,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         },
     },
     "minimax_m2": {"rope_theta": 5e6, "head_dim": 128},
+    "minimax_m3_vl_text": {
+        "rope_theta": 5e6,
+        "head_dim": 128,
+        "index_n_heads": 4,
+        "num_key_value_heads": 4,
+    },
     "nemotron_h": {
         "head_dim": 128,
         "max_position_embeddings": 4096,
@@ -148,7 +156,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 # checkpoints whose model is another family's; what more they hold goes by their own name
-ALIASES = {"mimo": "qwen2", "qwen2_5_vl": "qwen2_5_vl_text"}
+ALIASES = {"mimo": "qwen2", "minimax_m3": "minimax_m3_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "llama": families_dense.llama,
     "mistral": families_dense.mistral,
@@ -188,10 +196,12 @@ FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "glm4_moe": families_sparse.glm4_moe,
     "glm4_moe_lite": families_latent.glm4_moe_lite,
     "minimax_m2": families_sparse.minimax_m2,
+    "minimax_m3_vl_text": families_sparse.minimax_m3,
     "mimo_v2_flash": families_sparse.mimo_v2_flash,
     "qwen3_next": families_sparse.qwen3_next,
     "qwen3_5_text": families_sparse.qwen3_5,
     "qwen3_5_moe_text": families_sparse.qwen3_5_moe,
+    "qwen4_exp_text": families_sparse.qwen4_exp,
     "nemotron_h": families_recurrent.nemotron_h,
     "lfm2": families_recurrent.lfm2,
     "lfm2_moe": families_recurrent.lfm2_moe,

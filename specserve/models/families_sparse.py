@@ -2,8 +2,9 @@
 
 import dataclasses
 
+from specserve.errors import ConfigError
 from specserve.models import families_latent
-from specserve.models.config import DeltaSizes, Experts, LayerKind, Names
+from specserve.models.config import BlockIndex, DeltaSizes, Experts, HashedTokens, LayerKind, Names
 from specserve.models.families_dense import alternating, qwen_windows, turned_layers
 from specserve.models.family_keys import Flags, Keys
 from specserve.models.rope import Rope
@@ -99,6 +100,96 @@ def minimax_m2(keys: Keys) -> Flags:
         "layers": (LayerKind(has_experts=True),) * keys.num_layers,
         "experts": dataclasses.replace(flags["experts"], scoring="sigmoid", has_correction=has_correction),
     }
+
+
+def minimax_m3(keys: Keys) -> Flags:
+    """The flags of the text model of MiniMax-M3. What it is published with, and what transformers writes, differ in the
+    names of the keys."""
+    n, kv_heads, head_dim = keys.num_layers, keys.integer("num_key_value_heads"), keys.integer("head_dim")
+    for key, value in _MINIMAX_M3.items():
+        keys.must_be(key, *value)
+    published = keys.raw.get("sparse_attention_config") or {}
+    if not isinstance(published, dict) or published.keys() - _MSA.keys():
+        raise ConfigError(f"{keys.where}: sparse_attention_config must have no other keys than {', '.join(_MSA)}")
+    index = Keys({**keys.raw, **{_MSA[key] or key: value for key, value in published.items()}}, keys.where)
+    index.must_be("sparse_score_type", "max")
+    index.must_be("sparse_init_block", 0)
+    index.must_be("use_sparse_attention", True)
+    index.must_be("index_n_heads", kv_heads)
+    chosen = index.integers("sparse_attention_freq", n) or [0] * n
+    if kinds := keys.strings("layer_types", n):
+        chosen = [_choice(keys, "layer_types", kind, "full_attention", "minimax_m3_sparse") for kind in kinds]
+    lost = index.strings("sparse_disable_index_value", n) or ["1"] * n
+    if any(has and drops not in ("1", "True") for has, drops in zip(chosen, lost, strict=True)):
+        raise ConfigError(f"{keys.where}: sparse_disable_index_value must be 1 in layers whose attention is sparse")
+    sparse = keys.integers("moe_layer_freq", n) or [1] * n
+    if types := keys.strings("mlp_layer_types", n):
+        sparse = [_choice(keys, "mlp_layer_types", kind, "dense", "sparse") for kind in types]
+    blocks = BlockIndex(
+        num_heads=kv_heads,
+        dim=index.integer("index_head_dim", 128),
+        size=index.integer("index_block_size", 128),
+        top=index.integer("index_topk_blocks", 16),
+        local=index.integer("index_local_blocks", 1, least=0),
+    )
+    rope = keys.rope(head_dim, {"rotary_dim": None})
+    turned = rope.rotary_dim or head_dim
+    if blocks.dim < turned or blocks.local > blocks.top:
+        raise ConfigError(
+            f"{keys.where}: index_head_dim {blocks.dim} must have the {turned} channels that turn, "
+            f"and index_topk_blocks {blocks.top} the {blocks.local} index_local_blocks"
+        )
+    return {
+        "rope": rope,
+        "qk_norm": "head",
+        "norm_offset": True,
+        "activation": "clamped_swiglu",
+        "d_ff": keys.integer("dense_intermediate_size", 12_288),
+        "layers": tuple(
+            LayerKind(has_experts=bool(has), has_indexer=bool(picks)) for has, picks in zip(sparse, chosen, strict=True)
+        ),
+        "block_index": blocks if any(chosen) else None,
+        "experts": Experts(
+            num_experts=keys.integer("num_local_experts", 128),
+            top_k=keys.integer("num_experts_per_tok", 4),
+            d_ff=keys.integer("intermediate_size", 3072),
+            scoring="sigmoid",
+            renormalize=True,
+            scale=keys.number("routed_scaling_factor", 2.0),
+            has_correction=True,
+            shared_d_ff=keys.integer("shared_intermediate_size", 3072),
+        ),
+        "names": _BLOCK_SPARSE,
+    }
+
+
+_MINIMAX_M3: dict[str, tuple[object, ...]] = {  # the only values that are computed
+    "hidden_act": ("silu", "swigluoai"),
+    "swiglu_alpha": (1.702,),
+    "swiglu_limit": (7.0,),
+    "scoring_func": ("sigmoid",),
+    "use_routing_bias": (True,),
+    "use_qk_norm": (True,),
+    "qk_norm_type": ("per_head",),
+    "use_gemma_norm": (True,),
+    "attention_output_gate": (False,),
+    "n_shared_experts": (1,),
+}
+_MSA = {  # the keys of `sparse_attention_config`, and transformers' names of them
+    "sparse_num_index_heads": "index_n_heads",
+    "sparse_index_dim": "index_head_dim",
+    "sparse_block_size": "index_block_size",
+    "sparse_topk_blocks": "index_topk_blocks",
+    "sparse_local_block": "index_local_blocks",
+    **dict.fromkeys(("use_sparse_attention", "sparse_score_type", "sparse_init_block"), ""),
+    **dict.fromkeys(("sparse_disable_index_value", "sparse_attention_freq"), ""),
+}
+
+
+def _choice(keys: Keys, key: str, kind: str, no: str, yes: str) -> int:
+    if kind not in (no, yes):
+        raise ConfigError(f"{keys.where}: {key} must list {no} or {yes}, got {kind}")
+    return int(kind == yes)
 
 
 def llama4(keys: Keys) -> Flags:
@@ -285,3 +376,75 @@ def qwen3_5_moe(keys: Keys) -> Flags:
         "experts": experts,
         "names": names,
     }
+
+
+def qwen4_exp(keys: Keys) -> Flags:
+    """The flags of the text model of Qwen3.8-Flash-Next: the layers of Qwen3.5 with experts over several residual
+    streams; an indexer in those that attend; embeddings of the last tokens together in some of the others."""
+    n, streams = keys.num_layers, keys.integer("hc_count", 4, least=2)
+    keys.must_be("norm_topk_prob", True)
+    keys.must_be("indexer_kv_heads", 1)
+    keys.must_be("output_gate_type", "silu", "sigmoid")
+    names = Names(
+        norm="model.hyper_connection_mixer.hc_norm.weight",
+        delta_qkvz="",
+        attention_norm="attn_hyper_connection.hc_norm",
+        mlp_norm="mlp_hyper_connection.hc_norm",
+        shared="shared_expert",
+        stacked_experts="outputs first",
+    )
+    shared = keys.integer("shared_expert_intermediate_size", 512)
+    experts = _qwen_experts(keys, renormalize=True, shared=shared)
+    flags = _qwen_delta(keys, (LayerKind(has_experts=True),) * n, names)
+    kinds = keys.kinds_in_groups("linear_attention", keys.integer("full_attention_interval", 4))
+    if others := {*kinds} - {"linear_attention", "full_attention", "indexed_attention", "qwen_sparse_attention"}:
+        raise ConfigError(f"{keys.where}: layer_types must list linear_attention or full_attention, got {min(others)}")
+    size, budget = keys.integer("indexer_compress_ratio"), keys.integer("indexer_budget")
+    index = BlockIndex(keys.integer("indexer_n_heads"), keys.integer("indexer_head_dim"), size, budget // size)
+    turned = keys.rope(flags["head_dim"]).rotary_dim or flags["head_dim"]
+    if budget % size or index.dim < turned:
+        raise ConfigError(
+            f"{keys.where}: indexer_budget {budget} must be a multiple of indexer_compress_ratio {size}, and "
+            f"indexer_head_dim {index.dim} no less than the {turned} channels that turn"
+        )
+    layers, hashing = list(flags["layers"]), sorted({*(keys.raw.get("ple_layer_ids") or [])})
+    for place, number in enumerate(hashing):  # counted from 1
+        if not isinstance(number, int) or not 0 < number <= n or layers[number - 1].mixer != "delta":
+            raise ConfigError(f"{keys.where}: ple_layer_ids must number layers of linear attention, got {number!r}")
+        layers[number - 1] = dataclasses.replace(layers[number - 1], hashed=place)
+    sigmoid = keys.raw.get("output_gate_type") == "sigmoid"
+    return flags | {
+        "d_ff": experts.top_k * experts.d_ff + experts.shared_d_ff,
+        "layers": tuple(layers),
+        "experts": experts,
+        "delta": dataclasses.replace(flags["delta"], has_sigmoid_gate=sigmoid),
+        "streams": streams,
+        "stream_rank": keys.integer("hc_lowrank", 320),
+        "block_index": dataclasses.replace(index, pools_keys=True),
+        "hashed": _hashed(keys) if hashing else None,
+    }
+
+
+def _hashed(keys: Keys) -> HashedTokens:
+    eos = keys.raw.get("eos_token_id")
+    eos = eos[0] if isinstance(eos, list) and eos else eos
+    if not isinstance(eos, int):
+        raise ConfigError(f"{keys.where}: eos_token_id must be a token, or several, as layers that hash tokens need it")
+    sizes = HashedTokens(
+        size=keys.integer("ngram_size", 3, least=2),
+        heads_of_each=keys.integer("heads_per_ngram", 8),
+        dim=keys.integer("ple_embed_dim", keys.integer("hidden_size")),
+        base=keys.integer("ngram_vocab_size_base", 20_000_000),
+        multiple=keys.integer("make_ngram_vocab_size_divisible_by", 128),
+        parts=keys.integer("split_ngram_parts", 512),
+        seed=keys.integer("seed", 1234, least=0),
+        eos=eos,
+        conv_width=keys.integer("ple_conv_kernel_size", 4),
+    )
+    if sizes.dim % sizes.num_heads or sizes.multiple % sizes.parts or sizes.base > 1 << 27:
+        raise ConfigError(
+            f"{keys.where}: ple_embed_dim {sizes.dim} must be a multiple of {sizes.num_heads} heads, "
+            f"make_ngram_vocab_size_divisible_by {sizes.multiple} of split_ngram_parts {sizes.parts}, and "
+            f"ngram_vocab_size_base {sizes.base} at most {1 << 27}"
+        )
+    return sizes

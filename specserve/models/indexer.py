@@ -7,6 +7,7 @@ ones are seen under a mask: the result is that of sparse attention, the time is 
 come on top.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -95,7 +96,7 @@ def attend_to_chosen(
     if isinstance(mask, Documents):
         mask = mask.dense()
     if seen is not None:
-        new, mask = in_order(new, mask, seen)
+        new, _, mask = in_order(new, None, mask, seen)
     (batch, n, num_heads, _), length = q.shape, new.shape[1]
     mask = jnp.broadcast_to(mask, (batch, n, length))
     most = max(1, SCORES_AT_ONCE // (batch * length * max(num_heads, latent.index_heads)))
@@ -106,7 +107,12 @@ def attend_to_chosen(
         chosen = choose(index_q, weights, own_keys, mask, latent.index_topk)
         return attend(q, latents, latents[..., : latent.kv_rank], chosen, scale=scale)
 
-    parts = (q, *index, mask)
+    return by_queries(run, (q, *index, mask), most)
+
+
+def by_queries(run: Callable[[tuple[jax.Array, ...]], jax.Array], parts: tuple[jax.Array, ...], most: int) -> jax.Array:
+    """Return what `run` makes of parts that each have queries as their second axis, at most so many at once."""
+    batch, n = parts[0].shape[:2]
     if n <= most:
         return run(parts)
     count = -(-n // most)

@@ -1,10 +1,12 @@
 """The layers that keep a recurrent state instead of every token's keys and values: one interface to all kinds."""
 
+import dataclasses
+
 import jax
 
 from specserve.kernels.recurrence import New, State, advance
 from specserve.kernels.rows import Unrolled
-from specserve.models import delta, lightning, mamba, short_conv
+from specserve.models import delta, hashed, lightning, mamba, short_conv
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context
 from specserve.models.delta import DeltaNet, delta_spec
@@ -39,7 +41,10 @@ def init_state(config: ModelConfig, kind: LayerKind, batch: int) -> State:
         return short_conv.init_state(config, batch)
     if kind.mixer == "delta":
         assert config.delta is not None
-        return delta.init_state(config, config.delta, batch)
+        state = delta.init_state(config, config.delta, batch)
+        if kind.hashed is None:
+            return state
+        return dataclasses.replace(state, conv=(*state.conv, *hashed.init_state(config, batch)))
     assert config.lightning is not None
     return lightning.init_state(config.lightning, batch)
 

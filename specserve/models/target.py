@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specserve.kernels.matmul import BlockedMatrix, PackedMatrix, Weight, dequantize, matmul_float32
+from specserve.kernels.rows import Unrolled
 from specserve.kernels.rowwise import rms_norm
-from specserve.models import attention, latent, recurrent
+from specserve.models import attention, latent, recurrent, streams
 from specserve.models.attention import KV, Attention, attention_spec, fuse_attention
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import RECURRENT, LayerKind, ModelConfig
 from specserve.models.context import Context, Mask, apart, joined, side_by_side
+from specserve.models.hashed import HashedLayer, add_hashed, hashed_layer_spec
 from specserve.models.latent import LatentAttention, latent_spec
 from specserve.models.layer_inputs import (
     LayerInput,
@@ -35,6 +37,7 @@ from specserve.models.params import embedding_table, matrix, optional, vector
 from specserve.models.recurrent import Recurrent
 from specserve.models.rope import rope_tables
 from specserve.models.stacked import Stack, each_layer
+from specserve.models.streams import StreamMixer, stream_mixer_spec
 from specserve.pytree import pytree
 
 Mixer = Attention | LatentAttention | Recurrent
@@ -49,6 +52,9 @@ class Layer:
     mlp: Mlp | Moe | None
     mlp_out_norm: jax.Array | None  # [d_model]
     own_input: LayerInput | None = None
+    attention_streams: StreamMixer | None = None
+    mlp_streams: StreamMixer | None = None
+    hashed: HashedLayer | None = None
     scale: jax.Array | None = None  # [1], of the layer's output
 
 
@@ -56,9 +62,10 @@ class Layer:
 class TargetParams:
     embedding: jax.Array  # [vocab, d_model]
     layers: tuple[Layer | Stack, ...]  # stacks where only rows are run over (`stacked.stack_layers`)
-    norm: jax.Array  # [d_model]
+    norm: jax.Array  # [d_model], or of all streams
     head: Weight | None  # [d_model, vocab]; None: the embedding is used (tied)
     layer_inputs: LayerInputs | None = None
+    streams: StreamMixer | None = None  # after the final norm
 
 
 @pytree
@@ -75,13 +82,18 @@ def target_spec(config: ModelConfig) -> TargetParams:
     return TargetParams(
         embedding=embedding_table(names.embedding, config.vocab_size, config.d_model),
         layers=tuple(layer_spec(config, i) for i in range(config.num_layers)),
-        norm=norm_spec(names.norm.removesuffix(".weight"), config.d_model, offset=config.norm_offset),
+        norm=norm_spec(names.norm.removesuffix(".weight"), config.streams * config.d_model, offset=config.norm_offset),
         head=optional(
             not config.tie_embeddings,
             matrix("lm_head.weight", config.d_model, config.vocab_size, ("embed", "vocab")),
         ),
         layer_inputs=optional(config.layer_input_dim, layer_inputs_spec(config)),
+        streams=_streams_spec(config, "model.hyper_connection_mixer", injects=False),
     )
+
+
+def _streams_spec(config: ModelConfig, prefix: str, *, injects: bool = True) -> StreamMixer | None:
+    return stream_mixer_spec(config, prefix, injects=injects) if config.streams > 1 else None
 
 
 def layer_spec(config: ModelConfig, i: int) -> Layer:
@@ -91,7 +103,7 @@ def layer_spec(config: ModelConfig, i: int) -> Layer:
     has_mlp_norm = kind.has_mlp and config.in_norms and not config.is_parallel and not norms_itself
 
     def norm(name: str) -> Any:
-        return norm_spec(f"{prefix}.{name}", config.d_model, offset=config.norm_offset)
+        return norm_spec(f"{prefix}.{name}", config.streams * config.d_model, offset=config.norm_offset)
 
     return Layer(
         attention_norm=optional(has_mixer and config.in_norms, norm(names.attention_norm)),
@@ -101,6 +113,9 @@ def layer_spec(config: ModelConfig, i: int) -> Layer:
         mlp=_mlp_spec(config, kind, prefix),
         mlp_out_norm=optional(kind.has_mlp and config.out_norms, norm(names.mlp_out_norm)),
         own_input=optional(config.layer_input_dim, layer_input_spec(config, prefix)),
+        attention_streams=_streams_spec(config, f"{prefix}.attn_hyper_connection"),
+        mlp_streams=_streams_spec(config, f"{prefix}.mlp_hyper_connection"),
+        hashed=None if kind.hashed is None else hashed_layer_spec(config, kind.hashed, f"{prefix}.ple"),
         scale=optional(config.has_layer_scale, vector(f"{prefix}.layer_scalar", 1)),
     )
 
@@ -171,7 +186,9 @@ def forward_groups(
     token_ids = side_by_side([group.token_ids for group in groups])
     x = embed(params.embedding, config, token_ids)
     inputs = layer_inputs(params.layer_inputs, config, token_ids, x)
+    x = jnp.tile(x, config.streams) if config.streams > 1 else x
     context = joined([make_context(config, group.position_ids, group.mask, group.earlier) for group in groups])
+    context = dataclasses.replace(context, token_ids=token_ids if config.hashed else None)
     taps: dict[int, jax.Array] = {}
     shared: dict[int, Any] = {}  # keys and values of layers that later ones see too
     new, i = list[Any](), 0  # by layer, then by group
@@ -195,9 +212,12 @@ def forward_groups(
                 left = None
             new.append(left if len(groups) > 1 and left is not None else (left,) * len(groups))
             if i in aux_layers:
-                taps[i] = x
+                taps[i] = streams.mean(config, x)
             i += 1
-    hidden_states = apart(normed(config, x, params.norm), shapes)
+    hidden_states = normed(config, x, params.norm)
+    if params.streams is not None:
+        hidden_states = streams.mixed(params.streams, config, hidden_states)
+    hidden_states = apart(hidden_states, shapes)
     aux = [apart(taps[i], shapes) for i in aux_layers]  # by tap, then by group
     return [
         TargetOutput(
@@ -239,7 +259,7 @@ def _run_stack(
             if place in kept:
                 left = left | {place: own_left}
             if place in tapped:
-                found = jax.lax.dynamic_update_index_in_dim(found, x, slot, 0)
+                found = jax.lax.dynamic_update_index_in_dim(found, streams.mean(config, x), slot, 0)
         return (x, found, left), None
 
     def no_keys(place: int) -> KV:
@@ -247,7 +267,8 @@ def _run_stack(
         zeros = jnp.zeros((*x.shape[:2], own.num_kv_heads, own.head_dim), x.dtype)
         return zeros, zeros
 
-    begin = x, jnp.zeros((len(taps) + 1 if taps else 0, *x.shape), x.dtype), {place: no_keys(place) for place in kept}
+    found = jnp.zeros((len(taps) + 1 if taps else 0, *x.shape[:2], config.d_model), x.dtype)
+    begin = x, found, {place: no_keys(place) for place in kept}
     by_turn = jax.tree.map(lambda *turns: jnp.stack(turns), *(inputs[at : at + period] for at in starts))
     of_turns = (stack.layers, slots.reshape(-1, period), np.reshape(rates, (-1, period)), by_turn)
     (x, found, left), _ = jax.lax.scan(turn, begin, of_turns)
@@ -265,6 +286,8 @@ def normed(config: ModelConfig, x: jax.Array, weight: jax.Array | None) -> jax.A
     """The norm of a residual stream, or the stream itself where there is none."""
     if weight is None:
         return x
+    if config.streams > 1:
+        return streams.norm_each(config, x, weight)
     if not config.centred_norms:
         return rms_norm(x, weight, config.norm_eps, offset=config.norm_offset)
     # a product, whose results do not depend on how many rows there are, unlike those of a sum
@@ -289,7 +312,7 @@ def run_layer(
     params: Layer,
     config: ModelConfig,
     kind: LayerKind,
-    x: jax.Array,  # [batch, n, d_model]
+    x: jax.Array,  # [batch, n, d_model], or of all streams
     seen: Any,
     context: Context,
     given: jax.Array | None = None,  # [batch, n, layer_input_dim], of `layer_inputs`
@@ -301,6 +324,8 @@ def run_layer(
     def scaled(x: jax.Array) -> jax.Array:
         return x if config.residual_scale == 1.0 else x * jnp.asarray(config.residual_scale, x.dtype)
 
+    if params.attention_streams is not None:
+        return _run_over_streams(params, config, kind, x, seen, context)
     # where nothing comes between, the last product of a block adds to the residual stream itself
     adds_itself = not config.out_norms and config.residual_scale == 1.0
     add = x if adds_itself else None
@@ -319,6 +344,35 @@ def run_layer(
         assert given is not None
         x = with_input(params.own_input, config, x, given)
     return x if params.scale is None else x * params.scale.astype(x.dtype), left
+
+
+def _run_over_streams(
+    params: Layer, config: ModelConfig, kind: LayerKind, x: jax.Array, seen: Any, context: Context
+) -> tuple[jax.Array, Any]:
+    """Compute `run_layer` where each block takes a mixture of several streams and adds to all of them."""
+    assert params.attention_streams is not None
+    assert params.mlp_streams is not None
+    assert params.attention is not None
+    new: tuple[jax.Array, ...] = ()
+    if params.hashed is not None:
+        assert kind.hashed is not None
+        assert context.token_ids is not None
+        assert not isinstance(context.mask, Unrolled), "a rollout is of layers that attend"
+        *convolved, inputs, numbers = (recurrent.init_state(config, kind, len(x)) if seen is None else seen).conv
+        given = context.token_ids, (inputs, numbers), context.mask
+        x, new = add_hashed(params.hashed, config, kind.hashed, x, *given)
+        seen = None if seen is None else recurrent.State(seen.matrix, tuple(convolved))
+    norm = normed(config, x, params.attention_norm)
+    taken = streams.mixed(params.attention_streams, config, norm)
+    out, left = _mix(params.attention, config, dataclasses.replace(kind, hashed=None), taken, seen, context, None, None)
+    if new:
+        left = dataclasses.replace(left, conv=(*left.conv, *new))
+    x = streams.injected(params.attention_streams, config, x, norm, out)
+    norm, block = normed(config, x, params.mlp_norm), params.mlp
+    taken = streams.mixed(params.mlp_streams, config, norm)
+    assert block is not None
+    out = moe(block, config, taken) if isinstance(block, Moe) else mlp(block, taken, config.activation)
+    return streams.injected(params.mlp_streams, config, x, norm, out), left
 
 
 def _mix(
@@ -378,6 +432,8 @@ def head_columns(params: TargetParams, token_ids: jax.Array) -> jax.Array:  # [d
 def whole_norm(params: TargetParams, config: ModelConfig) -> jax.Array:  # [d_model]
     """The final norm with which a draft's own begins training: such that the target's output head makes the target's
     logits of it, with no offset or scale beside it."""
+    if params.streams is not None:  # the head takes a mixture, which no norm makes
+        return jnp.ones(config.d_model, params.norm.dtype)
     norm = params.norm + (1.0 if config.norm_offset else 0.0)
     return jnp.array(norm) if config.logit_scale == 1.0 else norm * config.logit_scale
 

@@ -61,7 +61,7 @@ class Activations:
         rest = dataclasses.replace(spec, layers=())
         size += gathered_bytes(rest, target.dtype, lambda mesh: place_target(target, rest, mesh), self.mesh)
         if self.shape.has_layers:
-            others: Any = dict.fromkeys(("embedding", "norm", "head", "layer_inputs"))
+            others: Any = dict.fromkeys(("embedding", "norm", "head", "layer_inputs", "streams"))
             alone = [dataclasses.replace(spec, **others, layers=(i,)) for i in spec.layers]
             size += max(
                 gathered_bytes(one, target.dtype, lambda mesh, one=one: place_target(target, one, mesh), self.mesh)

@@ -162,8 +162,9 @@ def estimated_temporaries(target: ModelConfig, shapes: Shapes, mesh: Mesh | None
     heads, chunk = on_each_device(mesh, "heads", target.num_heads), prefill.chunk
     logits, scores = LOGITS_AT_ONCE * rows * target.vocab_size, SCORES_AT_ONCE * chunk * chunk * heads
     entries = bytes_per_page(target, None, rows + chunk, mesh)
-    if target.latent and target.latent.index_topk:  # a copy of the pages of a layer, and scores of all heads
-        copied = step.batch // shapes.num_ranks * shapes.max_pages * shapes.page_size * target.latent.entry_dim
+    if target.chooses:  # a copy of the pages of a layer, and scores of all heads
+        width = target.latent.entry_dim if target.latent else target.num_kv_heads * (target.key_dim + target.value_dim)
+        copied = step.batch // shapes.num_ranks * shapes.max_pages * shapes.page_size * width
         entries += 4 * (copied + 2 * indexer.SCORES_AT_ONCE)
     return 4 * max(logits, scores, HIDDEN_AT_ONCE * chunk * target.d_model) + entries
 

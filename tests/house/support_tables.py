@@ -34,7 +34,9 @@ PARTS: dict[str, tuple[str, str, str]] = {  # of a layer: on CPUs, on GPUs, on T
     "windows": ("runs", "compiled", "compiled"),
     "heads of two widths": ("runs", "untested", "untested"),
     "latent attention": ("runs", "compiled", "compiled"),
+    "chosen blocks": ("runs", "untested", "untested"),
     "experts": ("runs", "compiled", "compiled"),
+    "several streams": ("runs", "untested", "untested"),
     "delta-net": ("runs", "untested", "compiled"),
     "lightning attention": ("runs", "untested", "untested"),
     "Mamba-2": ("runs", "untested", "untested"),
@@ -149,7 +151,9 @@ def families() -> str:
     bundled = json.loads((BUNDLED_FOLDER / "config.json").read_text())["model_type"]
     rows = ["| `model_type` | made of | equals | CPU | GPU | TPU | `--deterministic` |", "|" + "---|" * 7]
     for family, configs in cases.items():
-        parts = {part for config in configs for i in range(config.num_layers) for part in _parts(config.kind(i))}
+        parts = {
+            part for config in configs for i in range(config.num_layers) for part in _parts(config, config.kind(i))
+        }
         devices = [min((PARTS[part][i] for part in parts), key=ORDER.index) for i in range(3)]
         devices[0] = "measured" if family == bundled else "runs"  # figures are of the bundled target alone
         equals = [name for name, of in (("transformers", by_transformers), ("NumPy", by_numpy)) if family in of]
@@ -229,7 +233,7 @@ def _saved_by() -> dict[str, list[str]]:
     return {name: sorted(packages) for name, packages in found.items()}
 
 
-def _parts(kind: LayerKind) -> set[str]:
+def _parts(config: ModelConfig, kind: LayerKind) -> set[str]:
     found = {MIXERS[kind.mixer]} if kind.mixer in MIXERS else set()
     if kind.window:
         found.add("windows")
@@ -237,4 +241,8 @@ def _parts(kind: LayerKind) -> set[str]:
         found.add("heads of two widths")
     if kind.has_experts:
         found.add("experts")
+    if kind.mixer == "attention" and config.of(kind).block_index:
+        found.add("chosen blocks")
+    if config.streams > 1:
+        found.add("several streams")
     return found

@@ -137,6 +137,29 @@ def test_layers_that_share_a_choice_serve_what_is_chosen() -> None:
     assert sizes == [own.latent.cache_dim, own.latent.cache_dim + own.latent.index_dim]
 
 
+def test_minimax_m3_is_published_within_a_model_that_sees() -> None:
+    """With keys of its own, and without saying what the text model is."""
+    raw = CONFIGS["minimax-m3"]
+    nested = {
+        f"sparse_{theirs}": raw[f"index_{ours}"]
+        for theirs, ours in (
+            ("num_index_heads", "n_heads"),
+            ("index_dim", "head_dim"),
+            ("block_size", "block_size"),
+            ("topk_blocks", "topk_blocks"),
+            ("local_block", "local_blocks"),
+        )
+    }
+    lists = {"sparse_attention_freq": [0, 1, 1], "sparse_disable_index_value": [0, 1, 1]}
+    ours = {"model_type", "layer_types", "mlp_layer_types", "rope_parameters", *(key for key in raw if "index_" in key)}
+    text = {key: value for key, value in raw.items() if key not in ours}
+    text |= {"moe_layer_freq": [0, 1, 1], "hidden_act": "swigluoai", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
+    text["sparse_attention_config"] = nested | lists | {"sparse_score_type": "max", "use_sparse_attention": True}
+    assert _read({"model_type": "minimax_m3_vl", "text_config": text, "vision_config": {}}) == _read(raw)
+    named = {"model_type": "minimax_m3_vl", "text_config": text | {"model_type": "minimax_m3"}}
+    assert replace(_read(named), family="minimax_m3_vl_text") == _read(raw)
+
+
 def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
     raw = CONFIGS["qwen2-5-vl"]
     flat = _read(raw | {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}})
@@ -164,6 +187,18 @@ def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
         ("deepseek-v32", {"index_head_dim": 4}, "index_head_dim"),
         ("glm-moe-dsa", {"indexer_types": ["full", "none", "full"]}, "indexer_types"),
+        ("qwen4-exp", {"indexer_budget": 13}, "indexer_budget 13 must be a multiple of indexer_compress_ratio 3"),
+        ("qwen4-exp", {"indexer_kv_heads": 2}, "indexer_kv_heads"),
+        ("qwen4-exp", {"ple_layer_ids": [3]}, "ple_layer_ids must number layers of linear attention, got 3"),
+        ("qwen4-exp", {"eos_token_id": None}, "eos_token_id"),
+        ("qwen4-exp", {"split_ngram_parts": 3}, "split_ngram_parts 3"),
+        ("qwen4-exp", {"layer_types": ["linear_attention", "sliding_attention"] * 2}, "got sliding_attention"),
+        ("minimax-m3", {"index_n_heads": 4}, "index_n_heads"),
+        ("minimax-m3", {"index_topk_blocks": 1}, "index_topk_blocks 1 the 2 index_local_blocks"),
+        ("minimax-m3", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "got sliding_attention"),
+        ("minimax-m3", {"sparse_attention_config": {"sparse_topk_freq": 2}}, "no other keys than"),
+        ("minimax-m3", {"sparse_attention_config": {"sparse_init_block": 1}}, "sparse_init_block"),
+        ("minimax-m3", {"swiglu_limit": 5.0}, "swiglu_limit"),
         ("mimo-v2-flash", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias"),
         ("mimo-v2-flash", {"swa_head_dim": 8}, "swa_head_dim"),
         ("nemotron-h", {"hybrid_override_pattern": "MX"}, "got X"),

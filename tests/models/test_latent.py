@@ -1,20 +1,24 @@
-"""Latent attention: its two forms are one sum."""
+"""Latent attention: its two forms are one sum. What indexers choose, of latents and of blocks of heads' keys."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeded
+import spread
 import tiny
 from rounding import assert_same, tolerance
 
 from specserve.kernels.pages import Pages, quantize
+from specserve.kernels.rows import Documents
 from specserve.models import indexer
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import Latent, ModelConfig
-from specserve.models.context import Context
+from specserve.models.context import Context, Mask
 from specserve.models.indexer import attend_to_chosen
 from specserve.models.latent import LatentAttention, absorbed, expanded, latent_spec
 from specserve.models.params import init_params
+from specserve.models.target import TargetParams, forward
 
 
 @pytest.mark.parametrize("q_rank", [0, 12])
@@ -76,3 +80,22 @@ def test_an_indexer_chooses_by_the_published_score(
     np.testing.assert_allclose(run(), expected, rtol=1e-4, atol=1e-5)  # float32 sums of a few numbers
     monkeypatch.setattr(indexer, "SCORES_AT_ONCE", 2 * 2 * 17 * 9)
     np.testing.assert_allclose(run(), expected, rtol=1e-4, atol=1e-5)  # float32 sums of a few numbers
+
+
+@pytest.mark.parametrize("model", ["blocks that an indexer chooses", "several streams"])
+def test_blocks_of_packed_documents_are_cut_in_each(model: str) -> None:
+    """So they equal each document alone, however much of it an indexer leaves out; and no token is hashed with one of
+    another document."""
+    target, n = spread.target_of(model), 17
+    token_ids = jnp.asarray(seeded.tokens(target.config.vocab_size, seed=1)[: 2 * n].reshape(2, n))
+    positions, packed = jnp.tile(jnp.arange(n, dtype=jnp.int32), (2, 1)), Documents(jnp.arange(2 * n)[None] // n)
+
+    @jax.jit
+    def run(params: TargetParams, token_ids: jax.Array, positions: jax.Array, mask: Mask) -> jax.Array:
+        return forward(params, target.config, token_ids, positions, mask).hidden_states
+
+    def alone(params: TargetParams) -> jax.Array:
+        return run(params, token_ids, positions, tiny.causal(n))
+
+    together = run(target.params, token_ids.reshape(1, -1), positions.reshape(1, -1), packed)
+    assert_same(together.reshape(2, n, -1), alone(target.params), tolerance(alone, target.params))

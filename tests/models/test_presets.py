@@ -86,6 +86,8 @@ PUBLISHED = {
     "nemotron-3-super": 120.6,
     "mistral-small-4": 119,
     "minimax-m2": 229,
+    "minimax-m3": 428,
+    "qwen3.8-flash-next": 176,  # 125 and its tables of 51
     "mimo-v2-flash": 309,
     "ling-mini-2.0": 16.26,
     "ring-mini-2.0": 16.26,

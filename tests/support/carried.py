@@ -54,6 +54,16 @@ INDEXED: dict[str, Any] = LATENT | {
     "index_head_dim": 6,
     "index_topk": 32,
 }
+BLOCKS: dict[str, Any] = SMALL | {  # of a target that comes without such a layer
+    "model_type": "minimax_m3_vl_text",
+    "mlp_layer_types": ["dense"] * SMALL["num_hidden_layers"],
+    "layer_types": ["minimax_m3_sparse"] * SMALL["num_hidden_layers"],
+    "dense_intermediate_size": 24,
+    "index_n_heads": SMALL["num_key_value_heads"],
+    "index_head_dim": 9,
+    "index_block_size": 8,
+    "index_topk_blocks": 4,
+}
 GLM = SMALL | EXPERTS | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True}
 NEXT: dict[str, Any] = SMALL | {
     "model_type": "qwen3_next",

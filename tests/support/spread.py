@@ -67,6 +67,37 @@ OF_ONE_CASE: dict[str, dict[str, Any]] = {  # other layers, over one mesh
     | EXPERTS
     | LATENTS
     | {"model_type": "deepseek_v32", "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6},
+    "blocks that an indexer chooses": DENSE
+    | EXPERTS
+    | {
+        "model_type": "minimax_m3_vl_text",
+        "num_local_experts": 4,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "index_n_heads": 2,
+        "index_head_dim": 9,
+        "index_block_size": 3,
+        "index_topk_blocks": 2,
+        "partial_rotary_factor": 0.5,
+    },
+    "several streams": DENSE
+    | EXPERTS
+    | DELTA_NETS
+    | {
+        "model_type": "qwen4_exp_text",
+        "head_dim": 8,
+        "hc_lowrank": 8,
+        "indexer_n_heads": 6,
+        "indexer_head_dim": 9,
+        "indexer_budget": 6,
+        "indexer_compress_ratio": 3,
+        "ple_layer_ids": [1],
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 2,
+        "eos_token_id": 5,
+    },
     "Mamba": DENSE
     | EXPERTS
     | {
