@@ -27,11 +27,11 @@ class Shape(NamedTuple):
 
 
 SHAPES = [
-    Shape("codes", 32, 6, 3, 70, True),  # neither rows nor columns fill their tiles
+    Shape("codes", 32, 14, 3, 70, True),  # neither rows nor columns fill their tiles, and parts are of 2 and 3 steps
     Shape("signed", 128, 4, 17, 128),
     Shape("zeros", 64, 5, 16, 40),  # both halves of a tile are of one block
     Shape("doubles", 16, 12, 1, 64),
-    Shape("zeros", 32, 40, 70, 130, True),  # several tiles of rows, and parts of the inputs
+    Shape("zeros", 32, 40, 70, 130, True),  # outputs are the rows of the product
     Shape("signed", 384, 1, 5, 130),
 ]
 RUNS = [pytest.param(True, id="interpreted"), pytest.param(False, marks=pytest.mark.gpu, id="compiled")]
