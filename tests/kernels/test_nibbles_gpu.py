@@ -1,9 +1,10 @@
 """Products with 4-bit weights on GPUs: interpreted on any machine, and run where there is a GPU (`-m gpu`)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from rounding import assert_within, of_product
@@ -27,11 +28,11 @@ class Shape(NamedTuple):
 
 
 SHAPES = [
-    Shape("codes", 32, 6, 3, 70, True),  # neither rows nor columns fill their tiles
+    Shape("codes", 32, 14, 3, 70, True),  # neither rows nor columns fill their tiles, and parts are of 2 and 3 steps
     Shape("signed", 128, 4, 17, 128),
     Shape("zeros", 64, 5, 16, 40),  # both halves of a tile are of one block
     Shape("doubles", 16, 12, 1, 64),
-    Shape("zeros", 32, 40, 70, 130, True),  # several tiles of rows, and parts of the inputs
+    Shape("zeros", 32, 40, 70, 130, True),  # outputs are the rows of the product
     Shape("signed", 384, 1, 5, 130),
 ]
 RUNS = [pytest.param(True, id="interpreted"), pytest.param(False, marks=pytest.mark.gpu, id="compiled")]
@@ -70,6 +71,51 @@ def test_a_product_is_that_of_the_plain_matrix_and_a_row_the_same_beside_others(
         assert_within(got, wide @ plain, of_product(wide, plain), dtype)
         beside = nibbles_gpu.multiply(others.at[0].set(x[0]), packed, interpret=interpret)
         assert (np.asarray(beside)[0] == np.asarray(got)[0]).all()
+
+
+def executed(asm: str, operands: list[int]) -> list[int]:
+    """The registers $0 and $1 after the inline instructions, by their description in the PTX manual; `operands` are $2
+    and on."""
+    registers = {f"${i + 2}": value for i, value in enumerate(operands)}
+
+    def halves(value: int) -> np.ndarray:
+        return np.array([value & 0xFFFF, value >> 16], np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
+
+    for line in asm.splitlines():
+        name, _, rest = line.strip("{};").partition(" ")
+        if not name or name == ".reg":
+            continue
+        to, *names = rest.split(", ")
+        a, b, c, d = [registers[each] if each in registers else int(each, 0) for each in names] + [0] * (4 - len(names))
+        if name.endswith("bf16x2"):
+            result = halves(a) * halves(b) + (halves(c) if name.startswith("fma") else 0)
+            low, high = result.astype(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
+            registers[to] = int(low) | int(high) << 16
+        elif name == "prmt.b32":
+            registers[to] = sum((((a | b << 32) >> 8 * (c >> 4 * i & 7)) & 255) << 8 * i for i in range(4))
+        elif name == "lop3.b32" and d == 0xEA:
+            registers[to] = a & b | c
+        else:
+            results = {"mov.b32": a, "and.b32": a & b, "shr.u32": a >> min(b, 32), "shl.b32": a << min(b, 32)}
+            registers[to] = results[name] & 0xFFFFFFFF
+    return [registers["$0"], registers["$1"]]
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("numbers", ["int4", "uint4", "fp4"])
+def test_the_inline_instructions_make_the_weights_of_every_byte(
+    rng: np.random.Generator, numbers: Any, half: int
+) -> None:
+    """No interpreter of JAX knows them, so they are executed here."""
+    for pairs in np.arange(256, dtype=np.uint8).reshape(-1, 4):
+        other = -128.0 - rng.integers(0, 16) if numbers == "int4" else rng.standard_normal()
+        scale, other = np.array([rng.uniform(1e-3, 1), other]).astype(ml_dtypes.bfloat16).view(np.uint16)
+        scales = int(scale) | int(other) << 16
+        codes = pairs >> 4 if half else pairs & 15
+        expected = nibbles_gpu._weights(jnp.asarray(codes), jnp.uint32(scales), numbers).astype(jnp.bfloat16)
+        found = executed(nibbles_gpu._asm(numbers, half), [int(pairs.view(np.uint32)[0]), *[scales] * 4])
+        got = np.array(found, np.uint32).view(ml_dtypes.bfloat16)
+        assert (got.astype(np.float32) == np.asarray(expected, np.float32)).all(), (pairs, got, expected)
 
 
 def test_what_does_not_fit_stays_in_8_bits(rng: np.random.Generator) -> None:
