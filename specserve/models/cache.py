@@ -72,7 +72,7 @@ class Cache:
                 return None
             if kind.mixer == "latent":
                 assert config.latent is not None
-                return Pages.zeros(pages, page_size, 1, config.latent.entry_dim, dtype, has_values=False)
+                return Pages.zeros(pages, page_size, 1, config.latent.of(kind).entry_dim, dtype, has_values=False)
             if kind.mixer == "attention":
                 own = config.of(kind)
                 return Pages.zeros(pages, page_size, own.num_kv_heads, own.head_dim, dtype, v_dim=own.value_dim)

@@ -27,7 +27,7 @@ class LayerKind:
     has_experts: bool = False
     has_mlp: bool = True  # or experts
     has_sinks: bool = True  # where the model has any
-    has_indexer: bool = True  # where the model has any
+    has_indexer: bool = True  # where the model has any; without, it sees what the last one before it chose
     slope_scale: float = 1.0  # lightning: of the rates at which its heads forget
     head_dim: int = 0  # this and the next two are the model's unless given (`ModelConfig.of`)
     num_kv_heads: int = 0  # in the checkpoint
@@ -62,6 +62,10 @@ class Latent:
         """The number of values that a committed token has in the cache: those, and its key in the indexer where that
         chooses."""
         return self.cache_dim + (self.index_dim if self.index_topk else 0)
+
+    def of(self, kind: LayerKind) -> "Latent":
+        """The sizes in layers of this kind."""
+        return self if kind.has_indexer else dataclasses.replace(self, index_heads=0, index_dim=0)
 
 
 @dataclass(frozen=True)
@@ -248,6 +252,7 @@ class ModelConfig:
             head_dim=kind.head_dim or self.head_dim,
             d_ff=kind.d_ff or self.d_ff,
             has_sinks=self.has_sinks and kind.has_sinks,
+            latent=self.latent and self.latent.of(kind),
         )
 
     @property

@@ -107,9 +107,24 @@ def deepseek_v32(keys: Keys) -> Flags:
 
 def glm_moe_dsa(keys: Keys) -> Flags:
     """The flags of GLM-5: the same. In some checkpoints only some layers have an indexer, and the others see what the
-    one before them chose (arXiv 2603.12201). These serve as many tokens as it chooses, which are all of them."""
-    flags, n = deepseek_v32(keys), keys.num_layers
-    latent, kinds = dataclasses.replace(flags["latent"], index_interleaves=True), keys.strings("indexer_types", n)
+    last one before them chose (arXiv 2603.12201). A carried layer of multi-token prediction has its own."""
+    flags = deepseek_v32(keys)
+    layers = tuple(
+        dataclasses.replace(layer, has_indexer=kind == "full")
+        for layer, kind in zip(flags["layers"], indexer_types(keys), strict=True)
+    )
+    return flags | {
+        "latent": dataclasses.replace(flags["latent"], index_interleaves=True),
+        "layers": layers,
+        "carried": dataclasses.replace(layers[-1], has_indexer=True),
+    }
+
+
+def indexer_types(keys: Keys) -> list[str]:
+    """Return for each layer of GLM-5 whether it has an indexer ("full") or not ("shared"): by a list, by a pattern, or
+    each of so many layers after the first ones."""
+    n = keys.num_layers
+    kinds = list(keys.strings("indexer_types", n) or ())
     if not kinds:
         frequency, offset = keys.integer("index_topk_freq", 1), keys.integer("index_skip_topk_offset", 2, least=0)
         kinds = ["shared" if max(i - offset + 1, 0) % frequency else "full" for i in range(n)]
@@ -120,14 +135,12 @@ def glm_moe_dsa(keys: Keys) -> Flags:
         raise ConfigError(
             f"{keys.where}: index_topk_pattern or indexer_types must say 'full' or 'shared' of {n} layers"
         )
-    flags["layers"] = tuple(
-        dataclasses.replace(layer, has_indexer=kind == "full")
-        for layer, kind in zip(flags["layers"], kinds, strict=True)
-    )
-    if "shared" in kinds:
-        flags["max_len"] = min(keys.integer("max_position_embeddings", 202_752), latent.index_topk)
-        latent = dataclasses.replace(latent, index_topk=0)
-    return flags | {"latent": latent}
+    if kinds[0] == "shared":
+        raise ConfigError(
+            f"{keys.where}: indexer_types or index_topk_pattern says 'shared' of the first layer, before which none "
+            "chooses; it must say 'full'"
+        )
+    return kinds
 
 
 def mistral4(keys: Keys) -> Flags:

@@ -1,5 +1,6 @@
 """The indexer of DeepSeek sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1): small heads of its own that
-score every earlier token for a query, of which attention then sees the best `topk`.
+score every earlier token for a query, of which attention then sees the best `topk`. Layers without an indexer see what
+the last one before them chose (arXiv 2603.12201).
 
 Where a call's keys are no more than that, all are chosen, and nothing is scored. The keys of the indexer lie in the
 pages behind a token's latent, so what is committed, shared and given up goes with it. Beyond `topk` tokens the chosen
@@ -82,9 +83,10 @@ def attend_to_chosen(
     new: jax.Array,  # [batch, m, 1, entry_dim]: latents, and the indexer's keys behind them
     mask: Mask,  # [batch or 1, n, m] bool
     seen: PagedPrefix | None,
-    index: tuple[jax.Array, jax.Array],  # from `queries`
+    index: tuple[jax.Array, ...],  # from `queries`; none in a layer without an indexer
+    choice: jax.Array | None,  # [batch, n, length] bool, which that sees; `length` is that of `in_order`
     scale: float,
-) -> jax.Array:  # [batch, n, head, kv_rank]
+) -> tuple[jax.Array, jax.Array]:  # [batch, n, head, kv_rank], and its choice
     """Attention over the latents of the tokens that the indexer chooses among committed and new ones. Raises
     ConfigError for a layer of multi-token prediction that is unrolled over longer rows than it sees."""
     if isinstance(mask, Unrolled):
@@ -97,16 +99,19 @@ def attend_to_chosen(
     if seen is not None:
         new, mask = in_order(new, mask, seen)
     (batch, n, num_heads, _), length = q.shape, new.shape[1]
+    if not index:
+        assert choice is not None, "a layer without an indexer needs another's choice"
+        mask = choice
     mask = jnp.broadcast_to(mask, (batch, n, length))
     most = max(1, SCORES_AT_ONCE // (batch * length * max(num_heads, latent.index_heads)))
     latents, own_keys = new[..., : latent.cache_dim], new[:, :, 0, latent.cache_dim :]
 
-    def run(part: tuple[jax.Array, ...]) -> jax.Array:  # of some queries
-        q, index_q, weights, mask = part
-        chosen = choose(index_q, weights, own_keys, mask, latent.index_topk)
-        return attend(q, latents, latents[..., : latent.kv_rank], chosen, scale=scale)
+    def run(part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:  # of some queries
+        q, mask, *index = part
+        chosen = choose(*index, own_keys, mask, latent.index_topk) if index else mask
+        return attend(q, latents, latents[..., : latent.kv_rank], chosen, scale=scale), chosen
 
-    parts = (q, *index, mask)
+    parts = (q, mask, *index)
     if n <= most:
         return run(parts)
     count = -(-n // most)
@@ -115,8 +120,11 @@ def attend_to_chosen(
         padded = jnp.pad(x, ((0, 0), (0, count * most - n), *[(0, 0)] * (x.ndim - 2)))
         return jnp.moveaxis(padded.reshape(batch, count, most, *x.shape[2:]), 1, 0)
 
-    out = jnp.moveaxis(jax.lax.map(run, tuple(map(cut, parts))), 0, 1)
-    return out.reshape(batch, count * most, *out.shape[3:])[:, :n]
+    def whole(x: jax.Array) -> jax.Array:  # [count, batch, most, ...] -> [batch, n, ...]
+        return jnp.moveaxis(x, 0, 1).reshape(batch, count * most, *x.shape[3:])[:, :n]
+
+    out, chosen = jax.lax.map(run, tuple(map(cut, parts)))
+    return whole(out), whole(chosen)
 
 
 def choose(

@@ -52,9 +52,9 @@ class LatentAttention:
         return self.q_rope.shape[-1] // (self.kv_down.shape[-1] - self.k_up.shape[0])
 
 
-def latent_spec(config: ModelConfig, prefix: str, d_in: int, *, has_indexer: bool = True) -> LatentAttention:
-    """The parameters of one layer's attention as `ParamSpec`s. `d_in` is the width of what it takes, see
-    `attention.attention_spec`. Without `has_indexer` it has none, whatever the model has."""
+def latent_spec(config: ModelConfig, prefix: str, d_in: int) -> LatentAttention:
+    """The parameters of one layer's attention as `ParamSpec`s. `config` has the layer's sizes. `d_in` is the width of
+    what it takes, see `attention.attention_spec`."""
     latent, d_model, num_heads = config.latent, config.d_model, config.num_heads
     assert latent is not None
     q_in = latent.q_rank or d_in
@@ -79,21 +79,21 @@ def latent_spec(config: ModelConfig, prefix: str, d_in: int, *, has_indexer: boo
         o=matrix(f"{prefix}.{config.names.o}.weight", num_heads * latent.v_dim, d_model, ("heads", "embed")),
         o_bias=optional(config.o_bias, vector(f"{prefix}.{config.names.o}.bias", d_model, init="zeros")),
         gate=optional(latent.has_gate, matrix(f"{prefix}.g_proj.weight", d_in, num_heads, ("embed", "heads"))),
-        indexer=optional(latent.index_heads and has_indexer, indexer_spec(latent, f"{prefix}.indexer", d_in)),
+        indexer=optional(latent.index_heads, indexer_spec(latent, f"{prefix}.indexer", d_in)),
     )
 
 
 def mix(
     params: LatentAttention,
-    config: ModelConfig,
+    config: ModelConfig,  # with the kind's sizes
     kind: LayerKind,
     x: jax.Array,  # [batch, n, d_model], normed
     seen: PagedPrefix | None,
     context: Context,
     add: jax.Array | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, None]]:
-    """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and
-    the tokens' latents, [batch, n, 1, cache_dim]."""
+) -> tuple[jax.Array, tuple[jax.Array, None], Any]:
+    """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; the
+    tokens' latents, [batch, n, 1, entry_dim]; and what its indexer chose, or None (`context.with_choice`)."""
     assert config.latent is not None
     latent, q_in, rope = config.latent, down_queries(params, x), context.rope
     if not kind.has_rope:
@@ -102,21 +102,26 @@ def mix(
     if kind.has_growth:
         q_nope, q_rope = (grown(q, config, context) for q in (q_nope, q_rope))
     new, index = project_latents(params, config, x, rope), ()
-    if latent.index_topk:
-        assert params.indexer is not None, "layers that share an indexer's choice serve as many tokens as it chooses"
+    if latent.index_topk and params.indexer is not None:
         new = jnp.concatenate([new, indexer.keys(params.indexer, latent, x, context.rope)], axis=-1)
         index = indexer.queries(params.indexer, latent, x, q_in, context.rope)
 
     def attend_own(context: Context, seen: PagedPrefix | None, *own: jax.Array) -> tuple[jax.Array, Any]:
         q_nope, q_rope, new, *index = own
         latents, _ = join(context.earlier, (new, None))
-        form = absorbed if seen is not None or _chooses(latent, latents, seen) else expanded
-        return form(params, config, q_nope, q_rope, latents, context, seen, *index), (new, None)
+        if chooses(latent, latents.shape[1], seen):
+            q = absorb(params, config, q_nope, q_rope)
+            given = context.mask, seen, tuple(index), context.choice, config.attention_scale
+            out, choice = indexer.attend_to_chosen(latent, q, latents, *given)
+            return release(params, config, out), ((new, None), choice)
+        form = expanded if seen is None else absorbed
+        return form(params, config, q_nope, q_rope, latents, context, seen), ((new, None), None)
 
-    out, left = by_group(attend_own, context, seen, q_nope, q_rope, new, *index)
+    out, found = by_group(attend_own, context, seen, q_nope, q_rope, new, *index)
+    left, choice = zip(*found, strict=True) if context.groups else found
     if params.gate is not None:
         out = out * jax.nn.sigmoid(linear(x, params.gate))[..., None]
-    return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias, add=add), left
+    return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias, add=add), left, choice
 
 
 def project_queries(
@@ -164,7 +169,7 @@ def expanded(
     q_rope: jax.Array,  # [batch, n, head, rope_dim]
     new: jax.Array,  # [batch, m, 1, entry_dim]
     context: Context,
-    *_: Any,
+    _: PagedPrefix | None = None,
 ) -> jax.Array:  # [batch, n, head, v_dim]
     """Attention over the new tokens alone, in the expanded form."""
     latent = config.latent
@@ -185,26 +190,20 @@ def absorbed(
     new: jax.Array,
     context: Context,
     seen: PagedPrefix | None,
-    *index: jax.Array,  # from `indexer.queries`, where it chooses
 ) -> jax.Array:  # [batch, n, head, v_dim]
     """Attention over committed latents and new ones, in the absorbed form."""
     latent = config.latent
     assert latent is not None
     q, values, scale = absorb(params, config, q_nope, q_rope), new[..., : latent.kv_rank], config.attention_scale
-    if _chooses(latent, new, seen):
-        own, weights = index
-        out = indexer.attend_to_chosen(latent, q, new, context.mask, seen, (own, weights), scale)
-    else:
-        # of the indexer's keys in the pages attention takes no notice
-        q = jnp.pad(q, (*[(0, 0)] * 3, (0, latent.entry_dim - latent.cache_dim)))
-        out = attend(q, new, values, context.mask, seen, scale=scale)
-    return release(params, config, out)
+    # of the indexer's keys in the pages attention takes no notice
+    q = jnp.pad(q, (*[(0, 0)] * 3, (0, latent.entry_dim - latent.cache_dim)))
+    return release(params, config, attend(q, new, values, context.mask, seen, scale=scale))
 
 
-def _chooses(latent: Latent, new: jax.Array, seen: PagedPrefix | None) -> bool:
-    """Return whether there may be more keys than the indexer chooses: it is the shapes that decide."""
+def chooses(latent: Latent, num_new: int, seen: PagedPrefix | None) -> bool:
+    """Return whether there may be more keys than an indexer chooses: it is the shapes that decide."""
     committed = 0 if seen is None else seen.page_table.shape[1] * seen.pages.page_size
-    return 0 < latent.index_topk < committed + new.shape[1]
+    return 0 < latent.index_topk < committed + num_new
 
 
 def absorb(

@@ -19,7 +19,7 @@ from specserve.models import attention, latent, recurrent
 from specserve.models.attention import KV, Attention, attention_spec, fuse_attention
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import RECURRENT, LayerKind, ModelConfig
-from specserve.models.context import Context, Mask, apart, joined, side_by_side
+from specserve.models.context import Context, Mask, apart, joined, side_by_side, with_choice
 from specserve.models.latent import LatentAttention, latent_spec
 from specserve.models.layer_inputs import (
     LayerInput,
@@ -119,7 +119,7 @@ def _mixer_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mixer:
         return recurrent.spec(config, kind, f"{prefix}.{config.names.linear_attention}")
     if kind.mixer == "latent":
         where = f"{prefix}.{config.names.attention}"
-        return latent_spec(config, where, config.d_model, has_indexer=kind.has_indexer)
+        return latent_spec(config, where, config.d_model)
     return attention_spec(config, f"{prefix}.{config.names.attention}", config.d_model, kind)
 
 
@@ -177,7 +177,7 @@ def forward_groups(
     new, i = list[Any](), 0  # by layer, then by group
     for part in params.layers:
         if isinstance(part, Stack) and cache is None:
-            x, found = _run_stack(part, config, i, x, context, aux_layers, inputs, shared)
+            x, found, context = _run_stack(part, config, i, x, context, aux_layers, inputs, shared)
             taps |= found
             i += part.num_layers
             continue
@@ -188,7 +188,8 @@ def forward_groups(
             if groups[0].earlier is not None:
                 context = dataclasses.replace(context, earlier=groups[0].earlier[of])
             at = seen if len(groups) > 1 else seen[0]
-            x, left = run_layer(layer, config, kind, x, at, context, inputs[i], shared.get(of))
+            x, left, choice = run_layer(layer, config, kind, x, at, context, inputs[i], shared.get(of))
+            context = with_choice(context, choice)
             if i in config.shared_layers:
                 shared[i] = left
             if kind.kv_from is not None:
@@ -218,7 +219,7 @@ def _run_stack(
     aux_layers: tuple[int, ...],
     inputs: list[jax.Array | None],
     shared: dict[int, Any],
-) -> tuple[jax.Array, dict[int, jax.Array]]:  # [batch, n, d_model], and of the stack's own taps the same
+) -> tuple[jax.Array, dict[int, jax.Array], Context]:  # [batch, n, d_model], of the stack's own taps the same
     """Loop over the turns of a stack whose first layer has this number. A layer that may be a tap writes its output to
     the tap's slot, or to the last one, which is for no tap: so no output of another layer stays, and there is no
     branch. Keys and values that later layers see go to `shared`. They are those of the last layer of its kind, and so
@@ -232,27 +233,34 @@ def _run_stack(
     kept = {i - starts[-1]: i for i in config.shared_layers if starts[-1] <= i < starts[-1] + period}
 
     def turn(carry: tuple[Any, ...], own: tuple[Any, ...]) -> tuple[Any, None]:
-        x, found, left = carry
+        x, found, left, choice = carry
+        own_context = with_choice(context, choice)
         for place, (layer, slot, rate, given) in enumerate(zip(*own, strict=True)):
             kind: Any = dataclasses.replace(config.kind(first + place), slope_scale=rate)
-            x, own_left = run_layer(layer, config, kind, x, None, context, given, shared.get(kind.kv_from))
+            given = given, shared.get(kind.kv_from)
+            x, own_left, chosen = run_layer(layer, config, kind, x, None, own_context, *given)
+            own_context, choice = with_choice(own_context, chosen), choice if chosen is None else chosen
             if place in kept:
                 left = left | {place: own_left}
             if place in tapped:
                 found = jax.lax.dynamic_update_index_in_dim(found, x, slot, 0)
-        return (x, found, left), None
+        return (x, found, left, choice), None
 
     def no_keys(place: int) -> KV:
         own = config.of(config.kind(first + place))
         zeros = jnp.zeros((*x.shape[:2], own.num_kv_heads, own.head_dim), x.dtype)
         return zeros, zeros
 
-    begin = x, jnp.zeros((len(taps) + 1 if taps else 0, *x.shape), x.dtype), {place: no_keys(place) for place in kept}
+    choice = context.choice
+    if choice is None and config.latent and latent.chooses(config.latent, x.shape[1], None):
+        choice = jnp.zeros((*x.shape[:2], x.shape[1]), bool)
+    found = jnp.zeros((len(taps) + 1 if taps else 0, *x.shape), x.dtype)
+    begin = x, found, {place: no_keys(place) for place in kept}, choice
     by_turn = jax.tree.map(lambda *turns: jnp.stack(turns), *(inputs[at : at + period] for at in starts))
     of_turns = (stack.layers, slots.reshape(-1, period), np.reshape(rates, (-1, period)), by_turn)
-    (x, found, left), _ = jax.lax.scan(turn, begin, of_turns)
+    (x, found, left, choice), _ = jax.lax.scan(turn, begin, of_turns)
     shared |= {kept[place]: own for place, own in left.items()}
-    return x, {i: found[slot] for slot, i in enumerate(taps)}
+    return x, {i: found[slot] for slot, i in enumerate(taps)}, with_choice(context, choice)
 
 
 def embed(table: jax.Array, config: ModelConfig, token_ids: jax.Array) -> jax.Array:  # [vocab, d_model], [...]
@@ -294,8 +302,8 @@ def run_layer(
     context: Context,
     given: jax.Array | None = None,  # [batch, n, layer_input_dim], of `layer_inputs`
     shared: Any = None,  # the new keys and values of the layer that `kind.kv_from` names
-) -> tuple[jax.Array, Any]:
-    """Compute one layer's output, and what its tokens would leave in the cache."""
+) -> tuple[jax.Array, Any, Any]:
+    """Compute one layer's output; what its tokens would leave in the cache; and what its indexer chose, or None."""
     config = config.of(kind)
 
     def scaled(x: jax.Array) -> jax.Array:
@@ -304,9 +312,9 @@ def run_layer(
     # where nothing comes between, the last product of a block adds to the residual stream itself
     adds_itself = not config.out_norms and config.residual_scale == 1.0
     add = x if adds_itself else None
-    taken, left = normed(config, x, params.attention_norm), None
+    taken, left, choice = normed(config, x, params.attention_norm), None, None
     if params.attention is not None:
-        out, left = _mix(params.attention, config, kind, taken, seen, context, add, shared)
+        out, left, choice = _mix(params.attention, config, kind, taken, seen, context, add, shared)
         x = out if add is not None else x + scaled(normed(config, out, params.attention_out_norm))
     if not config.is_parallel:
         taken = normed(config, x, params.mlp_norm)
@@ -318,7 +326,7 @@ def run_layer(
     if params.own_input is not None:
         assert given is not None
         x = with_input(params.own_input, config, x, given)
-    return x if params.scale is None else x * params.scale.astype(x.dtype), left
+    return x if params.scale is None else x * params.scale.astype(x.dtype), left, choice
 
 
 def _mix(
@@ -330,13 +338,13 @@ def _mix(
     context: Context,
     add: jax.Array | None,
     shared: Any,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Any, Any]:
     if isinstance(params, Attention):
-        return attention.mix(params, config.of(kind), kind, x, seen, context, add, shared)
+        return *attention.mix(params, config.of(kind), kind, x, seen, context, add, shared), None
     if isinstance(params, LatentAttention):
         return latent.mix(params, config, kind, x, seen, context, add)
     out, left = recurrent.mix(params, config, kind, x, seen, context)
-    return out if add is None else add + out, left
+    return out if add is None else add + out, left, None
 
 
 def logits(params: TargetParams, config: ModelConfig, hidden_states: jax.Array) -> jax.Array:

@@ -126,13 +126,13 @@ def test_llama_4_is_of_one_chunk() -> None:
     assert (_read(raw).max_len, _read(raw | {"attention_chunk_size": None}).max_len) == (128, 256)
 
 
-def test_layers_that_share_a_choice_serve_what_is_chosen() -> None:
-    """All of it; and a server of no longer sequences keeps nothing for an indexer."""
+def test_layers_that_share_a_choice_keep_no_keys_for_it() -> None:
+    """And a server of sequences that are chosen whole keeps none at all."""
     shared, own = _read(CONFIGS["glm-moe-dsa-shared-tied"]), _read(CONFIGS["glm-moe-dsa"])
-    assert [kind.has_indexer for kind in shared.layers] == [True, False, True]
+    assert [kind.has_indexer for kind in shared.layers] == [True, False, False, True]
     assert shared.latent is not None
+    assert [shared.latent.of(kind).entry_dim - shared.latent.cache_dim for kind in shared.layers] == [12, 0, 0, 12]
     assert own.latent is not None
-    assert (shared.max_len, shared.latent.index_topk, own.max_len, own.latent.index_topk) == (64, 0, 2048, 17)
     sizes = [each.entry_dim for length in (17, 18) if (each := own.for_length(length).latent)]
     assert sizes == [own.latent.cache_dim, own.latent.cache_dim + own.latent.index_dim]
 
@@ -194,6 +194,7 @@ def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
         ("gemma4-moe", {"num_global_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
         ("gemma4-moe", {"top_k_experts": None}, "top_k_experts is missing"),
         ("gemma4-moe", {"use_double_wide_mlp": True}, "use_double_wide_mlp"),
+        ("glm-moe-dsa", {"index_topk_pattern": "SFF"}, "'shared' of the first layer"),
         ("ling-3", {"gated_attention_proj_granularity_type": "element_wise"}, "granularity"),
         ("ling-3", {"architectures": ["BailingMoeV4ForCausalLM"]}, "architectures"),
         ("ling-3", {"no_kda_lora": False}, "no_kda_lora"),

@@ -59,8 +59,8 @@ def test_an_indexer_chooses_by_the_published_score(
     new, mask = np.stack([entries[b, end : end + n] for b, end in enumerate(lens)]), tiny.causal(n)
 
     def run() -> np.ndarray:
-        args = jnp.asarray(q), jnp.asarray(new), mask, seen, (jnp.asarray(index_q), jnp.asarray(weights)), 0.5
-        return np.asarray(attend_to_chosen(latent, *args))
+        args = jnp.asarray(q), jnp.asarray(new), mask, seen, (jnp.asarray(index_q), jnp.asarray(weights)), None, 0.5
+        return np.asarray(attend_to_chosen(latent, *args)[0])
 
     held = entries
     if dtype == "int8":

@@ -66,7 +66,8 @@ OF_ONE_CASE: dict[str, dict[str, Any]] = {  # other layers, over one mesh
     "an indexer": DENSE
     | EXPERTS
     | LATENTS
-    | {"model_type": "deepseek_v32", "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6},
+    | {"model_type": "glm_moe_dsa", "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6}
+    | {"indexer_types": ["full", "shared"]},
     "Mamba": DENSE
     | EXPERTS
     | {

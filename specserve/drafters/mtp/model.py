@@ -96,7 +96,8 @@ def run(
 ) -> tuple[jax.Array, Any]:  # the states [batch, n, d_model] that make logits, and what the entries leave in the cache
     """Run the layer. Where the states are not used, XLA does not compute them."""
     context = make_context(config.layer, position_ids, mask, earlier)
-    return run_layer(params.layer, config.layer, config.layer.kind(0), x, seen, context)
+    x, left, _ = run_layer(params.layer, config.layer, config.layer.kind(0), x, seen, context)
+    return x, left
 
 
 def handed_on(params: MtpParams, config: MtpConfig, states: jax.Array) -> jax.Array:

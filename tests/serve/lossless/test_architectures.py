@@ -40,7 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
     "experts": {"model_type": "qwen3_moe", "num_experts": 8, **EXPERTS},
     "latents": {"model_type": "deepseek_v3", **ROUTED, **LATENT},
     "latents that an indexer chooses": {
-        "model_type": "deepseek_v32",
+        "model_type": "glm_moe_dsa",
+        "indexer_types": ["full", "shared", "full"],
         "index_n_heads": 12,
         "index_head_dim": 8,
         "index_topk": 12,
