@@ -28,7 +28,7 @@ KEPT = (0, 1, 2, 3, 8, 11, 12, 13, 15, 16, 17, 24, 31, 32, 47, 63)
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # published under a model_type that transformers knows by another name
 NOT_AUTOMATIC = ("mistral4",)  # text models that its AutoModelForCausalLM lacks
 # text models that transformers has only within a model that sees, whose vision is as small as it can be
-SEES = {f"{name}_text": name for name in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}
+SEES = {f"{name}_text": name for name in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm5_next")}
 VISION = {
     "depth": 1,
     "hidden_size": 8,
@@ -88,7 +88,10 @@ def compute(model: Any, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Logits [batch, n, vocab], and the outputs of all layers but the last [layer, batch, n, d_model]."""
     with torch.no_grad():
         out = model(torch.from_numpy(token_ids).long(), output_hidden_states=True, use_cache=False)
-    return out.logits.numpy(), torch.stack(out.hidden_states[1:-1]).numpy()
+    layers = torch.stack(out.hidden_states[1:-1])
+    if layers.ndim > 4:  # residual streams side by side, of which taps are the mean
+        layers = layers.mean(dim=3)
+    return out.logits.numpy(), layers.numpy()
 
 
 def write_expected(folder: Path) -> None:

@@ -55,6 +55,8 @@ _PREDICTS_FURTHER = {
     "deepseek_v3": "num_nextn_predict_layers",
     "deepseek_v32": "num_nextn_predict_layers",
     "glm_moe_dsa": "num_nextn_predict_layers",
+    "glm5_next": "num_nextn_predict_layers",
+    "glm5_next_text": "num_nextn_predict_layers",
     "kimi_k2": "num_nextn_predict_layers",
     "glm4_moe": "num_nextn_predict_layers",
     "glm4_moe_lite": "num_nextn_predict_layers",

@@ -50,6 +50,8 @@ class Latent:
     index_dim: int = 0  # of the indexer's heads
     index_topk: int = 0  # tokens that a query sees, those that the indexer chooses; 0: all
     index_interleaves: bool = False  # position turns its heads by neighbours
+    index_pool: int = 0  # tokens that it chooses together, by one key (`models.index_pools`); 0: each alone
+    norm_eps: float = 1e-6  # of the two inner norms
 
     @property
     def cache_dim(self) -> int:
@@ -61,11 +63,26 @@ class Latent:
     def entry_dim(self) -> int:
         """The number of values that a committed token has in the cache: those, and its key in the indexer where that
         chooses."""
-        return self.cache_dim + (self.index_dim if self.index_topk else 0)
+        each = self.index_dim * (2 if self.index_pool else 1)
+        return self.cache_dim + (each if self.index_topk else 0)
+
+    @property
+    def whole_length(self) -> int:
+        """The tokens of the longest sequence of which the indexer chooses all; 0 where nothing is chosen."""
+        return self.index_topk + max(self.index_pool - 1, 0) if self.index_topk else 0
 
     def of(self, kind: LayerKind) -> "Latent":
         """The sizes in layers of this kind."""
         return self if kind.has_indexer else dataclasses.replace(self, index_heads=0, index_dim=0)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Residual streams side by side (`models.streams`)."""
+
+    num: int
+    steps: int  # of Sinkhorn and Knopp
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -104,6 +121,7 @@ class DeltaSizes:
     conv_width: int
     by_channel: bool = False
     gate_rank: int = 0  # by_channel: of the projections of the gate and the decay; 0: each is one matrix
+    has_wide_rates: bool = False  # by_channel: checkpoints keep the heads' rates as [1, 1, head, 1]
     decay_bound: float = 0.0  # by_channel: the log decay lies between this and 0; 0: unbounded
 
 
@@ -219,6 +237,7 @@ class ModelConfig:
     out_norms: bool = False  # on what attention and the MLP add to the residual
     is_parallel: bool = False  # the MLP takes what attention takes, and not what it gives
     residual_scale: float = 1.0  # of what they add
+    streams: Streams | None = None  # None: one
     layer_input_dim: int = 0  # of the input that each layer has beside the residual stream (`layer_inputs`); 0: none
     layer_input_vocab: int = 0  # tokens that these inputs know
     has_layer_scale: bool = False  # a number by which each layer's output is multiplied
@@ -279,6 +298,6 @@ class ModelConfig:
         """The config for sequences of at most `length` tokens, which some rotary embeddings depend on
         (`Rope.for_length`). Attention over no more tokens than an indexer chooses needs none."""
         local, latent = self.local_rope and self.local_rope.for_length(length), self.latent
-        if latent and 0 < length <= latent.index_topk:
+        if latent and 0 < length <= latent.whole_length:
             latent = dataclasses.replace(latent, index_topk=0)
         return dataclasses.replace(self, rope=self.rope.for_length(length), local_rope=local, latent=latent)

@@ -24,9 +24,7 @@ from specserve.models.context import Context, Tables, by_group, join
 from specserve.models.indexer import Indexer, indexer_spec
 from specserve.models.layers import linear, norm_spec
 from specserve.models.params import TensorPart, matrix, optional, vector
-from specserve.pytree import pytree
-
-NORM_EPS = 1e-6  # of the two inner norms, whatever the model's own is
+from specserve.pytree import pytree, static
 
 
 @pytree
@@ -35,7 +33,7 @@ class LatentAttention:
     q_down_bias: jax.Array | None
     q_norm: jax.Array | None  # [q_rank]
     q_nope: Weight  # [q_rank or d_model, head * nope_dim]
-    q_rope: Weight  # [q_rank or d_model, head * rope_dim]
+    q_rope: Weight | None  # [q_rank or d_model, head * rope_dim]; None: without position
     kv_down: Weight  # [d_model, kv_rank + rope_dim]: the latent, and the key with position that all heads share
     kv_down_bias: jax.Array | None
     kv_norm: jax.Array  # [kv_rank]
@@ -45,11 +43,7 @@ class LatentAttention:
     o_bias: jax.Array | None
     gate: Weight | None  # [d_model, head]
     indexer: Indexer | None
-
-    @property
-    def num_heads(self) -> int:
-        """The number of heads, of parameters as they were loaded."""
-        return self.q_rope.shape[-1] // (self.kv_down.shape[-1] - self.k_up.shape[0])
+    num_heads: int = static()
 
 
 def latent_spec(config: ModelConfig, prefix: str, d_in: int) -> LatentAttention:
@@ -70,7 +64,7 @@ def latent_spec(config: ModelConfig, prefix: str, d_in: int) -> LatentAttention:
         q_down_bias=optional(has_q_bias, vector(f"{prefix}.q_a_proj.bias", latent.q_rank, init="zeros")),
         q_norm=optional(latent.q_rank, norm_spec(f"{prefix}.q_a_layernorm", latent.q_rank)),
         q_nope=matrix(q, q_in, num_heads * nope, q_axes, part=TensorPart(0, nope, q_dim, q_total)),
-        q_rope=matrix(q, q_in, num_heads * rope, q_axes, part=TensorPart(nope, q_dim, q_dim, q_total)),
+        q_rope=optional(rope, matrix(q, q_in, num_heads * rope, q_axes, part=TensorPart(nope, q_dim, q_dim, q_total))),
         kv_down=matrix(f"{prefix}.kv_a_proj_with_mqa.weight", d_in, rank + rope, ("embed", None)),
         kv_down_bias=optional(config.qkv_bias, vector(f"{prefix}.kv_a_proj_with_mqa.bias", rank + rope, init="zeros")),
         kv_norm=norm_spec(f"{prefix}.kv_a_layernorm", rank),
@@ -80,6 +74,7 @@ def latent_spec(config: ModelConfig, prefix: str, d_in: int) -> LatentAttention:
         o_bias=optional(config.o_bias, vector(f"{prefix}.{config.names.o}.bias", d_model, init="zeros")),
         gate=optional(latent.has_gate, matrix(f"{prefix}.g_proj.weight", d_in, num_heads, ("embed", "heads"))),
         indexer=optional(latent.index_heads, indexer_spec(latent, f"{prefix}.indexer", d_in)),
+        num_heads=num_heads,
     )
 
 
@@ -95,7 +90,7 @@ def mix(
     """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; the
     tokens' latents, [batch, n, 1, entry_dim]; and what its indexer chose, or None (`context.with_choice`)."""
     assert config.latent is not None
-    latent, q_in, rope = config.latent, down_queries(params, x), context.rope
+    latent, q_in, rope = config.latent, down_queries(params, config, x), context.rope
     if not kind.has_rope:
         rope = unturned(rope)
     q_nope, q_rope = _up_queries(params, config, q_in, rope)
@@ -111,8 +106,8 @@ def mix(
         latents, _ = join(context.earlier, (new, None))
         if chooses(latent, latents.shape[1], seen):
             q = absorb(params, config, q_nope, q_rope)
-            given = context.mask, seen, tuple(index), context.choice, config.attention_scale
-            out, choice = indexer.attend_to_chosen(latent, q, latents, *given)
+            given = context, seen, tuple(index), config.attention_scale
+            out, choice = indexer.attend_to_chosen(params.indexer, latent, q, latents, *given)
             return release(params, config, out), ((new, None), choice)
         form = expanded if seen is None else absorbed
         return form(params, config, q_nope, q_rope, latents, context, seen), ((new, None), None)
@@ -130,21 +125,26 @@ def project_queries(
     x: jax.Array,  # [batch, n, d_in]
     rope: Tables,
 ) -> tuple[jax.Array, jax.Array]:  # [batch, n, head, nope_dim], and turned [batch, n, head, rope_dim]
-    return _up_queries(params, config, down_queries(params, x), rope)
+    return _up_queries(params, config, down_queries(params, config, x), rope)
 
 
-def down_queries(params: LatentAttention, x: jax.Array) -> jax.Array:  # [batch, n, d_in] -> [batch, n, q_rank or d_in]
+def down_queries(
+    params: LatentAttention, config: ModelConfig, x: jax.Array
+) -> jax.Array:  # [batch, n, d_in] -> [batch, n, q_rank or d_in]
     """Return what queries are projected from."""
+    assert config.latent is not None
     if params.q_down is None:
         return x
     assert params.q_norm is not None
-    return rms_norm(linear(x, params.q_down, params.q_down_bias), params.q_norm, NORM_EPS)
+    return rms_norm(linear(x, params.q_down, params.q_down_bias), params.q_norm, config.latent.norm_eps)
 
 
 def _up_queries(
     params: LatentAttention, config: ModelConfig, q_in: jax.Array, rope: Tables
 ) -> tuple[jax.Array, jax.Array]:
     q_nope = by_head(linear(q_in, params.q_nope), config.num_heads)
+    if params.q_rope is None:
+        return q_nope, q_nope[..., :0]
     q_rope = by_head(linear(q_in, params.q_rope), config.num_heads)
     return q_nope, apply_rope(q_rope, rope, is_interleaved=config.rope.is_interleaved)
 
@@ -157,7 +157,9 @@ def project_latents(
 ) -> jax.Array:  # [batch, n, 1, cache_dim]
     assert config.latent is not None
     rank, down = config.latent.kv_rank, linear(x, params.kv_down, params.kv_down_bias)
-    compressed = rms_norm(down[..., :rank], params.kv_norm, NORM_EPS)[:, :, None]
+    compressed = rms_norm(down[..., :rank], params.kv_norm, config.latent.norm_eps)[:, :, None]
+    if not config.latent.rope_dim:
+        return compressed
     k_rope = apply_rope(down[:, :, None, rank:], rope, is_interleaved=config.rope.is_interleaved)
     return jnp.concatenate([compressed, k_rope], axis=-1)
 
@@ -203,7 +205,7 @@ def absorbed(
 def chooses(latent: Latent, num_new: int, seen: PagedPrefix | None) -> bool:
     """Return whether there may be more keys than an indexer chooses: it is the shapes that decide."""
     committed = 0 if seen is None else seen.page_table.shape[1] * seen.pages.page_size
-    return 0 < latent.index_topk < committed + num_new
+    return 0 < latent.whole_length < committed + num_new
 
 
 def absorb(

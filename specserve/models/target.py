@@ -35,6 +35,7 @@ from specserve.models.params import embedding_table, matrix, optional, vector
 from specserve.models.recurrent import Recurrent
 from specserve.models.rope import rope_tables
 from specserve.models.stacked import Stack, each_layer
+from specserve.models.streams import StreamMix, entered, merged, spread, stream_mix_spec
 from specserve.pytree import pytree
 
 Mixer = Attention | LatentAttention | Recurrent
@@ -50,6 +51,8 @@ class Layer:
     mlp_out_norm: jax.Array | None  # [d_model]
     own_input: LayerInput | None = None
     scale: jax.Array | None = None  # [1], of the layer's output
+    attention_streams: StreamMix | None = None
+    mlp_streams: StreamMix | None = None
 
 
 @pytree
@@ -102,6 +105,8 @@ def layer_spec(config: ModelConfig, i: int) -> Layer:
         mlp_out_norm=optional(kind.has_mlp and config.out_norms, norm(names.mlp_out_norm)),
         own_input=optional(config.layer_input_dim, layer_input_spec(config, prefix)),
         scale=optional(config.has_layer_scale, vector(f"{prefix}.layer_scalar", 1)),
+        attention_streams=stream_mix_spec(config, f"{prefix}.hc_attn"),
+        mlp_streams=stream_mix_spec(config, f"{prefix}.hc_ffn"),
     )
 
 
@@ -171,6 +176,7 @@ def forward_groups(
     token_ids = side_by_side([group.token_ids for group in groups])
     x = embed(params.embedding, config, token_ids)
     inputs = layer_inputs(params.layer_inputs, config, token_ids, x)
+    x = spread(config, x)
     context = joined([make_context(config, group.position_ids, group.mask, group.earlier) for group in groups])
     taps: dict[int, jax.Array] = {}
     shared: dict[int, Any] = {}  # keys and values of layers that later ones see too
@@ -196,9 +202,9 @@ def forward_groups(
                 left = None
             new.append(left if len(groups) > 1 and left is not None else (left,) * len(groups))
             if i in aux_layers:
-                taps[i] = x
+                taps[i] = merged(config, x)
             i += 1
-    hidden_states = apart(normed(config, x, params.norm), shapes)
+    hidden_states = apart(normed(config, merged(config, x), params.norm), shapes)
     aux = [apart(taps[i], shapes) for i in aux_layers]  # by tap, then by group
     return [
         TargetOutput(
@@ -243,7 +249,7 @@ def _run_stack(
             if place in kept:
                 left = left | {place: own_left}
             if place in tapped:
-                found = jax.lax.dynamic_update_index_in_dim(found, x, slot, 0)
+                found = jax.lax.dynamic_update_index_in_dim(found, merged(config, x), slot, 0)
         return (x, found, left, choice), None
 
     def no_keys(place: int) -> KV:
@@ -254,7 +260,7 @@ def _run_stack(
     choice = context.choice
     if choice is None and config.latent and latent.chooses(config.latent, x.shape[1], None):
         choice = jnp.zeros((*x.shape[:2], x.shape[1]), bool)
-    found = jnp.zeros((len(taps) + 1 if taps else 0, *x.shape), x.dtype)
+    found = jnp.zeros((len(taps) + 1 if taps else 0, *x.shape[:2], config.d_model), x.dtype)
     begin = x, found, {place: no_keys(place) for place in kept}, choice
     by_turn = jax.tree.map(lambda *turns: jnp.stack(turns), *(inputs[at : at + period] for at in starts))
     of_turns = (stack.layers, slots.reshape(-1, period), np.reshape(rates, (-1, period)), by_turn)
@@ -305,6 +311,8 @@ def run_layer(
 ) -> tuple[jax.Array, Any, Any]:
     """Compute one layer's output; what its tokens would leave in the cache; and what its indexer chose, or None."""
     config = config.of(kind)
+    if config.streams is not None:
+        return _run_in_streams(params, config, kind, x, seen, context)
 
     def scaled(x: jax.Array) -> jax.Array:
         return x if config.residual_scale == 1.0 else x * jnp.asarray(config.residual_scale, x.dtype)
@@ -321,12 +329,30 @@ def run_layer(
     block = params.mlp
     if block is not None:
         add = x if adds_itself and not isinstance(block, Moe) else None
-        out = moe(block, config, taken) if isinstance(block, Moe) else mlp(block, taken, config.activation, add=add)
+        out = _mlp(block, config, taken, add)
         x = out if add is not None else x + scaled(normed(config, out, params.mlp_out_norm))
     if params.own_input is not None:
         assert given is not None
         x = with_input(params.own_input, config, x, given)
     return x if params.scale is None else x * params.scale.astype(x.dtype), left, choice
+
+
+def _run_in_streams(
+    params: Layer, config: ModelConfig, kind: LayerKind, x: jax.Array, seen: Any, context: Context
+) -> tuple[jax.Array, Any, Any]:  # the streams [batch, n, stream, d_model], and as `run_layer`
+    assert params.attention is not None
+    assert params.attention_streams is not None
+    assert params.mlp_streams is not None
+    assert params.mlp is not None
+    taken, behind = entered(params.attention_streams, config, x)
+    taken = normed(config, taken, params.attention_norm)
+    out, left, choice = _mix(params.attention, config, kind, taken, seen, context, None, None)
+    taken, after = entered(params.mlp_streams, config, behind(out))
+    return after(_mlp(params.mlp, config, normed(config, taken, params.mlp_norm))), left, choice
+
+
+def _mlp(block: Mlp | Moe, config: ModelConfig, x: jax.Array, add: jax.Array | None = None) -> jax.Array:
+    return moe(block, config, x) if isinstance(block, Moe) else mlp(block, x, config.activation, add=add)
 
 
 def _mix(

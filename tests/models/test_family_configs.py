@@ -137,6 +137,16 @@ def test_layers_that_share_a_choice_keep_no_keys_for_it() -> None:
     assert sizes == [own.latent.cache_dim, own.latent.cache_dim + own.latent.index_dim]
 
 
+def test_linear_attention_of_glm_5_3_is_given_in_either_spelling() -> None:
+    raw, flat = CONFIGS["glm5-next"], ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+    nested = dict(zip(("head_dim", "num_heads", "short_conv_kernel_size"), map(raw.get, flat), strict=True))
+    rest = {key: value for key, value in raw.items() if key not in (*flat, "linear_lower_bound")}
+    for bound in (None, -5.0):  # a gate that is safe has one
+        assert _read(rest | {"linear_attn_config": nested | {"gate_lower_bound": bound}}) == _read(raw)
+    unsafe = nested | {"gate_lower_bound": None, "safe_gate": False}
+    assert _read(rest | {"linear_attn_config": unsafe}) == _read(raw | {"linear_lower_bound": None})
+
+
 def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
     raw = CONFIGS["qwen2-5-vl"]
     flat = _read(raw | {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}})
@@ -195,6 +205,11 @@ def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
         ("gemma4-moe", {"top_k_experts": None}, "top_k_experts is missing"),
         ("gemma4-moe", {"use_double_wide_mlp": True}, "use_double_wide_mlp"),
         ("glm-moe-dsa", {"index_topk_pattern": "SFF"}, "'shared' of the first layer"),
+        ("glm5-next", {"swiglu_limit": 7.0}, "swiglu_limit"),
+        ("glm5-next", {"qk_rope_head_dim": 8}, "qk_rope_head_dim"),
+        ("glm5-next", {"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail"),
+        ("glm5-next", {"index_topk": 25}, "not a multiple of 4"),
+        ("glm5-next", {"indexer_types": ["full", "full", "full", "shared"]}, "follows one with linear attention"),
         ("ling-3", {"gated_attention_proj_granularity_type": "element_wise"}, "granularity"),
         ("ling-3", {"architectures": ["BailingMoeV4ForCausalLM"]}, "architectures"),
         ("ling-3", {"no_kda_lora": False}, "no_kda_lora"),

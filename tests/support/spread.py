@@ -68,6 +68,21 @@ OF_ONE_CASE: dict[str, dict[str, Any]] = {  # other layers, over one mesh
     | LATENTS
     | {"model_type": "glm_moe_dsa", "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6}
     | {"indexer_types": ["full", "shared"]},
+    "pools in streams": DENSE
+    | EXPERTS
+    | LATENTS
+    | {
+        "model_type": "glm5_next",
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "hc_sinkhorn_iters": 3,
+        "index_n_heads": 4,
+        "index_head_dim": 8,
+        "index_topk": 6,
+        "index_kpool": 3,
+        "qk_rope_head_dim": 0,
+    },
     "Mamba": DENSE
     | EXPERTS
     | {
