@@ -11,7 +11,7 @@ from typing import Literal
 from specserve.kernels.rowwise import Activation
 from specserve.models.rope import Rope
 
-Mixer = Literal["attention", "latent", "delta", "lightning", "mamba", "conv", "none"]
+Mixer = Literal["attention", "latent", "compressed", "delta", "lightning", "mamba", "conv", "none"]
 RECURRENT: tuple[Mixer, ...] = ("delta", "lightning", "mamba", "conv")
 
 
@@ -33,6 +33,8 @@ class LayerKind:
     num_kv_heads: int = 0  # in the checkpoint
     d_ff: int = 0
     values_are_keys: bool = False  # one projection gives both: keys are normed and turned, values are not
+    pool: int = 0  # compressed: tokens that one more key is of; 0: it sees its window alone
+    is_hashed: bool = False  # the token alone chooses its experts
     kv_from: int | None = None  # the earlier layer whose keys and values it sees; None: it has its own
 
 
@@ -50,7 +52,7 @@ class Latent:
     index_dim: int = 0  # of the indexer's heads
     index_topk: int = 0  # tokens that a query sees, those that the indexer chooses; 0: all
     index_interleaves: bool = False  # position turns its heads by neighbours
-    index_pool: int = 0  # tokens that it chooses together, by one key (`models.index_pools`); 0: each alone
+    index_pool: int = 0  # tokens that it chooses together, by one key (`models.pools`); 0: each alone
     norm_eps: float = 1e-6  # of the two inner norms
 
     @property
@@ -77,12 +79,27 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Compressed:
+    """The sizes of attention over compressed keys (`models.compressed`)."""
+
+    q_rank: int
+    rope_dim: int  # the last channels of a head, which turn
+    window: int  # tokens that a query sees one by one, itself included
+    num_groups: int  # of heads, whose outputs are projected apart
+    o_rank: int  # of each group's
+    index_heads: int  # of the indexer, in layers that have one
+    index_dim: int
+    index_topk: int  # compressed keys that it chooses
+
+
+@dataclass(frozen=True)
 class Streams:
     """Residual streams side by side (`models.streams`)."""
 
     num: int
     steps: int  # of Sinkhorn and Knopp
     eps: float
+    has_head: bool = False  # the last sum has weights of the token's own streams; otherwise it is their mean
 
 
 @dataclass(frozen=True)
@@ -92,7 +109,7 @@ class Experts:
     num_experts: int
     top_k: int
     d_ff: int  # of one expert
-    scoring: Literal["softmax", "sigmoid", "softmax_of_top"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "softmax_of_top", "sqrt_softplus"] = "softmax"
     renormalize: bool = False  # the chosen experts' weights sum to 1
     scale: float = 1.0  # of their weighted sum
     num_groups: int = 1
@@ -106,7 +123,12 @@ class Experts:
     shared_d_ff: int = 0  # of the expert that every token passes; 0: none
     has_shared_gate: bool = False
     has_norms: bool = False  # router, experts and shared expert each norm their own input (`moe.MoeNorms`)
+    is_hashed: bool = False  # a table gives each token's experts
     latent_dim: int = 0  # of what the routed experts take and give, projected to and from d_model; 0: d_model
+
+    def of(self, kind: LayerKind) -> "Experts":
+        """The experts of layers of this kind."""
+        return dataclasses.replace(self, is_hashed=True, has_correction=False) if kind.is_hashed else self
 
 
 @dataclass(frozen=True)
@@ -165,6 +187,7 @@ class Names:
 
     embedding: str = "model.embed_tokens.weight"
     norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
     layer: str = "model.layers.{i}"
     attention: str = "self_attn"
     linear_attention: str = "linear_attn"
@@ -245,6 +268,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     tie_embeddings: bool = False
     latent: Latent | None = None
+    compressed: Compressed | None = None
     experts: Experts | None = None
     delta: DeltaSizes | None = None
     lightning: Lightning | None = None
@@ -272,6 +296,7 @@ class ModelConfig:
             d_ff=kind.d_ff or self.d_ff,
             has_sinks=self.has_sinks and kind.has_sinks,
             latent=self.latent and self.latent.of(kind),
+            experts=self.experts and self.experts.of(kind),
         )
 
     @property

@@ -31,6 +31,7 @@ class Context:
     local_rope: Tables | None
     earlier: Any = None  # the entries that the first m - n left when they ran, [batch, m - n, ...]; None: all run now
     choice: jax.Array | None = None  # [batch, n, length] bool: what the last indexer before this layer chose, if it did
+    token_ids: jax.Array | None = None  # [batch, n] int32, of those that run now, where layers need them
     groups: tuple["Context", ...] = ()  # those side by side; none: the tokens are one group
 
 
@@ -39,8 +40,10 @@ def joined(groups: Sequence[Context]) -> Context:
     if len(groups) == 1:
         return groups[0]
     first = groups[0]
-    tables = jax.tree.map(lambda *each: side_by_side(each), *((group.rope, group.local_rope) for group in groups))
-    return Context(side_by_side([group.position_ids for group in groups]), first.mask, *tables, groups=tuple(groups))
+    parts = [(group.rope, group.local_rope, group.token_ids) for group in groups]
+    *tables, token_ids = jax.tree.map(lambda *each: side_by_side(each), *parts)
+    positions = side_by_side([group.position_ids for group in groups])
+    return Context(positions, first.mask, *tables, token_ids=token_ids, groups=tuple(groups))
 
 
 def with_choice(context: Context, choice: Any) -> Context:

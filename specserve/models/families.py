@@ -8,6 +8,7 @@ from typing import Any
 
 from specserve.errors import ConfigError
 from specserve.models import (
+    families_compressed,
     families_dense,
     families_gemma4,
     families_indexed,
@@ -199,6 +200,7 @@ FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "deepseek_v32": families_indexed.deepseek_v32,
     "glm_moe_dsa": families_indexed.glm_moe_dsa,
     "glm5_next_text": families_indexed.glm5_next,
+    "deepseek_v4": families_compressed.deepseek_v4,
     "mistral4": families_latent.mistral4,
     "kimi_linear": families_latent.kimi_linear,
     "glm4_moe": families_sparse.glm4_moe,

@@ -22,9 +22,9 @@ from specserve.kernels.rows import Documents, Unrolled
 from specserve.kernels.rowwise import apply_rope, by_head
 from specserve.models.config import Latent
 from specserve.models.context import Context, Tables
-from specserve.models.index_pools import IndexPool, chosen_tokens, index_pool_spec, pooled
 from specserve.models.layers import linear, norm_spec
 from specserve.models.params import matrix, optional, vector
+from specserve.models.pools import IndexPool, chosen_tokens, index_pool_spec, pooled
 from specserve.pytree import pytree
 
 NORM_EPS = 1e-6
@@ -123,7 +123,7 @@ def attend_to_chosen(
         chosen = pick(visible, *rest) if rest else visible
         return attend(q, latents, latents[..., : latent.kv_rank], chosen, scale=scale), chosen
 
-    return _in_parts(run, (q, visible, *given, *index), most)
+    return some_at_once(run, (q, visible, *given, *index), most)
 
 
 def _picking(
@@ -139,7 +139,7 @@ def _picking(
     if params is None or params.pool is None:
         return (), lambda visible, q, weights: choose(score(q, weights, keys), visible, latent.index_topk)
     lens = jnp.zeros(len(keys), jnp.int32) if seen is None else seen.lens
-    tokens = pooled(params.pool, keys, lens, context.position_ids, sees_new)
+    tokens = pooled(params.pool.place, keys, lens, context.position_ids, sees_new)
 
     def pick(visible: jax.Array, sees: jax.Array, places: jax.Array, q: jax.Array, weights: jax.Array) -> jax.Array:
         scores, num = score(q, weights, tokens.keys), latent.index_topk // latent.index_pool
@@ -148,7 +148,7 @@ def _picking(
     return (sees_new, context.position_ids), pick
 
 
-def _in_parts(
+def some_at_once(
     run: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]], arrays: tuple[jax.Array, ...], most: int
 ) -> Any:
     """Apply a function to arrays [batch, n, ...], at most so many of the n at once."""

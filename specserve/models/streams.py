@@ -43,8 +43,29 @@ def spread(config: ModelConfig, x: jax.Array) -> jax.Array:  # [..., d_model] ->
     return jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], config.streams.num, x.shape[-1]))
 
 
+def head_mix_spec(config: ModelConfig) -> StreamMix | None:
+    """The parameters of the last sum, which takes and neither gives nor mixes, or None where it is the mean."""
+    if config.streams is None or not config.streams.has_head:
+        return None
+    num, prefix = config.streams.num, "model.hc_head.hc"
+    return StreamMix(
+        weights=matrix(f"{prefix}_fn", num * config.d_model, num, (None, None), is_float32=True),
+        base=vector(f"{prefix}_base", num, init="zeros", is_float32=True),
+        scale=vector(f"{prefix}_scale", 1, is_float32=True),
+    )
+
+
+def last_sum(params: StreamMix | None, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Return what the final norm takes: [..., stream, d_model] -> [..., d_model]."""
+    if params is None:
+        return merged(config, x)
+    assert config.streams is not None
+    take = _raw(params, config, x) * params.scale + params.base
+    return _taken(take, config.streams, x)
+
+
 def merged(config: ModelConfig, x: jax.Array) -> jax.Array:  # [..., stream, d_model] -> [..., d_model]
-    """Return the mean of the streams, which the final norm and a head take. A model without streams keeps x."""
+    """Return the mean of the streams, which a head takes. A model without streams keeps x."""
     return x if config.streams is None else jnp.mean(x, axis=-2)
 
 
@@ -54,10 +75,7 @@ def entered(
     """Return what a block takes, and a function of what it gives, [..., d_model], that returns the streams behind
     it."""
     assert config.streams is not None
-    num, eps = config.streams.num, config.streams.eps
-    flat = x.astype(jnp.float32).reshape(*x.shape[:-2], -1)
-    flat = flat * jax.lax.rsqrt(jnp.mean(flat * flat, axis=-1, keepdims=True) + config.norm_eps)
-    raw = matmul_float32(flat, params.weights)
+    num, raw = config.streams.num, _raw(params, config, x)
     take, give, mix = (
         part * params.scale[i] + params.base[at]
         for i, (at, part) in enumerate(
@@ -66,13 +84,22 @@ def entered(
         )
     )
     mixed = balanced(mix.reshape(*mix.shape[:-1], num, num), config.streams)
-    taken = jnp.sum((jax.nn.sigmoid(take) + eps)[..., None] * x.astype(jnp.float32), axis=-2).astype(x.dtype)
 
     def left(out: jax.Array) -> jax.Array:
         given = (2 * jax.nn.sigmoid(give)).astype(x.dtype)[..., None] * out[..., None, :]
         return given + jnp.sum(mixed.astype(x.dtype)[..., None] * x[..., :, None, :], axis=-3)
 
-    return taken, left
+    return _taken(take, config.streams, x), left
+
+
+def _raw(params: StreamMix, config: ModelConfig, x: jax.Array) -> jax.Array:
+    flat = x.astype(jnp.float32).reshape(*x.shape[:-2], -1)
+    flat = flat * jax.lax.rsqrt(jnp.mean(flat * flat, axis=-1, keepdims=True) + config.norm_eps)
+    return matmul_float32(flat, params.weights)
+
+
+def _taken(take: jax.Array, streams: Streams, x: jax.Array) -> jax.Array:
+    return jnp.sum((jax.nn.sigmoid(take) + streams.eps)[..., None] * x.astype(jnp.float32), axis=-2).astype(x.dtype)
 
 
 def balanced(logits: jax.Array, streams: Streams) -> jax.Array:  # [..., stream, stream] float32

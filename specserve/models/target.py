@@ -15,9 +15,10 @@ import numpy as np
 
 from specserve.kernels.matmul import BlockedMatrix, PackedMatrix, Weight, dequantize, matmul_float32
 from specserve.kernels.rowwise import rms_norm
-from specserve.models import attention, latent, recurrent
+from specserve.models import attention, compressed, latent, recurrent
 from specserve.models.attention import KV, Attention, attention_spec, fuse_attention
 from specserve.models.cache import Cache, Prefix
+from specserve.models.compressed import CompressedAttention, compressed_spec
 from specserve.models.config import RECURRENT, LayerKind, ModelConfig
 from specserve.models.context import Context, Mask, apart, joined, side_by_side, with_choice
 from specserve.models.latent import LatentAttention, latent_spec
@@ -35,10 +36,18 @@ from specserve.models.params import embedding_table, matrix, optional, vector
 from specserve.models.recurrent import Recurrent
 from specserve.models.rope import rope_tables
 from specserve.models.stacked import Stack, each_layer
-from specserve.models.streams import StreamMix, entered, merged, spread, stream_mix_spec
+from specserve.models.streams import (
+    StreamMix,
+    entered,
+    head_mix_spec,
+    last_sum,
+    merged,
+    spread,
+    stream_mix_spec,
+)
 from specserve.pytree import pytree
 
-Mixer = Attention | LatentAttention | Recurrent
+Mixer = Attention | LatentAttention | CompressedAttention | Recurrent
 
 
 @pytree
@@ -62,6 +71,7 @@ class TargetParams:
     norm: jax.Array  # [d_model]
     head: Weight | None  # [d_model, vocab]; None: the embedding is used (tied)
     layer_inputs: LayerInputs | None = None
+    streams: StreamMix | None = None
 
 
 @pytree
@@ -81,9 +91,10 @@ def target_spec(config: ModelConfig) -> TargetParams:
         norm=norm_spec(names.norm.removesuffix(".weight"), config.d_model, offset=config.norm_offset),
         head=optional(
             not config.tie_embeddings,
-            matrix("lm_head.weight", config.d_model, config.vocab_size, ("embed", "vocab")),
+            matrix(names.head, config.d_model, config.vocab_size, ("embed", "vocab")),
         ),
         layer_inputs=optional(config.layer_input_dim, layer_inputs_spec(config)),
+        streams=head_mix_spec(config),
     )
 
 
@@ -125,6 +136,8 @@ def _mixer_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mixer:
     if kind.mixer == "latent":
         where = f"{prefix}.{config.names.attention}"
         return latent_spec(config, where, config.d_model)
+    if kind.mixer == "compressed":
+        return compressed_spec(config, kind, f"{prefix}.{config.names.attention}")
     return attention_spec(config, f"{prefix}.{config.names.attention}", config.d_model, kind)
 
 
@@ -177,7 +190,9 @@ def forward_groups(
     x = embed(params.embedding, config, token_ids)
     inputs = layer_inputs(params.layer_inputs, config, token_ids, x)
     x = spread(config, x)
-    context = joined([make_context(config, group.position_ids, group.mask, group.earlier) for group in groups])
+    context = joined(
+        [make_context(config, group.position_ids, group.mask, group.earlier, group.token_ids) for group in groups]
+    )
     taps: dict[int, jax.Array] = {}
     shared: dict[int, Any] = {}  # keys and values of layers that later ones see too
     new, i = list[Any](), 0  # by layer, then by group
@@ -204,7 +219,7 @@ def forward_groups(
             if i in aux_layers:
                 taps[i] = merged(config, x)
             i += 1
-    hidden_states = apart(normed(config, merged(config, x), params.norm), shapes)
+    hidden_states = apart(normed(config, last_sum(params.streams, config, x), params.norm), shapes)
     aux = [apart(taps[i], shapes) for i in aux_layers]  # by tap, then by group
     return [
         TargetOutput(
@@ -286,7 +301,9 @@ def normed(config: ModelConfig, x: jax.Array, weight: jax.Array | None) -> jax.A
     return rms_norm(x.astype(jnp.float32) - mean, weight, config.norm_eps, offset=config.norm_offset).astype(x.dtype)
 
 
-def make_context(config: ModelConfig, position_ids: jax.Array, mask: Mask, earlier: Any = None) -> Context:
+def make_context(
+    config: ModelConfig, position_ids: jax.Array, mask: Mask, earlier: Any = None, token_ids: jax.Array | None = None
+) -> Context:
     """Make what every layer gets besides its input, for tokens at these positions, [batch, m], of which the first have
     run before where they left `earlier` (see `Context`)."""
     own = position_ids[:, jax.tree.leaves(earlier)[0].shape[1] :] if earlier is not None else position_ids
@@ -296,6 +313,7 @@ def make_context(config: ModelConfig, position_ids: jax.Array, mask: Mask, earli
         rope=rope_tables(config.rope, config.head_dim, own),
         local_rope=rope_tables(config.local_rope, config.head_dim, own) if config.local_rope else None,
         earlier=earlier,
+        token_ids=token_ids if any(kind.is_hashed for kind in config.layers) else None,
     )
 
 
@@ -329,7 +347,7 @@ def run_layer(
     block = params.mlp
     if block is not None:
         add = x if adds_itself and not isinstance(block, Moe) else None
-        out = _mlp(block, config, taken, add)
+        out = _mlp(block, config, taken, context, add)
         x = out if add is not None else x + scaled(normed(config, out, params.mlp_out_norm))
     if params.own_input is not None:
         assert given is not None
@@ -348,11 +366,16 @@ def _run_in_streams(
     taken = normed(config, taken, params.attention_norm)
     out, left, choice = _mix(params.attention, config, kind, taken, seen, context, None, None)
     taken, after = entered(params.mlp_streams, config, behind(out))
-    return after(_mlp(params.mlp, config, normed(config, taken, params.mlp_norm))), left, choice
+    taken = normed(config, taken, params.mlp_norm)
+    return after(_mlp(params.mlp, config, taken, context)), left, choice
 
 
-def _mlp(block: Mlp | Moe, config: ModelConfig, x: jax.Array, add: jax.Array | None = None) -> jax.Array:
-    return moe(block, config, x) if isinstance(block, Moe) else mlp(block, x, config.activation, add=add)
+def _mlp(
+    block: Mlp | Moe, config: ModelConfig, x: jax.Array, context: Context, add: jax.Array | None = None
+) -> jax.Array:
+    if isinstance(block, Moe):
+        return moe(block, config, x, token_ids=context.token_ids)
+    return mlp(block, x, config.activation, add=add)
 
 
 def _mix(
@@ -369,6 +392,9 @@ def _mix(
         return *attention.mix(params, config.of(kind), kind, x, seen, context, add, shared), None
     if isinstance(params, LatentAttention):
         return latent.mix(params, config, kind, x, seen, context, add)
+    if isinstance(params, CompressedAttention):
+        assert add is None, "streams add"
+        return *compressed.mix(params, config, kind, x, seen, context), None
     out, left = recurrent.mix(params, config, kind, x, seen, context)
     return out if add is None else add + out, left, None
 

@@ -34,6 +34,7 @@ PARTS: dict[str, tuple[str, str, str]] = {  # of a layer: on CPUs, on GPUs, on T
     "windows": ("runs", "compiled", "compiled"),
     "heads of two widths": ("runs", "untested", "untested"),
     "latent attention": ("runs", "compiled", "compiled"),
+    "compressed attention": ("runs", "untested", "untested"),
     "experts": ("runs", "compiled", "compiled"),
     "delta-net": ("runs", "untested", "compiled"),
     "lightning attention": ("runs", "untested", "untested"),
@@ -43,6 +44,7 @@ PARTS: dict[str, tuple[str, str, str]] = {  # of a layer: on CPUs, on GPUs, on T
 MIXERS = {
     "attention": "attention",
     "latent": "latent attention",
+    "compressed": "compressed attention",
     "delta": "delta-net",
     "lightning": "lightning attention",
     "mamba": "Mamba-2",

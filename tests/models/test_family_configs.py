@@ -137,6 +137,15 @@ def test_layers_that_share_a_choice_keep_no_keys_for_it() -> None:
     assert sizes == [own.latent.cache_dim, own.latent.cache_dim + own.latent.index_dim]
 
 
+def test_layers_of_deepseek_v4_are_given_in_either_spelling() -> None:
+    raw = CONFIGS["deepseek-v4"]
+    rest = {key: value for key, value in raw.items() if key not in ("layer_types", "mlp_layer_types", "compress_rates")}
+    named = rest | {"layer_types": ["heavily_compressed_attention", "sliding_attention"] * 2}
+    named |= {"mlp_layer_types": ["hash_moe"] * 3 + ["moe"]}
+    assert _read(rest | {"compress_ratios": [128, 0] * 2}) == _read(named)
+    assert [kind.pool for kind in _read(rest).layers] == [128, 128, 128, 4]
+
+
 def test_linear_attention_of_glm_5_3_is_given_in_either_spelling() -> None:
     raw, flat = CONFIGS["glm5-next"], ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
     nested = dict(zip(("head_dim", "num_heads", "short_conv_kernel_size"), map(raw.get, flat), strict=True))
@@ -210,6 +219,8 @@ def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
         ("glm5-next", {"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail"),
         ("glm5-next", {"index_topk": 25}, "not a multiple of 4"),
         ("glm5-next", {"indexer_types": ["full", "full", "full", "shared"]}, "follows one with linear attention"),
+        ("deepseek-v4", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek-v4", {"layer_types": None, "compress_ratios": [0, 4, 128, 16]}, "must name sliding_attention"),
         ("ling-3", {"gated_attention_proj_granularity_type": "element_wise"}, "granularity"),
         ("ling-3", {"architectures": ["BailingMoeV4ForCausalLM"]}, "architectures"),
         ("ling-3", {"no_kda_lora": False}, "no_kda_lora"),

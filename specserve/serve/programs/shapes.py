@@ -287,7 +287,7 @@ def make_shapes(
         bounds = {"verified_depth": DETERMINISTIC_DEPTH, "accepts_nothing": trees[0] is None, "prompt_tokens": 0}
         return dataclasses.replace(shapes, **one_shape, **bounds)
     target = target.for_length(max_model_len)
-    chooses = target.latent is not None and target.latent.index_topk > 0
+    chooses = target.compressed is not None or (target.latent is not None and target.latent.index_topk > 0)
     if not chooses and reads_by_page(target, num_pages, page_size, mesh):  # with any width
         # a CPU computes the rows of a prompt and of a step in the time of both
         is_mixing = program_platform() != "cpu" and not target.is_recurrent

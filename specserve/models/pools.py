@@ -43,39 +43,55 @@ class Pooled:
 
 
 def pooled(
-    params: IndexPool,
-    entries: jax.Array,  # [batch, length, 2 * index_dim]: keys, and what they share by
+    place: jax.Array,  # [pool, dim], by the place in the pool
+    entries: jax.Array,  # [batch, length, 2 * dim]: what is pooled, and what tokens share by
     lens: jax.Array,  # [batch] int32, how many of them are committed; the m new ones follow
     position_ids: jax.Array,  # [batch, m] int32, of the new ones
     mask: jax.Array,  # [batch, m, m] bool, which of these each of them sees
+    *,
+    overlaps: bool = False,
 ) -> Pooled:
-    """Compute the keys of all pools."""
-    (batch, length, width), pool = entries.shape, params.place.shape[0]
-    m = position_ids.shape[1]
-    pools = -(-length // pool)
-    padded = jnp.pad(entries, ((0, 0), (0, pools * pool - length), (0, 0)))
-    row, column = jnp.arange(batch)[:, None, None], jnp.arange(m)
+    """Compute the keys of all pools. Where they overlap, a pool is of its own tokens, by the second half of their
+    channels, and of those of the pool before it, by the first."""
+    (batch, length, width), pool = entries.shape, place.shape[0]
+    m, reach = position_ids.shape[1], 2 * pool if overlaps else pool
+    pools, column = -(-length // pool), jnp.arange(m)
+    whole = jnp.pad(entries, ((0, 0), (0, pools * pool - length), (0, 0))).reshape(batch, pools, pool, width)
+    if overlaps:
+        before = jnp.pad(whole, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
+        whole = jnp.concatenate([before, whole], axis=2)
     back = position_ids[:, :, None] - position_ids[:, None, :]
-    back = jnp.where(mask & (back >= 0), back, pool)  # others are dropped
+    back = jnp.where(mask & (back >= 0), back, reach)  # others are dropped
     # the committed ones lie at their positions
-    found = jnp.maximum(position_ids[..., None] - jnp.arange(pool), 0)
+    found = jnp.maximum(position_ids[..., None] - jnp.arange(reach), 0)
     own = jnp.broadcast_to((lens[:, None] + column)[:, None, :], back.shape)
+    row = jnp.arange(batch)[:, None, None]
     found = found.at[row, column[:, None], back].set(own, mode="drop")[..., ::-1]
     of_path = jnp.take_along_axis(entries, found.reshape(batch, -1, 1), axis=1, mode="clip")
-    keys = (
-        _key(params, padded.reshape(batch, pools, pool, width)),
-        _key(params, of_path.reshape(batch, m, pool, width)),
-    )
-    ends = (position_ids + 1) % pool == 0
+    of_path = of_path.reshape(batch, m, reach, width)
+    of_new = jnp.where((position_ids + 1) % pool == 0, position_ids // pool, -1)
+    keys = _key(place, whole, jnp.arange(pools) == 0, overlaps), _key(place, of_path, of_new == 0, overlaps)
     of_token = jnp.broadcast_to(jnp.arange(length) // pool, (batch, length))
     of_token = of_token.at[jnp.arange(batch)[:, None], lens[:, None] + column].set(position_ids // pool, mode="drop")
-    return Pooled(jnp.concatenate(keys, axis=1), lens // pool, of_token, jnp.where(ends, position_ids // pool, -1))
+    return Pooled(jnp.concatenate(keys, axis=1), lens // pool, of_token, of_new)
 
 
-def _key(params: IndexPool, entries: jax.Array) -> jax.Array:  # [..., pool, 2 * index_dim] -> [..., index_dim]
+def _key(
+    place: jax.Array, entries: jax.Array, is_first: jax.Array, overlaps: bool
+) -> jax.Array:  # [..., reach, 2 * dim], and whether there is none before it -> [..., dim]
     keys, gates = jnp.split(entries, 2, axis=-1)
-    share = jax.nn.softmax(gates.astype(jnp.float32) + params.place.astype(jnp.float32), axis=-2)
-    return jnp.sum(share.astype(keys.dtype) * keys, axis=-2)
+    if not overlaps:
+        logits = gates.astype(jnp.float32) + place.astype(jnp.float32)
+    else:
+        pool, half = len(place), place.shape[1] // 2
+
+        def own(x: jax.Array) -> jax.Array:  # [..., 2 * pool, dim] -> [..., 2 * pool, half]
+            return jnp.concatenate([x[..., :pool, :half], x[..., pool:, half:]], axis=-2)
+
+        logits = own(gates.astype(jnp.float32) + jnp.tile(place.astype(jnp.float32), (2, 1)))
+        is_missing = is_first[..., None] & (jnp.arange(2 * pool) < pool)
+        keys, logits = own(keys), jnp.where(is_missing[..., None], -jnp.inf, logits)
+    return jnp.sum(jax.nn.softmax(logits, axis=-2).astype(keys.dtype) * keys, axis=-2)
 
 
 def chosen_tokens(
