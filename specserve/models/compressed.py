@@ -36,7 +36,7 @@ class Compressor:
 
 @pytree
 class PoolIndexer:
-    """What scores the pools."""
+    """The indexer of pools: queries, the weights of its heads, and keys of its own."""
 
     q: Weight  # [q_rank, head * index_dim]
     weights: Weight  # [d_model, head]

@@ -105,7 +105,7 @@ def _ropes(keys: Keys, turning: int) -> dict[str, Rope]:
     if compress is None or main is None:
         compress = {**stated, "rope_theta": keys.number("compress_rope_theta", 160_000.0)}
         main = {"rope_theta": keys.number("rope_theta", 10_000.0)}
-    if compress.get("rope_type", compress.get("type")) == "yarn":  # which turns and does not stretch
+    if compress.get("rope_type", compress.get("type")) == "yarn":  # it turns and does not stretch
         compress = {"attention_factor": 1.0, **compress}
 
     def read(given: dict[str, Any]) -> Rope:
