@@ -31,6 +31,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool = Fals
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     if offset:
         return (x32 * scale * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+    if weight.dtype == jnp.float32:
+        return (x32 * scale * weight).astype(x.dtype)
     return (x32 * scale).astype(x.dtype) * weight.astype(x.dtype)
 
 

@@ -73,7 +73,7 @@ def compressed_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Compre
             down=plain(f"{name}.wkv", d_model, width),
             share=plain(f"{name}.wgate", d_model, width),
             place=place,
-            norm=norm_spec(f"{prefix}.{name}.norm", dim),
+            norm=norm_spec(f"{prefix}.{name}.norm", dim, is_float32=True),
         )
 
     own_indexer = None
@@ -85,10 +85,10 @@ def compressed_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Compre
         )
     return CompressedAttention(
         q_down=plain("wq_a", d_model, sizes.q_rank),
-        q_norm=norm_spec(f"{prefix}.q_norm", sizes.q_rank),
+        q_norm=norm_spec(f"{prefix}.q_norm", sizes.q_rank, is_float32=True),
         q=plain("wq_b", sizes.q_rank, all_heads),
         k=plain("wkv", d_model, dim),
-        k_norm=norm_spec(f"{prefix}.norm", dim),
+        k_norm=norm_spec(f"{prefix}.norm", dim, is_float32=True),
         sinks=vector(f"{prefix}.attn_sink", config.num_heads, init="zeros", is_float32=True),
         o_down=plain("wo_a", all_heads // sizes.num_groups, of_groups),
         o=plain("wo_b", of_groups, d_model),

@@ -255,6 +255,7 @@ class ModelConfig:
     has_attention_gate: bool = False  # a sigmoid gate for each channel of the heads' outputs
     activation: Activation = "silu"
     norm_offset: bool = False  # norms multiply by 1 + weight
+    has_float32_norms: bool = False  # in a model of any dtype
     centred_norms: bool = False  # but those of heads subtract the mean first: LayerNorm without a bias
     in_norms: bool = True  # on what attention and the MLP take
     out_norms: bool = False  # on what attention and the MLP add to the residual

@@ -32,6 +32,7 @@ def deepseek_v4(keys: Keys) -> Flags:
         **_ropes(keys, turning),
         "layers": _layers(keys),
         "activation": "bounded_swiglu",
+        "has_float32_norms": True,
         "compressed": Compressed(
             q_rank=keys.integer("q_lora_rank"),
             rope_dim=turning,

@@ -45,9 +45,9 @@ def mlp_spec(config: ModelConfig, prefix: str, *, d_ff: int = 0, fused: str = ""
     )
 
 
-def norm_spec(name: str, size: int, *, offset: bool = False) -> Any:
+def norm_spec(name: str, size: int, *, offset: bool = False, is_float32: bool = False) -> Any:
     """The weight of an `rms_norm`, which begins without effect: as ones, or as zeros with `offset`."""
-    return vector(f"{name}.weight", size, init="zeros" if offset else "ones")
+    return vector(f"{name}.weight", size, init="zeros" if offset else "ones", is_float32=is_float32)
 
 
 def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None, *, add: jax.Array | None = None) -> jax.Array:

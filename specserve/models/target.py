@@ -88,7 +88,7 @@ def target_spec(config: ModelConfig) -> TargetParams:
     return TargetParams(
         embedding=embedding_table(names.embedding, config.vocab_size, config.d_model),
         layers=tuple(layer_spec(config, i) for i in range(config.num_layers)),
-        norm=norm_spec(names.norm.removesuffix(".weight"), config.d_model, offset=config.norm_offset),
+        norm=_norm_spec(config, names.norm.removesuffix(".weight")),
         head=optional(
             not config.tie_embeddings,
             matrix(names.head, config.d_model, config.vocab_size, ("embed", "vocab")),
@@ -105,7 +105,7 @@ def layer_spec(config: ModelConfig, i: int) -> Layer:
     has_mlp_norm = kind.has_mlp and config.in_norms and not config.is_parallel and not norms_itself
 
     def norm(name: str) -> Any:
-        return norm_spec(f"{prefix}.{name}", config.d_model, offset=config.norm_offset)
+        return _norm_spec(config, f"{prefix}.{name}")
 
     return Layer(
         attention_norm=optional(has_mixer and config.in_norms, norm(names.attention_norm)),
@@ -119,6 +119,10 @@ def layer_spec(config: ModelConfig, i: int) -> Layer:
         attention_streams=stream_mix_spec(config, f"{prefix}.hc_attn"),
         mlp_streams=stream_mix_spec(config, f"{prefix}.hc_ffn"),
     )
+
+
+def _norm_spec(config: ModelConfig, name: str) -> Any:
+    return norm_spec(name, config.d_model, offset=config.norm_offset, is_float32=config.has_float32_norms)
 
 
 def _mlp_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mlp | Moe | None:
