@@ -28,7 +28,7 @@ KEPT = (0, 1, 2, 3, 8, 11, 12, 13, 15, 16, 17, 24, 31, 32, 47, 63)
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # published under a model_type that transformers knows by another name
 NOT_AUTOMATIC = ("mistral4",)  # text models that its AutoModelForCausalLM lacks
 # text models that transformers has only within a model that sees, whose vision is as small as it can be
-SEES = {f"{name}_text": name for name in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "minimax_m3_vl")}
+SEES = {f"{name}_text": name for name in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "minimax_m3_vl", "glm5_next")}
 VISION = {
     "depth": 1,
     "hidden_size": 8,
@@ -93,7 +93,9 @@ def compute(model: Any, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     with torch.no_grad():
         out = model(torch.from_numpy(token_ids).long(), output_hidden_states=True, use_cache=False)
     layers, size = torch.stack(out.hidden_states[1:-1]), model.config.get_text_config().hidden_size
-    return out.logits.numpy(), layers.unflatten(-1, (-1, size)).mean(-2).numpy()  # of several streams their mean
+    if layers.ndim > 4:  # residual streams side by side, of which taps are the mean, as of those in one row
+        layers = layers.flatten(3)
+    return out.logits.numpy(), layers.unflatten(-1, (-1, size)).mean(-2).numpy()
 
 
 def write_expected(folder: Path) -> None:

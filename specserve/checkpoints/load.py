@@ -49,6 +49,7 @@ _SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, _HASHING: "numbers of has
 # layers of multi-token prediction, by family
 _FURTHER = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "nemotron_h"), r"mtp\..*"),
+    "deepseek_v4": r"model\.mtp\..*",
     "mimo": r"model\.mtp_layers\..*",
     "mimo_v2_flash": r"model\.mtp\..*",
 }
@@ -57,6 +58,8 @@ _PREDICTS_FURTHER = {
     "deepseek_v3": "num_nextn_predict_layers",
     "deepseek_v32": "num_nextn_predict_layers",
     "glm_moe_dsa": "num_nextn_predict_layers",
+    "glm5_next": "num_nextn_predict_layers",
+    "glm5_next_text": "num_nextn_predict_layers",
     "kimi_k2": "num_nextn_predict_layers",
     "glm4_moe": "num_nextn_predict_layers",
     "glm4_moe_lite": "num_nextn_predict_layers",

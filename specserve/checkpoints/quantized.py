@@ -172,7 +172,8 @@ def open_weight(
         return matrix, (name,)
     shape, dtype = tensors.shape(name), tensors.dtype(name)
     values = LazyTensor(shape, dtype, partial(tensors.read, name), tensors.is_widened(name))
-    if dtype in FLOATS:
+    is_table = dtype in ("int32", "int64") and name.endswith(".tid2eid")  # experts of tokens
+    if dtype in FLOATS or is_table:
         return values, (name,)
     where = f"{tensors.file(name).name}: {name}"
     if dtype not in EIGHT_BITS or len(shape) != 2:

@@ -15,7 +15,7 @@ import numpy as np
 from specserve.kernels import native
 from specserve.mesh import program_platform
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "gelu_erf", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "gelu_erf", "relu2", "bounded_swiglu"]
 # in the order of `native/kernels.h`, which has no others
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
 UNGATED: tuple[Activation, ...] = ("relu2",)  # of MLPs that have no `up`
@@ -31,13 +31,16 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool = Fals
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     if offset:
         return (x32 * scale * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+    if weight.dtype == jnp.float32:
+        return (x32 * scale * weight).astype(x.dtype)
     return (x32 * scale).astype(x.dtype) * weight.astype(x.dtype)
 
 
 def gated(gate: jax.Array, up: jax.Array | None, activation: Activation = "silu") -> jax.Array:
     """Compute act(gate) * up; both are [..., d_ff]. Without `up`, gate [..., 2 * d_ff] holds both side by side. The
     clamped form is GPT-OSS's: gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up within -7 and 7.
-    The form that is not gated, relu(gate) ** 2 (So et al. 2021, arXiv 2109.08668), has no `up`."""
+    The bounded form is GLM-5.3-Flash's: silu(gate) * up, where gate is at most 10 and up within -10 and 10. The form
+    that is not gated, relu(gate) ** 2 (So et al. 2021, arXiv 2109.08668), has no `up`."""
     if activation in UNGATED:
         return jnp.square(jax.nn.relu(gate))
     if activation in ACTIVATIONS and native.serves(gate) and (up is None or native.serves(up)):
@@ -49,6 +52,8 @@ def gated(gate: jax.Array, up: jax.Array | None, activation: Activation = "silu"
     if activation == "clamped_swiglu":
         gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
         return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)
+    if activation == "bounded_swiglu":
+        gate, up, activation = jnp.minimum(gate, 10.0), jnp.clip(up, -10.0, 10.0), "silu"
     if activation == "silu":
         return jax.nn.silu(gate) * up
     return jax.nn.gelu(gate, approximate=activation == "gelu_tanh") * up

@@ -22,7 +22,7 @@ from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rows import Documents, Unrolled
 from specserve.models.config import BlockIndex, ModelConfig
 from specserve.models.context import Mask
-from specserve.models.indexer import SCORES_AT_ONCE, by_queries
+from specserve.models.indexer import SCORES_AT_ONCE, some_at_once
 from specserve.models.layers import norm_spec
 from specserve.models.params import TensorPart, matrix
 from specserve.pytree import pytree
@@ -109,7 +109,7 @@ def attend_to_chosen(
 
     own_keys, values = fold(k[..., :head_dim]), fold(v)
 
-    def run(part: tuple[jax.Array, ...]) -> jax.Array:  # of some queries
+    def run(part: tuple[jax.Array, ...]) -> tuple[jax.Array]:  # of some queries
         q, index_q, mask, at = part
         if index.pools_keys:
             chosen = choose_by_means(index, index_q, keys, mask, positions, at, finish)
@@ -118,11 +118,11 @@ def attend_to_chosen(
         chosen = jnp.repeat(chosen, num_kv_heads // chosen.shape[1], axis=1).reshape(-1, *chosen.shape[2:])
         out = attend(fold(q), own_keys, values, chosen, scale=scale)
         out = out.reshape(batch, num_kv_heads, *out.shape[1:])
-        return jnp.moveaxis(out, 1, 2).reshape(*q.shape[:3], -1)
+        return (jnp.moveaxis(out, 1, 2).reshape(*q.shape[:3], -1),)
 
     parts: tuple[Any, ...] = (q, index_q, mask, position_ids[:, -n:])
     width = max(q.shape[2], index.num_heads, 2 * index.dim if index.pools_keys else 0)
-    return by_queries(run, parts, max(1, SCORES_AT_ONCE // (batch * length * width)))
+    return some_at_once(run, parts, max(1, SCORES_AT_ONCE // (batch * length * width)))[0]
 
 
 def choose(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from specserve.kernels.gather import take_each, take_rows
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.pages import Pages, write_pages
-from specserve.models import recurrent
+from specserve.models import compressed, recurrent
 from specserve.models.config import RECURRENT, ModelConfig
 from specserve.models.recurrent import State
 from specserve.pytree import pytree, static
@@ -70,9 +70,11 @@ class Cache:
             kind, dtype = config.kind(i), config.cache_dtype or config.dtype
             if kind.kv_from is not None:
                 return None
+            if kind.mixer == "compressed":
+                return Pages.zeros(pages, page_size, 1, compressed.entry_dim(config, kind), dtype, has_values=False)
             if kind.mixer == "latent":
                 assert config.latent is not None
-                return Pages.zeros(pages, page_size, 1, config.latent.entry_dim, dtype, has_values=False)
+                return Pages.zeros(pages, page_size, 1, config.latent.of(kind).entry_dim, dtype, has_values=False)
             if kind.mixer == "attention":
                 own = config.of(kind)
                 return Pages.zeros(pages, page_size, own.num_kv_heads, own.key_dim, dtype, v_dim=own.value_dim)

@@ -11,7 +11,7 @@ from typing import Literal
 from specserve.kernels.rowwise import Activation
 from specserve.models.rope import Rope
 
-Mixer = Literal["attention", "latent", "delta", "lightning", "mamba", "conv", "none"]
+Mixer = Literal["attention", "latent", "compressed", "delta", "lightning", "mamba", "conv", "none"]
 RECURRENT: tuple[Mixer, ...] = ("delta", "lightning", "mamba", "conv")
 
 
@@ -27,13 +27,15 @@ class LayerKind:
     has_experts: bool = False
     has_mlp: bool = True  # or experts
     has_sinks: bool = True  # where the model has any
-    has_indexer: bool = True  # where the model has any
+    has_indexer: bool = True  # where the model has any; without, it sees what the last one before it chose
     slope_scale: float = 1.0  # lightning: of the rates at which its heads forget
     head_dim: int = 0  # this and the next two are the model's unless given (`ModelConfig.of`)
     num_kv_heads: int = 0  # in the checkpoint
     d_ff: int = 0
     values_are_keys: bool = False  # one projection gives both: keys are normed and turned, values are not
     hashed: int | None = None  # place among those that add embeddings of the last tokens together; None: not one
+    pool: int = 0  # compressed: tokens that one more key is of; 0: it sees its window alone
+    is_hashed: bool = False  # the token alone chooses its experts
     kv_from: int | None = None  # the earlier layer whose keys and values it sees; None: it has its own
 
 
@@ -51,6 +53,8 @@ class Latent:
     index_dim: int = 0  # of the indexer's heads
     index_topk: int = 0  # tokens that a query sees, those that the indexer chooses; 0: all
     index_interleaves: bool = False  # position turns its heads by neighbours
+    index_pool: int = 0  # tokens that it chooses together, by one key (`models.pools`); 0: each alone
+    norm_eps: float = 1e-6  # of the two inner norms
 
     @property
     def cache_dim(self) -> int:
@@ -62,7 +66,46 @@ class Latent:
     def entry_dim(self) -> int:
         """The number of values that a committed token has in the cache: those, and its key in the indexer where that
         chooses."""
-        return self.cache_dim + (self.index_dim if self.index_topk else 0)
+        each = self.index_dim * (2 if self.index_pool else 1)
+        return self.cache_dim + (each if self.index_topk else 0)
+
+    @property
+    def whole_length(self) -> int:
+        """The tokens of the longest sequence of which the indexer chooses all; 0 where nothing is chosen."""
+        return self.index_topk + max(self.index_pool - 1, 0) if self.index_topk else 0
+
+    def of(self, kind: LayerKind) -> "Latent":
+        """The sizes in layers of this kind."""
+        return self if kind.has_indexer else dataclasses.replace(self, index_heads=0, index_dim=0)
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """The sizes of attention over compressed keys (`models.compressed`)."""
+
+    q_rank: int
+    rope_dim: int  # the last channels of a head, which turn
+    window: int  # tokens that a query sees one by one, itself included
+    num_groups: int  # of heads, whose outputs are projected apart
+    o_rank: int  # of each group's
+    index_heads: int  # of the indexer, in layers that have one
+    index_dim: int
+    index_topk: int  # compressed keys that it chooses
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Residual streams side by side (`models.streams`), or mixed channel by channel (`models.channel_streams`)."""
+
+    num: int
+    steps: int = 0  # of Sinkhorn and Knopp
+    eps: float = 0.0
+    rank: int = 0  # of the products that weigh channels; 0: a stream has one weight
+    has_head: bool = False  # the last sum has weights of the token's own streams; otherwise it is their mean
+
+    @property
+    def is_by_channel(self) -> bool:
+        return self.rank > 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +134,7 @@ class Experts:
     num_experts: int
     top_k: int
     d_ff: int  # of one expert
-    scoring: Literal["softmax", "sigmoid", "softmax_of_top"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "softmax_of_top", "sqrt_softplus"] = "softmax"
     renormalize: bool = False  # the chosen experts' weights sum to 1
     scale: float = 1.0  # of their weighted sum
     num_groups: int = 1
@@ -105,7 +148,12 @@ class Experts:
     shared_d_ff: int = 0  # of the expert that every token passes; 0: none
     has_shared_gate: bool = False
     has_norms: bool = False  # router, experts and shared expert each norm their own input (`moe.MoeNorms`)
+    is_hashed: bool = False  # a table gives each token's experts
     latent_dim: int = 0  # of what the routed experts take and give, projected to and from d_model; 0: d_model
+
+    def of(self, kind: LayerKind) -> "Experts":
+        """The experts of layers of this kind."""
+        return dataclasses.replace(self, is_hashed=True, has_correction=False) if kind.is_hashed else self
 
 
 @dataclass(frozen=True)
@@ -121,6 +169,7 @@ class DeltaSizes:
     by_channel: bool = False
     gate_rank: int = 0  # by_channel: of the projections of the gate and the decay; 0: each is one matrix
     has_sigmoid_gate: bool = False  # of the output; by_channel: always
+    has_wide_rates: bool = False  # by_channel: checkpoints keep the heads' rates as [1, 1, head, 1]
     decay_bound: float = 0.0  # by_channel: the log decay lies between this and 0; 0: unbounded
 
 
@@ -184,6 +233,7 @@ class Names:
 
     embedding: str = "model.embed_tokens.weight"
     norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
     layer: str = "model.layers.{i}"
     attention: str = "self_attn"
     linear_attention: str = "linear_attn"
@@ -251,15 +301,15 @@ class ModelConfig:
     has_attention_gate: bool = False  # a sigmoid gate for each channel of the heads' outputs
     activation: Activation = "silu"
     norm_offset: bool = False  # norms multiply by 1 + weight
+    has_float32_norms: bool = False  # in a model of any dtype
     centred_norms: bool = False  # but those of heads subtract the mean first: LayerNorm without a bias
     in_norms: bool = True  # on what attention and the MLP take
     out_norms: bool = False  # on what attention and the MLP add to the residual
     is_parallel: bool = False  # the MLP takes what attention takes, and not what it gives
     residual_scale: float = 1.0  # of what they add
+    streams: Streams | None = None  # None: one
     layer_input_dim: int = 0  # of the input that each layer has beside the residual stream (`layer_inputs`); 0: none
     layer_input_vocab: int = 0  # tokens that these inputs know
-    streams: int = 1  # residual streams side by side (`models.streams`)
-    stream_rank: int = 0  # of the products that mix them
     hashed: HashedTokens | None = None  # of layers that add embeddings of the last tokens together
     has_layer_scale: bool = False  # a number by which each layer's output is multiplied
     embedding_scale: float = 1.0
@@ -267,6 +317,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     latent: Latent | None = None
     block_index: BlockIndex | None = None  # of layers that attend
+    compressed: Compressed | None = None
     experts: Experts | None = None
     delta: DeltaSizes | None = None
     lightning: Lightning | None = None
@@ -294,6 +345,8 @@ class ModelConfig:
             d_ff=kind.d_ff or self.d_ff,
             has_sinks=self.has_sinks and kind.has_sinks,
             block_index=self.block_index if kind.has_indexer else None,
+            latent=self.latent and self.latent.of(kind),
+            experts=self.experts and self.experts.of(kind),
         )
 
     @property
@@ -321,9 +374,15 @@ class ModelConfig:
         return self.head_dim + (-(-index.dim // self.num_kv_heads) if index and index.top else 0)
 
     @property
+    def num_streams(self) -> int:
+        """The number of residual streams."""
+        return 1 if self.streams is None else self.streams.num
+
+    @property
     def chooses(self) -> bool:
         """Return whether an indexer may choose what a query sees."""
-        return bool((self.latent and self.latent.index_topk) or (self.block_index and self.block_index.top))
+        of_latents = self.latent is not None and self.latent.index_topk > 0
+        return of_latents or self.compressed is not None or bool(self.block_index and self.block_index.top)
 
     @property
     def is_recurrent(self) -> bool:
@@ -339,7 +398,7 @@ class ModelConfig:
         """The config for sequences of at most `length` tokens, which some rotary embeddings depend on
         (`Rope.for_length`). Attention over no more tokens than an indexer chooses needs none."""
         local, latent = self.local_rope and self.local_rope.for_length(length), self.latent
-        if latent and 0 < length <= latent.index_topk:
+        if latent and 0 < length <= latent.whole_length:
             latent = dataclasses.replace(latent, index_topk=0)
         blocks = self.block_index
         if blocks and 0 < length <= blocks.reach:

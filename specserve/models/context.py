@@ -5,6 +5,7 @@ through the layers side by side. Products and norms know nothing of that: to the
 (`side_by_side`). Attention is computed group by group (`by_group`).
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,8 +29,9 @@ class Context:
     mask: Mask
     rope: Tables
     local_rope: Tables | None
-    token_ids: jax.Array | None = None  # [batch, n] int32, where layers hash them (`models.hashed`)
     earlier: Any = None  # the entries that the first m - n left when they ran, [batch, m - n, ...]; None: all run now
+    choice: jax.Array | None = None  # [batch, n, length] bool: what the last indexer before this layer chose, if it did
+    token_ids: jax.Array | None = None  # [batch, n] int32, of those that run now, where layers need them
     groups: tuple["Context", ...] = ()  # those side by side; none: the tokens are one group
 
 
@@ -38,8 +40,20 @@ def joined(groups: Sequence[Context]) -> Context:
     if len(groups) == 1:
         return groups[0]
     first = groups[0]
-    tables = jax.tree.map(lambda *each: side_by_side(each), *((group.rope, group.local_rope) for group in groups))
-    return Context(side_by_side([group.position_ids for group in groups]), first.mask, *tables, groups=tuple(groups))
+    parts = [(group.rope, group.local_rope, group.token_ids) for group in groups]
+    *tables, token_ids = jax.tree.map(lambda *each: side_by_side(each), *parts)
+    positions = side_by_side([group.position_ids for group in groups])
+    return Context(positions, first.mask, *tables, token_ids=token_ids, groups=tuple(groups))
+
+
+def with_choice(context: Context, choice: Any) -> Context:
+    """Return the context behind a layer whose indexer chose this, group by group; None: it has none."""
+    if choice is None:
+        return context
+    if not context.groups:
+        return dataclasses.replace(context, choice=choice)
+    groups = zip(context.groups, choice, strict=True)
+    return dataclasses.replace(context, groups=tuple(with_choice(*each) for each in groups))
 
 
 def side_by_side(groups: Sequence[jax.Array]) -> jax.Array:  # [batch, n, ...] each -> [data rank, row, ...]

@@ -31,7 +31,7 @@ class DeltaNet:
     decay: Weight  # [d_model, head], or by channel [gate_rank or d_model, head * k_dim]
     conv: tuple[jax.Array, ...]  # each [channel, 1, width]: one for q, k and v side by side, or one for each
     decay_bias: jax.Array  # [head], or [head * k_dim]
-    log_rate: jax.Array  # [head], or [1, 1, head, 1] with a gate_rank
+    log_rate: jax.Array  # [head], or [1, 1, head, 1] (`has_wide_rates`)
     norm: jax.Array  # [v_dim]
     o: Weight  # [head * v_dim, d_model]
 
@@ -88,7 +88,7 @@ def _kimi_spec(config: ModelConfig, delta: DeltaSizes, prefix: str) -> DeltaNet:
     heads, rank = delta.num_v_heads, delta.gate_rank
     k_size, v_size = heads * delta.k_dim, heads * delta.v_dim
     log_rate = vector(f"{prefix}.A_log", heads, "heads", init="zeros", is_float32=True)
-    if rank:
+    if delta.has_wide_rates:
         log_rate = dataclasses.replace(log_rate, shape=(1, 1, heads, 1), axes=(None, None, "heads", None))
 
     def project(name: str, size: int, d_in: int = config.d_model) -> Any:

@@ -23,8 +23,8 @@ from specserve.mesh import (
 )
 from specserve.models.params import ParamSpec, is_spec
 
-# (experts, x [token, d_model]) -> expert_ids [token, top_k], weights [token, top_k]
-Choose = Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
+# (experts, x [token, d_model], more of the tokens) -> expert_ids [token, top_k], weights [token, top_k]
+Choose = Callable[..., tuple[jax.Array, jax.Array]]
 # (experts, x [token, d_model], expert_ids [token, top_k], weights [token, top_k]) -> [token, d_model]
 Compute = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -35,6 +35,7 @@ def in_parts(
     spec: Any,  # of the experts
     experts: Any,  # a pytree with `down` and `down_bias`, and a router that is whole everywhere
     x: jax.Array,  # [batch, seq, d_model]
+    *more: jax.Array,  # [batch, seq], which `choose` takes too
 ) -> jax.Array:  # [batch, seq, d_model]
     """Choose each token's experts, run `compute` on every device's own experts and add up the results. Without a mesh
     only call both.
@@ -56,12 +57,13 @@ def in_parts(
         cut.append("mlp")
     if mesh is None or all(num_parts(mesh, axis) == 1 for axis in (*cut, *ACTIVATIONS)):
         rows = x.reshape(-1, x.shape[-1])
-        return compute(experts, rows, *choose(experts, rows)).reshape(x.shape)
+        own_more = (part.reshape(-1) for part in more)
+        return compute(experts, rows, *choose(experts, rows, *own_more)).reshape(x.shape)
     is_exchanged = num_parts(mesh, "experts") > 1 and len(x) % num_parts(mesh, "batch") == 0
 
-    def own(experts: Any, x: jax.Array) -> jax.Array:
+    def own(experts: Any, x: jax.Array, *more: jax.Array) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
-        tokens = rows, *choose(experts, rows)
+        tokens = rows, *choose(experts, rows, *(part.reshape(-1) for part in more))
         rows, expert_ids, weights = join_parts(tokens, "experts") if is_exchanged else tokens
         num_experts = experts.down.shape[0]
         expert_ids = expert_ids - part_index("experts") * num_experts
@@ -84,7 +86,8 @@ def in_parts(
 
     specs = jax.tree.map(partitions, spec, experts, is_leaf=is_spec)
     rows = fitting_partition(mesh, (*ACTIVATIONS, None), x.shape)
-    return over_parts(own, [*cut, *ACTIVATIONS], (specs, rows), rows)(experts, x)
+    of_more = [fitting_partition(mesh, ACTIVATIONS, part.shape) for part in more]
+    return over_parts(own, [*cut, *ACTIVATIONS], (specs, rows, *of_more), rows)(experts, x, *more)
 
 
 def _has_whole_blocks(weight: Any, num_parts: int) -> bool:

@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specserve.errors import ConfigError
-from specserve.models import families_dense, families_gemma4, families_latent, families_recurrent, families_sparse
+from specserve.models import (
+    families_compressed,
+    families_dense,
+    families_gemma4,
+    families_indexed,
+    families_latent,
+    families_recurrent,
+    families_sparse,
+)
 from specserve.models.config import ModelConfig
 from specserve.models.family_keys import Flags, Keys
 
@@ -115,6 +123,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "rms_norm_eps": 1e-5,
     },
+    "glm5_next_text": {
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "n_shared_experts": 1,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 2.5,
+    },
     "kimi_linear": {"rms_norm_eps": 1e-5, "num_shared_experts": 1, "routed_scaling_factor": 2.446},
     "mistral4": {
         "n_shared_experts": 1,
@@ -156,7 +172,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 # checkpoints whose model is another family's; what more they hold goes by their own name
-ALIASES = {"mimo": "qwen2", "minimax_m3": "minimax_m3_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+ALIASES = {
+    "mimo": "qwen2",
+    "minimax_m3": "minimax_m3_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "glm5_next": "glm5_next_text",
+}
 FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "llama": families_dense.llama,
     "mistral": families_dense.mistral,
@@ -189,8 +210,10 @@ FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "deepseek_v2": families_latent.deepseek_v2,
     "deepseek_v3": families_latent.deepseek_v3,
     "kimi_k2": families_latent.deepseek_v3,
-    "deepseek_v32": families_latent.deepseek_v32,
-    "glm_moe_dsa": families_latent.glm_moe_dsa,
+    "deepseek_v32": families_indexed.deepseek_v32,
+    "glm_moe_dsa": families_indexed.glm_moe_dsa,
+    "glm5_next_text": families_indexed.glm5_next,
+    "deepseek_v4": families_compressed.deepseek_v4,
     "mistral4": families_latent.mistral4,
     "kimi_linear": families_latent.kimi_linear,
     "glm4_moe": families_sparse.glm4_moe,

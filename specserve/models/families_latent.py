@@ -85,51 +85,6 @@ def deepseek_v3(keys: Keys) -> Flags:
     return _deepseek(keys) | {"experts": routed(keys, scoring="sigmoid", group_score="top2")}
 
 
-def deepseek_v32(keys: Keys) -> Flags:
-    """The flags of DeepSeek-V3.2: DeepSeek-V3 with an indexer, which chooses the tokens that a query sees."""
-    if keys.raw.get("first_k_dense_replace") is None:
-        keys = Keys({**keys.raw, "first_k_dense_replace": 3}, keys.where)
-    flags = deepseek_v3(keys)
-    indexed = dataclasses.replace(
-        flags["latent"],
-        q_rank=keys.integer("q_lora_rank"),
-        index_heads=keys.integer("index_n_heads"),
-        index_dim=keys.integer("index_head_dim"),
-        index_topk=keys.integer("index_topk"),
-    )
-    if indexed.index_dim < indexed.rope_dim:
-        raise ConfigError(
-            f"{keys.where}: index_head_dim is {indexed.index_dim}, less than the {indexed.rope_dim} channels "
-            "(qk_rope_head_dim) that turn"
-        )
-    return flags | {"latent": indexed}
-
-
-def glm_moe_dsa(keys: Keys) -> Flags:
-    """The flags of GLM-5: the same. In some checkpoints only some layers have an indexer, and the others see what the
-    one before them chose (arXiv 2603.12201). These serve as many tokens as it chooses, which are all of them."""
-    flags, n = deepseek_v32(keys), keys.num_layers
-    latent, kinds = dataclasses.replace(flags["latent"], index_interleaves=True), keys.strings("indexer_types", n)
-    if not kinds:
-        frequency, offset = keys.integer("index_topk_freq", 1), keys.integer("index_skip_topk_offset", 2, least=0)
-        kinds = ["shared" if max(i - offset + 1, 0) % frequency else "full" for i in range(n)]
-        if pattern := keys.raw.get("index_topk_pattern"):
-            names = {"F": "full", "S": "shared"}
-            kinds = [names.get(entry, str(entry)) for entry in pattern][:n]
-    if len(kinds) < n or not set(kinds) <= {"full", "shared"}:
-        raise ConfigError(
-            f"{keys.where}: index_topk_pattern or indexer_types must say 'full' or 'shared' of {n} layers"
-        )
-    flags["layers"] = tuple(
-        dataclasses.replace(layer, has_indexer=kind == "full")
-        for layer, kind in zip(flags["layers"], kinds, strict=True)
-    )
-    if "shared" in kinds:
-        flags["max_len"] = min(keys.integer("max_position_embeddings", 202_752), latent.index_topk)
-        latent = dataclasses.replace(latent, index_topk=0)
-    return flags | {"latent": latent}
-
-
 def mistral4(keys: Keys) -> Flags:
     """The flags of Mistral Small 4: a softmax over experts, whose chosen weights sum to 1, and queries that grow."""
     flags, growth = _deepseek(keys), query_growth(keys)
@@ -327,6 +282,7 @@ def kimi_linear(keys: Keys) -> Flags:
             of_linear.integer("linear_short_conv_kernel_size", of_linear.integer("linear_conv_kernel_dim", 4)),
             by_channel=True,
             gate_rank=width,
+            has_wide_rates=True,
         ),
         "names": Names(
             linear_attention="self_attn",

@@ -4,7 +4,7 @@ import dataclasses
 
 from specserve.errors import ConfigError
 from specserve.models import families_latent
-from specserve.models.config import BlockIndex, DeltaSizes, Experts, HashedTokens, LayerKind, Names
+from specserve.models.config import BlockIndex, DeltaSizes, Experts, HashedTokens, LayerKind, Names, Streams
 from specserve.models.families_dense import alternating, qwen_windows, turned_layers
 from specserve.models.family_keys import Flags, Keys
 from specserve.models.rope import Rope
@@ -418,8 +418,7 @@ def qwen4_exp(keys: Keys) -> Flags:
         "layers": tuple(layers),
         "experts": experts,
         "delta": dataclasses.replace(flags["delta"], has_sigmoid_gate=sigmoid),
-        "streams": streams,
-        "stream_rank": keys.integer("hc_lowrank", 320),
+        "streams": Streams(streams, rank=keys.integer("hc_lowrank", 320)),
         "block_index": dataclasses.replace(index, pools_keys=True),
         "hashed": _hashed(keys) if hashing else None,
     }

@@ -19,10 +19,10 @@ import numpy as np
 from specserve.kernels.matmul import Weight
 from specserve.kernels.recurrence import ancestors
 from specserve.kernels.rows import Documents
+from specserve.models.channel_streams import norm_each
 from specserve.models.config import HashedTokens, ModelConfig
 from specserve.models.layers import linear, norm_spec
 from specserve.models.params import ParamSpec, matrix
-from specserve.models.streams import norm_each
 from specserve.pytree import pytree
 
 LIMB, MASK64 = 16, (1 << 64) - 1
@@ -72,7 +72,7 @@ def hashes(sizes: HashedTokens, vocab_size: int, place: int) -> Hashes:
 def hashed_layer_spec(config: ModelConfig, place: int, prefix: str) -> HashedLayer:
     """The parameters as `ParamSpec`s. A checkpoint keeps the table in parts."""
     assert config.hashed is not None
-    sizes, width = config.hashed, config.streams * config.d_model
+    sizes, width = config.hashed, config.num_streams * config.d_model
     rows = hashes(sizes, config.vocab_size, place).rows // sizes.parts
     table: Any = ParamSpec(
         (sizes.parts, rows, sizes.dim // sizes.num_heads),
@@ -96,7 +96,7 @@ def init_state(config: ModelConfig, batch: int) -> tuple[jax.Array, jax.Array]:
     """Make the state of sequences that have no token yet: inputs of the convolution, and numbers of tokens, counted
     from 1."""
     assert config.hashed is not None
-    sizes, width = config.hashed, config.streams * config.d_model
+    sizes, width = config.hashed, config.num_streams * config.d_model
     inputs = jnp.zeros((batch, (sizes.conv_width - 1) * sizes.size, width), config.dtype)
     return inputs, jnp.zeros((batch, sizes.size - 1, 1), jnp.int32)
 
@@ -118,7 +118,7 @@ def add_hashed(
     embedded = params.table[rows // part_rows, rows % part_rows].reshape(*token_ids.shape, -1)
     key = norm_each(config, linear(embedded, params.key), params.key_norm)
     query = norm_each(config, x, params.query_norm)
-    of_stream = (key * query).astype(jnp.float32).reshape(*x.shape[:-1], config.streams, -1)
+    of_stream = (key * query).astype(jnp.float32).reshape(*x.shape[:-1], config.num_streams, -1)
     score = of_stream.sum(-1, keepdims=True) * config.d_model**-0.5
     score = jnp.sqrt(jnp.maximum(jnp.abs(score), 1e-6)) * jnp.sign(score)
     gate, value = jax.nn.sigmoid(score).astype(x.dtype), linear(embedded, params.value)

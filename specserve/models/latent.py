@@ -24,9 +24,7 @@ from specserve.models.context import Context, Tables, by_group, join
 from specserve.models.indexer import Indexer, indexer_spec
 from specserve.models.layers import linear, norm_spec
 from specserve.models.params import TensorPart, matrix, optional, vector
-from specserve.pytree import pytree
-
-NORM_EPS = 1e-6  # of the two inner norms, whatever the model's own is
+from specserve.pytree import pytree, static
 
 
 @pytree
@@ -35,7 +33,7 @@ class LatentAttention:
     q_down_bias: jax.Array | None
     q_norm: jax.Array | None  # [q_rank]
     q_nope: Weight  # [q_rank or d_model, head * nope_dim]
-    q_rope: Weight  # [q_rank or d_model, head * rope_dim]
+    q_rope: Weight | None  # [q_rank or d_model, head * rope_dim]; None: without position
     kv_down: Weight  # [d_model, kv_rank + rope_dim]: the latent, and the key with position that all heads share
     kv_down_bias: jax.Array | None
     kv_norm: jax.Array  # [kv_rank]
@@ -45,16 +43,12 @@ class LatentAttention:
     o_bias: jax.Array | None
     gate: Weight | None  # [d_model, head]
     indexer: Indexer | None
-
-    @property
-    def num_heads(self) -> int:
-        """The number of heads, of parameters as they were loaded."""
-        return self.q_rope.shape[-1] // (self.kv_down.shape[-1] - self.k_up.shape[0])
+    num_heads: int = static()
 
 
-def latent_spec(config: ModelConfig, prefix: str, d_in: int, *, has_indexer: bool = True) -> LatentAttention:
-    """The parameters of one layer's attention as `ParamSpec`s. `d_in` is the width of what it takes, see
-    `attention.attention_spec`. Without `has_indexer` it has none, whatever the model has."""
+def latent_spec(config: ModelConfig, prefix: str, d_in: int) -> LatentAttention:
+    """The parameters of one layer's attention as `ParamSpec`s. `config` has the layer's sizes. `d_in` is the width of
+    what it takes, see `attention.attention_spec`."""
     latent, d_model, num_heads = config.latent, config.d_model, config.num_heads
     assert latent is not None
     q_in = latent.q_rank or d_in
@@ -70,7 +64,7 @@ def latent_spec(config: ModelConfig, prefix: str, d_in: int, *, has_indexer: boo
         q_down_bias=optional(has_q_bias, vector(f"{prefix}.q_a_proj.bias", latent.q_rank, init="zeros")),
         q_norm=optional(latent.q_rank, norm_spec(f"{prefix}.q_a_layernorm", latent.q_rank)),
         q_nope=matrix(q, q_in, num_heads * nope, q_axes, part=TensorPart(0, nope, q_dim, q_total)),
-        q_rope=matrix(q, q_in, num_heads * rope, q_axes, part=TensorPart(nope, q_dim, q_dim, q_total)),
+        q_rope=optional(rope, matrix(q, q_in, num_heads * rope, q_axes, part=TensorPart(nope, q_dim, q_dim, q_total))),
         kv_down=matrix(f"{prefix}.kv_a_proj_with_mqa.weight", d_in, rank + rope, ("embed", None)),
         kv_down_bias=optional(config.qkv_bias, vector(f"{prefix}.kv_a_proj_with_mqa.bias", rank + rope, init="zeros")),
         kv_norm=norm_spec(f"{prefix}.kv_a_layernorm", rank),
@@ -79,44 +73,50 @@ def latent_spec(config: ModelConfig, prefix: str, d_in: int, *, has_indexer: boo
         o=matrix(f"{prefix}.{config.names.o}.weight", num_heads * latent.v_dim, d_model, ("heads", "embed")),
         o_bias=optional(config.o_bias, vector(f"{prefix}.{config.names.o}.bias", d_model, init="zeros")),
         gate=optional(latent.has_gate, matrix(f"{prefix}.g_proj.weight", d_in, num_heads, ("embed", "heads"))),
-        indexer=optional(latent.index_heads and has_indexer, indexer_spec(latent, f"{prefix}.indexer", d_in)),
+        indexer=optional(latent.index_heads, indexer_spec(latent, f"{prefix}.indexer", d_in)),
+        num_heads=num_heads,
     )
 
 
 def mix(
     params: LatentAttention,
-    config: ModelConfig,
+    config: ModelConfig,  # with the kind's sizes
     kind: LayerKind,
     x: jax.Array,  # [batch, n, d_model], normed
     seen: PagedPrefix | None,
     context: Context,
     add: jax.Array | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, None]]:
-    """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and
-    the tokens' latents, [batch, n, 1, cache_dim]."""
+) -> tuple[jax.Array, tuple[jax.Array, None], Any]:
+    """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; the
+    tokens' latents, [batch, n, 1, entry_dim]; and what its indexer chose, or None (`context.with_choice`)."""
     assert config.latent is not None
-    latent, q_in, rope = config.latent, down_queries(params, x), context.rope
+    latent, q_in, rope = config.latent, down_queries(params, config, x), context.rope
     if not kind.has_rope:
         rope = unturned(rope)
     q_nope, q_rope = _up_queries(params, config, q_in, rope)
     if kind.has_growth:
         q_nope, q_rope = (grown(q, config, context) for q in (q_nope, q_rope))
     new, index = project_latents(params, config, x, rope), ()
-    if latent.index_topk:
-        assert params.indexer is not None, "layers that share an indexer's choice serve as many tokens as it chooses"
+    if latent.index_topk and params.indexer is not None:
         new = jnp.concatenate([new, indexer.keys(params.indexer, latent, x, context.rope)], axis=-1)
         index = indexer.queries(params.indexer, latent, x, q_in, context.rope)
 
     def attend_own(context: Context, seen: PagedPrefix | None, *own: jax.Array) -> tuple[jax.Array, Any]:
         q_nope, q_rope, new, *index = own
         latents, _ = join(context.earlier, (new, None))
-        form = absorbed if seen is not None or _chooses(latent, latents, seen) else expanded
-        return form(params, config, q_nope, q_rope, latents, context, seen, *index), (new, None)
+        if chooses(latent, latents.shape[1], seen):
+            q = absorb(params, config, q_nope, q_rope)
+            given = context, seen, tuple(index), config.attention_scale
+            out, choice = indexer.attend_to_chosen(params.indexer, latent, q, latents, *given)
+            return release(params, config, out), ((new, None), choice)
+        form = expanded if seen is None else absorbed
+        return form(params, config, q_nope, q_rope, latents, context, seen), ((new, None), None)
 
-    out, left = by_group(attend_own, context, seen, q_nope, q_rope, new, *index)
+    out, found = by_group(attend_own, context, seen, q_nope, q_rope, new, *index)
+    left, choice = zip(*found, strict=True) if context.groups else found
     if params.gate is not None:
         out = out * jax.nn.sigmoid(linear(x, params.gate))[..., None]
-    return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias, add=add), left
+    return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias, add=add), left, choice
 
 
 def project_queries(
@@ -125,21 +125,26 @@ def project_queries(
     x: jax.Array,  # [batch, n, d_in]
     rope: Tables,
 ) -> tuple[jax.Array, jax.Array]:  # [batch, n, head, nope_dim], and turned [batch, n, head, rope_dim]
-    return _up_queries(params, config, down_queries(params, x), rope)
+    return _up_queries(params, config, down_queries(params, config, x), rope)
 
 
-def down_queries(params: LatentAttention, x: jax.Array) -> jax.Array:  # [batch, n, d_in] -> [batch, n, q_rank or d_in]
+def down_queries(
+    params: LatentAttention, config: ModelConfig, x: jax.Array
+) -> jax.Array:  # [batch, n, d_in] -> [batch, n, q_rank or d_in]
     """Return what queries are projected from."""
+    assert config.latent is not None
     if params.q_down is None:
         return x
     assert params.q_norm is not None
-    return rms_norm(linear(x, params.q_down, params.q_down_bias), params.q_norm, NORM_EPS)
+    return rms_norm(linear(x, params.q_down, params.q_down_bias), params.q_norm, config.latent.norm_eps)
 
 
 def _up_queries(
     params: LatentAttention, config: ModelConfig, q_in: jax.Array, rope: Tables
 ) -> tuple[jax.Array, jax.Array]:
     q_nope = by_head(linear(q_in, params.q_nope), config.num_heads)
+    if params.q_rope is None:
+        return q_nope, q_nope[..., :0]
     q_rope = by_head(linear(q_in, params.q_rope), config.num_heads)
     return q_nope, apply_rope(q_rope, rope, is_interleaved=config.rope.is_interleaved)
 
@@ -152,7 +157,9 @@ def project_latents(
 ) -> jax.Array:  # [batch, n, 1, cache_dim]
     assert config.latent is not None
     rank, down = config.latent.kv_rank, linear(x, params.kv_down, params.kv_down_bias)
-    compressed = rms_norm(down[..., :rank], params.kv_norm, NORM_EPS)[:, :, None]
+    compressed = rms_norm(down[..., :rank], params.kv_norm, config.latent.norm_eps)[:, :, None]
+    if not config.latent.rope_dim:
+        return compressed
     k_rope = apply_rope(down[:, :, None, rank:], rope, is_interleaved=config.rope.is_interleaved)
     return jnp.concatenate([compressed, k_rope], axis=-1)
 
@@ -164,7 +171,7 @@ def expanded(
     q_rope: jax.Array,  # [batch, n, head, rope_dim]
     new: jax.Array,  # [batch, m, 1, entry_dim]
     context: Context,
-    *_: Any,
+    _: PagedPrefix | None = None,
 ) -> jax.Array:  # [batch, n, head, v_dim]
     """Attention over the new tokens alone, in the expanded form."""
     latent = config.latent
@@ -185,26 +192,20 @@ def absorbed(
     new: jax.Array,
     context: Context,
     seen: PagedPrefix | None,
-    *index: jax.Array,  # from `indexer.queries`, where it chooses
 ) -> jax.Array:  # [batch, n, head, v_dim]
     """Attention over committed latents and new ones, in the absorbed form."""
     latent = config.latent
     assert latent is not None
     q, values, scale = absorb(params, config, q_nope, q_rope), new[..., : latent.kv_rank], config.attention_scale
-    if _chooses(latent, new, seen):
-        own, weights = index
-        out = indexer.attend_to_chosen(latent, q, new, context.mask, seen, (own, weights), scale)
-    else:
-        # of the indexer's keys in the pages attention takes no notice
-        q = jnp.pad(q, (*[(0, 0)] * 3, (0, latent.entry_dim - latent.cache_dim)))
-        out = attend(q, new, values, context.mask, seen, scale=scale)
-    return release(params, config, out)
+    # of the indexer's keys in the pages attention takes no notice
+    q = jnp.pad(q, (*[(0, 0)] * 3, (0, latent.entry_dim - latent.cache_dim)))
+    return release(params, config, attend(q, new, values, context.mask, seen, scale=scale))
 
 
-def _chooses(latent: Latent, new: jax.Array, seen: PagedPrefix | None) -> bool:
-    """Return whether there may be more keys than the indexer chooses: it is the shapes that decide."""
+def chooses(latent: Latent, num_new: int, seen: PagedPrefix | None) -> bool:
+    """Return whether there may be more keys than an indexer chooses: it is the shapes that decide."""
     committed = 0 if seen is None else seen.page_table.shape[1] * seen.pages.page_size
-    return 0 < latent.index_topk < committed + new.shape[1]
+    return 0 < latent.whole_length < committed + num_new
 
 
 def absorb(

@@ -6,13 +6,25 @@ Functions named `*_spec` return the same dataclasses as the parameters, with `Pa
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from specserve.kernels.matmul import Weight, matmul
-from specserve.kernels.rowwise import UNGATED, Activation, gated
+from specserve.kernels.matmul import Weight, matmul, matmul_float32
+from specserve.kernels.rowwise import UNGATED, Activation, gated, rms_norm
 from specserve.models.config import ModelConfig
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
+
+
+def normed(config: ModelConfig, x: jax.Array, weight: jax.Array | None) -> jax.Array:  # [..., d_model]
+    """The norm of a residual stream, or the stream itself where there is none."""
+    if weight is None:
+        return x
+    if not config.centred_norms:
+        return rms_norm(x, weight, config.norm_eps, offset=config.norm_offset)
+    # a product, whose results do not depend on how many rows there are, unlike those of a sum
+    mean = matmul_float32(x, jnp.ones((x.shape[-1], 1), x.dtype)) / x.shape[-1]
+    return rms_norm(x.astype(jnp.float32) - mean, weight, config.norm_eps, offset=config.norm_offset).astype(x.dtype)
 
 
 @pytree
@@ -45,9 +57,9 @@ def mlp_spec(config: ModelConfig, prefix: str, *, d_ff: int = 0, fused: str = ""
     )
 
 
-def norm_spec(name: str, size: int, *, offset: bool = False) -> Any:
+def norm_spec(name: str, size: int, *, offset: bool = False, is_float32: bool = False) -> Any:
     """The weight of an `rms_norm`, which begins without effect: as ones, or as zeros with `offset`."""
-    return vector(f"{name}.weight", size, init="zeros" if offset else "ones")
+    return vector(f"{name}.weight", size, init="zeros" if offset else "ones", is_float32=is_float32)
 
 
 def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None, *, add: jax.Array | None = None) -> jax.Array:

@@ -58,6 +58,7 @@ class Moe:
     shared_gate: Weight | None  # [d_model, 1]
     expert_scale: jax.Array | None = None  # [expert], of the weights of those that were chosen
     norms: MoeNorms | None = None
+    table: jax.Array | None = None  # [vocab, top_k] float32, of whole numbers: the experts of each token
     latent_in: Weight | None = None  # [d_model, latent_dim], before the routed experts, whose width is the latter
     latent_out: Weight | None = None  # [latent_dim, d_model], after them
 
@@ -112,9 +113,15 @@ def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
         shared_gate=optional(experts.has_shared_gate, matrix(f"{shared}_gate.weight", d_model, 1, ("embed", None))),
         expert_scale=optional(experts.has_norms, vector(f"{prefix}.router.per_expert_scale", n)),
         norms=optional(experts.has_norms, _norms_spec(config, prefix)),
+        table=optional(experts.is_hashed, _table_spec(config, f"{prefix}.{names.router}", experts.top_k)),
         latent_in=optional(experts.latent_dim, matrix(latent.format("1"), d_model, d_in, (None, None))),
         latent_out=optional(experts.latent_dim, matrix(latent.format("2"), d_in, d_model, (None, None))),
     )
+
+
+def _table_spec(config: ModelConfig, prefix: str, top_k: int) -> Any:
+    shape = config.vocab_size, top_k
+    return ParamSpec(shape, (None, None), f"{prefix}.tid2eid", init="zeros", is_float32=True)
 
 
 def _norms_spec(config: ModelConfig, prefix: str) -> MoeNorms:
@@ -131,6 +138,7 @@ def moe(
     config: ModelConfig,
     x: jax.Array,  # [..., d_model]
     form: "Form | None" = None,
+    token_ids: jax.Array | None = None,  # [batch, n] int32, which choose where there is a table
 ) -> jax.Array:  # [..., d_model]
     """Add up the chosen experts' outputs, weighted, and the shared expert's output of every token. All forms compute
     the same. Unless `form` is given, it is the cheapest for this number of tokens."""
@@ -140,10 +148,10 @@ def moe(
     def normed(x: jax.Array, weight: jax.Array | None) -> jax.Array:
         return x if weight is None else rms_norm(x, weight, config.norm_eps)
 
-    def choose(params: Moe, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def choose(params: Moe, rows: jax.Array, *token_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         if params.norms:
             rows = normed(rows, params.norms.router) * config.d_model**-0.5
-        return route(params, config, rows)
+        return route(params, config, rows, *token_ids)
 
     def compute(params: Moe, rows: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
         rows = normed(rows, params.norms and params.norms.taken)
@@ -156,7 +164,11 @@ def moe(
         return out if params.latent_out is None else linear(out, params.latent_out)
 
     tokens = x.reshape(len(x), -1, x.shape[-1])
-    y = in_parts(choose, compute, _without_shared(moe_spec(config, "")), _without_shared(params), tokens)
+    parts, more = (_without_shared(moe_spec(config, "")), _without_shared(params), tokens), ()
+    if params.table is not None:
+        assert token_ids is not None, "a table of experts needs the tokens"
+        more = (token_ids,)
+    y = in_parts(choose, compute, *parts, *more)
     norms = params.norms
     y = normed(y.reshape(x.shape), norms and norms.given)
     if params.shared is not None:
@@ -170,10 +182,17 @@ def _without_shared(params: Moe) -> Moe:
     return dataclasses.replace(params, shared=None, shared_gate=None)
 
 
+SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "sigmoid": jax.nn.sigmoid,
+    "sqrt_softplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
+
+
 def route(
     params: Moe,
     config: ModelConfig,
     x: jax.Array,  # [token, d_model]
+    token_ids: jax.Array | None = None,  # [token] int32
 ) -> tuple[jax.Array, jax.Array]:  # expert_ids [token, top_k] int32, best first; weights [token, top_k] float32
     """Choose the experts of each token and computes their weights, in float32. Of equal scores the lower id goes
     first.
@@ -187,11 +206,14 @@ def route(
     logits = matmul_float32(x.astype(jnp.float32) if experts.has_float32_router else x, params.router)
     if params.router_bias is not None:
         logits = logits + params.router_bias.astype(jnp.float32)
-    scores = jax.nn.sigmoid(logits) if experts.scoring == "sigmoid" else jax.nn.softmax(logits)
+    scores = SCORES.get(experts.scoring, jax.nn.softmax)(logits)
     choice = scores if params.correction is None else scores + params.correction.astype(jnp.float32)
     if experts.num_groups > 1:
         choice = _within_best_groups(choice, experts)
     expert_ids = jax.lax.top_k(choice, experts.top_k)[1]
+    if params.table is not None:
+        assert token_ids is not None
+        expert_ids = jnp.rint(params.table[token_ids]).astype(jnp.int32)
     weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
     # the softmax of the chosen logits (Mixtral, arXiv 2401.04088, section 2.1) is the softmax of all, renormalised
     if experts.renormalize or experts.scoring == "softmax_of_top":

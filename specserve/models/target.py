@@ -15,12 +15,13 @@ import numpy as np
 
 from specserve.kernels.matmul import BlockedMatrix, PackedMatrix, Weight, dequantize, matmul_float32
 from specserve.kernels.rows import Unrolled
-from specserve.kernels.rowwise import rms_norm
-from specserve.models import attention, latent, recurrent, streams
+from specserve.models import attention, compressed, latent, recurrent
 from specserve.models.attention import KV, Attention, attention_spec, fuse_attention
 from specserve.models.cache import Cache, Prefix
+from specserve.models.channel_streams import StreamMixer
+from specserve.models.compressed import CompressedAttention, compressed_spec
 from specserve.models.config import RECURRENT, LayerKind, ModelConfig
-from specserve.models.context import Context, Mask, apart, joined, side_by_side
+from specserve.models.context import Context, Mask, apart, joined, side_by_side, with_choice
 from specserve.models.hashed import HashedLayer, add_hashed, hashed_layer_spec
 from specserve.models.latent import LatentAttention, latent_spec
 from specserve.models.layer_inputs import (
@@ -31,16 +32,16 @@ from specserve.models.layer_inputs import (
     layer_inputs_spec,
     with_input,
 )
-from specserve.models.layers import Mlp, fuse_mlp, mlp, mlp_spec, norm_spec
+from specserve.models.layers import Mlp, fuse_mlp, mlp, mlp_spec, norm_spec, normed
 from specserve.models.moe import Moe, moe, moe_spec
 from specserve.models.params import embedding_table, matrix, optional, vector
 from specserve.models.recurrent import Recurrent
 from specserve.models.rope import rope_tables
 from specserve.models.stacked import Stack, each_layer
-from specserve.models.streams import StreamMixer, stream_mixer_spec
+from specserve.models.streams import StreamMix, block_streams_spec, entered, last, last_streams_spec, merged, spread
 from specserve.pytree import pytree
 
-Mixer = Attention | LatentAttention | Recurrent
+Mixer = Attention | LatentAttention | CompressedAttention | Recurrent
 
 
 @pytree
@@ -52,8 +53,8 @@ class Layer:
     mlp: Mlp | Moe | None
     mlp_out_norm: jax.Array | None  # [d_model]
     own_input: LayerInput | None = None
-    attention_streams: StreamMixer | None = None
-    mlp_streams: StreamMixer | None = None
+    attention_streams: StreamMix | StreamMixer | None = None
+    mlp_streams: StreamMix | StreamMixer | None = None
     hashed: HashedLayer | None = None
     scale: jax.Array | None = None  # [1], of the layer's output
 
@@ -65,7 +66,7 @@ class TargetParams:
     norm: jax.Array  # [d_model], or of all streams
     head: Weight | None  # [d_model, vocab]; None: the embedding is used (tied)
     layer_inputs: LayerInputs | None = None
-    streams: StreamMixer | None = None  # after the final norm
+    streams: StreamMix | StreamMixer | None = None  # before the final norm, or after it
 
 
 @pytree
@@ -82,18 +83,14 @@ def target_spec(config: ModelConfig) -> TargetParams:
     return TargetParams(
         embedding=embedding_table(names.embedding, config.vocab_size, config.d_model),
         layers=tuple(layer_spec(config, i) for i in range(config.num_layers)),
-        norm=norm_spec(names.norm.removesuffix(".weight"), config.streams * config.d_model, offset=config.norm_offset),
+        norm=_norm_spec(config, names.norm.removesuffix(".weight")),
         head=optional(
             not config.tie_embeddings,
-            matrix("lm_head.weight", config.d_model, config.vocab_size, ("embed", "vocab")),
+            matrix(names.head, config.d_model, config.vocab_size, ("embed", "vocab")),
         ),
         layer_inputs=optional(config.layer_input_dim, layer_inputs_spec(config)),
-        streams=_streams_spec(config, "model.hyper_connection_mixer", injects=False),
+        streams=last_streams_spec(config),
     )
-
-
-def _streams_spec(config: ModelConfig, prefix: str, *, injects: bool = True) -> StreamMixer | None:
-    return stream_mixer_spec(config, prefix, injects=injects) if config.streams > 1 else None
 
 
 def layer_spec(config: ModelConfig, i: int) -> Layer:
@@ -103,7 +100,7 @@ def layer_spec(config: ModelConfig, i: int) -> Layer:
     has_mlp_norm = kind.has_mlp and config.in_norms and not config.is_parallel and not norms_itself
 
     def norm(name: str) -> Any:
-        return norm_spec(f"{prefix}.{name}", config.streams * config.d_model, offset=config.norm_offset)
+        return _norm_spec(config, f"{prefix}.{name}")
 
     return Layer(
         attention_norm=optional(has_mixer and config.in_norms, norm(names.attention_norm)),
@@ -113,11 +110,18 @@ def layer_spec(config: ModelConfig, i: int) -> Layer:
         mlp=_mlp_spec(config, kind, prefix),
         mlp_out_norm=optional(kind.has_mlp and config.out_norms, norm(names.mlp_out_norm)),
         own_input=optional(config.layer_input_dim, layer_input_spec(config, prefix)),
-        attention_streams=_streams_spec(config, f"{prefix}.attn_hyper_connection"),
-        mlp_streams=_streams_spec(config, f"{prefix}.mlp_hyper_connection"),
         hashed=None if kind.hashed is None else hashed_layer_spec(config, kind.hashed, f"{prefix}.ple"),
         scale=optional(config.has_layer_scale, vector(f"{prefix}.layer_scalar", 1)),
+        attention_streams=block_streams_spec(config, prefix, "attn"),
+        mlp_streams=block_streams_spec(config, prefix, "mlp"),
     )
+
+
+def _norm_spec(config: ModelConfig, name: str) -> Any:
+    width = config.d_model
+    if config.streams is not None and config.streams.is_by_channel:  # of all streams
+        width *= config.num_streams
+    return norm_spec(name, width, offset=config.norm_offset, is_float32=config.has_float32_norms)
 
 
 def _mlp_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mlp | Moe | None:
@@ -134,7 +138,9 @@ def _mixer_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mixer:
         return recurrent.spec(config, kind, f"{prefix}.{config.names.linear_attention}")
     if kind.mixer == "latent":
         where = f"{prefix}.{config.names.attention}"
-        return latent_spec(config, where, config.d_model, has_indexer=kind.has_indexer)
+        return latent_spec(config, where, config.d_model)
+    if kind.mixer == "compressed":
+        return compressed_spec(config, kind, f"{prefix}.{config.names.attention}")
     return attention_spec(config, f"{prefix}.{config.names.attention}", config.d_model, kind)
 
 
@@ -186,15 +192,16 @@ def forward_groups(
     token_ids = side_by_side([group.token_ids for group in groups])
     x = embed(params.embedding, config, token_ids)
     inputs = layer_inputs(params.layer_inputs, config, token_ids, x)
-    x = jnp.tile(x, config.streams) if config.streams > 1 else x
-    context = joined([make_context(config, group.position_ids, group.mask, group.earlier) for group in groups])
-    context = dataclasses.replace(context, token_ids=token_ids if config.hashed else None)
+    x = spread(config, x)
+    context = joined(
+        [make_context(config, group.position_ids, group.mask, group.earlier, group.token_ids) for group in groups]
+    )
     taps: dict[int, jax.Array] = {}
     shared: dict[int, Any] = {}  # keys and values of layers that later ones see too
     new, i = list[Any](), 0  # by layer, then by group
     for part in params.layers:
         if isinstance(part, Stack) and cache is None:
-            x, found = _run_stack(part, config, i, x, context, aux_layers, inputs, shared)
+            x, found, context = _run_stack(part, config, i, x, context, aux_layers, inputs, shared)
             taps |= found
             i += part.num_layers
             continue
@@ -205,19 +212,17 @@ def forward_groups(
             if groups[0].earlier is not None:
                 context = dataclasses.replace(context, earlier=groups[0].earlier[of])
             at = seen if len(groups) > 1 else seen[0]
-            x, left = run_layer(layer, config, kind, x, at, context, inputs[i], shared.get(of))
+            x, left, choice = run_layer(layer, config, kind, x, at, context, inputs[i], shared.get(of))
+            context = with_choice(context, choice)
             if i in config.shared_layers:
                 shared[i] = left
             if kind.kv_from is not None:
                 left = None
             new.append(left if len(groups) > 1 and left is not None else (left,) * len(groups))
             if i in aux_layers:
-                taps[i] = streams.mean(config, x)
+                taps[i] = merged(config, x)
             i += 1
-    hidden_states = normed(config, x, params.norm)
-    if params.streams is not None:
-        hidden_states = streams.mixed(params.streams, config, hidden_states)
-    hidden_states = apart(hidden_states, shapes)
+    hidden_states = apart(last(params.streams, config, x, params.norm), shapes)
     aux = [apart(taps[i], shapes) for i in aux_layers]  # by tap, then by group
     return [
         TargetOutput(
@@ -238,7 +243,7 @@ def _run_stack(
     aux_layers: tuple[int, ...],
     inputs: list[jax.Array | None],
     shared: dict[int, Any],
-) -> tuple[jax.Array, dict[int, jax.Array]]:  # [batch, n, d_model], and of the stack's own taps the same
+) -> tuple[jax.Array, dict[int, jax.Array], Context]:  # [batch, n, d_model], of the stack's own taps the same
     """Loop over the turns of a stack whose first layer has this number. A layer that may be a tap writes its output to
     the tap's slot, or to the last one, which is for no tap: so no output of another layer stays, and there is no
     branch. Keys and values that later layers see go to `shared`. They are those of the last layer of its kind, and so
@@ -252,28 +257,34 @@ def _run_stack(
     kept = {i - starts[-1]: i for i in config.shared_layers if starts[-1] <= i < starts[-1] + period}
 
     def turn(carry: tuple[Any, ...], own: tuple[Any, ...]) -> tuple[Any, None]:
-        x, found, left = carry
+        x, found, left, choice = carry
+        own_context = with_choice(context, choice)
         for place, (layer, slot, rate, given) in enumerate(zip(*own, strict=True)):
             kind: Any = dataclasses.replace(config.kind(first + place), slope_scale=rate)
-            x, own_left = run_layer(layer, config, kind, x, None, context, given, shared.get(kind.kv_from))
+            given = given, shared.get(kind.kv_from)
+            x, own_left, chosen = run_layer(layer, config, kind, x, None, own_context, *given)
+            own_context, choice = with_choice(own_context, chosen), choice if chosen is None else chosen
             if place in kept:
                 left = left | {place: own_left}
             if place in tapped:
-                found = jax.lax.dynamic_update_index_in_dim(found, streams.mean(config, x), slot, 0)
-        return (x, found, left), None
+                found = jax.lax.dynamic_update_index_in_dim(found, merged(config, x), slot, 0)
+        return (x, found, left, choice), None
 
     def no_keys(place: int) -> KV:
         own = config.of(config.kind(first + place))
         zeros = jnp.zeros((*x.shape[:2], own.num_kv_heads, own.head_dim), x.dtype)
         return zeros, zeros
 
+    choice = context.choice
+    if choice is None and config.latent and latent.chooses(config.latent, x.shape[1], None):
+        choice = jnp.zeros((*x.shape[:2], x.shape[1]), bool)
     found = jnp.zeros((len(taps) + 1 if taps else 0, *x.shape[:2], config.d_model), x.dtype)
-    begin = x, found, {place: no_keys(place) for place in kept}
+    begin = x, found, {place: no_keys(place) for place in kept}, choice
     by_turn = jax.tree.map(lambda *turns: jnp.stack(turns), *(inputs[at : at + period] for at in starts))
     of_turns = (stack.layers, slots.reshape(-1, period), np.reshape(rates, (-1, period)), by_turn)
-    (x, found, left), _ = jax.lax.scan(turn, begin, of_turns)
+    (x, found, left, choice), _ = jax.lax.scan(turn, begin, of_turns)
     shared |= {kept[place]: own for place, own in left.items()}
-    return x, {i: found[slot] for slot, i in enumerate(taps)}
+    return x, {i: found[slot] for slot, i in enumerate(taps)}, with_choice(context, choice)
 
 
 def embed(table: jax.Array, config: ModelConfig, token_ids: jax.Array) -> jax.Array:  # [vocab, d_model], [...]
@@ -282,20 +293,9 @@ def embed(table: jax.Array, config: ModelConfig, token_ids: jax.Array) -> jax.Ar
     return x if config.embedding_scale == 1.0 else x * jnp.asarray(config.embedding_scale, x.dtype)
 
 
-def normed(config: ModelConfig, x: jax.Array, weight: jax.Array | None) -> jax.Array:  # [..., d_model]
-    """The norm of a residual stream, or the stream itself where there is none."""
-    if weight is None:
-        return x
-    if config.streams > 1:
-        return streams.norm_each(config, x, weight)
-    if not config.centred_norms:
-        return rms_norm(x, weight, config.norm_eps, offset=config.norm_offset)
-    # a product, whose results do not depend on how many rows there are, unlike those of a sum
-    mean = matmul_float32(x, jnp.ones((x.shape[-1], 1), x.dtype)) / x.shape[-1]
-    return rms_norm(x.astype(jnp.float32) - mean, weight, config.norm_eps, offset=config.norm_offset).astype(x.dtype)
-
-
-def make_context(config: ModelConfig, position_ids: jax.Array, mask: Mask, earlier: Any = None) -> Context:
+def make_context(
+    config: ModelConfig, position_ids: jax.Array, mask: Mask, earlier: Any = None, token_ids: jax.Array | None = None
+) -> Context:
     """Make what every layer gets besides its input, for tokens at these positions, [batch, m], of which the first have
     run before where they left `earlier` (see `Context`)."""
     own = position_ids[:, jax.tree.leaves(earlier)[0].shape[1] :] if earlier is not None else position_ids
@@ -305,6 +305,7 @@ def make_context(config: ModelConfig, position_ids: jax.Array, mask: Mask, earli
         rope=rope_tables(config.rope, config.head_dim, own),
         local_rope=rope_tables(config.local_rope, config.head_dim, own) if config.local_rope else None,
         earlier=earlier,
+        token_ids=token_ids if config.hashed or any(kind.is_hashed for kind in config.layers) else None,
     )
 
 
@@ -317,62 +318,72 @@ def run_layer(
     context: Context,
     given: jax.Array | None = None,  # [batch, n, layer_input_dim], of `layer_inputs`
     shared: Any = None,  # the new keys and values of the layer that `kind.kv_from` names
-) -> tuple[jax.Array, Any]:
-    """Compute one layer's output, and what its tokens would leave in the cache."""
+) -> tuple[jax.Array, Any, Any]:
+    """Compute one layer's output; what its tokens would leave in the cache; and what its indexer chose, or None."""
     config = config.of(kind)
+    if config.streams is not None:
+        return _run_in_streams(params, config, kind, x, seen, context)
 
     def scaled(x: jax.Array) -> jax.Array:
         return x if config.residual_scale == 1.0 else x * jnp.asarray(config.residual_scale, x.dtype)
 
-    if params.attention_streams is not None:
-        return _run_over_streams(params, config, kind, x, seen, context)
     # where nothing comes between, the last product of a block adds to the residual stream itself
     adds_itself = not config.out_norms and config.residual_scale == 1.0
     add = x if adds_itself else None
-    taken, left = normed(config, x, params.attention_norm), None
+    taken, left, choice = normed(config, x, params.attention_norm), None, None
     if params.attention is not None:
-        out, left = _mix(params.attention, config, kind, taken, seen, context, add, shared)
+        out, left, choice = _mix(params.attention, config, kind, taken, seen, context, add, shared)
         x = out if add is not None else x + scaled(normed(config, out, params.attention_out_norm))
     if not config.is_parallel:
         taken = normed(config, x, params.mlp_norm)
     block = params.mlp
     if block is not None:
         add = x if adds_itself and not isinstance(block, Moe) else None
-        out = moe(block, config, taken) if isinstance(block, Moe) else mlp(block, taken, config.activation, add=add)
+        out = _mlp(block, config, taken, context, add)
         x = out if add is not None else x + scaled(normed(config, out, params.mlp_out_norm))
     if params.own_input is not None:
         assert given is not None
         x = with_input(params.own_input, config, x, given)
-    return x if params.scale is None else x * params.scale.astype(x.dtype), left
+    return x if params.scale is None else x * params.scale.astype(x.dtype), left, choice
 
 
-def _run_over_streams(
+def _run_in_streams(
     params: Layer, config: ModelConfig, kind: LayerKind, x: jax.Array, seen: Any, context: Context
-) -> tuple[jax.Array, Any]:
-    """Compute `run_layer` where each block takes a mixture of several streams and adds to all of them."""
-    assert params.attention_streams is not None
-    assert params.mlp_streams is not None
+) -> tuple[jax.Array, Any, Any]:  # the streams [batch, n, stream, d_model], and as `run_layer`
     assert params.attention is not None
+    assert params.mlp is not None
     new: tuple[jax.Array, ...] = ()
     if params.hashed is not None:
-        assert kind.hashed is not None
-        assert context.token_ids is not None
-        assert not isinstance(context.mask, Unrolled), "a rollout is of layers that attend"
-        *convolved, inputs, numbers = (recurrent.init_state(config, kind, len(x)) if seen is None else seen).conv
-        given = context.token_ids, (inputs, numbers), context.mask
-        x, new = add_hashed(params.hashed, config, kind.hashed, x, *given)
-        seen = None if seen is None else recurrent.State(seen.matrix, tuple(convolved))
-    norm = normed(config, x, params.attention_norm)
-    taken = streams.mixed(params.attention_streams, config, norm)
-    out, left = _mix(params.attention, config, dataclasses.replace(kind, hashed=None), taken, seen, context, None, None)
+        x, seen, new = _with_hashed(params.hashed, config, kind, x, seen, context)
+        kind = dataclasses.replace(kind, hashed=None)
+    taken, behind = entered(params.attention_streams, config, x, params.attention_norm)
+    out, left, choice = _mix(params.attention, config, kind, taken, seen, context, None, None)
     if new:
         left = dataclasses.replace(left, conv=(*left.conv, *new))
-    x = streams.injected(params.attention_streams, config, x, norm, out)
-    norm, block = normed(config, x, params.mlp_norm), params.mlp
-    taken = streams.mixed(params.mlp_streams, config, norm)
-    assert block is not None
-    out = moe(block, config, taken) if isinstance(block, Moe) else mlp(block, taken, config.activation)
-    return streams.injected(params.mlp_streams, config, x, norm, out), left
+    taken, after = entered(params.mlp_streams, config, behind(out), params.mlp_norm)
+    return after(_mlp(params.mlp, config, taken, context)), left, choice
+
+
+def _with_hashed(
+    params: HashedLayer, config: ModelConfig, kind: LayerKind, x: jax.Array, seen: Any, context: Context
+) -> tuple[jax.Array, Any, tuple[jax.Array, ...]]:
+    """Return the streams with the embeddings of the last tokens, the state that the mixer takes, and what its own state
+    gets beside."""
+    assert kind.hashed is not None
+    assert context.token_ids is not None
+    assert not isinstance(context.mask, Unrolled), "a rollout is of layers that attend"
+    *convolved, inputs, numbers = (recurrent.init_state(config, kind, len(x)) if seen is None else seen).conv
+    flat, given = x.reshape(*x.shape[:-2], -1), (context.token_ids, (inputs, numbers), context.mask)
+    flat, new = add_hashed(params, config, kind.hashed, flat, *given)
+    return flat.reshape(x.shape), None if seen is None else recurrent.State(seen.matrix, tuple(convolved)), new
+
+
+def _mlp(
+    block: Mlp | Moe, config: ModelConfig, x: jax.Array, context: Context, add: jax.Array | None = None
+) -> jax.Array:
+    if isinstance(block, Moe):
+        return moe(block, config, x, token_ids=context.token_ids)
+    return mlp(block, x, config.activation, add=add)
 
 
 def _mix(
@@ -384,13 +395,16 @@ def _mix(
     context: Context,
     add: jax.Array | None,
     shared: Any,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Any, Any]:
     if isinstance(params, Attention):
-        return attention.mix(params, config.of(kind), kind, x, seen, context, add, shared)
+        return *attention.mix(params, config.of(kind), kind, x, seen, context, add, shared), None
     if isinstance(params, LatentAttention):
         return latent.mix(params, config, kind, x, seen, context, add)
+    if isinstance(params, CompressedAttention):
+        assert add is None, "streams add"
+        return *compressed.mix(params, config, kind, x, seen, context), None
     out, left = recurrent.mix(params, config, kind, x, seen, context)
-    return out if add is None else add + out, left
+    return out if add is None else add + out, left, None
 
 
 def logits(params: TargetParams, config: ModelConfig, hidden_states: jax.Array) -> jax.Array:
@@ -432,7 +446,7 @@ def head_columns(params: TargetParams, token_ids: jax.Array) -> jax.Array:  # [d
 def whole_norm(params: TargetParams, config: ModelConfig) -> jax.Array:  # [d_model]
     """The final norm with which a draft's own begins training: such that the target's output head makes the target's
     logits of it, with no offset or scale beside it."""
-    if params.streams is not None:  # the head takes a mixture, which no norm makes
+    if isinstance(params.streams, StreamMixer):  # the head takes a mixture, which no norm makes
         return jnp.ones(config.d_model, params.norm.dtype)
     norm = params.norm + (1.0 if config.norm_offset else 0.0)
     return jnp.array(norm) if config.logit_scale == 1.0 else norm * config.logit_scale

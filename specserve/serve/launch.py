@@ -366,7 +366,7 @@ def with_cache_dtype(models: Models, run: ServeRun) -> Models:
     if run.kv_cache_dtype == "auto":
         return models
     config = models.target.config
-    if not {config.kind(i).mixer for i in range(config.num_layers)} & {"attention", "latent"}:
+    if not {config.kind(i).mixer for i in range(config.num_layers)} & {"attention", "latent", "compressed"}:
         raise ConfigError(
             f"--kv-cache-dtype {run.kv_cache_dtype}: all layers of {models.name} are recurrent, so it keeps no keys "
             "and values; leave the flag out"

@@ -27,7 +27,7 @@ from specserve.mesh import (
     on_each_device,
     program_platform,
 )
-from specserve.models import indexer
+from specserve.models import compressed, indexer
 from specserve.models.config import ModelConfig
 from specserve.serve.programs.placement import bytes_per_page, pages_in, state_bytes
 from specserve.serve.programs.shapes import LEAST_BATCH, Shapes, make_shapes
@@ -162,11 +162,21 @@ def estimated_temporaries(target: ModelConfig, shapes: Shapes, mesh: Mesh | None
     heads, chunk = on_each_device(mesh, "heads", target.num_heads), prefill.chunk
     logits, scores = LOGITS_AT_ONCE * rows * target.vocab_size, SCORES_AT_ONCE * chunk * chunk * heads
     entries = bytes_per_page(target, None, rows + chunk, mesh)
-    if target.chooses:  # a copy of the pages of a layer, and scores of all heads
-        width = target.latent.entry_dim if target.latent else target.num_kv_heads * (target.key_dim + target.value_dim)
+    if width := copied_width(target):  # a copy of the pages of a layer, and scores of all heads
         copied = step.batch // shapes.num_ranks * shapes.max_pages * shapes.page_size * width
         entries += 4 * (copied + 2 * indexer.SCORES_AT_ONCE)
     return 4 * max(logits, scores, HIDDEN_AT_ONCE * chunk * target.d_model) + entries
+
+
+def copied_width(target: ModelConfig) -> int:
+    """Return the numbers of a token in the pages of layers that take a copy of them; 0: none does."""
+    kinds = [target.kind(i) for i in range(target.num_layers)]
+    found = [compressed.entry_dim(target, kind) for kind in kinds if kind.mixer == "compressed"]
+    if target.latent and target.latent.index_topk:
+        found.append(target.latent.entry_dim)
+    if target.block_index and target.block_index.top:
+        found.append(target.num_kv_heads * (target.key_dim + target.value_dim))
+    return max(found, default=0)
 
 
 def _filled(served: Served, run: ServeRun, longest: int, set_aside: int | None) -> ServerSizes:

@@ -35,6 +35,7 @@ PARTS: dict[str, tuple[str, str, str]] = {  # of a layer: on CPUs, on GPUs, on T
     "heads of two widths": ("runs", "untested", "untested"),
     "latent attention": ("runs", "compiled", "compiled"),
     "chosen blocks": ("runs", "untested", "untested"),
+    "compressed attention": ("runs", "untested", "untested"),
     "experts": ("runs", "compiled", "compiled"),
     "several streams": ("runs", "untested", "untested"),
     "delta-net": ("runs", "untested", "compiled"),
@@ -45,6 +46,7 @@ PARTS: dict[str, tuple[str, str, str]] = {  # of a layer: on CPUs, on GPUs, on T
 MIXERS = {
     "attention": "attention",
     "latent": "latent attention",
+    "compressed": "compressed attention",
     "delta": "delta-net",
     "lightning": "lightning attention",
     "mamba": "Mamba-2",
@@ -243,6 +245,6 @@ def _parts(config: ModelConfig, kind: LayerKind) -> set[str]:
         found.add("experts")
     if kind.mixer == "attention" and config.of(kind).block_index:
         found.add("chosen blocks")
-    if config.streams > 1:
+    if config.streams is not None:
         found.add("several streams")
     return found

@@ -322,6 +322,15 @@ def test_a_gate_is_that_of_xla(rng: np.random.Generator, activation: Activation,
     assert (_served(run, jnp.asarray(gate[1:, 4:5]), jnp.asarray(up[1:, 4:5]))[0, 0] == got[1, 4]).all()
 
 
+def test_a_gate_is_bounded_as_in_glm_5_3(rng: np.random.Generator) -> None:
+    gate, up = _normal(rng, 64) * 20, _normal(rng, 64) * 20
+    assert min(gate.max(), up.max(), -gate.min(), -up.min()) > 10
+    low, within = np.minimum(gate, 10), np.clip(up, -10, 10)
+    expected = low / (1 + np.exp(-low.astype(np.float64))) * within
+    got = gated(jnp.asarray(gate), jnp.asarray(up), "bounded_swiglu")
+    np.testing.assert_allclose(got, expected, rtol=64 * rounding.UNIT, atol=1e-12)
+
+
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("half", [4, 12])
 def test_a_rotation_is_that_of_xla(rng: np.random.Generator, is_interleaved: bool, half: int) -> None:

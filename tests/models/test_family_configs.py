@@ -126,13 +126,13 @@ def test_llama_4_is_of_one_chunk() -> None:
     assert (_read(raw).max_len, _read(raw | {"attention_chunk_size": None}).max_len) == (128, 256)
 
 
-def test_layers_that_share_a_choice_serve_what_is_chosen() -> None:
-    """All of it; and a server of no longer sequences keeps nothing for an indexer."""
+def test_layers_that_share_a_choice_keep_no_keys_for_it() -> None:
+    """And a server of sequences that are chosen whole keeps none at all."""
     shared, own = _read(CONFIGS["glm-moe-dsa-shared-tied"]), _read(CONFIGS["glm-moe-dsa"])
-    assert [kind.has_indexer for kind in shared.layers] == [True, False, True]
+    assert [kind.has_indexer for kind in shared.layers] == [True, False, False, True]
     assert shared.latent is not None
+    assert [shared.latent.of(kind).entry_dim - shared.latent.cache_dim for kind in shared.layers] == [12, 0, 0, 12]
     assert own.latent is not None
-    assert (shared.max_len, shared.latent.index_topk, own.max_len, own.latent.index_topk) == (64, 0, 2048, 17)
     sizes = [each.entry_dim for length in (17, 18) if (each := own.for_length(length).latent)]
     assert sizes == [own.latent.cache_dim, own.latent.cache_dim + own.latent.index_dim]
 
@@ -158,6 +158,25 @@ def test_minimax_m3_is_published_within_a_model_that_sees() -> None:
     assert _read({"model_type": "minimax_m3_vl", "text_config": text, "vision_config": {}}) == _read(raw)
     named = {"model_type": "minimax_m3_vl", "text_config": text | {"model_type": "minimax_m3"}}
     assert replace(_read(named), family="minimax_m3_vl_text") == _read(raw)
+
+
+def test_layers_of_deepseek_v4_are_given_in_either_spelling() -> None:
+    raw = CONFIGS["deepseek-v4"]
+    rest = {key: value for key, value in raw.items() if key not in ("layer_types", "mlp_layer_types", "compress_rates")}
+    named = rest | {"layer_types": ["heavily_compressed_attention", "sliding_attention"] * 2}
+    named |= {"mlp_layer_types": ["hash_moe"] * 3 + ["moe"]}
+    assert _read(rest | {"compress_ratios": [128, 0] * 2}) == _read(named)
+    assert [kind.pool for kind in _read(rest).layers] == [128, 128, 128, 4]
+
+
+def test_linear_attention_of_glm_5_3_is_given_in_either_spelling() -> None:
+    raw, flat = CONFIGS["glm5-next"], ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+    nested = dict(zip(("head_dim", "num_heads", "short_conv_kernel_size"), map(raw.get, flat), strict=True))
+    rest = {key: value for key, value in raw.items() if key not in (*flat, "linear_lower_bound")}
+    for bound in (None, -5.0):  # a gate that is safe has one
+        assert _read(rest | {"linear_attn_config": nested | {"gate_lower_bound": bound}}) == _read(raw)
+    unsafe = nested | {"gate_lower_bound": None, "safe_gate": False}
+    assert _read(rest | {"linear_attn_config": unsafe}) == _read(raw | {"linear_lower_bound": None})
 
 
 def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
@@ -229,6 +248,14 @@ def test_qwen_2_5_vl_is_published_flat_and_saved_nested() -> None:
         ("gemma4-moe", {"num_global_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
         ("gemma4-moe", {"top_k_experts": None}, "top_k_experts is missing"),
         ("gemma4-moe", {"use_double_wide_mlp": True}, "use_double_wide_mlp"),
+        ("glm-moe-dsa", {"index_topk_pattern": "SFF"}, "'shared' of the first layer"),
+        ("glm5-next", {"swiglu_limit": 7.0}, "swiglu_limit"),
+        ("glm5-next", {"qk_rope_head_dim": 8}, "qk_rope_head_dim"),
+        ("glm5-next", {"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail"),
+        ("glm5-next", {"index_topk": 25}, "not a multiple of 4"),
+        ("glm5-next", {"indexer_types": ["full", "full", "full", "shared"]}, "follows one with linear attention"),
+        ("deepseek-v4", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek-v4", {"layer_types": None, "compress_ratios": [0, 4, 128, 16]}, "must name sliding_attention"),
         ("ling-3", {"gated_attention_proj_granularity_type": "element_wise"}, "granularity"),
         ("ling-3", {"architectures": ["BailingMoeV4ForCausalLM"]}, "architectures"),
         ("ling-3", {"no_kda_lora": False}, "no_kda_lora"),

@@ -15,7 +15,7 @@ from specserve.models import indexer
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import Latent, ModelConfig
 from specserve.models.context import Context, Mask
-from specserve.models.indexer import attend_to_chosen
+from specserve.models.indexer import Indexer, attend_to_chosen
 from specserve.models.latent import LatentAttention, absorbed, expanded, latent_spec
 from specserve.models.params import init_params
 from specserve.models.target import TargetParams, forward
@@ -60,11 +60,13 @@ def test_an_indexer_chooses_by_the_published_score(
     places = jnp.asarray(index)
     cache = cache.write(((jnp.asarray(entries), None),), jnp.asarray(table), places, places < lens[:, None])
     seen = cache.attended(0, Prefix(jnp.asarray(table), jnp.asarray(lens)))
-    new, mask = np.stack([entries[b, end : end + n] for b, end in enumerate(lens)]), tiny.causal(n)
+    new, table = np.stack([entries[b, end : end + n] for b, end in enumerate(lens)]), jnp.zeros((2, n, 1, 1))
+    context = Context(jnp.asarray(lens[:, None] + np.arange(n)), tiny.causal(n), (table, table), None)
+    no_pools = Indexer(*[jnp.zeros(0)] * 5, None)
 
     def run() -> np.ndarray:
-        args = jnp.asarray(q), jnp.asarray(new), mask, seen, (jnp.asarray(index_q), jnp.asarray(weights)), 0.5
-        return np.asarray(attend_to_chosen(latent, *args))
+        args = jnp.asarray(q), jnp.asarray(new), context, seen, (jnp.asarray(index_q), jnp.asarray(weights)), 0.5
+        return np.asarray(attend_to_chosen(no_pools, latent, *args)[0])
 
     held = entries
     if dtype == "int8":

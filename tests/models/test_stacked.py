@@ -36,6 +36,9 @@ CASES: dict[str, tuple[dict[str, Any], tuple[LayerKind, ...], list[tuple[int, in
     "latents, dense first": (DENSE | EXPERTS | LATENTS | {"num_hidden_layers": 4}, (), [(1, 1), (1, 3)]),
     "delta nets": (DENSE | EXPERTS | DELTA_NETS | {"num_hidden_layers": 4}, (), [(2, 2)]),
 }
+INDEXED = {"model_type": "glm_moe_dsa", "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6, "index_topk_freq": 2}
+INDEXED |= {"index_skip_topk_offset": 1, "num_hidden_layers": 6}
+CASES["choices shared"] = (DENSE | EXPERTS | LATENTS | INDEXED, (), [(1, 1), (2, 2), (1, 1)])
 CASES["keys shared"] = (DENSE | SHARED_KEYS | {"num_hidden_layers": 8}, (), [(2, 2), (2, 2)])
 CASES["lightning"] = (bailing.CASES["ring-linear"] | {"num_hidden_layers": 7}, (), [(1, 1), (2, 2), (1, 2)])
 BATCH, SEQ = 8, 12

@@ -48,6 +48,7 @@ def _choices(config: ModelConfig) -> set[Any]:
     kinds: set[Any] = set()
     for kind in map(config.kind, range(config.num_layers)):
         sizes = kind.head_dim > 0, kind.num_kv_heads > 0, kind.values_are_keys, kind.kv_from is not None
+        kinds.add(("chooses", kind.has_indexer))
         kinds |= {
             (kind.mixer, kind.window > 0, kind.is_local, kind.has_rope, kind.has_growth, kind.has_experts, *sizes)
         }

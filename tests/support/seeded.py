@@ -24,6 +24,8 @@ _SPREAD = (  # (in the name, mean, standard deviation)
 def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """The same float32 values on every machine: `RandomState`'s stream is frozen."""
     z = np.random.RandomState(zlib.crc32(f"{seed} {name}".encode())).standard_normal(shape)
+    if name.endswith("tid2eid"):  # DeepSeek-V4: other ones of eight experts for each token
+        return (np.floor(4 * np.abs(z[:, :1])).astype(np.int64) + np.arange(shape[1])) % 8
     for part, mean, deviation in _SPREAD:
         if part in name:
             return (mean + deviation * z).astype(np.float32)

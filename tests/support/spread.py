@@ -66,7 +66,8 @@ OF_ONE_CASE: dict[str, dict[str, Any]] = {  # other layers, over one mesh
     "an indexer": DENSE
     | EXPERTS
     | LATENTS
-    | {"model_type": "deepseek_v32", "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6},
+    | {"model_type": "glm_moe_dsa", "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6}
+    | {"indexer_types": ["full", "shared"]},
     "blocks that an indexer chooses": DENSE
     | EXPERTS
     | {
@@ -97,6 +98,41 @@ OF_ONE_CASE: dict[str, dict[str, Any]] = {  # other layers, over one mesh
         "make_ngram_vocab_size_divisible_by": 8,
         "split_ngram_parts": 2,
         "eos_token_id": 5,
+    },
+    "pools in streams": DENSE
+    | EXPERTS
+    | LATENTS
+    | {
+        "model_type": "glm5_next",
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "hc_sinkhorn_iters": 3,
+        "index_n_heads": 4,
+        "index_head_dim": 8,
+        "index_topk": 6,
+        "index_kpool": 3,
+        "qk_rope_head_dim": 0,
+    },
+    "compressed keys": DENSE
+    | EXPERTS
+    | {
+        "model_type": "deepseek_v4",
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "q_lora_rank": 12,
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 5},
+        "mlp_layer_types": ["hash_moe", "moe"],
+        "partial_rotary_factor": 0.5,
+        "sliding_window": 7,
+        "o_groups": 2,
+        "o_lora_rank": 6,
+        "index_n_heads": 4,
+        "index_head_dim": 8,
+        "index_topk": 3,
+        "hc_sinkhorn_iters": 3,
+        "n_routed_experts": 8,
     },
     "Mamba": DENSE
     | EXPERTS

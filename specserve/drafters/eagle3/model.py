@@ -24,10 +24,10 @@ from specserve.kernels.rowwise import rms_norm
 from specserve.models.attention import KV, Attention, attention_spec, project_kv, project_q
 from specserve.models.cache import Cache, Pages, Prefix
 from specserve.models.latent import LatentAttention, absorb, latent_spec, project_latents, project_queries, release
-from specserve.models.layers import Mlp, linear, mlp, mlp_spec
+from specserve.models.layers import Mlp, linear, mlp, mlp_spec, normed
 from specserve.models.params import embedding_table, matrix, optional, vector
 from specserve.models.rope import rope_tables
-from specserve.models.target import TargetParams, capped, embed, head_logits, normed
+from specserve.models.target import TargetParams, capped, embed, head_logits
 from specserve.pytree import pytree
 from specserve.speculative.vocab import DraftVocab
 

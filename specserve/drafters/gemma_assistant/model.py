@@ -74,7 +74,7 @@ def run(
     for i, layer in enumerate(params.layers):
         kind = layers.kind(i)
         assert kind.kv_from is not None, "a layer of an assistant sees the keys of its target"
-        x, _ = run_layer(layer, layers, kind, x, cache.attended(kind.kv_from, prefix), context)
+        x, *_ = run_layer(layer, layers, kind, x, cache.attended(kind.kv_from, prefix), context)
     return rms_norm(x, params.norm, layers.norm_eps)
 
 

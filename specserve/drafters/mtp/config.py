@@ -166,11 +166,11 @@ def config_of(target: ModelConfig, *, dtype: str) -> MtpConfig:
             f"the last layer of a {target.family} target {has}; a layer of multi-token prediction needs one that "
             "attends. Give a head of another kind (--drafter)"
         )
-    if kind.kv_from is not None or target.layer_input_dim or target.streams > 1:
+    if kind.kv_from is not None or target.layer_input_dim or target.streams:
         raise ConfigError(
             f"the last layer of this {target.family} target sees the keys of another layer, or has an input of its own "
-            "beside the stream, or several streams; a layer of multi-token prediction has none of that. Give a head of "
-            "another kind (--drafter)"
+            "beside the stream, or several streams; a layer of multi-token prediction has none of these here. Give a "
+            "head of another kind (--drafter)"
         )
     layer = dataclasses.replace(
         target.of(kind),

@@ -18,7 +18,7 @@ from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
 from specserve.models import target as target_model
 from specserve.models.context import Mask
-from specserve.models.layers import linear, norm_spec
+from specserve.models.layers import linear, norm_spec, normed
 from specserve.models.params import embedding_table, matrix, optional
 from specserve.models.target import Layer, TargetParams, layer_spec, make_context, run_layer
 from specserve.pytree import pytree
@@ -96,7 +96,8 @@ def run(
 ) -> tuple[jax.Array, Any]:  # the states [batch, n, d_model] that make logits, and what the entries leave in the cache
     """Run the layer. Where the states are not used, XLA does not compute them."""
     context = make_context(config.layer, position_ids, mask, earlier)
-    return run_layer(params.layer, config.layer, config.layer.kind(0), x, seen, context)
+    x, left, _ = run_layer(params.layer, config.layer, config.layer.kind(0), x, seen, context)
+    return x, left
 
 
 def handed_on(params: MtpParams, config: MtpConfig, states: jax.Array) -> jax.Array:
@@ -117,4 +118,4 @@ def draft_logits(
 
 
 def _norm(config: MtpConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
-    return target_model.normed(config.layer, x, weight)
+    return normed(config.layer, x, weight)
