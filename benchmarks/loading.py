@@ -28,7 +28,7 @@ from specserve.checkpoints.load import load_target
 from specserve.checkpoints.tensors import INDEX_FILE, write_json, write_tensors
 from specserve.cli.options import command
 from specserve.config import RULES, setting
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import num_params, specs
 from specserve.models.target import target_spec
 

@@ -27,7 +27,7 @@ from specserve.drafters.learning import Rows, loss_positions, shift
 from specserve.kernels.block import NEG_INF
 from specserve.kernels.rows import Documents
 from specserve.models import target as target_model
-from specserve.models.attention import KV
+from specserve.models.mixers.attention import KV
 from specserve.models.target import TargetParams
 from specserve.speculative.vocab import DraftVocab
 from specserve.train.chunked_loss import RolloutMetrics

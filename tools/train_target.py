@@ -41,7 +41,7 @@ from specserve.data.sources import load
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.kernels.rows import Documents
 from specserve.models.config import ModelConfig
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import init_params, num_params
 from specserve.models.target import TargetParams, forward, logits, target_spec
 from specserve.pytree import pytree

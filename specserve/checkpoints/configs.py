@@ -6,7 +6,7 @@ from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, find_folder, i
 from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.errors import ConfigError
 from specserve.models.config import ModelConfig
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.presets import PRESETS
 
 DTYPE = "bfloat16"  # configs are read for plans, and plans are for accelerators, wherever they are made

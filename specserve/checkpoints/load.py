@@ -26,7 +26,7 @@ from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, Rounded, Weight, dequantize, in_nibbles, quantize
 from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
 from specserve.models.sharding import check_fits, place_target, spread_kv_heads
 from specserve.models.stacked import looped

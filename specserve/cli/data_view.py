@@ -21,7 +21,7 @@ from specserve.data.documents import Document
 from specserve.data.settings import InspectRun, MixtureRun, PrepareRun
 from specserve.data.sources import parse_entry
 from specserve.errors import ConfigError
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.speculative.vocab import coverage
 from specserve.tokenizer import Tokenizer, read_end_ids
 from specserve.train.run.prepare import draft_vocab, load_data, load_mixture

@@ -15,7 +15,7 @@ from specserve.checkpoints.tensors import read_json
 from specserve.errors import ConfigError
 from specserve.interop.bundled import BUNDLED_HEAD
 from specserve.models.config import ModelConfig
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.presets import PRESETS, HeadSize, target_size
 from specserve.train.run.recipe import recipe
 

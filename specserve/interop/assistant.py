@@ -26,8 +26,8 @@ from specserve.interop.published import stored_scales
 from specserve.mesh import put
 from specserve.models.cache import DRAFT_REACH
 from specserve.models.config import LayerKind, ModelConfig
-from specserve.models.families import model_config
-from specserve.models.family_keys import Keys
+from specserve.models.families.keys import Keys
+from specserve.models.families.table import model_config
 from specserve.models.sharding import spread_kv_heads
 
 CLASSES = frozenset(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"))

@@ -21,7 +21,7 @@ from specserve.interop.findings import Dialect, stored_dtype
 from specserve.interop.formats import format_for, format_of
 from specserve.interop.head import head_files, load_head
 from specserve.interop.notes import read_notes
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.rope import yarn_magnitude
 from specserve.models.target import target_spec
 

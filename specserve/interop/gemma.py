@@ -9,8 +9,8 @@ from typing import Any
 from specserve.errors import ConfigError
 from specserve.interop.keys import FULL, OLD_ROPE, ROPE, architectures, inner
 from specserve.models.config import LayerKind, ModelConfig, Names
-from specserve.models.families_gemma4 import NAMES
-from specserve.models.family_keys import Keys
+from specserve.models.families.gemma4 import NAMES
+from specserve.models.families.keys import Keys
 
 CLASSES: Mapping[str, str] = {"eagle3": "Gemma4Eagle3Model", "dspark": "Gemma4DSparkModel"}  # by kind of head
 LAYERS = "the layers of a Gemma 4"  # as an option of a head

@@ -10,7 +10,7 @@ from specserve.errors import ConfigError
 from specserve.interop.findings import FAULTS, LAYERS, Finding, put, refuse
 from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY, SCALING, SLIDING, Stated, architectures, within
 from specserve.interop.repairs import write_rope
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.rope import Rope
 
 CHECKS = FAULTS["keys"]

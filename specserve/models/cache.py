@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from specserve.kernels.gather import take_each, take_rows
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.pages import Pages, write_pages
-from specserve.models import compressed, recurrent
 from specserve.models.config import RECURRENT, ModelConfig
-from specserve.models.recurrent import State
+from specserve.models.mixers import compressed, recurrent
+from specserve.models.mixers.recurrent import State
 from specserve.pytree import pytree, static
 
 

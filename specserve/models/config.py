@@ -49,11 +49,11 @@ class Latent:
     v_dim: int
     q_rank: int = 0  # 0: queries are projected in one matrix
     has_gate: bool = False  # one sigmoid gate for each head's output
-    index_heads: int = 0  # of the indexer of sparse attention (`models.indexer`); 0: it has none
+    index_heads: int = 0  # of the indexer of sparse attention (`models.mixers.indexer`); 0: it has none
     index_dim: int = 0  # of the indexer's heads
     index_topk: int = 0  # tokens that a query sees, those that the indexer chooses; 0: all
     index_interleaves: bool = False  # position turns its heads by neighbours
-    index_pool: int = 0  # tokens that it chooses together, by one key (`models.pools`); 0: each alone
+    index_pool: int = 0  # tokens that it chooses together, by one key (`models.mixers.pools`); 0: each alone
     norm_eps: float = 1e-6  # of the two inner norms
 
     @property
@@ -81,7 +81,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Compressed:
-    """The sizes of attention over compressed keys (`models.compressed`)."""
+    """The sizes of attention over compressed keys (`models.mixers.compressed`)."""
 
     q_rank: int
     rope_dim: int  # the last channels of a head, which turn
@@ -95,7 +95,7 @@ class Compressed:
 
 @dataclass(frozen=True)
 class Streams:
-    """Residual streams side by side (`models.streams`), or mixed channel by channel (`models.channel_streams`)."""
+    """Residual streams side by side (`models.mixers.streams`), or mixed channel by channel (`models.mixers.channel_streams`)."""
 
     num: int
     steps: int = 0  # of Sinkhorn and Knopp
@@ -111,7 +111,7 @@ class Streams:
 @dataclass(frozen=True)
 class BlockIndex:
     """The sizes of an indexer that chooses blocks of tokens, of which queries of heads see the keys
-    (`models.block_index`): MiniMax's scores tokens and chooses for each KV head, Qwen's scores the means of its keys
+    (`models.mixers.block_index`): MiniMax's scores tokens and chooses for each KV head, Qwen's scores the means of its keys
     over whole blocks and chooses for all heads."""
 
     num_heads: int
@@ -175,7 +175,7 @@ class DeltaSizes:
 
 @dataclass(frozen=True)
 class HashedTokens:
-    """The sizes of embeddings of the last tokens together (`models.hashed`)."""
+    """The sizes of embeddings of the last tokens together (`models.mixers.hashed`)."""
 
     size: int  # tokens of the longest
     heads_of_each: int  # of two tokens, of three, and so on

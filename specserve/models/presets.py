@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specserve.models.config import ModelConfig
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import num_params
 from specserve.models.target import target_spec
 

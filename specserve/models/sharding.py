@@ -27,8 +27,8 @@ from specserve.mesh import (
     whole,
 )
 from specserve.models.config import ModelConfig
+from specserve.models.mixers.recurrent import State
 from specserve.models.params import ParamSpec, is_product, is_spec, num_params
-from specserve.models.recurrent import State
 from specserve.models.target import TargetParams
 
 

@@ -15,15 +15,9 @@ import numpy as np
 
 from specserve.kernels.matmul import BlockedMatrix, PackedMatrix, Weight, dequantize, matmul_float32
 from specserve.kernels.rows import Unrolled
-from specserve.models import attention, compressed, latent, recurrent
-from specserve.models.attention import KV, Attention, attention_spec, fuse_attention
 from specserve.models.cache import Cache, Prefix
-from specserve.models.channel_streams import StreamMixer
-from specserve.models.compressed import CompressedAttention, compressed_spec
 from specserve.models.config import RECURRENT, LayerKind, ModelConfig
 from specserve.models.context import Context, Mask, apart, joined, side_by_side, with_choice
-from specserve.models.hashed import HashedLayer, add_hashed, hashed_layer_spec
-from specserve.models.latent import LatentAttention, latent_spec
 from specserve.models.layer_inputs import (
     LayerInput,
     LayerInputs,
@@ -33,12 +27,26 @@ from specserve.models.layer_inputs import (
     with_input,
 )
 from specserve.models.layers import Mlp, fuse_mlp, mlp, mlp_spec, norm_spec, normed
+from specserve.models.mixers import attention, compressed, latent, recurrent
+from specserve.models.mixers.attention import KV, Attention, attention_spec, fuse_attention
+from specserve.models.mixers.channel_streams import StreamMixer
+from specserve.models.mixers.compressed import CompressedAttention, compressed_spec
+from specserve.models.mixers.hashed import HashedLayer, add_hashed, hashed_layer_spec
+from specserve.models.mixers.latent import LatentAttention, latent_spec
+from specserve.models.mixers.recurrent import Recurrent
+from specserve.models.mixers.streams import (
+    StreamMix,
+    block_streams_spec,
+    entered,
+    last,
+    last_streams_spec,
+    merged,
+    spread,
+)
 from specserve.models.moe import Moe, moe, moe_spec
 from specserve.models.params import embedding_table, matrix, optional, vector
-from specserve.models.recurrent import Recurrent
 from specserve.models.rope import rope_tables
 from specserve.models.stacked import Stack, each_layer
-from specserve.models.streams import StreamMix, block_streams_spec, entered, last, last_streams_spec, merged, spread
 from specserve.pytree import pytree
 
 Mixer = Attention | LatentAttention | CompressedAttention | Recurrent

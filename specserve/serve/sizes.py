@@ -27,8 +27,8 @@ from specserve.mesh import (
     on_each_device,
     program_platform,
 )
-from specserve.models import compressed, indexer
 from specserve.models.config import ModelConfig
+from specserve.models.mixers import compressed, indexer
 from specserve.serve.programs.placement import bytes_per_page, pages_in, state_bytes
 from specserve.serve.programs.shapes import LEAST_BATCH, Shapes, make_shapes
 from specserve.serve.settings import ServeRun

@@ -33,7 +33,7 @@ from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED_FOLDER, resolve_target
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.kernels.matmul import QuantizedMatrix, dequantize
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import specs
 from specserve.models.rope import Rope, frequencies
 from specserve.models.target import target_spec

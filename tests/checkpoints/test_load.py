@@ -17,7 +17,7 @@ from specserve import mesh
 from specserve.checkpoints.load import check_weights, load_params, load_target, to_numpy
 from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
 from specserve.errors import CheckpointError
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import ParamSpec, TensorPart, embedding_table, matrix, specs, vector
 from specserve.models.target import target_spec
 

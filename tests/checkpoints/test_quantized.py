@@ -27,7 +27,7 @@ from specserve.kernels.matmul import QuantizedMatrix, Rounded, dequantize, matmu
 from specserve.kernels.nibbles_gpu import NibbleMatrix
 from specserve.models import moe
 from specserve.models.config import ModelConfig
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import ParamSpec, TensorPart, is_product, matrix, specs, vector
 from specserve.models.target import TargetParams, forward, fuse_for_cpu, logits, target_spec
 

@@ -28,7 +28,7 @@ from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.head import load_head, read_drafter
 from specserve.models.cache import Cache, Prefix
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import init_params, specs
 from specserve.models.target import TargetOutput, TargetParams, forward, target_spec
 

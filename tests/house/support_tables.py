@@ -26,7 +26,7 @@ from specserve.interop.formats import FORMATS, format_for, format_named
 from specserve.interop.mtp.files import ARCHITECTURES as MTP_CLASSES
 from specserve.interop.peagle.files import OWN as PEAGLE_CLASSES
 from specserve.models.config import LayerKind, ModelConfig
-from specserve.models.families import FAMILIES, model_config
+from specserve.models.families.table import FAMILIES, model_config
 
 ORDER = ("untested", "compiled", "runs", "measured")  # a family does the least of what its parts do
 PARTS: dict[str, tuple[str, str, str]] = {  # of a layer: on CPUs, on GPUs, on TPUs

@@ -29,7 +29,7 @@ from specserve.interop import doctor
 from specserve.interop.convert import export_head
 from specserve.interop.head import load_head, save_head
 from specserve.interop.notes import read_notes
-from specserve.models.families_latent import scale_of
+from specserve.models.families.latent import scale_of
 from specserve.models.rope import Rope
 from specserve.models.target import forward
 

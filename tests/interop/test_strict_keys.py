@@ -25,7 +25,7 @@ from specserve.interop.format import Dialect
 from specserve.interop.head import head_files, load_head, read_drafter
 from specserve.interop.keys import HARMLESS, LAYER, OLD_ROPE, ROPE, ROTARY, KeyTable, without
 from specserve.interop.peagle.files import KEYS as PEAGLE_KEYS
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.rope import yarn_magnitude
 
 TESTS = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ import seeded
 from parity import CACHED, ONE_OF_EACH, RAWS, Case, Difference
 from rounding import SHARE, assert_same, tolerance
 
-from specserve.models.families import FAMILIES
+from specserve.models.families.table import FAMILIES
 from specserve.models.params import specs
 from specserve.models.target import TargetParams, target_spec
 

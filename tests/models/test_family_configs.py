@@ -13,7 +13,7 @@ import transformers
 
 from specserve.errors import ConfigError
 from specserve.models.config import LayerKind, ModelConfig
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 
 TESTS = Path(__file__).parent.parent
 CONFIGS = {path.parent.name: json.loads(path.read_text()) for path in sorted(TESTS.glob("goldens/*/config.json"))}

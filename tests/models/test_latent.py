@@ -11,12 +11,12 @@ from rounding import assert_same, tolerance
 
 from specserve.kernels.pages import Pages, quantize
 from specserve.kernels.rows import Documents
-from specserve.models import indexer
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import Latent, ModelConfig
 from specserve.models.context import Context, Mask
-from specserve.models.indexer import Indexer, attend_to_chosen
-from specserve.models.latent import LatentAttention, absorbed, expanded, latent_spec
+from specserve.models.mixers import indexer
+from specserve.models.mixers.indexer import Indexer, attend_to_chosen
+from specserve.models.mixers.latent import LatentAttention, absorbed, expanded, latent_spec
 from specserve.models.params import init_params
 from specserve.models.target import TargetParams, forward
 

@@ -5,7 +5,7 @@ import tiny
 
 from specserve.drafters.eagle3.config import default_taps
 from specserve.errors import ConfigError
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.rope import Rope, rope_from_hf, rope_to_hf
 
 LLAMA3 = {

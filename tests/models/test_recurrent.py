@@ -18,15 +18,15 @@ from specserve.drafters.speculation import MAX_NODES
 from specserve.kernels import reference
 from specserve.kernels.recurrence import BLOCK, MAX_TREE, recur
 from specserve.kernels.rows import Documents
-from specserve.models import recurrent
 from specserve.models.config import RECURRENT, LayerKind, ModelConfig
 from specserve.models.context import Context
-from specserve.models.delta import DeltaNet
-from specserve.models.families import model_config
-from specserve.models.lightning import slopes
-from specserve.models.mamba import Mamba
+from specserve.models.families.table import model_config
+from specserve.models.mixers import recurrent
+from specserve.models.mixers.delta import DeltaNet
+from specserve.models.mixers.lightning import slopes
+from specserve.models.mixers.mamba import Mamba
+from specserve.models.mixers.recurrent import New, Recurrent, State
 from specserve.models.params import ParamSpec, abstract, is_spec, specs
-from specserve.models.recurrent import New, Recurrent, State
 from specserve.models.rope import rope_tables
 from specserve.models.target import TargetParams, forward, target_spec
 

@@ -28,7 +28,7 @@ from specserve.kernels.rowwise import Activation
 from specserve.mesh import is_on_one_device, on_mesh, shardings, whole
 from specserve.models import sharding
 from specserve.models.config import Experts, ModelConfig, Names
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.moe import Moe, by_blocks, moe, moe_spec
 from specserve.models.params import init_params, num_params, specs
 from specserve.models.sharding import place_target, spread_kv_heads

@@ -18,7 +18,7 @@ from specserve.checkpoints.load import Target, load_target
 from specserve.drafters.learning import Rollout, Rows
 from specserve.mesh import made_for, on_mesh, whole
 from specserve.models.config import LayerKind, ModelConfig
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import abstract, init_params
 from specserve.models.presets import PRESETS
 from specserve.models.sharding import place_target

@@ -31,7 +31,7 @@ from specserve.drafters.registry import KindName
 from specserve.errors import ConfigError
 from specserve.kernels import rows
 from specserve.mesh import whole
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import abstract
 from specserve.models.presets import PRESETS
 from specserve.models.sharding import place_target

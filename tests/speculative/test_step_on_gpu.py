@@ -13,7 +13,7 @@ from paging import TRITON, lower_for_cuda
 from parity import RAWS
 
 from specserve.drafters.speculation import drafter_for
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import init_params
 from specserve.models.target import target_spec
 from specserve.speculative import slot_state, step

@@ -17,7 +17,7 @@ from specserve.drafters.mtp.model import MtpParams, draft_spec
 from specserve.drafters.registry import CARRIED
 from specserve.interop.head import load_head
 from specserve.models.config import ModelConfig
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import specs
 from specserve.models.target import target_spec
 

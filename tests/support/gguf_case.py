@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.rope import frequencies
 
 ARCHITECTURES = {

@@ -25,7 +25,7 @@ import tiny
 from specserve.checkpoints.load import Target, load_target
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import ModelConfig
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.target import TargetParams, TokenGroup, forward, forward_groups, fuse_for_cpu, logits
 from specserve.speculative.tree import ancestor_mask
 

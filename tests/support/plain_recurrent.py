@@ -5,11 +5,11 @@ import numpy as np
 
 from specserve.kernels import reference
 from specserve.models.config import LayerKind, ModelConfig
-from specserve.models.delta import DeltaNet
-from specserve.models.lightning import LightningAttention, slopes
-from specserve.models.mamba import Mamba
-from specserve.models.recurrent import Recurrent, State
-from specserve.models.short_conv import ShortConv
+from specserve.models.mixers.delta import DeltaNet
+from specserve.models.mixers.lightning import LightningAttention, slopes
+from specserve.models.mixers.mamba import Mamba
+from specserve.models.mixers.recurrent import Recurrent, State
+from specserve.models.mixers.short_conv import ShortConv
 
 
 def plain(

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.mesh import parse_mesh
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import init_params
 from specserve.models.sharding import place_target
 from specserve.models.target import target_spec

@@ -26,7 +26,7 @@ from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.model import head_spec as peagle_spec
 from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.models.config import Latent, LayerKind, ModelConfig, Names
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import init_params
 from specserve.models.rope import Rope
 from specserve.models.target import TargetParams, forward, logits, target_spec

@@ -13,7 +13,7 @@ from specserve.checkpoints.gguf.tokenizer import end_ids, read_tokenizer, tokeni
 from specserve.checkpoints.tensors import CONFIG, GGUF_FILE
 from specserve.errors import CheckpointError
 from specserve.host import cache_folder, whole_file
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 
 Texts = Callable[[GgufFile], Mapping[str, str]]  # the files of a folder that shows one, by name
 

@@ -23,7 +23,7 @@ from specserve.checkpoints.gguf.container import StoredTensor, making_sense, rea
 from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor, blocks_of
 from specserve.errors import CheckpointError
 from specserve.models.config import ModelConfig
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import ParamSpec, specs
 from specserve.models.target import target_spec
 

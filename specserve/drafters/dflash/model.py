@@ -32,8 +32,8 @@ from specserve.drafters.dflash.joint import (
 )
 from specserve.kernels.matmul import Weight, matmul_float32
 from specserve.kernels.rowwise import rms_norm
-from specserve.models.attention import KV, Attention, project_kv, project_qkv
 from specserve.models.layers import Mlp, linear, mlp, normed
+from specserve.models.mixers.attention import KV, Attention, project_kv, project_qkv
 from specserve.models.params import ParamSpec, embedding_table, matrix, optional, vector
 from specserve.models.rope import rope_tables
 from specserve.models.target import Layer, TargetParams, capped, head_logits, layer_spec

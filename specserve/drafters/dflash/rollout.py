@@ -32,7 +32,7 @@ from specserve.kernels.anchors import Anchors, attend_anchors
 from specserve.kernels.rows import Documents, part_length
 from specserve.kernels.rowwise import rms_norm
 from specserve.mesh import on_each_device, traced_mesh
-from specserve.models.attention import KV, Attention
+from specserve.models.mixers.attention import KV, Attention
 from specserve.models.params import is_matrix, num_params, specs
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree

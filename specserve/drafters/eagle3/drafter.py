@@ -36,8 +36,8 @@ from specserve.drafters.layers import facts_of, windows_of
 from specserve.drafters.learning import Costs, Rollout, Rows, by_position
 from specserve.errors import ConfigError
 from specserve.kernels.gather import take_each
-from specserve.models.attention import KV
 from specserve.models.cache import Cache, Prefix
+from specserve.models.mixers.attention import KV
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree
 from specserve.speculative.drafter import Sizes, SlotView, Weights

@@ -21,10 +21,17 @@ from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight, matmul_float32
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import rms_norm
-from specserve.models.attention import KV, Attention, attention_spec, project_kv, project_q
 from specserve.models.cache import Cache, Pages, Prefix
-from specserve.models.latent import LatentAttention, absorb, latent_spec, project_latents, project_queries, release
 from specserve.models.layers import Mlp, linear, mlp, mlp_spec, normed
+from specserve.models.mixers.attention import KV, Attention, attention_spec, project_kv, project_q
+from specserve.models.mixers.latent import (
+    LatentAttention,
+    absorb,
+    latent_spec,
+    project_latents,
+    project_queries,
+    release,
+)
 from specserve.models.params import embedding_table, matrix, optional, vector
 from specserve.models.rope import rope_tables
 from specserve.models.target import TargetParams, capped, embed, head_logits

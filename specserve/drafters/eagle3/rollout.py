@@ -21,7 +21,7 @@ from specserve.drafters.learning import (
 from specserve.kernels import rows as row_kernels
 from specserve.kernels.rows import Documents, Unrolled
 from specserve.mesh import on_each_device
-from specserve.models.attention import KV
+from specserve.models.mixers.attention import KV
 from specserve.models.params import is_matrix, num_params, specs
 
 

@@ -23,7 +23,7 @@ from specserve.kernels import native
 from specserve.kernels import rows as row_kernels
 from specserve.kernels.rows import Documents, Unrolled
 from specserve.mesh import on_each_device
-from specserve.models.attention import KV
+from specserve.models.mixers.attention import KV
 from specserve.models.params import is_matrix, num_params, specs
 from specserve.models.target import TargetParams
 

@@ -39,7 +39,7 @@ from specserve.interop.keys import (
 from specserve.interop.layers import LAYER_KEYS, layer_kinds, layer_to_hf, layers_from_hf, nested_config, sized_windows
 from specserve.interop.published import D2T, EMBEDDING, OUTPUT, rope_keys
 from specserve.models.config import Latent, ModelConfig, Names
-from specserve.models.families_latent import scale_of
+from specserve.models.families.latent import scale_of
 
 EAGLE, TAP_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
 OUTPUT_TAPS = "target_layer_ids"  # DeepSpec's, of outputs in every layout

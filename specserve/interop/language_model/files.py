@@ -15,7 +15,7 @@ from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.format import HeadFormat
 from specserve.interop.language_model.vocabulary import share_tokens
 from specserve.models.config import ModelConfig
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.tokenizer import Tokenizer, check_files
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from specserve.interop.notes import read_notes
 from specserve.interop.published import present, speculators_config, vocab_to_tensors
 from specserve.interop.repairs import change, exchanged, of_products
 from specserve.models.config import ModelConfig
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import specs
 
 OF_TARGET = "target_architectures"  # the target's own, beside the name that engines have for such a layer

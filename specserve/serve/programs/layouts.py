@@ -18,7 +18,7 @@ from specserve.drafters.interface import Head
 from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, Weight, block, dequantize, in_nibbles, matmul, pack
 from specserve.mesh import program_platform, whole
-from specserve.models.latent import LatentAttention, split_by_head
+from specserve.models.mixers.latent import LatentAttention, split_by_head
 from specserve.models.params import PRODUCTS, SMALL_PRODUCTS, is_product
 from specserve.models.target import TargetParams, fuse_for_cpu
 from specserve.serve.programs.calls import shape_of

@@ -13,7 +13,7 @@ import tiny
 from engines import VOCAB, Ask, Dice, Reference, compile_programs, make_engine, make_runner, run, serving
 
 from specserve.checkpoints.load import Target
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import init_params, is_spec
 from specserve.models.target import TargetParams, target_spec
 from specserve.serve.programs import shapes

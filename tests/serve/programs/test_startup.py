@@ -17,7 +17,7 @@ from specserve.checkpoints.tensors import read_json, write_json
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CheckpointError, ConfigError
-from specserve.models.families import model_config
+from specserve.models.families.table import model_config
 from specserve.models.params import is_spec
 from specserve.serve import launch, startup
 from specserve.serve.launch import Models, load_models, make_engine

@@ -17,12 +17,12 @@ from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import apply_rope, by_head, rms_norm
-from specserve.models import indexer
-from specserve.models.attention import grown, unturned
 from specserve.models.config import Latent, LayerKind, ModelConfig
 from specserve.models.context import Context, Tables, by_group, join
-from specserve.models.indexer import Indexer, indexer_spec
 from specserve.models.layers import linear, norm_spec
+from specserve.models.mixers import indexer
+from specserve.models.mixers.attention import grown, unturned
+from specserve.models.mixers.indexer import Indexer, indexer_spec
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree, static
 

@@ -6,13 +6,13 @@ import jax
 
 from specserve.kernels.recurrence import New, State, advance
 from specserve.kernels.rows import Unrolled
-from specserve.models import delta, hashed, lightning, mamba, short_conv
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context
-from specserve.models.delta import DeltaNet, delta_spec
-from specserve.models.lightning import LightningAttention, lightning_spec
-from specserve.models.mamba import Mamba, mamba_spec
-from specserve.models.short_conv import ShortConv, short_conv_spec
+from specserve.models.mixers import delta, hashed, lightning, mamba, short_conv
+from specserve.models.mixers.delta import DeltaNet, delta_spec
+from specserve.models.mixers.lightning import LightningAttention, lightning_spec
+from specserve.models.mixers.mamba import Mamba, mamba_spec
+from specserve.models.mixers.short_conv import ShortConv, short_conv_spec
 
 __all__ = ["New", "Recurrent", "State", "advance", "init_state", "mix", "spec"]
 

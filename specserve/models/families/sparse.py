@@ -3,10 +3,10 @@
 import dataclasses
 
 from specserve.errors import ConfigError
-from specserve.models import families_latent
 from specserve.models.config import BlockIndex, DeltaSizes, Experts, HashedTokens, LayerKind, Names, Streams
-from specserve.models.families_dense import alternating, qwen_windows, turned_layers
-from specserve.models.family_keys import Flags, Keys
+from specserve.models.families import latent
+from specserve.models.families.dense import alternating, qwen_windows, turned_layers
+from specserve.models.families.keys import Flags, Keys
 from specserve.models.rope import Rope
 
 
@@ -302,7 +302,7 @@ def mimo_v2_flash(keys: Keys) -> Flags:
             dataclasses.replace(of_kind[kind], has_experts=bool(has)) for kind, has in zip(kinds, sparse, strict=True)
         ),
         "carried": slid,
-        "experts": families_latent.routed(keys, scoring="sigmoid", group_score="top2"),
+        "experts": latent.routed(keys, scoring="sigmoid", group_score="top2"),
         "names": Names(sinks="attention_sink_bias"),
     }
 
@@ -322,7 +322,7 @@ def glm4_moe(keys: Keys) -> Flags:
         "qkv_bias": keys.flag("attention_bias"),
         "qk_norm": "head" if keys.flag("use_qk_norm") else "",
         "layers": tuple(LayerKind(has_experts=i >= dense) for i in range(n)),
-        "experts": families_latent.routed(keys, scoring="sigmoid", group_score="top2"),
+        "experts": latent.routed(keys, scoring="sigmoid", group_score="top2"),
     }
 
 
@@ -335,7 +335,7 @@ def _qwen_delta(keys: Keys, layers: tuple[LayerKind, ...], names: Names) -> Flag
         "qk_norm": "head",
         "norm_offset": True,
         "has_attention_gate": True,
-        "layers": families_latent.with_delta(keys, layers, interval, full="attention"),
+        "layers": latent.with_delta(keys, layers, interval, full="attention"),
         "delta": DeltaSizes(
             num_k_heads=keys.integer("linear_num_key_heads"),
             num_v_heads=keys.integer("linear_num_value_heads"),

@@ -5,8 +5,8 @@ import dataclasses
 
 from specserve.errors import ConfigError
 from specserve.models.config import DeltaSizes, Mixer, Names, Streams
-from specserve.models.families_latent import deepseek_v3
-from specserve.models.family_keys import Flags, Keys
+from specserve.models.families.keys import Flags, Keys
+from specserve.models.families.latent import deepseek_v3
 from specserve.models.rope import Rope
 
 

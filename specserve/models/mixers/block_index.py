@@ -22,8 +22,8 @@ from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rows import Documents, Unrolled
 from specserve.models.config import BlockIndex, ModelConfig
 from specserve.models.context import Mask
-from specserve.models.indexer import SCORES_AT_ONCE, some_at_once
 from specserve.models.layers import norm_spec
+from specserve.models.mixers.indexer import SCORES_AT_ONCE, some_at_once
 from specserve.models.params import TensorPart, matrix
 from specserve.pytree import pytree
 

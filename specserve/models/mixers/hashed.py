@@ -19,9 +19,9 @@ import numpy as np
 from specserve.kernels.matmul import Weight
 from specserve.kernels.recurrence import ancestors
 from specserve.kernels.rows import Documents
-from specserve.models.channel_streams import norm_each
 from specserve.models.config import HashedTokens, ModelConfig
 from specserve.models.layers import linear, norm_spec
+from specserve.models.mixers.channel_streams import norm_each
 from specserve.models.params import ParamSpec, matrix
 from specserve.pytree import pytree
 

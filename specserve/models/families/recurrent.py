@@ -4,8 +4,8 @@ import dataclasses
 
 from specserve.errors import ConfigError
 from specserve.models.config import Experts, LayerKind, MambaSizes, Names
-from specserve.models.families_latent import routed
-from specserve.models.family_keys import Flags, Keys
+from specserve.models.families.keys import Flags, Keys
+from specserve.models.families.latent import routed
 
 _BLOCKS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 _KINDS = {

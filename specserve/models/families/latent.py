@@ -6,8 +6,8 @@ from typing import Literal
 
 from specserve.errors import ConfigError
 from specserve.models.config import DeltaSizes, Experts, Latent, LayerKind, Lightning, Mixer, Names
-from specserve.models.families_dense import query_growth
-from specserve.models.family_keys import Flags, Keys
+from specserve.models.families.dense import query_growth
+from specserve.models.families.keys import Flags, Keys
 from specserve.models.rope import Rope, yarn_magnitude
 
 

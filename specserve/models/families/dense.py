@@ -4,7 +4,7 @@ import dataclasses
 
 from specserve.errors import ConfigError
 from specserve.models.config import LayerKind, Names
-from specserve.models.family_keys import Flags, Keys
+from specserve.models.families.keys import Flags, Keys
 from specserve.models.rope import Rope
 
 

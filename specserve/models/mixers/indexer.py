@@ -23,8 +23,8 @@ from specserve.kernels.rowwise import apply_rope, by_head
 from specserve.models.config import Latent
 from specserve.models.context import Context, Tables
 from specserve.models.layers import linear, norm_spec
+from specserve.models.mixers.pools import IndexPool, chosen_tokens, index_pool_spec, pooled
 from specserve.models.params import matrix, optional, vector
-from specserve.models.pools import IndexPool, chosen_tokens, index_pool_spec, pooled
 from specserve.pytree import pytree
 
 NORM_EPS = 1e-6

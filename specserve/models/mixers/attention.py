@@ -12,10 +12,10 @@ from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import as_heads, by_head, rms_norm, split_as_heads
 from specserve.mesh import program_platform
-from specserve.models.block_index import BlockIndexer, attend_to_chosen, block_indexer_spec, chooses, with_share
 from specserve.models.config import BlockIndex, LayerKind, ModelConfig
 from specserve.models.context import Context, Tables, by_group, join, together
 from specserve.models.layers import are_alike, linear, norm_spec, side_by_side
+from specserve.models.mixers.block_index import BlockIndexer, attend_to_chosen, block_indexer_spec, chooses, with_share
 from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.models.rope import rope_tables
 from specserve.pytree import pytree

@@ -5,7 +5,7 @@ from typing import Any
 
 from specserve.errors import ConfigError
 from specserve.models.config import Compressed, Experts, LayerKind, Names, Streams
-from specserve.models.family_keys import Flags, Keys
+from specserve.models.families.keys import Flags, Keys
 from specserve.models.rope import Rope
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

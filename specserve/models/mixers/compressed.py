@@ -16,12 +16,12 @@ from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rows import Documents, Unrolled
 from specserve.kernels.rowwise import apply_rope, by_head, rms_norm
-from specserve.models import indexer
 from specserve.models.config import Compressed, LayerKind, ModelConfig
 from specserve.models.context import Context, Tables, by_group
 from specserve.models.layers import linear, norm_spec
+from specserve.models.mixers import indexer
+from specserve.models.mixers.pools import Pooled, pooled
 from specserve.models.params import ParamSpec, matrix, vector
-from specserve.models.pools import Pooled, pooled
 from specserve.models.rope import rope_tables
 from specserve.pytree import pytree
 

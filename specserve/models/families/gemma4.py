@@ -7,7 +7,7 @@ from typing import Any
 
 from specserve.errors import ConfigError
 from specserve.models.config import Experts, LayerKind, Names
-from specserve.models.family_keys import Flags, Keys
+from specserve.models.families.keys import Flags, Keys
 
 NAMES = Names(mlp_norm="pre_feedforward_layernorm")
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels.matmul import matmul_float32
-from specserve.models import channel_streams
-from specserve.models.channel_streams import StreamMixer, stream_mixer_spec
 from specserve.models.config import ModelConfig, Streams
 from specserve.models.layers import normed
+from specserve.models.mixers import channel_streams
+from specserve.models.mixers.channel_streams import StreamMixer, stream_mixer_spec
 from specserve.models.params import matrix, vector
 from specserve.pytree import pytree
 
