@@ -95,7 +95,7 @@ class Compressed:
 
 @dataclass(frozen=True)
 class Streams:
-    """Residual streams side by side (`models.mixers.streams`), or mixed channel by channel (`models.mixers.channel_streams`)."""
+    """Residual streams side by side (`models.mixers.streams`), or mixed channel by channel (`channel_streams` there)."""
 
     num: int
     steps: int = 0  # of Sinkhorn and Knopp
@@ -111,8 +111,8 @@ class Streams:
 @dataclass(frozen=True)
 class BlockIndex:
     """The sizes of an indexer that chooses blocks of tokens, of which queries of heads see the keys
-    (`models.mixers.block_index`): MiniMax's scores tokens and chooses for each KV head, Qwen's scores the means of its keys
-    over whole blocks and chooses for all heads."""
+    (`models.mixers.block_index`): MiniMax's scores tokens and chooses for each KV head, Qwen's scores the means of its
+    keys over whole blocks and chooses for all heads."""
 
     num_heads: int
     dim: int  # of its heads
