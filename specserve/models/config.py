@@ -95,7 +95,7 @@ class Compressed:
 
 @dataclass(frozen=True)
 class Streams:
-    """Residual streams side by side (`models.mixers.streams`), or mixed channel by channel (`channel_streams` there)."""
+    """Residual streams side by side (`models.mixers.streams`), or mixed channel by channel (`channel_streams`)."""
 
     num: int
     steps: int = 0  # of Sinkhorn and Knopp
