@@ -193,12 +193,13 @@ class Shapes:
         return StepProgram(*sizes, kind="proposal"), StepProgram(*sizes, kind="verification")
 
     def is_plain(self, program: StepProgram) -> bool:
-        """Return whether a program is needed before anything can be served. The largest of plain decoding can serve
-        everything."""
+        """Return whether a program is needed before anything is served. The largest of plain decoding can serve
+        everything; the smallest serves one client, who would else wait for the rows of many."""
         if program.kind == "prefill":
             return program == self.prefill(self.widths[-1], self.chunks[-1], is_scored=program.is_scored)
         if program.kind == "step":
-            return program == StepProgram(self.num_slots, self.widths[-1], self.plain)
+            sizes = self.num_slots, min(self.batch_sizes)
+            return program in [StepProgram(size, self.widths[-1], self.plain) for size in sizes]
         return program.kind in ("empty state", "admission", "page table", "recall", "kept state")
 
     def label(self, program: StepProgram) -> str:
