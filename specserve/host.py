@@ -23,6 +23,7 @@ _LARGEST = 2**31 - 1
 _TOP_PAD_BYTES = 64 << 20
 COMPILER_THREAD = "specserve-compiler"
 _LOWEST_PRIORITY = 19  # of nice(2)
+_LOW_PRIORITY = 13  # Linux shares a processor by weights, of which this has 56, and 0 has 1,024
 GPU_SHARE = "0.92"  # of its memory; the rest is for what the driver and libraries take besides
 
 
@@ -157,14 +158,14 @@ def lower_priority() -> bool:
 
 
 def let_wait(pid: int) -> None:
-    """Have a process of ours, and the threads that it starts from now on, run in the time that no other one wants, or
-    at the lowest priority where the system has no such thing."""
+    """Have a process of ours, and the threads that it starts from now on, run in the time that no other one wants, and
+    beside others that want all of a processor in a twentieth of it: with less, it would never come to an end there.
+    Where memory ends, it is the first to be killed."""
     try:
-        if hasattr(os, "SCHED_IDLE"):
-            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-        else:
-            os.setpriority(os.PRIO_PROCESS, pid, _LOWEST_PRIORITY)
-    except OSError as error:
+        os.setpriority(os.PRIO_PROCESS, pid, _LOW_PRIORITY)
+        with Path(f"/proc/{pid}/oom_score_adj").open("w") as file:
+            file.write("1000")
+    except OSError as error:  # macOS has no such file
         logger.debug("process %d keeps its priority: %s", pid, error)
 
 

@@ -272,7 +272,8 @@ def traced_mesh() -> AbstractMesh | None:
 @functools.cache
 def traced_once(kernel: Callable[..., Any], *static: str) -> Callable[..., Any]:
     """Have calls with arrays of the same shapes share one trace of a kernel, and one copy of it in a program. Tracing
-    and lowering a Pallas kernel takes longer than all else in a layer, and a model's layers are alike."""
+    and lowering a Pallas kernel takes longer than all else in a layer, and a model's layers are alike. A trace does not
+    know `made_for`: the kernel is one platform's, and asks for none within."""
     return jax.jit(kernel, static_argnames=static)
 
 

@@ -24,6 +24,7 @@ from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
 from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, Rounded, Weight, dequantize, in_nibbles, quantize
+from specserve.kernels.nibbles import NibbleMatrix
 from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
 from specserve.models.families.table import model_config
@@ -441,10 +442,12 @@ def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool 
         )
 
 
-def _not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix) -> list[str]:
+def _not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix | NibbleMatrix) -> list[str]:
     inner = None
     if spec.is_per_expert:
         inner = tuple(range(1, len(spec.shape)))
+    if isinstance(weight, NibbleMatrix):
+        weight = jax.lax.bitcast_convert_type(weight.scales, jnp.bfloat16)  # its scales and offsets
     floats = [leaf for leaf in jax.tree.leaves(weight) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     is_finite = np.all([np.atleast_1d(jnp.isfinite(leaf).all(inner)) for leaf in floats], axis=0)
     return [name for name, is_fine in zip(spec.names, is_finite, strict=True) if not is_fine]

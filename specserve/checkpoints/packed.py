@@ -19,6 +19,7 @@ Others are floats.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -97,7 +98,8 @@ def open_packed(tensors: TensorFolder, name: str, storing: Storing) -> Opened | 
     """Open a weight that is packed; None: it is not. Raises CheckpointError for parts that are missing or do not fit
     each other."""
     parts, base = _Parts(tensors, name), name.removesuffix(".weight")
-    storing = dict(storing.others).get(base, storing)
+    own, of_mlx = dict(storing.others), re.sub(r"\.experts\.\d+\.", ".switch_mlp.", base)  # as its settings name them
+    storing = own.get(base, own.get(of_mlx, storing))
     packing = storing.packing
     if parts.has(f"{name}_global_scale") or parts.has(f"{name}_scale_2"):
         return _open_nvfp4(parts, name)

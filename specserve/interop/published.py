@@ -198,8 +198,10 @@ def target_table(target: Target, dtype: str, name: str) -> np.ndarray | None:  #
         tensors = TensorFolder(target.folder)
     except CheckpointError:
         return None
+    names = target.config.names
     is_embedding = name == EMBEDDING or (name == OUTPUT and target.config.tie_embeddings)
-    ending = (target.config.names.embedding if is_embedding else name).removeprefix("model.")
+    own = names.embedding if is_embedding else names.head if name == OUTPUT else name
+    ending = own.removeprefix("model.")
     shape = (target.config.vocab_size, target.config.d_model)
     matches = [name for name in sorted(tensors.names()) if f".{name}".endswith(f".{ending}")]
     return next((tensors.read(name).astype(dtype) for name in matches if tensors.shape(name) == shape), None)

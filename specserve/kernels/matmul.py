@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from specserve.kernels import native, nibbles_gpu
+from specserve.kernels import native, nibbles
 from specserve.kernels.large_pages import empty_in_large_pages
-from specserve.kernels.nibbles_gpu import NibbleMatrix
+from specserve.kernels.nibbles import NibbleMatrix
 from specserve.kernels.panels import by_panel, four_bits, lay_out
 from specserve.mesh import is_on_one_device, program_platform
 from specserve.pytree import pytree, static
@@ -136,7 +136,7 @@ def in_nibbles(weight: jax.Array | QuantizedMatrix) -> Weight:
     block, and the kernel can take its shape; else as it is."""
     if not isinstance(weight, QuantizedMatrix) or len(weight.shape) != 2:
         return weight
-    return nibbles_gpu.pack(weight.values, weight.scale, weight.offset, weight.block) or weight
+    return nibbles.pack(weight.values, weight.scale, weight.offset, weight.block) or weight
 
 
 def _halved(of_blocks: list[np.ndarray | None]) -> list[jax.Array | None]:
@@ -205,7 +205,7 @@ def dequantize(weight: jax.Array | NibbleMatrix | QuantizedMatrix, dtype: jnp.dt
     """Restore the plain matrix, or matrices, for products that `matmul` does not know (experts, absorbed
     projections)."""
     if isinstance(weight, NibbleMatrix):
-        return nibbles_gpu.restore(weight).astype(dtype)
+        return nibbles.restore(weight).astype(dtype)
     if not isinstance(weight, QuantizedMatrix):
         return weight
 
@@ -264,6 +264,8 @@ def _product(x: jax.Array, weight: Weight, dtype: jnp.dtype) -> jax.Array:
     if isinstance(weight, BlockedMatrix):
         return _blocked(x, weight).astype(dtype)
     if isinstance(weight, NibbleMatrix):
+        from specserve.kernels import nibbles_gpu  # Pallas takes a while to import
+
         rows = nibbles_gpu.multiply(x.reshape(-1, x.shape[-1]), weight, interpret=program_platform() != "gpu")
         return rows.reshape(*x.shape[:-1], -1).astype(dtype)
     if isinstance(weight, QuantizedMatrix):

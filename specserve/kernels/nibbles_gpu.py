@@ -18,30 +18,25 @@ products of blocks of 32 inputs instead, they would take half of all instruction
 where memory is to stay the limit. A row's result has the same bits whatever the other rows are.
 """
 
-import dataclasses
 import math
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from specserve.kernels.panels import FP4_CODES
+from specserve.kernels.nibbles import LEAST, NibbleMatrix, Numbers, weights_of
 from specserve.mesh import traced_once
-from specserve.pytree import pytree, static
 
-Numbers = Literal["int4", "uint4", "fp4"]  # see `panels.four_bits`
-
-LEAST = 16  # rows, columns and inputs of a product that tensor cores take
-MOST_SPAN = 128  # bytes of an output that are read at once: a line of the cache
 COLUMNS = 128  # outputs of a program
 ROWS = 128  # of a program, at most
 MANY = 64  # rows from which on a product is computed with outputs as rows: Hopper's multiplies such registers in place
 PROGRAMS = 396  # keep the 132 multiprocessors of an H100 busy, with three programs each
 WARPS = 4  # of a program: each has 32 outputs, for which it loads the rows once
 PENDING_BYTES = 2**15  # of codes, asked for by a program and not there yet
+SHARED_BYTES = 96 * 2**10  # of a program's memory on the chip: GPUs without more have 99 KiB
 
 
 def _asm(numbers: Numbers, half: int) -> str:
@@ -51,7 +46,7 @@ def _asm(numbers: Numbers, half: int) -> str:
     lines += ["prmt.b32 other, $3, $3, 0x3232;"] * (numbers != "fp4")
     first, second = {
         "uint4": ("0xC300C300", "0x3F803F80"),  # -128 and 1
-        "int4": ("0x3F803F80", "0"),  # 1
+        "int4": ("0x3F803F80", "0x80008000"),  # 1 and minus zero
         "fp4": ("0x7F007F00", "0x80008000"),  # 2^127 and minus zero
     }[numbers]
     lines += [f"mov.b32 first, {first};", f"mov.b32 second, {second};"]
@@ -67,100 +62,8 @@ def _asm(numbers: Numbers, half: int) -> str:
         if numbers == "uint4":
             lines += ["fma.rn.bf16x2 bits, bits, second, first;", f"fma.rn.bf16x2 ${i}, bits, scale, other;"]
         else:
-            lines += ["fma.rn.bf16x2 bits, bits, first, other;", f"mul.rn.bf16x2 ${i}, bits, scale;"]
+            lines += ["fma.rn.bf16x2 bits, bits, first, other;", f"fma.rn.bf16x2 ${i}, bits, scale, second;"]
     return "\n".join([*lines, "}"])
-
-
-@pytree
-class NibbleMatrix:
-    """A [d_in, d_out] matrix of numbers of 4 bits times scales, perhaps plus offsets, as `multiply` reads it. Of each
-    `span` bytes of an output, the low halves are the codes of the first `span` inputs and the high halves those of the
-    next `span`. A weight is (128 + code + zero) * scale in `int4`, code * scale + offset in `uint4`, and the double of
-    a 4-bit float times the scale in `fp4`."""
-
-    codes: jax.Array  # [d_out, d_in / 2] uint8
-    scales: jax.Array  # [d_in / block rounded up, d_out] uint32: a bfloat16 scale, and above it a zero or an offset
-    numbers: Numbers = static()
-    span: int = static()
-    block: int = static()  # inputs that share a scale
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        d_out, num_bytes = self.codes.shape
-        return 2 * num_bytes, d_out
-
-    def __getitem__(self, index: tuple[slice, Any]) -> "NibbleMatrix":
-        """Pick some outputs, of all inputs."""
-        return dataclasses.replace(self, codes=self.codes[index[1]], scales=self.scales[index])
-
-
-def span_of(d_in: int, block: int) -> int:
-    """Return the `span` of a matrix, or 0 where the kernel cannot take it: both halves of its tiles must be of one
-    block."""
-    span = math.gcd(block, d_in // 2, MOST_SPAN) if d_in % 2 == 0 else 0
-    return span if span >= LEAST else 0
-
-
-def pack(
-    values: jax.Array,  # [d_in, d_out] int8
-    scale: jax.Array,  # [d_in / block rounded up, d_out]
-    offset: jax.Array | None,  # like scale
-    block: int,
-) -> NibbleMatrix | None:
-    """Return numbers in 4 bits, without changing one, and their scales and offsets in bfloat16; None where they do not
-    fit, or where the kernel cannot take the shape."""
-    d_in, block = values.shape[0], min(block, values.shape[0])
-    if values.dtype != jnp.int8 or not span_of(d_in, block):
-        return None
-    low, high = _bounds(values, block)
-    if (high - low).max() > 15:
-        is_float = offset is None and (jnp.asarray(FP4_CODES)[values.view(jnp.uint8)] < 16).all()
-        return lay_out(values, scale, jnp.zeros_like(scale), block, "fp4") if is_float else None
-    first = jnp.where((low >= 0) & (high < 16), 0, jnp.where((low >= -8) & (high < 8), -8, low))
-    values = values - jnp.repeat(first.astype(jnp.int8), block, axis=0)[:d_in]
-    least = first.astype(jnp.float32)
-    if offset is None:
-        return lay_out(values, scale, least - 128, block, "int4")
-    return lay_out(values, scale, least * scale + offset, block, "uint4")
-
-
-def _bounds(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:  # [d_in / block rounded up, d_out] int32
-    padded = jnp.pad(values, ((0, -len(values) % block), (0, 0)), mode="edge")
-    blocks = padded.reshape(-1, block, values.shape[1])
-    return blocks.min(axis=1).astype(jnp.int32), blocks.max(axis=1).astype(jnp.int32)
-
-
-def lay_out(values: jax.Array, scale: jax.Array, other: jax.Array, block: int, numbers: Numbers) -> NibbleMatrix:
-    """Lay out int8 values that are codes, or doubles of 4-bit floats; `other` is the zeros or the offsets."""
-    d_in, d_out = values.shape
-    span, codes = span_of(d_in, block), values.view(jnp.uint8)
-    if numbers == "fp4":
-        codes = jnp.asarray(FP4_CODES)[codes]
-    halves = codes.reshape(-1, 2, span, d_out)
-    codes = (halves[:, 0] | halves[:, 1] << 4).reshape(-1, d_out).T
-    pairs = jnp.stack([scale, other], axis=-1).astype(jnp.bfloat16)
-    return NibbleMatrix(codes, jax.lax.bitcast_convert_type(pairs, jnp.uint32), numbers, span, block)
-
-
-def restore(weight: NibbleMatrix) -> jax.Array:  # [d_in, d_out] float32
-    """Return the plain matrix: the definition that the kernel is held to."""
-    d_in, d_out = weight.shape
-    pairs = weight.codes.T.reshape(-1, 1, weight.span, d_out)
-    codes = jnp.concatenate([pairs & 15, pairs >> 4], axis=1).reshape(d_in, d_out)
-    return _weights(codes, jnp.repeat(weight.scales, weight.block, axis=0)[:d_in], weight.numbers)
-
-
-def _weights(codes: jax.Array, scales: jax.Array, numbers: Numbers) -> jax.Array:
-    """Return the weights of codes and their scales, which broadcast, in float32."""
-    scale, other = (jax.lax.bitcast_convert_type(bits, jnp.float32) for bits in (scales << 16, (scales >> 16) << 16))
-    code = codes.astype(jnp.int32)
-    if numbers == "fp4":  # 1 + fraction / 2 times a power of two, doubled; below it a half, doubled
-        exponent, fraction = (code >> 1) & 3, code & 1
-        size = jnp.where(exponent > 0, (2 + fraction) << jnp.maximum(exponent - 1, 0), fraction)
-        return jnp.where(code > 7, -size, size).astype(jnp.float32) * scale
-    if numbers == "int4":
-        return (code.astype(jnp.float32) + (128 + other)) * scale
-    return code.astype(jnp.float32) * scale + other
 
 
 def multiply(x: jax.Array, weight: NibbleMatrix, *, interpret: bool = False) -> jax.Array:
@@ -175,7 +78,8 @@ def _multiply(x: jax.Array, weight: NibbleMatrix, *, interpret: bool) -> jax.Arr
     tiles = pl.cdiv(num_rows, row_tile), pl.cdiv(d_out, COLUMNS)
     num_steps = d_in // (2 * weight.span)
     parts = _parts(num_rows, d_in, num_steps, math.prod(tiles))
-    stages = min(6, 1 + PENDING_BYTES // (COLUMNS * weight.span))
+    of_stage = (COLUMNS + 2 * row_tile * x.dtype.itemsize) * weight.span  # codes, and x of both halves
+    stages = min(6, 1 + PENDING_BYTES // (COLUMNS * weight.span), 1 + SHARED_BYTES // of_stage)
     kernel = partial(
         _kernel,
         row_tile=row_tile,
@@ -232,7 +136,7 @@ def _kernel(
             if uses_asm and x.dtype == jnp.bfloat16:
                 weights = _widen(pairs, jnp.broadcast_to(scales, pairs.shape), half, numbers)
             else:
-                weights = _weights((pairs >> 4) if half else (pairs & 15), scales, numbers).astype(x.dtype)
+                weights = weights_of((pairs >> 4) if half else (pairs & 15), scales, numbers).astype(x.dtype)
             total += _product(*((weights, x) if is_turned else (x, weights)))
         return total
 

@@ -122,7 +122,7 @@ def is_spec(node: Any) -> bool:
     return isinstance(node, ParamSpec)
 
 
-# Names of fields. Other parameters are vectors, looked up, or taken apart before they are multiplied by.
+# Names of fields. Other parameters are vectors, looked up, taken apart before they are multiplied by, or of one family.
 PRODUCTS = frozenset(("q", "k", "v", "o", "gate", "up", "down", "head", "fc", "q_down", "q_nope", "q_rope", "kv_down"))
 PRODUCTS |= {"inputs"}  # of all layers (`layer_inputs`)
 # Rows are multiplied by these too, but they are small or cut up by head, so quantisation leaves them alone.

@@ -6,6 +6,7 @@ training takes where one is too small. Sizes are computed from these facts, neve
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from specserve.models.config import ModelConfig
 from specserve.models.families.table import model_config
 from specserve.models.params import num_params
-from specserve.models.target import target_spec
+from specserve.models.target import Layer, target_spec
 
 PRESETS_FILE = Path(__file__).parent.parent / "targets" / "presets.json"
 DRAFT_VOCAB_SIZE = 32_000  # of a recommended head, as the published ones have
@@ -25,7 +26,7 @@ class TargetSize:
     """The number of a target's parameters, in all and for one token."""
 
     total: int
-    active: int  # of these, what one token needs: all but the experts that it is not sent to
+    active: int  # of these, what one token needs: all but experts that it is not sent to, and tables of last tokens
 
     @property
     def bf16_bytes(self) -> int:
@@ -65,7 +66,10 @@ def target_size(config: ModelConfig) -> TargetSize:
     """Count the target's parameters from their shapes; nothing is allocated."""
     spec = target_spec(config)
     top_k = config.experts and config.experts.top_k
-    return TargetSize(num_params(spec), num_params(spec, top_k))
+    tables = [
+        layer.hashed.table.shape for layer in spec.layers if isinstance(layer, Layer) and layer.hashed is not None
+    ]
+    return TargetSize(num_params(spec), num_params(spec, top_k) - sum(map(math.prod, tables)))
 
 
 def _read(file: Path) -> dict[str, Preset]:

@@ -165,13 +165,15 @@ def estimated_temporaries(target: ModelConfig, shapes: Shapes, mesh: Mesh | None
     if width := copied_width(target):  # a copy of the pages of a layer, and scores of all heads
         copied = step.batch // shapes.num_ranks * shapes.max_pages * shapes.page_size * width
         entries += 4 * (copied + 2 * indexer.SCORES_AT_ONCE)
-    return 4 * max(logits, scores, HIDDEN_AT_ONCE * chunk * target.d_model) + entries
+    return 4 * max(logits, scores, HIDDEN_AT_ONCE * chunk * target.num_streams * target.d_model) + entries
 
 
 def copied_width(target: ModelConfig) -> int:
     """Return the numbers of a token in the pages of layers that take a copy of them; 0: none does."""
     kinds = [target.kind(i) for i in range(target.num_layers)]
-    found = [compressed.entry_dim(target, kind) for kind in kinds if kind.mixer == "compressed"]
+    pooled = [kind for kind in kinds if kind.mixer == "compressed" and kind.pool]
+    # beside the copy, keys and gates of the pools, twice where these overlap
+    found = [(4 if kind.has_indexer else 3) * compressed.entry_dim(target, kind) for kind in pooled]
     if target.latent and target.latent.index_topk:
         found.append(target.latent.entry_dim)
     if target.block_index and target.block_index.top:

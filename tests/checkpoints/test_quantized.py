@@ -24,7 +24,7 @@ from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
 from specserve.errors import CheckpointError
 from specserve.kernels.matmul import QuantizedMatrix, Rounded, dequantize, matmul, quantize
-from specserve.kernels.nibbles_gpu import NibbleMatrix
+from specserve.kernels.nibbles import NibbleMatrix
 from specserve.models import moe
 from specserve.models.config import ModelConfig
 from specserve.models.families.table import model_config

@@ -68,8 +68,8 @@ WEIGHTS: dict[str, tuple[str, str, str, str]] = {  # --quantization: what it rea
     ),
     "int8": ("rounded to INT8 at load, with a scale for each output", "measured", EXPERTS_ALONE, EXPERTS_ALONE),
     "int4": (
-        "rounded to 4 bits at load, with a scale and an offset for every 32 inputs of an output; but in native "
-        "kernels and on one GPU the numbers take 8 bits, and experts get INT8",
+        "rounded to 4 bits at load, with a scale and an offset for every 32 inputs of an output; elsewhere than in "
+        "native kernels and on one GPU the numbers take 8 bits, and experts get INT8",
         *("measured", FOUR_BITS, EXPERTS_ALONE),
     ),
     "fp8": ("rounded to FP8 (e4m3) at load, with a scale for each output", "runs", EXPERTS_ALONE, EXPERTS_ALONE),

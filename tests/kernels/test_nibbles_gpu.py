@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from rounding import assert_within, of_product
 
-from specserve.kernels import nibbles_gpu
+from specserve.kernels import nibbles, nibbles_gpu
 from specserve.kernels.matmul import QuantizedMatrix, dequantize, in_nibbles, quantize
-from specserve.kernels.nibbles_gpu import NibbleMatrix
+from specserve.kernels.nibbles import NibbleMatrix
 from specserve.kernels.panels import FP4_DOUBLES
 
 HALF = 2.0**-9  # the unit roundoff of bfloat16
@@ -112,7 +112,7 @@ def test_the_inline_instructions_make_the_weights_of_every_byte(
         scale, other = np.array([rng.uniform(1e-3, 1), other]).astype(ml_dtypes.bfloat16).view(np.uint16)
         scales = int(scale) | int(other) << 16
         codes = pairs >> 4 if half else pairs & 15
-        expected = nibbles_gpu._weights(jnp.asarray(codes), jnp.uint32(scales), numbers).astype(jnp.bfloat16)
+        expected = nibbles.weights_of(jnp.asarray(codes), jnp.uint32(scales), numbers).astype(jnp.bfloat16)
         found = executed(nibbles_gpu._asm(numbers, half), [int(pairs.view(np.uint32)[0]), *[scales] * 4])
         got = np.array(found, np.uint32).view(ml_dtypes.bfloat16)
         assert (got.astype(np.float32) == np.asarray(expected, np.float32)).all(), (pairs, got, expected)

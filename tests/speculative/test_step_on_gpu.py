@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny
-from paging import TRITON, lower_for_cuda
+from paging import kernel_calls, lower_for_cuda
 from parity import RAWS
 
 from specserve.drafters.speculation import drafter_for
@@ -41,12 +41,12 @@ def test_every_layer_calls_its_kernels(family: str) -> None:
 
         return lower_for_cuda(run, params, head.params, jax.ShapeDtypeStruct((2,), jnp.int32))
 
-    assert lower(functools.partial(step.decode, width=width)).count(TRITON) == num_kernels
+    assert kernel_calls(lower(functools.partial(step.decode, width=width))) == num_kernels
 
     def prefill(config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array) -> object:
         chunks = PromptChunks(slots, jnp.ones(2, jnp.int32), jnp.ones(2, bool))
         return step.prefill(config, weights, state, chunks, chunk=16, width=width)
 
     # one over the pages and one over the chunk; the head writes pages of its own
-    assert lower(prefill).count(TRITON) == num_kernels + 1
-    assert lower(functools.partial(step.speculate, tree=tree, width=width)).count(TRITON) == num_kernels + 2 * 2 + 1
+    assert kernel_calls(lower(prefill)) == num_kernels + 1
+    assert kernel_calls(lower(functools.partial(step.speculate, tree=tree, width=width))) == num_kernels + 2 * 2 + 1

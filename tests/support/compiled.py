@@ -22,9 +22,9 @@ from specserve.cli.main import app
 from specserve.devices import parse_devices
 from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.drafters.speculation import parse_speculation
-from specserve.kernels import nibbles_gpu
+from specserve.kernels import nibbles
 from specserve.kernels.matmul import QuantizedMatrix, quantize
-from specserve.kernels.nibbles_gpu import NibbleMatrix
+from specserve.kernels.nibbles import NibbleMatrix
 from specserve.kernels.pages import Pages, default_page_size
 from specserve.mesh import MESH_AXES
 from specserve.models.params import is_product
@@ -166,7 +166,7 @@ def spilled(folder: Path, described: Described) -> dict[str, int]:
     XLA's own are left out: of some of its sorts it knows none but a poor form for a GPU that is not here."""
     found, ptxas = {}, Path(described.options["xla_gpu_cuda_data_dir"], "bin", "ptxas")
     for path in folder.glob("*.ptx"):
-        for kernel in re.findall(r"\.entry ((?:attend|merge)_\w+)\(", path.read_text()):
+        for kernel in re.findall(r"\.entry ((?:attend|merge|multiply)_\w+)\(", path.read_text()):
             command = [ptxas, "-v", "-arch=sm_90a", path, "-o", folder / "out"]
             said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
             found[kernel] = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
@@ -219,7 +219,7 @@ def _in_few_bits(bits: int, path: tuple[Any, ...], leaf: Any) -> Any:
         if bits == 8:
             return quantize(matrix, "int8")
         four = quantize(matrix, "int4")
-        return nibbles_gpu.lay_out(four.values, four.scale, four.offset, four.block, "uint4")
+        return nibbles.lay_out(four.values, four.scale, four.offset, four.block, "uint4")
 
     shapes = jax.eval_shape(narrow, leaf)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf.sharding), shapes)

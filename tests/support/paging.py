@@ -1,6 +1,8 @@
 """Pages for tests of attention: in both layouts, and with whatever attends to them."""
 
 import contextlib
+import functools
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -62,6 +64,18 @@ def lower_for_cuda(function: Any, *args: Any) -> str:
         # a function object of its own: what JAX traced for this machine must not be found again
         jitted = jax.jit(lambda *args: function(*args))
         return jax.export.export(jitted, platforms=["cuda"], disabled_checks=allowed)(*args).mlir_module()
+
+
+def kernel_calls(module: str) -> int:
+    """The calls of kernels in one run of such a module, whose functions layers may share. No loop is in it."""
+    bodies = dict(re.findall(r"func\.func \w+ @([\w.]+)\((.*?)\n  }", module, flags=re.DOTALL))
+
+    @functools.cache
+    def of(name: str) -> int:
+        called = re.findall(r"\bcall @([\w.]+)\(", bodies[name])
+        return bodies[name].count(TRITON) + sum(map(of, called))
+
+    return of("main")
 
 
 @contextlib.contextmanager

@@ -169,7 +169,13 @@ def _read_ids(draft: DraftWeights, token_ids: jax.Array) -> jax.Array:
 
 
 def new_config(_settings: Any, model: ModelConfig, _draft_vocab_size: int) -> ModelConfig:
-    """Return the config of a drafter that is this model. Raises ConfigError where it keeps recurrent states."""
+    """Return the config of a drafter that is this model. Raises ConfigError where it keeps recurrent states, or keys of
+    pools."""
+    if model.compressed is not None:
+        raise ConfigError(
+            f"--draft: the layers of a {model.family} make keys of pools from all new tokens at once, and a draft's "
+            "tokens run one after another; give a draft of another family"
+        )
     if model.is_recurrent:
         raise ConfigError(
             f"--draft: a {model.family} has layers that keep a recurrent state, which holds no older one to go back to "

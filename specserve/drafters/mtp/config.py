@@ -160,17 +160,17 @@ def config_of(target: ModelConfig, *, dtype: str) -> MtpConfig:
     kind, or of the one that the family's carried layers have, for all tokens. Raises ConfigError where that keeps a
     recurrent state, which knows no trees of a draft's own, or needs other layers."""
     kind, layout = target.carried or target.kind(target.num_layers - 1), layout_of(target)
-    if kind.mixer not in ("attention", "latent"):
-        has = "has no mixer" if kind.mixer == "none" else f"keeps a recurrent state ({kind.mixer})"
-        raise ConfigError(
-            f"the last layer of a {target.family} target {has}; a layer of multi-token prediction needs one that "
-            "attends. Give a head of another kind (--drafter)"
-        )
     if kind.kv_from is not None or target.layer_input_dim or target.streams:
         raise ConfigError(
             f"the last layer of this {target.family} target sees the keys of another layer, or has an input of its own "
             "beside the stream, or several streams; a layer of multi-token prediction has none of these here. Give a "
             "head of another kind (--drafter)"
+        )
+    if kind.mixer not in ("attention", "latent"):
+        has = "has no mixer" if kind.mixer == "none" else f"keeps a recurrent state ({kind.mixer})"
+        raise ConfigError(
+            f"the last layer of a {target.family} target {has}; a layer of multi-token prediction needs one that "
+            "attends. Give a head of another kind (--drafter)"
         )
     layer = dataclasses.replace(
         target.of(kind),

@@ -145,8 +145,8 @@ def run_bench(
             on_warmup=lambda done, total, program: on_warmup(label, done, total, program),
         )
 
+    report.read_bandwidth = read_bandwidth()  # before caches fill the device
     engines = {name: make(name, max(run.concurrency)) for name in names}
-    report.read_bandwidth = read_bandwidth()
     for name, engine in engines.items():
         if has_draft(name):
             report.steps[name] = measure_steps(

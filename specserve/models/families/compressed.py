@@ -23,7 +23,19 @@ def deepseek_v4(keys: Keys) -> Flags:
     for key in ("attention_bias", "mlp_bias"):
         keys.must_be(key, False)
     head_dim, d_ff = keys.integer("head_dim", 512), keys.integer("moe_intermediate_size")
-    turning = keys.integer("qk_rope_head_dim", int(head_dim * keys.number("partial_rotary_factor", 64 / 512)))
+    turning = round(head_dim * keys.number("partial_rotary_factor", 64 / 512))
+    if keys.raw.get("partial_rotary_factor") is None:
+        turning = keys.integer("qk_rope_head_dim", turning)
+    heads, groups, index_dim = (
+        keys.integer("num_attention_heads"),
+        keys.integer("o_groups", 8),
+        keys.integer("index_head_dim", 128),
+    )
+    if heads % groups or index_dim < turning:
+        raise ConfigError(
+            f"{keys.where}: o_groups ({groups}) must divide num_attention_heads ({heads}), and index_head_dim "
+            f"({index_dim}) have the {turning} channels that turn"
+        )
     streams = keys.integer("hc_mult", 4), keys.integer("hc_sinkhorn_iters", 20), keys.number("hc_eps", 1e-6)
     return {
         "head_dim": head_dim,
@@ -37,10 +49,10 @@ def deepseek_v4(keys: Keys) -> Flags:
             q_rank=keys.integer("q_lora_rank"),
             rope_dim=turning,
             window=keys.integer("sliding_window", 128),
-            num_groups=keys.integer("o_groups", 8),
+            num_groups=groups,
             o_rank=keys.integer("o_lora_rank", 1024),
             index_heads=keys.integer("index_n_heads", 64),
-            index_dim=keys.integer("index_head_dim", 128),
+            index_dim=index_dim,
             index_topk=keys.integer("index_topk", 512),
         ),
         "experts": Experts(
@@ -74,9 +86,17 @@ _NAMES = Names(
 )
 
 
+_OLDER = {SPARSE: "compress_rate_csa", HEAVY: "compress_rate_hca"}  # their rates in keys of their own
+
+
 def _layers(keys: Keys) -> tuple[LayerKind, ...]:
     n, window = keys.num_layers, keys.integer("sliding_window", 128)
-    rates: dict[str, Any] = {SPARSE: 4, HEAVY: 128} | dict(keys.raw.get("compress_rates") or {})
+    stated = dict(keys.raw.get("compress_rates") or {})
+    stated |= {name: keys.raw[key] for name, key in _OLDER.items() if keys.raw.get(key) is not None}
+    if foreign := sorted(map(str, stated.keys() - _OLDER.keys())):
+        raise ConfigError(f"{keys.where}: compress_rates are of {SPARSE} and {HEAVY}; got {', '.join(foreign)} too")
+    own = Keys(stated, keys.where)
+    rates = {SPARSE: own.integer(SPARSE, 4), HEAVY: own.integer(HEAVY, 128)}
     ratios = keys.integers("compress_ratios", n)
     default = ([HEAVY] * 2 + [HEAVY, SPARSE] * n)[:n]
     kinds = keys.kinds(default if ratios is None else [_RATIOS.get(ratio, str(ratio)) for ratio in ratios])
@@ -94,7 +114,7 @@ def _layers(keys: Keys) -> tuple[LayerKind, ...]:
         own = LayerKind("compressed", has_experts=True, is_hashed=mlp == "hash_moe", has_indexer=kind == SPARSE)
         if kind == SLIDING:
             return dataclasses.replace(own, window=window, is_local=True)
-        return dataclasses.replace(own, pool=int(rates[kind]))
+        return dataclasses.replace(own, pool=rates[kind])
 
     return tuple(map(layer, kinds, hashed))
 
@@ -106,8 +126,8 @@ def _ropes(keys: Keys, turning: int) -> dict[str, Rope]:
     if compress is None or main is None:
         compress = {**stated, "rope_theta": keys.number("compress_rope_theta", 160_000.0)}
         main = {"rope_theta": keys.number("rope_theta", 10_000.0)}
-    if compress.get("rope_type", compress.get("type")) == "yarn":  # it turns and does not stretch
-        compress = {"attention_factor": 1.0, **compress}
+        if compress.get("rope_type", compress.get("type")) == "yarn":  # it turns and does not stretch
+            compress = {"attention_factor": 1.0, **compress}
 
     def read(given: dict[str, Any]) -> Rope:
         whole = {**given, "partial_rotary_factor": 1.0}

@@ -76,7 +76,7 @@ def hashed_layer_spec(config: ModelConfig, place: int, prefix: str) -> HashedLay
     rows = hashes(sizes, config.vocab_size, place).rows // sizes.parts
     table: Any = ParamSpec(
         (sizes.parts, rows, sizes.dim // sizes.num_heads),
-        (None, "vocab", None),
+        ("vocab", None, None),  # by parts, whose rows need not divide
         f"{prefix}.ple_embedding.ngram_embedding.shard_{{e}}.weight",
         init="embedding",
     )

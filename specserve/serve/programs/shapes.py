@@ -194,7 +194,7 @@ class Shapes:
 
     def is_plain(self, program: StepProgram) -> bool:
         """Return whether a program is needed before anything is served. The largest of plain decoding can serve
-        everything; the smallest serves one client, who would else wait for the rows of many."""
+        everything; the smallest serves one client without the rows of many."""
         if program.kind == "prefill":
             return program == self.prefill(self.widths[-1], self.chunks[-1], is_scored=program.is_scored)
         if program.kind == "step":

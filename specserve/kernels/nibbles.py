@@ -1,0 +1,109 @@
+"""Matrices of numbers of 4 bits as GPUs hold them, two to a byte (`nibbles_gpu` multiplies by them). Nothing of Pallas
+is imported here, for which CPUs need not wait."""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from specserve.kernels.panels import FP4_CODES
+from specserve.pytree import pytree, static
+
+Numbers = Literal["int4", "uint4", "fp4"]  # see `panels.four_bits`
+
+LEAST = 16  # rows, columns and inputs of a product that tensor cores take
+MOST_SPAN = 128  # bytes of an output that are read at once: a line of the cache
+
+
+@pytree
+class NibbleMatrix:
+    """A [d_in, d_out] matrix of numbers of 4 bits times scales, perhaps plus offsets, as `multiply` reads it. Of each
+    `span` bytes of an output, the low halves are the codes of the first `span` inputs and the high halves those of the
+    next `span`. A weight is (128 + code + zero) * scale in `int4`, code * scale + offset in `uint4`, and the double of
+    a 4-bit float times the scale in `fp4`."""
+
+    codes: jax.Array  # [d_out, d_in / 2] uint8
+    scales: jax.Array  # [d_in / block rounded up, d_out] uint32: a bfloat16 scale, and above it a zero or an offset
+    numbers: Numbers = static()
+    span: int = static()
+    block: int = static()  # inputs that share a scale
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        d_out, num_bytes = self.codes.shape
+        return 2 * num_bytes, d_out
+
+    def __getitem__(self, index: tuple[slice, Any]) -> "NibbleMatrix":
+        """Pick some outputs, of all inputs."""
+        return dataclasses.replace(self, codes=self.codes[index[1]], scales=self.scales[index])
+
+
+def span_of(d_in: int, block: int) -> int:
+    """Return the `span` of a matrix, or 0 where the kernel cannot take it: both halves of its tiles must be of one
+    block."""
+    span = math.gcd(block, d_in // 2, MOST_SPAN) if d_in % 2 == 0 else 0
+    return span if span >= LEAST else 0
+
+
+def pack(
+    values: jax.Array,  # [d_in, d_out] int8
+    scale: jax.Array,  # [d_in / block rounded up, d_out]
+    offset: jax.Array | None,  # like scale
+    block: int,
+) -> NibbleMatrix | None:
+    """Return numbers in 4 bits, without changing one, and their scales and offsets in bfloat16; None where they do not
+    fit, or where the kernel cannot take the shape."""
+    d_in, block = values.shape[0], min(block, values.shape[0])
+    if values.dtype != jnp.int8 or not span_of(d_in, block):
+        return None
+    low, high = _bounds(values, block)
+    if (high - low).max() > 15:
+        is_float = offset is None and (jnp.asarray(FP4_CODES)[values.view(jnp.uint8)] < 16).all()
+        return lay_out(values, scale, jnp.zeros_like(scale), block, "fp4") if is_float else None
+    first = jnp.where((low >= 0) & (high < 16), 0, jnp.where((low >= -8) & (high < 8), -8, low))
+    values = values - jnp.repeat(first.astype(jnp.int8), block, axis=0)[:d_in]
+    least = first.astype(jnp.float32)
+    if offset is None:
+        return lay_out(values, scale, least - 128, block, "int4")
+    return lay_out(values, scale, least * scale + offset, block, "uint4")
+
+
+def _bounds(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:  # [d_in / block rounded up, d_out] int32
+    padded = jnp.pad(values, ((0, -len(values) % block), (0, 0)), mode="edge")
+    blocks = padded.reshape(-1, block, values.shape[1])
+    return blocks.min(axis=1).astype(jnp.int32), blocks.max(axis=1).astype(jnp.int32)
+
+
+def lay_out(values: jax.Array, scale: jax.Array, other: jax.Array, block: int, numbers: Numbers) -> NibbleMatrix:
+    """Lay out int8 values that are codes, or doubles of 4-bit floats; `other` is the zeros or the offsets."""
+    d_in, d_out = values.shape
+    span, codes = span_of(d_in, block), values.view(jnp.uint8)
+    if numbers == "fp4":
+        codes = jnp.asarray(FP4_CODES)[codes]
+    halves = codes.reshape(-1, 2, span, d_out)
+    codes = (halves[:, 0] | halves[:, 1] << 4).reshape(-1, d_out).T
+    pairs = jnp.stack([scale, other], axis=-1).astype(jnp.bfloat16)
+    return NibbleMatrix(codes, jax.lax.bitcast_convert_type(pairs, jnp.uint32), numbers, span, block)
+
+
+def restore(weight: NibbleMatrix) -> jax.Array:  # [d_in, d_out] float32
+    """Return the plain matrix: the definition that the kernel is held to."""
+    d_in, d_out = weight.shape
+    pairs = weight.codes.T.reshape(-1, 1, weight.span, d_out)
+    codes = jnp.concatenate([pairs & 15, pairs >> 4], axis=1).reshape(d_in, d_out)
+    return weights_of(codes, jnp.repeat(weight.scales, weight.block, axis=0)[:d_in], weight.numbers)
+
+
+def weights_of(codes: jax.Array, scales: jax.Array, numbers: Numbers) -> jax.Array:
+    """Return the weights of codes and their scales, which broadcast, in float32."""
+    scale, other = (jax.lax.bitcast_convert_type(bits, jnp.float32) for bits in (scales << 16, (scales >> 16) << 16))
+    code = codes.astype(jnp.int32)
+    if numbers == "fp4":  # 1 + fraction / 2 times a power of two, doubled; below it a half, doubled
+        exponent, fraction = (code >> 1) & 3, code & 1
+        size = jnp.where(exponent > 0, (2 + fraction) << jnp.maximum(exponent - 1, 0), fraction)
+        return jnp.where(code > 7, -size, size).astype(jnp.float32) * scale
+    if numbers == "int4":
+        return (code.astype(jnp.float32) + (128 + other)) * scale
+    return code.astype(jnp.float32) * scale + other
