@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_few_bits
 from specserve.checkpoints.source import BUNDLED
 from specserve.devices import REFERENCE, find_device
 from specserve.drafters.interface import Head, TrainedDrafter
@@ -61,6 +61,7 @@ def measure_steps(
     *,
     target: str = BUNDLED,
     num_layers: int = 0,
+    quantization: Quantization = "none",
     mesh: str = "",
     num_slots: int = 8,
     max_model_len: int = 1024,
@@ -76,7 +77,10 @@ def measure_steps(
     `has_prompts` prefills are timed in place of steps, and, where a server has programs of both in one, those with the
     most sequences."""
     devices, page_size = parse_mesh(mesh, SERVING_AXES), page_size or default_page_size(jax.default_backend())
-    models = load_models("", "", mesh=devices) if target == BUNDLED else random_models(target, num_layers, devices)
+    if target == BUNDLED:
+        models = load_models("", "", quantization=quantization, draft_quantization=quantization, mesh=devices)
+    else:
+        models = random_models(target, num_layers, devices, quantization)
     shapes = make_shapes(
         [parse_speculation(way) for way in ways],
         models.target.config,
@@ -148,22 +152,33 @@ def _alike() -> str:
     return next(iter(SLICES[device.id].values()))
 
 
-def random_models(name: str, num_layers: int = 0, mesh: Mesh | None = None) -> Models:
+def random_models(
+    name: str, num_layers: int = 0, mesh: Mesh | None = None, quantization: Quantization = "none"
+) -> Models:
     """Make a preset's target of random weights, cut to its first layers or whole, and a random head for the whole."""
-    target, head = random_pair(name, num_layers, default_dtype(), mesh)
+    target, head = random_pair(name, num_layers, default_dtype(), mesh, quantization=quantization)
     return Models(name, target, head, None, mesh=mesh)
 
 
 def random_pair(
-    name: str, num_layers: int, dtype: str, mesh: Mesh | None = None, *, is_looped: bool = False
+    name: str,
+    num_layers: int,
+    dtype: str,
+    mesh: Mesh | None = None,
+    *,
+    quantization: Quantization = "none",
+    is_looped: bool = False,
 ) -> tuple[Target, Head]:
     """Draw both at random, each parameter where the mesh has it; the head's in a dtype of its own. Where it `is_looped`
     the target is as it is trained beside. Raises ConfigError where the device has no room for it."""
     config, drafter = preset_pair(name, num_layers, dtype)
-    target, spec = draw_target(name, config, mesh=mesh, is_looped=is_looped), drafter.spec()
+    target = draw_target(name, config, quantization=quantization, mesh=mesh, is_looped=is_looped)
+    spec = drafter.spec()
     params = init_params(spec, jax.random.key(0), dtype)
     if mesh is not None:
         params = jax.device_put(params, drafter.place(mesh))
+    if quantization not in ("none", "stored"):
+        params = in_few_bits(params, quantization)
     return target, Head(drafter, params, np.arange(DRAFT_VOCAB, dtype=np.int32))
 
 
@@ -183,6 +198,8 @@ def main() -> None:
     parser.add_argument("--target", default=BUNDLED, help="the bundled one, or a preset, with random weights")
     parser.add_argument("--layers", type=int, default=0, help="the first of a preset; 0: all")
     parser.add_argument("--speculation", default="off,chain:3,tree:3x3x8", help="ways to make a step, with commas")
+    formats = [each for each in QUANTIZATIONS if each != "stored"]
+    parser.add_argument("--quantization", choices=formats, default="none", help="of target and head")
     parser.add_argument("--mesh", default="", help="devices to spread it over, as of `specserve serve`; empty: one")
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--max-model-len", type=int, default=1024)
@@ -197,7 +214,7 @@ def main() -> None:
     ways, sizes = given.speculation.split(","), {"num_slots": given.slots, "max_model_len": given.max_model_len}
     chosen = {"target": given.target, "num_layers": given.layers, "mesh": given.mesh, "num_rounds": given.rounds}
     changed = {"page_size": given.page_size, "least_batch": given.least_batch, "burst": given.burst}
-    changed["has_prompts"] = given.prompts
+    changed |= {"has_prompts": given.prompts, "quantization": given.quantization}
     for cost in measure_steps(ways, **chosen, **sizes, **changed):
         program = cost.program
         way = f"prefill of {program.chunk}" if program.kind == "prefill" else describe(program.tree)
