@@ -100,21 +100,7 @@ def measure_steps(
     timed = [each for each in timed if each.width == shapes.widths[-1]]
     timed = [each for each in timed if each.kind != "mixed" or each.batch == shapes.batch_sizes[-1]]
     costs = [_compile(runner, program) for program in timed]
-    for cost in costs:
-        runner.run(cost.program)
-    for _ in range(num_rounds):
-        for cost in costs:
-            jax.block_until_ready(runner.state)
-            begin = time.perf_counter()
-            runner.run(cost.program)
-            jax.block_until_ready(runner.state)
-            cost.seconds.append(time.perf_counter() - begin)
-    for cost in costs:
-        begin = time.perf_counter()
-        for _ in range(num_rounds):
-            runner.run(cost.program)
-        jax.block_until_ready(runner.state)
-        cost.queued = (time.perf_counter() - begin) / num_rounds
+    _time(runner, costs, num_rounds)
     yield from costs
 
 
@@ -190,6 +176,24 @@ def _compile(runner: Runner, program: StepProgram) -> StepCost:
     operations = re.findall(r" = (?:\(.*?\)|\S+) (fusion|custom-call)\(", text)
     counts = operations.count("fusion"), operations.count("custom-call")
     return StepCost(program, making, *counts, [])
+
+
+def _time(runner: Runner, costs: Sequence[StepCost], num_rounds: int) -> None:
+    for cost in costs:
+        runner.run(cost.program)
+    for _ in range(num_rounds):
+        for cost in costs:
+            jax.block_until_ready(runner.state)
+            begin = time.perf_counter()
+            runner.run(cost.program)
+            jax.block_until_ready(runner.state)
+            cost.seconds.append(time.perf_counter() - begin)
+    for cost in costs:
+        begin = time.perf_counter()
+        for _ in range(num_rounds):
+            runner.run(cost.program)
+        jax.block_until_ready(runner.state)
+        cost.queued = (time.perf_counter() - begin) / num_rounds
 
 
 def main() -> None:

@@ -34,16 +34,17 @@ COLUMNS = 128  # outputs of a program
 ROWS = 128  # of a program, at most
 MANY = 64  # rows from which on a product is computed with outputs as rows: Hopper's multiplies such registers in place
 PROGRAMS = 396  # keep the 132 multiprocessors of an H100 busy, with three programs each
-WARPS = 4  # of a program: each has 32 outputs, for which it loads the rows once
+WARPS = 4  # of a program: each has 32 outputs, for which it loads the rows once; twice as many from MANY rows on,
+# where four warps multiply 64 outputs together
 PENDING_BYTES = 2**15  # of codes, asked for by a program and not there yet
 SHARED_BYTES = 96 * 2**10  # of a program's memory on the chip: GPUs without more have 99 KiB
 
 
 def _asm(numbers: Numbers, half: int) -> str:
     """Return the instructions that widen the low halves of four bytes ($2) to bfloat16 (0), or their high halves (1),
-    by the scale and what goes with it of each ($3 to $6, of which the first stands for all)."""
-    lines = ["{", ".reg .b32 bits, sign, scale, other, first, second;", "prmt.b32 scale, $3, $3, 0x1010;"]
-    lines += ["prmt.b32 other, $3, $3, 0x3232;"] * (numbers != "fp4")
+    by the scale and what goes with it of each ($3 to $6). Where weights are the left factor of a product, two of the
+    four are of another output: multiprocessors hold rows that are eight apart side by side."""
+    lines = ["{", ".reg .b32 bits, sign, scale, other, first, second;"]
     first, second = {
         "uint4": ("0xC300C300", "0x3F803F80"),  # -128 and 1
         "int4": ("0x3F803F80", "0x80008000"),  # 1 and minus zero
@@ -52,6 +53,8 @@ def _asm(numbers: Numbers, half: int) -> str:
     lines += [f"mov.b32 first, {first};", f"mov.b32 second, {second};"]
     for i, bytes_ in enumerate(("0x4140", "0x4342")):
         lines.append(f"prmt.b32 bits, $2, 0, {bytes_};")  # two bytes in the halves of a register
+        lines.append(f"prmt.b32 scale, ${2 * i + 3}, ${2 * i + 4}, 0x5410;")
+        lines += [f"prmt.b32 other, ${2 * i + 3}, ${2 * i + 4}, 0x7632;"] * (numbers != "fp4")
         if numbers == "fp4":  # a magnitude is the lowest bits of the exponent and the highest of the fraction
             lines += [f"shl.b32 sign, bits, {12 - 4 * half};", "and.b32 sign, sign, 0x80008000;"]
             lines += [f"shl.b32 bits, bits, {6 - 4 * half};", "lop3.b32 bits, bits, 0x01C001C0, sign, 0xEA;"]
@@ -93,7 +96,7 @@ def _multiply(x: jax.Array, weight: NibbleMatrix, *, interpret: bool) -> jax.Arr
         kernel,
         out_shape=jax.ShapeDtypeStruct((parts, num_rows, d_out), jnp.float32),
         grid=(*tiles, parts),
-        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=stages),
+        compiler_params=triton.CompilerParams(num_warps=WARPS * (1 + (row_tile >= MANY)), num_stages=stages),
         interpret=interpret,
         name="multiply_nibbles",
     )(x, weight.codes, weight.scales)

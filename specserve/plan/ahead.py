@@ -116,12 +116,13 @@ class Described:
 
     @contextlib.contextmanager
     def made_for(self) -> Iterator[None]:
-        """Have shapes chosen, and functions traced, for these devices within the context."""
+        """Have shapes chosen, and functions traced and compiled, for these devices within the context."""
         first = self.devices[0]
         cores = getattr(first, "num_cores" if self.platform == "tpu" else "core_count", None)
         kind = AbstractDevice(device_kind=first.device_kind, num_cores=cores, platform=self.platform)
         # from JAX 0.12 on, kernels are lowered for the device that the mesh names, also where that mesh has no axis
-        with made_for(self.platform), jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
+        mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
+        with made_for(self.platform), mesh, _without_cache():
             yield
 
     def runner(
@@ -174,7 +175,7 @@ class Described:
         return jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, places)
 
     def _count(self, lower: Callable[[], Any]) -> Counted:
-        with self.made_for(), _without_cache(), tempfile.TemporaryDirectory() as folder:
+        with self.made_for(), tempfile.TemporaryDirectory() as folder:
             own = {"xla_dump_to": folder} if self.platform == "gpu" else {}
             compiled = lower().compile({**self.options, **own})
             memory: Any = compiled.memory_analysis()

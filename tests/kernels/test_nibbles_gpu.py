@@ -106,14 +106,14 @@ def executed(asm: str, operands: list[int]) -> list[int]:
 def test_the_inline_instructions_make_the_weights_of_every_byte(
     rng: np.random.Generator, numbers: Any, half: int
 ) -> None:
-    """No interpreter of JAX knows them, so they are executed here."""
+    """No interpreter of JAX knows them, so they are executed here, each weight with a scale of its own: which of them
+    are of one output is the compiler's choice."""
     for pairs in np.arange(256, dtype=np.uint8).reshape(-1, 4):
-        other = -128.0 - rng.integers(0, 16) if numbers == "int4" else rng.standard_normal()
-        scale, other = np.array([rng.uniform(1e-3, 1), other]).astype(ml_dtypes.bfloat16).view(np.uint16)
-        scales = int(scale) | int(other) << 16
+        others = -128.0 - rng.integers(0, 16, 4) if numbers == "int4" else rng.standard_normal(4)
+        scales = np.stack([rng.uniform(1e-3, 1, 4), others], axis=-1).astype(ml_dtypes.bfloat16).view(np.uint32)[:, 0]
         codes = pairs >> 4 if half else pairs & 15
-        expected = nibbles.weights_of(jnp.asarray(codes), jnp.uint32(scales), numbers).astype(jnp.bfloat16)
-        found = executed(nibbles_gpu._asm(numbers, half), [int(pairs.view(np.uint32)[0]), *[scales] * 4])
+        expected = nibbles.weights_of(jnp.asarray(codes), jnp.asarray(scales), numbers).astype(jnp.bfloat16)
+        found = executed(nibbles_gpu._asm(numbers, half), [int(pairs.view(np.uint32)[0]), *map(int, scales)])
         got = np.array(found, np.uint32).view(ml_dtypes.bfloat16)
         assert (got.astype(np.float32) == np.asarray(expected, np.float32)).all(), (pairs, got, expected)
 

@@ -18,8 +18,11 @@ SLOTS = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def _whole_products() -> Iterator[None]:
-    with jax.default_matmul_precision("highest"):  # by default those of float32 numbers have fewer bits there
-        yield
+    """Products of float32 numbers have fewer bits there by default. For every thread: programs are made in others."""
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "highest")
+    yield
+    jax.config.update("jax_default_matmul_precision", before)
 
 
 @pytest.fixture(scope="module")
