@@ -16,6 +16,7 @@ The controller is host code. It knows nothing of requests or devices.
 """
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -33,7 +34,6 @@ SLOT_RATE, PRIOR_RATE, LIFT_RATE = 0.08, 0.01, 0.02  # how fast estimates follow
 LOOK_STEPS = 64  # after so many steps, one looks whether another way would pay more by now
 FIRST_LOOK_STEPS = 8  # the same after speculation has begun or ended; then twice as many, up to that
 LOOK_SHARE = 0.005  # of the time: what looks at a way may lose once its cost has been seen in service
-NEAR = 0.95  # speculation that promises less than this much of what plain decoding does is far from paying
 LOYALTY = 1.02  # another way must promise more than this much of what the current one does
 
 
@@ -101,6 +101,7 @@ class Controller:
 
     def __post_init__(self) -> None:
         self._served = ServedCosts(self.costs)
+        self._last: tuple[list[np.ndarray], _Forecast] = [], _Forecast.of(())
         self.expect(self.prior)
 
     def expect(self, prior: Sequence[float]) -> None:
@@ -137,7 +138,7 @@ class Controller:
             promises[present.tree] *= LOYALTY
         best = max(known, key=promises.__getitem__)
         speculative = [tree for tree in known if tree is not None]
-        self.is_following = any(promises[tree] > NEAR * promises[best] for tree in speculative)
+        self.is_following = any(LOYALTY * promises[tree] > promises[best] for tree in speculative)
         if not is_open:
             return known[best]
         present = self._present.setdefault(kind, _Present(best))
@@ -247,8 +248,12 @@ class Controller:
         return float(len(forecast.rates)) if tree is None else forecast.tokens(tree.depth, self._lift_of(tree))
 
     def _forecast(self, estimates: Sequence[Estimate]) -> _Forecast:
-        """Forecast what the sequences accept, by how sure the draft is of them now."""
-        forecast = _Forecast.of(estimates)
+        """Forecast what the sequences accept, by how sure the draft is of them now. While they are decoded plainly
+        nothing of it changes, and on a CPU the host's time is taken from the device."""
+        rates, (known, forecast) = [estimate.accept_rate for estimate in estimates], self._last
+        if len(rates) != len(known) or any(map(operator.is_not, rates, known)):
+            forecast = _Forecast.of(estimates)
+            self._last = rates, forecast
         if not self.calibration.trust:
             return forecast
         moved = [

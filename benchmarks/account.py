@@ -1,0 +1,190 @@
+"""Where the time of the server's own choice goes under load: every second of the engine, by what it was spent on,
+beside plain decoding and a fixed chain of the same questions.
+
+Run from the checkout: `python benchmarks/account.py --clients 8,16,32`. One process, no HTTP; the ways take turns. The
+seconds between the result of one program and that of the next belong to the latter, and those in which nothing was on
+the device are gaps. A look is a step by which the controller tries another way than it thinks best.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections import Counter, defaultdict
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from over_http import processor, questions
+
+from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER
+from specserve.drafters.speculation import describe
+from specserve.eval.bench.comparison import PLAIN, EngineArm
+from specserve.serve.engine.engine import Engine
+from specserve.serve.engine.rounds import InFlight
+from specserve.serve.engines import measured_engine
+from specserve.serve.launch import load_models
+from specserve.serve.requests.request import SamplingParams
+from specserve.speculative.program import StepProgram
+
+CONTEXT = 1024
+
+
+@dataclass
+class Account:
+    """What the engine's seconds were spent on, by name, and how many programs or steps that were."""
+
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    numbers: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)  # taken by sequences
+    last: float = 0.0  # when the result before was read
+    host: float = 0.0  # seconds of processor of the engine's thread, beside all of this
+
+    def add(self, name: str, until: float, number: int, tokens: int) -> None:
+        self.seconds[name] += until - self.last
+        self.numbers[name] += number
+        self.tokens[name] += tokens
+        self.last = until
+
+
+class Watched:
+    """An engine whose rounds are accounted for."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name, self.account = name, Account()
+        self._rounds, self._looks = engine.rounds, set[int]()
+        self._run_round, self._read_round, self._dispatch_round = (
+            engine.rounds.run,
+            engine.rounds._read,
+            engine.rounds._dispatch,
+        )
+        rounds: Any = self._rounds
+        rounds.run, rounds._read, rounds._dispatch = self._run, self._read, self._dispatch
+
+    def _run(self) -> bool:
+        begin = time.thread_time()
+        found = self._run_round()
+        self.account.host += time.thread_time() - begin
+        return found
+
+    def _dispatch(self, work: Any) -> None:
+        if not self._rounds.in_flight:
+            now = time.perf_counter()
+            self.account.add("nothing on the device", now, 1, 0)
+        controller = self._rounds.choice.controller
+        before = sum(each.num_looks for each in controller._present.values())
+        self._dispatch_round(work)
+        if sum(each.num_looks for each in controller._present.values()) > before:
+            self._looks |= {id(each) for each in self._rounds.in_flight[-1] if each.program and self._is_other(each)}
+
+    def _is_other(self, each: InFlight) -> bool:
+        """Return whether a step is over another tree than the controller thinks best."""
+        found = self._rounds.choice.controller._present
+        return not any(each.tree == present.tree for (batch, _), present in found.items() if batch == _batch(each))
+
+    def _read(self) -> None:
+        parts, read = list(self._rounds.in_flight[0]), dict[int, tuple[float, int, int]]()
+        for each in parts:
+            self._time(each, read)
+        self._read_round()
+        for each in parts:
+            until, number, tokens = read[id(each)]
+            self.account.add(self._kind(each), until, number, tokens)
+            self._looks.discard(id(each))
+
+    def _time(self, each: InFlight, read: dict[int, tuple[float, int, int]]) -> None:
+        handle: Any = each.handle
+        read_each = handle.read_each
+
+        def timed() -> list[Any]:
+            steps = read_each()
+            rows = list(each.awaited())
+            tokens = sum(int((step.n_accepted[rows] + 1).sum()) for step in steps)
+            read[id(each)] = time.perf_counter(), len(steps), tokens
+            return steps
+
+        object.__setattr__(handle, "read_each", timed)
+
+    def _kind(self, each: InFlight) -> str:
+        if each.program is None:
+            return "prompts"
+        way, batch = describe(each.tree), f"{_batch(each):2d} sequences"
+        return f"{batch}, look at {way}" if id(each) in self._looks else f"{batch}, {way}"
+
+
+def _batch(each: InFlight) -> int:
+    program = each.program
+    assert isinstance(program, StepProgram)
+    return program.batch
+
+
+def main() -> None:
+    """Print a table for each number of clients."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="", help="as of `specserve serve`; empty: the bundled one")
+    parser.add_argument("--draft", default="", help="as of `specserve serve`; empty: the bundled one")
+    parser.add_argument("--bench", default="pydoc", help="as of `specserve eval`")
+    parser.add_argument("--ways", default="chain:3,auto", help="beside plain decoding, with commas")
+    parser.add_argument("--clients", default="8,16,32", help="at once, with commas")
+    parser.add_argument("--slots", type=int, default=0, help="of each engine; 0: as many as the most clients")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    given = parser.parse_args()
+    clients = [int(each) for each in given.clients.split(",")]
+    models, ways = load_models(given.target, given.draft), [PLAIN, *given.ways.split(",")]
+    prompts = itertools.cycle(_prompts(models, given, 2 * max(clients) * given.rounds))
+    print(f"{processor()}; {models.name}, {models.draft.name if models.draft else 'no head'}")
+    with ExitStack() as stack:
+        engines = {
+            way: stack.enter_context(
+                measured_engine(models, way, num_slots=given.slots or max(clients), max_model_len=CONTEXT)
+            )
+            for way in ways
+        }
+        watched = {way: Watched(way, engine) for way, engine in engines.items()}
+        for number in clients:
+            _measure(number, engines, watched, prompts, given)
+
+
+def _prompts(models: Any, given: argparse.Namespace, count: int) -> list[list[int]]:
+    folder = BUNDLED_FOLDER if models.name == BUNDLED else models.target.folder
+    return questions(folder, given.bench, min(count, 60), CONTEXT - given.max_tokens - 32)
+
+
+def _measure(number: int, engines: Any, watched: dict[str, Watched], prompts: Any, given: argparse.Namespace) -> None:
+    arms, rates = {way: EngineArm(engine) for way, engine in engines.items()}, {way: [] for way in engines}
+    for each in watched.values():
+        each.account = Account()
+    for turn in range(given.rounds + 1):
+        asked = list(itertools.islice(prompts, 2 * number))
+        params = [SamplingParams(max_tokens=given.max_tokens, temperature=0.0, ignore_eos=True)] * len(asked)
+        for way in [*arms][turn % len(arms) :] + [*arms][: turn % len(arms)]:
+            arms[way].forget()
+            watched[way].account.last = time.perf_counter()
+            answers, seconds = arms[way].ask(asked, params, number)
+            rates[way].append(sum(answer.num_tokens for answer in answers) / seconds)
+        if turn == 0:  # the controller's first steps, and first touches of memory
+            for each in watched.values():
+                each.account = Account(last=time.perf_counter())
+            rates = {way: [] for way in engines}
+    print(f"\n{number} clients, seconds of all rounds (steps or programs, tokens of each)\n")
+    names = sorted({name for each in watched.values() for name in each.account.seconds})
+    print("|", " | ".join(["", *watched]), "|\n" + "|---" * (1 + len(watched)) + "|")
+    for name in names:
+        cells = [
+            f"{each.account.seconds[name]:.2f} ({each.account.numbers[name]:,}, "
+            f"{each.account.tokens[name] / max(each.account.numbers[name], 1):.1f})"
+            if each.account.numbers[name]
+            else ""
+            for each in watched.values()
+        ]
+        print("|", " | ".join([name, *cells]), "|")
+    print("|", " | ".join(["the host meanwhile", *(f"{each.account.host:.2f}" for each in watched.values())]), "|")
+    print("|", " | ".join(["all", *(f"{sum(each.account.seconds.values()):.2f}" for each in watched.values())]), "|")
+    ratios = {way: statistics.median(a / b for a, b in zip(rates[way], rates[PLAIN], strict=True)) for way in watched}
+    print("|", " | ".join(["tokens/s", *(f"{statistics.median(rates[way]):.0f}" for way in watched)]), "|")
+    print("|", " | ".join(["to plain", *(f"{ratios[way]:.2f}" for way in watched)]), "|")
+
+
+if __name__ == "__main__":
+    main()
