@@ -43,7 +43,7 @@ class Answer:
 
     @property
     def is_text(self) -> bool:
-        """Whether it goes on and has content alone, without reasoning, calls, scores, origins or trees."""
+        """Return whether it goes on and has content alone, without reasoning, calls, scores, origins or trees."""
         part, others = self.part, (self.finish_reason, self.logprobs, self.prompt, self.origins, self.tree)
         return bool(part.content) and not (part.reasoning or part.tool_calls or any(others))
 
