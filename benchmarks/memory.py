@@ -2,8 +2,9 @@
 and of prompts as long as the context, by its resident memory, which is read from outside every few seconds.
 
 Run from the checkout: `python benchmarks/memory.py --minutes 10`. What a body costs must be gone when it is answered,
-refused or hung up on. Growth counts from what the server holds when it has seen one of everything: one prompt as long
-as the context and one grammar, for which it compiles programs that no server holds before. Linux only.
+refused or hung up on. Growth counts from what the server holds when it has seen one of everything: a cache full of
+prompts as long as the context, whose pages take memory from their first use on, and one grammar, for which it compiles
+programs that no server holds before. Linux only.
 """
 
 import argparse
@@ -24,6 +25,7 @@ SETTLE_SECONDS = 60.0  # in which the programs for grammars are compiled
 IDLE_SECONDS = 30.0
 CLIENT_SECONDS = 120.0  # of silence, after which a client gives up
 VOCABULARY = 8000  # token ids below it
+FILLING = 9  # prompts almost as long as the context, whose pages are more than the 8 slots' of a CPU's server
 Body = tuple[str, bytes, bool]  # path, what is sent, and whether the client hangs up after the first bytes
 
 WORDS = ["list", "of", "the", "first", "value", "that", "an", "iterator", "gives", "back", "when", "code", "calls"]
@@ -134,7 +136,8 @@ def main() -> None:
         time.sleep(SAMPLE_SECONDS)
         print(f"at start, with its programs: {server.resident_bytes / 1e6:,.0f} MB", flush=True)
         rng = random.Random(options.seed)
-        for body in ({"prompt": _ids(rng, 3900)}, {"prompt": "x", "guided_regex": "(a|b){9}"}):
+        prompts = [{"prompt": _ids(rng, 3900)} for _ in range(FILLING)]
+        for body in (*prompts, {"prompt": "x", "guided_regex": "(a|b){9}"}):
             server.client.json("/v1/completions", {"max_tokens": 16, **body})
         time.sleep(SETTLE_SECONDS)
         start = server.resident_bytes

@@ -131,6 +131,7 @@ def _serve_requests(run: ServeRun, leader: Leader | None, kv_events: Publisher |
         console.print(f"{len(list_programs(engine.runner))} programs are compiled and cached")
         return
 
+    jax.clear_caches()  # of what loading has run: what serves is compiled, and jax.jit calls none of it
     gc.collect()
     gc.freeze()  # all that is loaded stays, and no later collection walks it: that takes many steps' time
 

@@ -74,6 +74,18 @@ def test_help_imports_nothing_heavy(arguments: list[str], unneeded: list[str]) -
     subprocess.run([sys.executable, "-c", code, " ".join(unneeded), *arguments], check=True)
 
 
+@pytest.mark.slow  # seconds of imports
+def test_serving_imports_nothing_that_it_does_not_need() -> None:
+    """Each takes tens of megabytes for as long as a server lives."""
+    unneeded = ["datasets", "pyarrow", "pandas", "torch", "optax", "orbax", "gguf", "ray", "httpx", "openai"]
+    code = (
+        "import sys, specserve.cli.serve; from specserve.tokenizer import Tokenizer; "
+        "from specserve.checkpoints.source import BUNDLED_FOLDER; Tokenizer.load(BUNDLED_FOLDER); "
+        "sys.exit(', '.join(m for m in sys.argv[1].split() if m in sys.modules) or None)"
+    )
+    subprocess.run([sys.executable, "-c", code, " ".join(unneeded)], check=True)
+
+
 def test_the_options_of_train_that_people_use_first_come_first() -> None:
     command = Root.lazy["train"].load("train")
     first = [option.opts[0] for option in command.params if not option.rich_help_panel]

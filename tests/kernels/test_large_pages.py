@@ -10,10 +10,12 @@ import psutil
 import pytest
 
 from specserve.checkpoints.load import Target
+from specserve.drafters.interface import Head
 from specserve.kernels.large_pages import empty_in_large_pages, give_back_zeros
 from specserve.serve.programs.placement import bytes_per_token
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import make_shapes
+from specserve.speculative.tree import chain
 
 
 def test_arrays_in_large_pages_are_arrays_of_their_own() -> None:
@@ -69,14 +71,20 @@ def test_zeros_are_given_back_and_numbers_are_not() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux") or jax.default_backend() != "cpu", reason="asks Linux for it")
-def test_a_server_holds_no_memory_for_pages_that_nobody_has_used(tiny_target: Target) -> None:
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_server_holds_no_memory_for_pages_that_nobody_has_used(
+    tiny_target: Target, tiny_head: Head, has_head: bool
+) -> None:
+    """Neither for the target's nor for those of a head's own layer."""
     own, sizes = psutil.Process(), []
-    for num_pages in (64, 64 + (256 << 20) // (4 * bytes_per_token(tiny_target.config, None))):
+    head, tree = (tiny_head, chain(2)) if has_head else (None, None)
+    num_bytes = bytes_per_token(tiny_target.config, head and head.drafter)
+    for num_pages in (64, 64 + (512 << 20) // (4 * num_bytes)):
         before = own.memory_info().rss
         fixed = {"num_slots": 1, "max_model_len": 64, "page_size": 4}
-        runner = Runner(tiny_target, None, make_shapes([None], tiny_target.config, num_pages=num_pages, **fixed))
+        runner = Runner(tiny_target, head, make_shapes([tree], tiny_target.config, num_pages=num_pages, **fixed))
         jax.block_until_ready(runner.state)
         sizes.append(own.memory_info().rss - before)
         assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(runner.state.cache))
         del runner
-    assert sizes[1] - sizes[0] < 64 << 20, "of 256 MiB more"
+    assert sizes[1] - sizes[0] < 64 << 20, "of 512 MiB more"

@@ -161,7 +161,7 @@ class Runner:
     def reset(self) -> None:
         """Forget every sequence and every cached page: after a device error the donated buffers are gone."""
         self.state = self.compiled.run(self.call(EMPTY_STATE))
-        self.place.give_back_zeros((self.state.cache.layers, self.state.cache.kept))
+        self.place.give_back_zeros(self.state)
         self.bounds = SlotBounds(self.shapes, self.config.max_pending)
         self._num_remembered = 0
 

@@ -1,20 +1,27 @@
 """The HTTP server over a real socket: what clients get. Bad inputs have a file of their own."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import socket
+import uuid
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from fakes import CONTEXT, MODEL, STORY, USER, assert_refused, wait_for
+from fakes import CONTEXT, MODEL, STORY, USER, FakeTokenizer, assert_refused, wait_for
 
 from specserve.errors import ConfigError
 from specserve.serve.http.app import create_app
-from specserve.serve.http.openai import streaming
+from specserve.serve.http.formats.reader import Part
+from specserve.serve.http.openai import completions, streaming
 from specserve.serve.http.openai.bodies import ChatBody, ChatTemplateKwargs, CompletionBody, StreamOptions
 from specserve.serve.http.openai.chat import ChatMessage
+from specserve.serve.http.openai.completions import ChatFormat, CompletionFormat
+from specserve.serve.http.openai.logprobs import TokenTexts
+from specserve.serve.http.openai.replies import Answer, Usage
 from specserve.serve.http.transport.server import HttpServer, bind_listener
 from specserve.serve.requests.request import SamplingParams
 
@@ -380,3 +387,30 @@ def test_a_stopped_server_frees_its_port(fake_engine):
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/version")
     bind_listener("127.0.0.1", server.port).close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stream_options": {"include_usage": True}},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"return_token_ids": True},
+        {"prompt_logprobs": 0},
+        {"request_id": "<text>"},
+    ],
+)
+@pytest.mark.parametrize("kind", [CompletionFormat, ChatFormat])
+def test_a_chunk_of_text_is_the_last_chunk_without_its_end(kind, options, monkeypatch):
+    """Byte for byte: what stands around a text is spelled once for a stream, but for its last chunk."""
+    monkeypatch.setattr(completions.time, "time", lambda: 1.0)
+    monkeypatch.setattr(completions.uuid, "uuid4", lambda: uuid.UUID(int=1))
+    fields = {"prompt": "a"} if kind is CompletionFormat else {"messages": USER}
+    body = (CompletionBody if kind is CompletionFormat else ChatBody).model_validate({**fields, **options})
+    going, ended = (kind(MODEL, body, TokenTexts(FakeTokenizer())) for _ in range(2))
+    for index, text in itertools.product((0, 1), ("a", "<text>", '"\\\n\u2028', "\u00e9\U0001f600", "<text>")):
+        answer = Answer(index, Part(text), None, token_ids=(5, len(text)), prompt_ids=(1,))
+        usage = functools.partial(Usage, 1, 0, len(text), 0, 0)
+        [chunk] = going.piece(answer, usage)
+        [last] = ended.piece(dataclasses.replace(answer, finish_reason="length"), usage)
+        assert chunk == last.replace(b'"finish_reason":"length"', b'"finish_reason":null')

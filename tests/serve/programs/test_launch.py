@@ -286,3 +286,27 @@ def test_the_tokenizer_is_read_while_programs_are_compiled(models: Models, monke
     monkeypatch.setattr(launch, "check_numbers", lambda *_models: None)
     make_engine(lazy, ServeRun(speculation="off", max_slots=1, max_model_len=64), lambda *_report: None)
     assert read == ["begin", "read"]
+
+
+def test_a_server_compiles_nothing_when_jax_has_forgotten_what_loading_ran(models: Models) -> None:
+    """`serve` empties JAX's caches: whatever requests ask for is in the compiled programs."""
+    compiled: list[str] = []
+    run = ServeRun(speculation="chain:2", max_slots=1, max_model_len=64, early_ready=False)
+    engine = make_engine(models, run, lambda *_report: None)
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, _seconds, **facts: compiled.append(str(facts)) if "compile" in name else None
+    )
+    options = (
+        {"logprobs": 2},
+        {"presence_penalty": 1.0},
+        {"logit_bias": {5: -1.0}},
+        {"prompt_logprobs": 1},
+        {"seed": 3},
+    )
+    with engine:
+        for each in ({}, *options):
+            params = SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **each})
+            assert len(engine.generate([[5, 9, 11, 5], [7]], params)) == 2
+        engine.flush_cache()
+    assert not compiled

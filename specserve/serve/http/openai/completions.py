@@ -31,6 +31,8 @@ from specserve.serve.http.openai.replies import (
 )
 from specserve.serve.http.transport.json_codec import ENCODER, ReplyObject, encoded
 
+_MARK = "<text>"  # stands for the text of a piece
+
 
 class DraftDepths(ReplyObject):
     """The origin of each token: the depth at which it was drafted, or 0 for the target's own."""
@@ -209,6 +211,23 @@ class OpenAIFormat(ReplyFormat):
         # the beginning of all chunks of a stream, encoded once
         self._chunk_head = ENCODER.encode({**self._head, "object": self.CHUNK_KIND}).removesuffix("}")
         self._pieces = defaultdict[int, TextPieces](lambda: TextPieces(self._texts))  # by choice
+        # chunks that have text alone differ in it alone: what stands around it is spelled once for each choice
+        self._has_frames = not (body.return_token_ids or self._stream_options.continuous_usage_stats)
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+
+    def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
+        if not (self._has_frames and answer.is_text):
+            return (self._piece(answer, usage),)
+        if answer.index not in self._frames:
+            chunk = self._piece(replace(answer, part=Part(_MARK)), usage)
+            before, _, after = chunk.rpartition(_MARK.encode())  # the last, for a client can name its request so
+            self._frames[answer.index] = before, after
+        before, after = self._frames[answer.index]
+        return (before + ENCODER.encode(answer.part.content)[1:-1].encode() + after,)
+
+    def _piece(self, answer: Answer, usage: Callable[[], Usage]) -> bytes:
+        """Return the chunk of a piece."""
+        raise NotImplementedError
 
     def end(self, usage: Usage) -> Iterable[bytes]:
         if self._stream_options.include_usage:
@@ -260,14 +279,15 @@ class CompletionFormat(OpenAIFormat):
             texts, as_token_ids=body.return_tokens_as_token_ids, skip_special_tokens=body.skip_special_tokens
         )
         self.is_long = bool(echoes) and self._has_logprobs
+        self._has_frames = self._has_frames and not echoes and not self._is_prompt_only
         self._begun: set[int] = set()
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Completion:
         choices = [self._choice(answer) for answer in answers]
         return {**self._head, "object": "text_completion", "choices": choices, **_counted(self._shown(usage))}
 
-    def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
-        yield self._chunk(self._choice(answer), lambda: self._shown(usage()))
+    def _piece(self, answer: Answer, usage: Callable[[], Usage]) -> bytes:
+        return self._chunk(self._choice(answer), lambda: self._shown(usage()))
 
     def end(self, usage: Usage) -> Iterable[bytes]:
         return super().end(self._shown(usage))
@@ -321,7 +341,7 @@ class ChatFormat(OpenAIFormat):
         choice = self._delta(start, {"role": "assistant", "content": ""})
         return (self._chunk(choice, usage, self._prompt(start) if start.index == 0 else {}),)
 
-    def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
+    def _piece(self, answer: Answer, usage: Callable[[], Usage]) -> bytes:
         part = answer.part
         delta: ChatDelta = {}
         # tokens whose text is still held back are content too, of no length yet
@@ -330,7 +350,7 @@ class ChatFormat(OpenAIFormat):
         delta = {**delta, **_reasoning(part)}
         if part.tool_calls:
             delta["tool_calls"] = [_call_delta(call) for call in part.tool_calls]
-        return (self._chunk(self._delta(answer, delta), usage),)
+        return self._chunk(self._delta(answer, delta), usage)
 
     def _prompt(self, answer: Answer) -> ChatPrompt:
         return {"prompt_token_ids": list(answer.prompt_ids)} if self._body.return_token_ids else {}

@@ -41,6 +41,12 @@ class Answer:
     origins: Sequence[TokenOrigin] = ()  # of the tokens at hand, none unless they were asked for
     tree: DraftTree | None = None  # of the last step, None unless it was asked for
 
+    @property
+    def is_text(self) -> bool:
+        """Return whether it goes on and has content alone, without reasoning, calls, scores, origins or trees."""
+        part, others = self.part, (self.finish_reason, self.logprobs, self.prompt, self.origins, self.tree)
+        return bool(part.content) and not (part.reasoning or part.tool_calls or any(others))
+
 
 # --- token counts, times and speculation ----------------------------------------------------------------------------
 

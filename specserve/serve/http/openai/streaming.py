@@ -44,6 +44,7 @@ HEALTH_CHECK_SECONDS = 1.0
 _TICK = (-1, Delta())  # among the arrivals
 KEEPALIVE_SECONDS = 15.0
 ARRIVALS_AT_ONCE = 16  # that are spelled on the event loop, some tenths of a millisecond each
+READY_BYTES = 2**16  # of events, which are sent although more are ready
 
 
 ENDINGS: dict[FinishReason | None, Ending | None] = {  # of a sequence that goes on, or ends without an error
@@ -243,15 +244,17 @@ class Generation:
         return await in_thread(spell, size=self._num_tokens() + self._num_prompt_tokens())
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield the reply as server-sent events. An error after the start becomes an event."""
-        reply_format = self._work.reply_format
+        """Yield the reply as server-sent events, together those that are ready in one turn of the event loop: each is
+        one write. An error after the start becomes an event."""
+        reply_format, ready, failure = self._work.reply_format, b"", None
         try:
             async with contextlib.aclosing(self._events()) as events:
                 async for each in events:
-                    yield each
-            for each in await _spelled(lambda: reply_format.end(self._usage()), self._num_tokens()):
-                yield each
-            return
+                    ready += each
+                    if self._arrivals.empty() or len(ready) >= READY_BYTES:
+                        yield ready
+                        ready = b""
+            ready += b"".join(await _spelled(lambda: reply_format.end(self._usage()), self._num_tokens()))
         except ClientGoneError:
             return
         except RequestError as error:
@@ -261,8 +264,7 @@ class Generation:
         except Exception:
             logger.exception("a stream failed")
             failure = error_body(INTERNAL_ERROR, "server_error")
-        for each in reply_format.failure(failure):
-            yield each
+        yield ready if failure is None else ready + b"".join(reply_format.failure(failure))
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         reply_format = self._work.reply_format
