@@ -19,7 +19,6 @@ Others are floats.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor, blocks_of, fp4_values
-from specserve.checkpoints.tensors import TensorFolder
+from specserve.checkpoints.tensors import TensorFolder, mlx_base
 from specserve.errors import CheckpointError
 
 Packing = Literal["", "awq", "gptq", "compressed", "mlx"]
@@ -98,8 +97,8 @@ def open_packed(tensors: TensorFolder, name: str, storing: Storing) -> Opened | 
     """Open a weight that is packed; None: it is not. Raises CheckpointError for parts that are missing or do not fit
     each other."""
     parts, base = _Parts(tensors, name), name.removesuffix(".weight")
-    own, of_mlx = dict(storing.others), re.sub(r"\.experts\.\d+\.", ".switch_mlp.", base)  # as its settings name them
-    storing = own.get(base, own.get(of_mlx, storing))
+    own = dict(storing.others)
+    storing = own.get(base, own.get(mlx_base(base), storing))
     packing = storing.packing
     if parts.has(f"{name}_global_scale") or parts.has(f"{name}_scale_2"):
         return _open_nvfp4(parts, name)

@@ -100,7 +100,7 @@ def _storing(stated: Mapping[str, Any], where: str) -> Storing:
         return Storing(packing="awq", bits=_bits(stated, where, method, (4,)), group=_group(stated))
     if method == "gptq":
         steps = {"gptq": 1, "gptq_v2": 0}
-        if (layout := stated.get("checkpoint_format", "gptq")) in steps:
+        if (layout := stated.get("checkpoint_format", stated.get("format", "gptq"))) in steps:
             bits = _bits(stated, where, method, (2, 4, 8))
             return Storing(packing="gptq", bits=bits, group=_group(stated), zero_step=steps[layout])
     if method != "compressed-tensors":
@@ -116,6 +116,10 @@ def _storing(stated: Mapping[str, Any], where: str) -> Storing:
 
 
 def _compressed(stated: Mapping[str, Any], where: str) -> Storing:
+    if stated.get("transform_config"):
+        raise CheckpointError(
+            f"{where}: transform_config turns activations before they meet weights, which is not read"
+        )
     found = set()
     for group in (stated.get("config_groups") or {}).values():
         weights, layout = group.get("weights") or {}, group.get("format") or stated.get("format")

@@ -225,6 +225,7 @@ def test_a_packed_target_is_the_widened_one(tmp_path: Path, rng: np.random.Gener
             f"{base}qweight": _words(q, 4).T,
             f"{base}qzeros": _words((zeros - 1).T, 4),
             f"{base}scales": scales.T,
+            f"{base}bias": np.zeros(out, np.float16),  # AutoGPTQ writes such ones
         }
         widened[name] = (q - np.repeat(zeros, 8, 1)) * np.repeat(scales, 8, 1).astype(np.float32)
     for folder, tensors in zip(folders, (packed, widened), strict=True):
@@ -232,14 +233,22 @@ def test_a_packed_target_is_the_widened_one(tmp_path: Path, rng: np.random.Gener
     (folders[0] / "config.json").write_text(json.dumps(raw), "utf-8-sig")
     one, other = (load_target(folder, dtype="float32").params for folder in folders)
     jax.tree.map(np.testing.assert_array_equal, one, other)
+    packed[f"{base}bias"][1] = 1
+    write_tensors(folders[0] / "model.safetensors", packed)
+    with pytest.raises(CheckpointError, match=f"{re.escape(base)}bias is not part of this architecture"):
+        load_target(folders[0], dtype="float32")
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_experts_that_mlx_keeps_in_one_tensor_are_those_of_the_checkpoint(
-    tmp_path: Path, rng: np.random.Generator
+    tmp_path: Path, rng: np.random.Generator, family: str
 ) -> None:
-    """Beside a router of other bits."""
+    """Beside a router of other bits, and in MLX's own names of the matrices, which are one family's names of all; with
+    bits of one expert's matrix that are stated apart."""
     folders = tmp_path / "packed", tmp_path / "widened"
     raw = spread.MODELS["experts"] | {"num_hidden_layers": 1, "num_experts": 2}
+    if family == "mixtral":
+        raw |= {"model_type": family, "num_local_experts": 2, "architectures": ["MixtralForCausalLM"]}
     stated: dict[str, Any] = {"bits": 4, "group_size": 8}
     for folder in folders:
         folder.mkdir()
@@ -247,19 +256,24 @@ def test_experts_that_mlx_keeps_in_one_tensor_are_those_of_the_checkpoint(
     stored = TensorFolder(folders[0])
     packed, widened = ({name: stored.read(name) for name in stored.names()} for _ in folders)
     stacked: dict[str, list[np.ndarray]] = {}
-    for name in sorted(name for name in packed if ".mlp." in name):
+    for name in sorted(name for name in packed if ".mlp." in name or ".block_sparse_moe." in name):
         is_router, base = ".gate." in name, name.removesuffix(".weight")
-        bits = 8 if is_router else 4
+        mlx = re.sub(r"experts\.\d+", "switch_mlp", base)
+        for own, theirs in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+            mlx = mlx.replace(f".{own}", f".{theirs}")
+        bits = 8 if is_router or "down" in mlx else 4
         out, num_in = packed.pop(name).shape
         q = rng.integers(0, 1 << bits, (out, num_in))
         scales, biases = rng.uniform(0.01, 0.02, (2, out, num_in // 8)).astype(np.float16)
         widened[name] = q * np.repeat(scales, 8, 1).astype(np.float32) + np.repeat(biases, 8, 1).astype(np.float32)
         parts = {"weight": _words(q, bits).view(np.uint32), "scales": scales, "biases": biases}
+        if bits == 8:
+            stated[mlx] = {"bits": 8, "group_size": 8}
         for part, value in parts.items():
             if is_router:
-                packed[f"{base}.{part}"], stated[base] = value, {"bits": 8, "group_size": 8}
+                packed[f"{base}.{part}"] = value
             else:
-                stacked.setdefault(re.sub(r"experts\.\d+", "switch_mlp", f"{base}.{part}"), []).append(value)
+                stacked.setdefault(f"{mlx}.{part}", []).append(value)
     packed |= {name: np.stack(values) for name, values in stacked.items()}
     for folder, tensors in zip(folders, (packed, widened), strict=True):
         write_tensors(folder / "model.safetensors", tensors)
