@@ -1,15 +1,15 @@
 """Changes of a head's files that undo slips, as far as they are the same for the `repairs` of all kinds."""
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from specserve.checkpoints.load import Target
+from specserve.checkpoints.tensors import read_json
 from specserve.interop.findings import Copy, Fix, Renamer, Repair
-from specserve.interop.keys import FULL, OLD_ROPE, ROPE, ROTARY, SLIDING, Stated, find, is_count
+from specserve.interop.keys import FULL, OLD_ROPE, ROPE, ROTARY, SLIDING, Stated, find, inner, is_count
 from specserve.interop.published import rope_keys
 from specserve.models.config import ModelConfig
 from specserve.models.rope import Rope, plain_rope
@@ -191,8 +191,8 @@ def masks(target: Target, stated: int) -> list[int]:
     found = [target.config.vocab_size - 1]
     for name in ("tokenizer_config.json", "config.json"):
         path = target.folder / name
-        raw = json.loads(path.read_text()) if path.is_file() else {}
-        added = raw.get("added_tokens_decoder") or {}
+        raw: Mapping[str, Any] = read_json(path) if path.is_file() else {}
+        added = inner(raw, "added_tokens_decoder")
         found += [int(i) for i, token in added.items() if "mask" in str(token.get("content", "")).lower()]
         special = [raw.get(key) for key in _SPECIAL]
         found += [i for each in special for i in (each if isinstance(each, list) else [each]) if type(i) is int]
