@@ -78,7 +78,9 @@ def check_mask_token(stated: Stated) -> Iterator[Finding]:
     mask = stated.get(key)
     if is_count(vocab_size) and (type(mask) is not int or not 0 <= mask < vocab_size):
         got = _listed(stated.found.get(key, {})) or "not stated"
-        yield CHECKS["mask-token"].found(f"{CONFIG}: {key}", f"a token of the target's, 0..{vocab_size - 1}", got)
+        yield FAULTS["masks"]["mask-token"].found(
+            f"{CONFIG}: {key}", f"a token of the target's, 0..{vocab_size - 1}", got
+        )
 
 
 def check_windows(stated: Stated, read: Callable[[Stated], object]) -> Iterator[Finding]:

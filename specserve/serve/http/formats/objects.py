@@ -9,7 +9,7 @@ from specserve.serve.http.formats.written import read_value
 
 _SPACE = Shape(r"\s*(?=\S)")
 _ARGUMENTS = ("arguments", "parameters", "args", "tool_arguments")
-_BESIDE = frozenset(("name", "tool_name", "type", "id", "tool_call_id", "index"))  # what else a call's object may have
+_BESIDE = frozenset(("name", "tool_name", "type", "id", "tool_call_id", "index"))  # other members of a call
 _OBJECT_HEADS = [
     Shape(rf'\s*\{{\s*{kind}\s*:\s*"{NAME}"\s*,\s*"{arguments}"\s*:\s*(?=\{{)')
     for kind in (
