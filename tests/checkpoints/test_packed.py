@@ -69,16 +69,17 @@ def _awq(rng: np.random.Generator) -> Made:
     return {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, tensors, _meant(q, zeros, scales)
 
 
-def _gptq(rng: np.random.Generator, bits: int = 4, *, is_second: bool = False, is_by_activation: bool = False) -> Made:
+def _gptq(rng: np.random.Generator, bits: int = 4, *, second: str = "", is_by_activation: bool = False) -> Made:
     q, zeros, scales = _numbers(rng, bits)
     order = rng.permutation(D_IN) // GROUP if is_by_activation else np.arange(D_IN) // GROUP
     tensors = {
         "o.qweight": _words(q, bits).T,
-        "o.qzeros": _words((zeros - (not is_second)).T, bits),
+        "o.qzeros": _words((zeros - (not second)).T, bits),
         "o.scales": scales.T,
         "o.g_idx": order.astype(np.int32),
     }
-    stated = {"quant_method": "gptq", "bits": bits} | ({"checkpoint_format": "gptq_v2"} if is_second else {})
+    stated = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": is_by_activation}
+    stated |= {second: "gptq_v2"} if second else {}
     return stated, tensors, _meant(q, zeros, scales, order)
 
 
@@ -135,7 +136,8 @@ LAYOUTS: dict[str, Callable[[np.random.Generator], Made]] = {
     "gptq": _gptq,
     "gptq of 2 bits": lambda rng: _gptq(rng, 2),
     "gptq of 8 bits": lambda rng: _gptq(rng, 8),
-    "gptq_v2": lambda rng: _gptq(rng, is_second=True),
+    "gptq_v2": lambda rng: _gptq(rng, second="checkpoint_format"),
+    "gptq_v2 by its other key": lambda rng: _gptq(rng, second="format"),
     "gptq by activation": lambda rng: _gptq(rng, is_by_activation=True),
     "compressed": _compressed,
     "compressed of 8 bits": lambda rng: _compressed(rng, 8),
@@ -298,6 +300,9 @@ def test_inputs_that_fill_no_word_are_cut(tmp_path: Path, rng: np.random.Generat
         ("gptq", {"o.qweight": np.ones((6, D_OUT), np.int16)}, r"o.qweight is int16 \[6, 24\], expected"),
         ("gptq", {"o.g_idx": np.full(D_IN, 9, np.int32)}, "o.g_idx names groups from 9 to 9 of 3"),
         ("compressed", {"o.weight_shape": np.array([D_OUT, 99])}, r"o.weight_shape says \[24, 99\], which"),
+        ("gptq", {"o.qweight": np.ones((0, D_OUT), np.int32), "o.g_idx": None}, "3 groups of 1 inputs do not cover 0"),
+        ("gptq by activation", {"o.g_idx": None}, "o.g_idx is missing"),
+        ("compressed with zeros", {"o.weight_zero_point": None}, "o.weight_zero_point is missing"),
         ("mlx", {"o.biases": None}, "o.biases is missing"),
         ("nvfp4 of ModelOpt", {"o.weight_scale": np.ones((D_OUT, 2), ml_dtypes.float8_e4m3fn)}, r"\[24, 2\], expected"),
         ("nvfp4 of ModelOpt", {"o.weight_scale_2": np.float32(np.nan)}, r"o.weight_scale_2 is \[nan\], expected one"),
