@@ -128,7 +128,8 @@ def test_tags_of_calls_within_a_text_do_not_end_it(data, name):
     call = WRITERS[name]([("add", {"text": "y", "a": 2})])
     ends = TAGGED[name] + call.rpartition(TAGGED[name])[2]
     text = "x".join(
-        [data.draw(st.sampled_from([f"({ends})", call, f"'{TAGGED[name]}'"]))] * data.draw(st.integers(1, 3))
+        [data.draw(st.sampled_from([f"({ends})", f"\n{ends}\n", call, f"'{TAGGED[name]}'"]))]
+        * data.draw(st.integers(1, 3))
     )
     calls = [("add", {"text": f"-{text}-", "a": 1}), ("add", {"a": 2, "text": f"-{text}-"})]
     part = parse(make_reader(name), *cut(data, WRITERS[name](calls)))

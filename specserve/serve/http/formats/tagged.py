@@ -124,33 +124,29 @@ def _read_value(
     """Take a value and what stands behind its end tag: the next key, or the end of the call. Returns too whether the
     value is whole.
 
-    An end tag that nothing of that follows is text of the value, and so are one within tags of its own kind and one
-    with the end of the call in the midst of text. Where the answer ends without any other, the value ends where the
-    next of the tool's arguments or the call does, as if its end tag was forgotten; else at the first of those end tags
-    that a key or an end follows, else at the last of all."""
-    text, likely, last = "", (), ()  # the places of end tags: where they begin, and where they end
+    An end tag that nothing of that follows is text of the value, and so are one within tags of its own kind, and one
+    with an end of the call behind which the value goes on: before the next call comes another that counts. Where the
+    answer ends without any, the value ends where the next of the tool's arguments or the call does, as if its end tag
+    was forgotten; else at the first of those end tags that a key or an end follows, else at the last of all."""
+    text, first, ended, last = "", (), (), ()  # the places of end tags: where they begin, and where they end
+    heads = tuple(mark for mark, _ in tags.heads)
     while True:
         pieces: list[str] = []
-        end = yield from reader.until((tags.end_value,), pieces.append)
+        mark = yield from reader.until((tags.end_value, *(heads if ended else ())), pieces.append)
         value = text + "".join(pieces)
-        text = value + end
-        if not end:
+        text = value + mark
+        if mark != tags.end_value:
             break
         last = len(value), len(text)
         if not (found := (yield from reader.match(*tags.keys, *tags.ends))):
             continue
-        likely, text = likely or last, text + found[0]
-        is_sure = value.count(tags.begin_value) <= value.count(tags.end_value)
-        if "key" not in found.re.groupindex:
-            while more := (yield from reader.match(*tags.ends)):
-                text += more[0]
-            while not reader.rest and not reader.is_whole:
-                yield
-            is_sure = is_sure and (not reader.rest or reader.rest[0] in " \n\t\r<")
-        if is_sure:
+        first, text = first or last, text + found[0]
+        is_outside = value.count(tags.begin_value) <= value.count(tags.end_value)
+        if is_outside and "key" in found.re.groupindex:
             return value, found, True
-    forgotten = _forgotten_end(tags, text[: likely[0] if likely else None], schema)
-    places = (forgotten, forgotten) if forgotten is not None else likely or last
+        ended = last if is_outside else ended
+    forgotten = _forgotten_end(tags, text[: first[0] if first else None], schema)
+    places = ended or ((forgotten, forgotten) if forgotten is not None else first or last)
     if not places:
         return text, None, False
     begin, end_of_tag = places
