@@ -78,8 +78,8 @@ def _gptq(rng: np.random.Generator, bits: int = 4, *, second: str = "", is_by_ac
         "o.scales": scales.T,
         "o.g_idx": order.astype(np.int32),
     }
-    stated = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": is_by_activation}
-    stated |= {second: "gptq_v2"} if second else {}
+    stated: dict[str, Any] = {"quant_method": "gptq", "bits": bits} | ({second: "gptq_v2"} if second else {})
+    stated |= {"group_size": GROUP, "desc_act": True} if is_by_activation else {}
     return stated, tensors, _meant(q, zeros, scales, order)
 
 
