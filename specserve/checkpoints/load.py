@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from specserve.checkpoints.lazy import Index, LazyQuantized, LazyTensor, as_floats
+from specserve.checkpoints.packed import is_stored
 from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_weight, read_storing
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
@@ -43,8 +44,8 @@ Quantization = Literal["none", "stored", "int8", "fp8", "int4"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "stored", "int8", "fp8", "int4")
 
 TIED, AS_VOCABULARY = "tied to the embedding", "read as the draft vocabulary"
-_COMPUTED = "rotary buffers, computed here"
-_NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED))  # reasons that a user need not know
+_COMPUTED, _ZEROS = "rotary buffers, computed here", "biases of zeros, which add nothing"
+_NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED, _ZEROS))  # reasons that a user need not know
 _HASHING = r"(.*\.)?ple_embedding\.(layer_multipliers|ngram_heads_(offsets|vocab_sizes))"
 _SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, _HASHING: "numbers of hashes, computed here", **UNUSED_SCALES}
 # layers of multi-token prediction, by family
@@ -268,7 +269,7 @@ def _open_all(
                 problems.append(f"{where}: {name} has shape {got}, config.json says {shape}")
         if len({weight.layout for weight in opened[-1]}) > 1:
             problems.append(f"{spec.name} is not stored alike for every expert")
-    problems += _account_for(tensors.names() - used, tensors.folder, skipped)
+    problems += _account_for(tensors.names() - used, tensors, skipped)
     if problems:
         raise CheckpointError(
             f"{tensors.folder}: {listed(list(dict.fromkeys(problems)))}. Is config.json the config of another model?"
@@ -276,16 +277,19 @@ def _open_all(
     return opened
 
 
-def _account_for(names: frozenset[str], folder: Path, skipped: Mapping[str, str]) -> list[str]:
+def _account_for(names: frozenset[str], tensors: TensorFolder, skipped: Mapping[str, str]) -> list[str]:
     """Log which tensors are not loaded, and why. Return those without a reason as problems."""
     reasons = {name: [why for pattern, why in skipped.items() if re.fullmatch(pattern, name)] for name in names}
+    for name in [name for name in names if name.endswith(".bias") and not reasons[name]]:  # as AutoGPTQ writes them
+        if is_stored(tensors.names(), f"{name.removesuffix('bias')}weight") and not tensors.read(name).any():
+            reasons[name] = [_ZEROS]
     counts = Counter(why[0] for why in reasons.values() if why)
     if counts:
         counted = ", ".join(f"{count} ({why})" for why, count in sorted(counts.items()))
         level = logging.INFO
         if counts.keys() <= _NOT_MISSED:
             level = logging.DEBUG
-        logger.log(level, "%s: tensors that are not loaded: %s", folder, counted)
+        logger.log(level, "%s: tensors that are not loaded: %s", tensors.folder, counted)
     return [f"{name} is not part of this architecture" for name in sorted(names) if not reasons[name]]
 
 

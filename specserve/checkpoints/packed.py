@@ -19,7 +19,6 @@ Others are floats.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor, blocks_of, fp4_values
-from specserve.checkpoints.tensors import TensorFolder
+from specserve.checkpoints.tensors import TensorFolder, mlx_base
 from specserve.errors import CheckpointError
 
 Packing = Literal["", "awq", "gptq", "compressed", "mlx"]
@@ -78,12 +77,13 @@ class Storing:
     bits: int = 4  # of a packed value
     group: int = 0  # inputs that share a scale in words; 0: not stated
     zero_step: int = 0  # to be added to a stored zero
+    needed: tuple[str, ...] = ()  # tensors beside each weight in words, without which it would be read otherwise
     others: tuple[tuple[str, "Storing"], ...] = ()  # of layers that are stored otherwise, by name
 
     def group_of(self, num_in: int, num_groups: int, where: str) -> int:
         """Return the inputs of a group, of which a weight has so many. Raises CheckpointError where they do not cover
         its inputs."""
-        size = num_in if num_groups == 1 else self.group or num_in // num_groups
+        size = max(1, num_in if num_groups == 1 else self.group or num_in // max(1, num_groups))
         if -(-num_in // size) != num_groups:
             raise CheckpointError(f"{where}: {num_groups} groups of {size} inputs do not cover {num_in}")
         return size
@@ -98,9 +98,12 @@ def open_packed(tensors: TensorFolder, name: str, storing: Storing) -> Opened | 
     """Open a weight that is packed; None: it is not. Raises CheckpointError for parts that are missing or do not fit
     each other."""
     parts, base = _Parts(tensors, name), name.removesuffix(".weight")
-    own, of_mlx = dict(storing.others), re.sub(r"\.experts\.\d+\.", ".switch_mlp.", base)  # as its settings name them
-    storing = own.get(base, own.get(of_mlx, storing))
-    packing = storing.packing
+    own = dict(storing.others)
+    storing = own.get(base, own.get(mlx_base(base), storing))
+    packing, words = storing.packing, (f"{base}.qweight", f"{name}_packed")
+    for part in storing.needed if any(map(parts.has, words)) else ():
+        if not parts.has(f"{base}.{part}"):
+            raise CheckpointError(f"{name} is packed, and {base}.{part} is missing")
     if parts.has(f"{name}_global_scale") or parts.has(f"{name}_scale_2"):
         return _open_nvfp4(parts, name)
     if packing in ("awq", "gptq") and parts.has(f"{base}.qweight"):

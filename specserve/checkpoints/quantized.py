@@ -100,12 +100,15 @@ def _storing(stated: Mapping[str, Any], where: str) -> Storing:
         return Storing(packing="awq", bits=_bits(stated, where, method, (4,)), group=_group(stated))
     if method == "gptq":
         steps = {"gptq": 1, "gptq_v2": 0}
-        if (layout := stated.get("checkpoint_format", "gptq")) in steps:
+        if (layout := stated.get("checkpoint_format", stated.get("format", "gptq"))) in steps:
             bits = _bits(stated, where, method, (2, 4, 8))
-            return Storing(packing="gptq", bits=bits, group=_group(stated), zero_step=steps[layout])
+            needed = ("g_idx",) if stated.get("desc_act") is True and _group(stated) else ()
+            return Storing(packing="gptq", bits=bits, group=_group(stated), zero_step=steps[layout], needed=needed)
     if method != "compressed-tensors":
         more = "".join(
-            f", {key} {stated[key]!r}" for key in ("version", "checkpoint_format", "quant_algo") if key in stated
+            f", {key} {stated[key]!r}"
+            for key in ("version", "checkpoint_format", "format", "quant_algo")
+            if key in stated
         )
         raise CheckpointError(
             f"{where}: weights are quantised by {method!r}{more}; fp8, fbgemm_fp8, modelopt (FP8, NVFP4), "
@@ -116,6 +119,10 @@ def _storing(stated: Mapping[str, Any], where: str) -> Storing:
 
 
 def _compressed(stated: Mapping[str, Any], where: str) -> Storing:
+    if stated.get("transform_config"):
+        raise CheckpointError(
+            f"{where}: transform_config turns activations before they meet weights, which is not read"
+        )
     found = set()
     for group in (stated.get("config_groups") or {}).values():
         weights, layout = group.get("weights") or {}, group.get("format") or stated.get("format")
@@ -124,7 +131,9 @@ def _compressed(stated: Mapping[str, Any], where: str) -> Storing:
         is_nvfp4 = layout == "nvfp4-pack-quantized" and bits == 4
         is_plain = bits == 8 and strategy in ("tensor", "channel", "block") and symmetric is not False
         if is_packed:
-            found.add(Storing(packing="compressed", bits=bits, group=_group(weights)))
+            needed = ("weight_zero_point",) if symmetric is False else ()
+            needed += ("weight_g_idx",) if weights.get("actorder") in ("group", "dynamic", True) else ()
+            found.add(Storing(packing="compressed", bits=bits, group=_group(weights), needed=needed))
         elif is_nvfp4 or (is_plain and not str(layout).endswith("pack-quantized")):
             found.add(Storing(_pair(weights.get("block_structure")) if strategy == "block" else PLAIN.block))
         else:
@@ -148,7 +157,7 @@ def _group(stated: Mapping[str, Any]) -> int:
 
 def _bits(stated: Mapping[str, Any], where: str, method: str, allowed: tuple[int, ...]) -> int:
     bits = stated.get("bits", stated.get("w_bit"))
-    if bits not in allowed:
+    if type(bits) is not int or bits not in allowed:
         raise CheckpointError(
             f"{where}: {method} of {bits!r} bits; {' or '.join(map(str, allowed))} can be read. Take the model as it "
             "was before it was quantised"

@@ -56,7 +56,16 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 # all experts in one tensor, and whose rows of an expert stand in it, in this order
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_OF_MLX = re.compile(r"(.+)\.switch_mlp\.(\w+\.\w+)")  # MLX's name of all experts' parts in one tensor
+_OF_MLX = re.compile(r"(.+)\.switch_mlp\.(\w+)\.(\w+)")  # MLX's name of all experts' parts in one tensor
+# its names of Mixtral's matrices, which it calls as those of others
+_OF_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+def mlx_base(base: str) -> str:
+    """Return MLX's name of the weight that all experts' of this name are in; the name itself of any other."""
+    name = re.sub(r"\.experts\.\d+\.", ".switch_mlp.", base)
+    theirs = {ours: name for name, ours in _OF_MIXTRAL.items()}
+    return re.sub(r"\w+$", lambda part: theirs.get(part[0], part[0]), name) if "switch_mlp" in name else name
 
 
 @dataclass(frozen=True)
@@ -104,8 +113,9 @@ class TensorFolder:
             match, entry = _OF_MLX.fullmatch(name), self._entries[name]
             if match and isinstance(entry, TensorEntry) and len(entry.shape) == 3:
                 del self._entries[name]
+                part = _OF_MIXTRAL.get(match[2], match[2]) if match[1].endswith("block_sparse_moe") else match[2]
                 for i in range(entry.shape[0]):
-                    self._entries[f"{match[1]}.experts.{i}.{match[2]}"] = entry.part(i, entry.shape[1])
+                    self._entries[f"{match[1]}.experts.{i}.{part}.{match[3]}"] = entry.part(i, entry.shape[1])
 
     def names(self) -> frozenset[str]:
         return frozenset(self._entries)

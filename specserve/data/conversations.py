@@ -35,6 +35,7 @@ ROLES = {
     "bot": "assistant",
     "model": "assistant",
     "tool": "tool",
+    "function": "tool",
 }
 TEXT_ROLE = "text"  # the one message of a plain document, which no template touches
 MESSAGE_FIELDS = frozenset(
@@ -181,7 +182,7 @@ class Columns:
         renamed: dict[str, Any] = {
             "category": row.get(self.category) or "",
             "tools": row.get(self.tools or "tools"),
-            "chat_template_kwargs": row.get("chat_template_kwargs"),
+            **{name: row.get(name) for name in ("functions", "system", "chat_template_kwargs") if name != self.tools},
         }
         if self.messages:
             return renamed | {"messages": row[self.messages]}
@@ -247,8 +248,9 @@ def split_of(row: Row) -> Split:
 
 def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_answers: bool = True) -> Row:
     """Read one row: ready token ids (`input_ids`, `loss_mask`), ShareGPT (`conversations` of from/value), OpenAI
-    (`messages` or `conversations` of role/content) or a plain document (`text`). A chat may have `tools` and
-    `chat_template_kwargs`. A column that is null is as good as not there, and what has a structure may be JSON text.
+    (`messages` or `conversations` of role/content) or a plain document (`text`). A chat may have `tools` (or
+    `functions`, OpenAI's former word), a `system` message apart, and `chat_template_kwargs`. A column that is null is
+    as good as not there, and what has a structure may be JSON text.
 
     Token ids are checked against `vocab_size` where it is given. A chat must have an answer to learn from, unless only
     its questions are used. Raises BadRowError.
@@ -263,11 +265,19 @@ def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_ans
         return _parse_tokens(filled, category, source, vocab_size)
     if "messages" in filled or "conversations" in filled:
         turns = _parse_turns(filled.get("messages", filled.get("conversations")))
+        if system := _text(filled.get("system", ""), "system", may_be_empty=True):
+            if turns[0].role == "system" and turns[0].content != system:
+                raise BadRowError("system is not what the first message says")
+            turns = turns if turns[0].role == "system" else (Message("system", system), *turns)
         if needs_answers and not any(message.role == "assistant" for message in turns):
             raise BadRowError("no assistant message")
-        tools = _objects(filled.get("tools"), "tools")
+        tools, functions = ([*map(_wrapped, _objects(filled.get(name), name))] for name in ("tools", "functions"))
+        if tools and functions and tools != functions:
+            raise BadRowError("tools and functions are not the same")
         kwargs = _object(filled.get("chat_template_kwargs"), "chat_template_kwargs")
-        return Conversation(turns, category, source, tools=_to_json(tools), template_kwargs=_to_json(kwargs))
+        return Conversation(
+            turns, category, source, tools=_to_json(tools or functions), template_kwargs=_to_json(kwargs)
+        )
     if "text" in filled:
         return Conversation((Message(TEXT_ROLE, _text(filled["text"], "text")),), category, source)
     raise BadRowError("none of the fields conversations, messages, text, input_ids")
@@ -318,11 +328,13 @@ def _parse_turn(turn: object) -> Message:
     role, content = _either(turn, "role", "from"), _either(turn, "content", "value")
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise BadRowError(f"unknown role {role!r:.40}")
-    if turn.get("function_call"):
-        raise BadRowError("a message has a function_call; give it as tool_calls")
     role = ROLES[role.lower()]
     reasoning = _reasoning(turn)
     calls = [_parse_call(call) for call in _objects(turn.get("tool_calls"), "tool_calls")]
+    if former := _object(turn.get("function_call"), "function_call"):
+        if calls:
+            raise BadRowError("a message has a function_call beside tool_calls")
+        calls = [_parse_call(former)]
     if role != "assistant" and (calls or reasoning):
         raise BadRowError(f"a message of the {role} has {'tool_calls' if calls else 'reasoning'}")
     content = _content(content, may_be_null=bool(calls), may_be_empty=bool(calls) or role == "tool")
@@ -352,6 +364,11 @@ def _reasoning(turn: Mapping[Any, Any]) -> str:
     if len(texts) > 1:
         raise BadRowError(f"a message has several reasonings, in {' and '.join(REASONING_NAMES)}")
     return next(iter(texts), "")
+
+
+def _wrapped(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool in the form in which the server gives it to templates, where it is a bare function."""
+    return {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool
 
 
 def _parse_call(call: Mapping[str, Any]) -> dict[str, Any]:

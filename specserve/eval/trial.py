@@ -28,11 +28,10 @@ from specserve.drafters.learning import Rollout, Rows
 from specserve.drafters.registry import check_trained
 from specserve.errors import DataError, SpecServeError
 from specserve.eval.prompts import load_questions, render
-from specserve.interop.convert import write_head
 from specserve.interop.doctor import RUNNING
 from specserve.interop.findings import Copy, Finding, Repair
 from specserve.interop.formats import format_of
-from specserve.interop.head import load_head
+from specserve.interop.head import load_head, write_head
 from specserve.interop.notes import read_notes
 from specserve.kernels.rows import Documents
 from specserve.mesh import default_dtype

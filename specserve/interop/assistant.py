@@ -14,7 +14,7 @@ from specserve.checkpoints.load import AS_VOCABULARY, TIED, Quantization, Target
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.gemma_assistant.config import AssistantConfig
 from specserve.drafters.gemma_assistant.drafter import Assistant
-from specserve.drafters.gemma_assistant.model import ORDERING
+from specserve.drafters.gemma_assistant.model import ORDERING, AssistantParams
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.findings import Dialect
@@ -22,7 +22,6 @@ from specserve.interop.format import HeadFormat
 from specserve.interop.key_checks import is_read
 from specserve.interop.keys import HARMLESS, QUANTIZATIONS, architectures, inner
 from specserve.interop.notes import other_target
-from specserve.interop.published import stored_scales
 from specserve.mesh import put
 from specserve.models.cache import DRAFT_REACH
 from specserve.models.config import LayerKind, ModelConfig
@@ -70,22 +69,16 @@ class AssistantFormat(HeadFormat):
                 f"{folder}: an assistant of {heads} heads reads the target's own pages, where this mesh has {most} KV "
                 "heads, one for each device; give a smaller --mesh tensor=N"
             )
-        tensors, where = TensorFolder(folder), str(folder / CONFIG)
-        spec, places = drafter.spec(), drafter.place(mesh) if mesh is not None else None
-        ordering = spec.ordering and _ordering(tensors, drafter.vocab_size, folder)
-        params = load_params(
-            dataclasses.replace(spec, ordering=None),
-            tensors,
-            dtype,
-            shardings=places and dataclasses.replace(places, ordering=None),
-            skipped={**self.skipped, re.escape(ORDERING): AS_VOCABULARY},
-            quantization=quantization,
-            option="--draft-quantization",
-            storing=stored_scales(read_json(folder / CONFIG), tensors, where),
-        )
-        if ordering is not None:
-            params = dataclasses.replace(params, ordering=put(ordering, places and places.ordering))
-        return Head(drafter, params, np.arange(drafter.vocab_size, dtype=np.int32))
+        return super().load(folder, target, dtype=dtype, mesh=mesh, quantization=quantization)
+
+    def params(self, drafter: Any, tensors: TensorFolder, dtype: str, how: dict[str, Any]) -> AssistantParams:
+        if drafter.spec().ordering is None:
+            return super().params(drafter, tensors, dtype, how)
+        ordering, places = _ordering(tensors, drafter.vocab_size), how["shardings"]
+        how |= {"shardings": places and dataclasses.replace(places, ordering=None)}
+        how |= {"skipped": how["skipped"] | {re.escape(ORDERING): AS_VOCABULARY}}
+        params = load_params(dataclasses.replace(drafter.spec(), ordering=None), tensors, dtype, **how)
+        return dataclasses.replace(params, ordering=put(ordering, places and places.ordering))
 
     def files(
         self, head: Head, target: Target, *, dtype: str, dialect: Dialect, target_name: str
@@ -93,11 +86,11 @@ class AssistantFormat(HeadFormat):
         raise CheckpointError("an assistant is not written anew; copy the folder that it was published in")
 
 
-def _ordering(tensors: TensorFolder, vocab_size: int, folder: Path) -> np.ndarray:  # [vocab] float32
+def _ordering(tensors: TensorFolder, vocab_size: int) -> np.ndarray:  # [vocab] float32
     """Read the tokens in the order of their clusters. Raises CheckpointError unless each token is there once."""
     found = tensors.read(ORDERING) if ORDERING in tensors.names() else np.zeros(0)
     if not np.array_equal(np.sort(found), np.arange(vocab_size)):
-        raise CheckpointError(f"{folder}: {ORDERING} must name each of the {vocab_size} tokens once")
+        raise CheckpointError(f"{tensors.folder}: {ORDERING} must name each of the {vocab_size} tokens once")
     return found.astype(np.float32)
 
 

@@ -3,23 +3,19 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from specserve.checkpoints.load import Target, end_ids
-from specserve.checkpoints.source import NOTES_FILE
-from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, listed, read_json, write_json, write_tensors
+from specserve.checkpoints.tensors import CONFIG, listed, read_json
 from specserve.drafters.interface import Head
 from specserve.drafters.registry import CARRIED, check_trained
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop import doctor
 from specserve.interop.findings import Dialect, stored_dtype
 from specserve.interop.formats import format_for, format_of
-from specserve.interop.head import head_files, load_head
+from specserve.interop.head import head_files, load_head, write_head
 from specserve.interop.notes import read_notes
 from specserve.models.families.table import model_config
 from specserve.models.rope import yarn_magnitude
@@ -113,13 +109,6 @@ def check_output(folder: Path, output: Path, *, is_forced: bool) -> None:
         raise CheckpointError(f"{output} is a file; give a folder to write")
     if output.is_dir() and any(output.iterdir()) and not is_forced:
         raise CheckpointError(f"{output} is not empty; give another folder to write, or --force to write into it")
-
-
-def write_head(folder: Path, tensors: Mapping[str, np.ndarray], raw: Mapping[str, Any], notes: dict[str, Any]) -> None:
-    write_tensors(folder / SINGLE_FILE, tensors)
-    write_json(folder / CONFIG, raw)
-    if notes:
-        write_json(folder / NOTES_FILE, notes)
 
 
 def write_folder(output: Path, write: Callable[[Path], None]) -> None:

@@ -117,6 +117,13 @@ def given(*parts: str) -> Callable[[Callable[..., Iterable[Finding]]], Callable[
     return decorate
 
 
+def describe_layers(config: ModelConfig, **own: object) -> dict[str, str]:
+    """Describe a head's layers by their sizes, and which tables are its `own`."""
+    heads = f"{config.num_heads} heads of {config.head_dim} ({config.num_kv_heads} KV)"
+    tables = {name.replace("_", " "): "its own" if has_own else "the target's" for name, has_own in own.items()}
+    return {"width": f"{config.d_model}, MLP {config.d_ff}, {heads}", **tables}
+
+
 def check_num_layers(stated: object, counted: int) -> Iterator[Finding]:
     """Check that as many layers are stated as there are tensors of."""
     if stated == counted:

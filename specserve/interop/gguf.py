@@ -13,6 +13,7 @@ from specserve.checkpoints.gguf.folder import show_as_folder
 from specserve.checkpoints.gguf.weights import NAMES_FILE
 from specserve.checkpoints.tensors import CONFIG
 from specserve.errors import CheckpointError
+from specserve.interop.dflash.dialects import SELECTOR
 from specserve.interop.keys import FULL, SLIDING
 from specserve.interop.published import D2T
 
@@ -34,7 +35,6 @@ markov_w1 markov_head.markov_w1, markov_w2 markov_head.markov_w2, conf_proj conf
 """,
 }
 _LOOKED_UP = ("token_embd.weight", "markov_w1.weight", "selector_predecessor.weight", "selector_successor.weight")
-_SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _CONFIDENCE = "conf_proj.weight"
 _UNUSED = ("vocab_size", "rope.dimension_sections", "markov_rank")  # shown by tensors; over text alone the axes are one
 
@@ -119,7 +119,7 @@ def _dflash(facts: Facts) -> dict[str, Any]:
         kinds = [SLIDING if slides else FULL for slides in facts.listed("attention.sliding_window_pattern")]
         config |= {"layer_types": kinds, "sliding_window": window, "use_sliding_window": SLIDING in kinds}
     if "selector_hidden.weight" in tensors:
-        return config | {"architectures": ["DFlash2DraftModel"], **{key: facts.get(key) for key in _SELECTOR}}
+        return config | {"architectures": ["DFlash2DraftModel"], **{key: facts.get(key) for key in SELECTOR}}
     if "markov_w1.weight" not in tensors:
         return config | {"architectures": ["DFlashDraftModel"]}
     inputs = tensors[_CONFIDENCE].shape[-1] if _CONFIDENCE in tensors else 0

@@ -1,6 +1,7 @@
 """Draft heads on disk: written in the SGLang layout, read from any dialect, with `specserve.json` beside the weights
 to remember the target and what was measured."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,18 @@ def save_head(folder: Path, head: Head, target: Target, *, dtype: str, notes: di
     tensors, raw = head_files(head, target, dtype=dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(folder / SINGLE_FILE, tensors)
-        write_json(folder / CONFIG, raw)
-        write_json(folder / NOTES_FILE, notes)
+        write_head(folder, tensors, raw, notes)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: the head cannot be written ({error}); make room, and go on with --resume"
         ) from error
+
+
+def write_head(folder: Path, tensors: Mapping[str, np.ndarray], raw: Mapping[str, Any], notes: dict[str, Any]) -> None:
+    write_tensors(folder / SINGLE_FILE, tensors)
+    write_json(folder / CONFIG, raw)
+    if notes:
+        write_json(folder / NOTES_FILE, notes)
 
 
 def head_files(

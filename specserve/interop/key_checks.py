@@ -8,7 +8,7 @@ from typing import Any
 from specserve.checkpoints.tensors import CONFIG
 from specserve.errors import ConfigError
 from specserve.interop.findings import FAULTS, LAYERS, Finding, put, refuse
-from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY, SCALING, SLIDING, Stated, architectures, within
+from specserve.interop.keys import OLD_ROPE, ROPE, ROTARY, SCALING, SLIDING, Stated, architectures, is_count, within
 from specserve.interop.repairs import write_rope
 from specserve.models.families.table import model_config
 from specserve.models.rope import Rope
@@ -70,6 +70,17 @@ def check_sizes(wrong: Mapping[str, Any], expected: str = "positive whole number
             f"{key} is missing" if value is None else f"{key} is {value!r}" for key, value in wrong.items()
         )
         yield CHECKS["config-keys"].found(CONFIG, expected, got, named=named)
+
+
+def check_mask_token(stated: Stated) -> Iterator[Finding]:
+    """Check that the token of masked slots is one of the target's."""
+    key, vocab_size = "mask_token_id", stated.get("vocab_size")
+    mask = stated.get(key)
+    if is_count(vocab_size) and (type(mask) is not int or not 0 <= mask < vocab_size):
+        got = _listed(stated.found.get(key, {})) or "not stated"
+        yield FAULTS["masks"]["mask-token"].found(
+            f"{CONFIG}: {key}", f"a token of the target's, 0..{vocab_size - 1}", got
+        )
 
 
 def check_windows(stated: Stated, read: Callable[[Stated], object]) -> Iterator[Finding]:

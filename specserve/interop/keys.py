@@ -272,7 +272,5 @@ def within(value: Any, *path: str | int) -> Any:
 
 def architectures(raw: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of model classes that a config.json states."""
-    stated = raw.get("architectures")
-    if not isinstance(stated, list):
-        return frozenset()
-    return frozenset(map(str, stated))
+    stated = raw.get("architectures") or ()
+    return frozenset(map(str, stated) if isinstance(stated, list) else [str(stated)] if stated else ())

@@ -1,15 +1,15 @@
 """Changes of a head's files that undo slips, as far as they are the same for the `repairs` of all kinds."""
 
 import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from specserve.checkpoints.load import Target
+from specserve.checkpoints.tensors import read_json
 from specserve.interop.findings import Copy, Fix, Renamer, Repair
-from specserve.interop.keys import FULL, OLD_ROPE, ROPE, ROTARY, SLIDING, Stated, is_count
+from specserve.interop.keys import FULL, OLD_ROPE, ROPE, ROTARY, SLIDING, Stated, find, inner, is_count
 from specserve.interop.published import rope_keys
 from specserve.models.config import ModelConfig
 from specserve.models.rope import Rope, plain_rope
@@ -133,12 +133,24 @@ def of_products(rename: Renamer, layer: str, names: frozenset[str], *, is_square
 
 
 def tap_layers(
-    taps: tuple[int, ...], choices: Iterable[tuple[int, ...]], num_layers: int, write: Callable[[tuple[int, ...]], Fix]
+    taps: tuple[int, ...], usual: tuple[int, ...], num_layers: int, write: Callable[[tuple[int, ...]], Fix]
 ) -> Iterator[Repair]:
-    """List repairs with other layers as taps, as far as the target has them."""
-    for layers in dict.fromkeys(choices):
+    """List repairs with other layers as taps, as far as the target has them: all of them one layer off, as the other
+    way of counting has them, and the usual ones, if there are any."""
+    for layers in dict.fromkeys((*(tuple(i + by for i in taps) for by in (1, -1)), usual or taps)):
         if layers != taps and all(0 <= i < num_layers for i in layers):
             yield Repair(f"the taps are the outputs of layers {list(layers)}", write(layers))
+
+
+def set_taps(put: Callable[..., Fix], counted: Mapping[str, int], layers: Sequence[int], unstated: Fix) -> Fix:
+    """Write the taps under each of these keys that is stated, as it counts; `unstated` writes them where none is."""
+
+    def fix(repaired: Copy) -> None:
+        stated = [key for key in counted if any(find(repaired.raw, (key,)))]
+        for each in [put(**{key: [i + counted[key] for i in layers]}) for key in stated] or [unstated]:
+            each(repaired)
+
+    return fix
 
 
 def of_windows(windows: Sequence[int], stated: Stated, *nested: str) -> Iterator[Repair]:
@@ -179,8 +191,8 @@ def masks(target: Target, stated: int) -> list[int]:
     found = [target.config.vocab_size - 1]
     for name in ("tokenizer_config.json", "config.json"):
         path = target.folder / name
-        raw = json.loads(path.read_text()) if path.is_file() else {}
-        added = raw.get("added_tokens_decoder") or {}
+        raw: Mapping[str, Any] = read_json(path) if path.is_file() else {}
+        added = inner(raw, "added_tokens_decoder")
         found += [int(i) for i, token in added.items() if "mask" in str(token.get("content", "")).lower()]
         special = [raw.get(key) for key in _SPECIAL]
         found += [i for each in special for i in (each if isinstance(each, list) else [each]) if type(i) is int]

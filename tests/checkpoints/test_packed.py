@@ -69,16 +69,17 @@ def _awq(rng: np.random.Generator) -> Made:
     return {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, tensors, _meant(q, zeros, scales)
 
 
-def _gptq(rng: np.random.Generator, bits: int = 4, *, is_second: bool = False, is_by_activation: bool = False) -> Made:
+def _gptq(rng: np.random.Generator, bits: int = 4, *, second: str = "", is_by_activation: bool = False) -> Made:
     q, zeros, scales = _numbers(rng, bits)
     order = rng.permutation(D_IN) // GROUP if is_by_activation else np.arange(D_IN) // GROUP
     tensors = {
         "o.qweight": _words(q, bits).T,
-        "o.qzeros": _words((zeros - (not is_second)).T, bits),
+        "o.qzeros": _words((zeros - (not second)).T, bits),
         "o.scales": scales.T,
         "o.g_idx": order.astype(np.int32),
     }
-    stated = {"quant_method": "gptq", "bits": bits} | ({"checkpoint_format": "gptq_v2"} if is_second else {})
+    stated: dict[str, Any] = {"quant_method": "gptq", "bits": bits} | ({second: "gptq_v2"} if second else {})
+    stated |= {"group_size": GROUP, "desc_act": True} if is_by_activation else {}
     return stated, tensors, _meant(q, zeros, scales, order)
 
 
@@ -135,7 +136,8 @@ LAYOUTS: dict[str, Callable[[np.random.Generator], Made]] = {
     "gptq": _gptq,
     "gptq of 2 bits": lambda rng: _gptq(rng, 2),
     "gptq of 8 bits": lambda rng: _gptq(rng, 8),
-    "gptq_v2": lambda rng: _gptq(rng, is_second=True),
+    "gptq_v2": lambda rng: _gptq(rng, second="checkpoint_format"),
+    "gptq_v2 by its other key": lambda rng: _gptq(rng, second="format"),
     "gptq by activation": lambda rng: _gptq(rng, is_by_activation=True),
     "compressed": _compressed,
     "compressed of 8 bits": lambda rng: _compressed(rng, 8),
@@ -225,6 +227,7 @@ def test_a_packed_target_is_the_widened_one(tmp_path: Path, rng: np.random.Gener
             f"{base}qweight": _words(q, 4).T,
             f"{base}qzeros": _words((zeros - 1).T, 4),
             f"{base}scales": scales.T,
+            f"{base}bias": np.zeros(out, np.float16),  # AutoGPTQ writes such ones
         }
         widened[name] = (q - np.repeat(zeros, 8, 1)) * np.repeat(scales, 8, 1).astype(np.float32)
     for folder, tensors in zip(folders, (packed, widened), strict=True):
@@ -232,14 +235,22 @@ def test_a_packed_target_is_the_widened_one(tmp_path: Path, rng: np.random.Gener
     (folders[0] / "config.json").write_text(json.dumps(raw), "utf-8-sig")
     one, other = (load_target(folder, dtype="float32").params for folder in folders)
     jax.tree.map(np.testing.assert_array_equal, one, other)
+    packed[f"{base}bias"][1] = 1
+    write_tensors(folders[0] / "model.safetensors", packed)
+    with pytest.raises(CheckpointError, match=f"{re.escape(base)}bias is not part of this architecture"):
+        load_target(folders[0], dtype="float32")
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_experts_that_mlx_keeps_in_one_tensor_are_those_of_the_checkpoint(
-    tmp_path: Path, rng: np.random.Generator
+    tmp_path: Path, rng: np.random.Generator, family: str
 ) -> None:
-    """Beside a router of other bits."""
+    """Beside a router of other bits, and in MLX's own names of the matrices, which are one family's names of all; with
+    bits of one expert's matrix that are stated apart."""
     folders = tmp_path / "packed", tmp_path / "widened"
     raw = spread.MODELS["experts"] | {"num_hidden_layers": 1, "num_experts": 2}
+    if family == "mixtral":
+        raw |= {"model_type": family, "num_local_experts": 2, "architectures": ["MixtralForCausalLM"]}
     stated: dict[str, Any] = {"bits": 4, "group_size": 8}
     for folder in folders:
         folder.mkdir()
@@ -247,19 +258,24 @@ def test_experts_that_mlx_keeps_in_one_tensor_are_those_of_the_checkpoint(
     stored = TensorFolder(folders[0])
     packed, widened = ({name: stored.read(name) for name in stored.names()} for _ in folders)
     stacked: dict[str, list[np.ndarray]] = {}
-    for name in sorted(name for name in packed if ".mlp." in name):
+    for name in sorted(name for name in packed if ".mlp." in name or ".block_sparse_moe." in name):
         is_router, base = ".gate." in name, name.removesuffix(".weight")
-        bits = 8 if is_router else 4
+        mlx = re.sub(r"experts\.\d+", "switch_mlp", base)
+        for own, theirs in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+            mlx = mlx.replace(f".{own}", f".{theirs}")
+        bits = 8 if is_router or "down" in mlx else 4
         out, num_in = packed.pop(name).shape
         q = rng.integers(0, 1 << bits, (out, num_in))
         scales, biases = rng.uniform(0.01, 0.02, (2, out, num_in // 8)).astype(np.float16)
         widened[name] = q * np.repeat(scales, 8, 1).astype(np.float32) + np.repeat(biases, 8, 1).astype(np.float32)
         parts = {"weight": _words(q, bits).view(np.uint32), "scales": scales, "biases": biases}
+        if bits == 8:
+            stated[mlx] = {"bits": 8, "group_size": 8}
         for part, value in parts.items():
             if is_router:
-                packed[f"{base}.{part}"], stated[base] = value, {"bits": 8, "group_size": 8}
+                packed[f"{base}.{part}"] = value
             else:
-                stacked.setdefault(re.sub(r"experts\.\d+", "switch_mlp", f"{base}.{part}"), []).append(value)
+                stacked.setdefault(f"{mlx}.{part}", []).append(value)
     packed |= {name: np.stack(values) for name, values in stacked.items()}
     for folder, tensors in zip(folders, (packed, widened), strict=True):
         write_tensors(folder / "model.safetensors", tensors)
@@ -284,6 +300,9 @@ def test_inputs_that_fill_no_word_are_cut(tmp_path: Path, rng: np.random.Generat
         ("gptq", {"o.qweight": np.ones((6, D_OUT), np.int16)}, r"o.qweight is int16 \[6, 24\], expected"),
         ("gptq", {"o.g_idx": np.full(D_IN, 9, np.int32)}, "o.g_idx names groups from 9 to 9 of 3"),
         ("compressed", {"o.weight_shape": np.array([D_OUT, 99])}, r"o.weight_shape says \[24, 99\], which"),
+        ("gptq", {"o.qweight": np.ones((0, D_OUT), np.int32), "o.g_idx": None}, "3 groups of 1 inputs do not cover 0"),
+        ("gptq by activation", {"o.g_idx": None}, "o.g_idx is missing"),
+        ("compressed with zeros", {"o.weight_zero_point": None}, "o.weight_zero_point is missing"),
         ("mlx", {"o.biases": None}, "o.biases is missing"),
         ("nvfp4 of ModelOpt", {"o.weight_scale": np.ones((D_OUT, 2), ml_dtypes.float8_e4m3fn)}, r"\[24, 2\], expected"),
         ("nvfp4 of ModelOpt", {"o.weight_scale_2": np.float32(np.nan)}, r"o.weight_scale_2 is \[nan\], expected one"),

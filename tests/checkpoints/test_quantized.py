@@ -255,6 +255,7 @@ def test_the_blocks_of_scales_are_as_config_json_says() -> None:
     ("stated", "words"),
     [
         ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "quantised by 'awq', version 'marlin'"),
+        ({"quant_method": "awq", "bits": 4.0}, "awq of 4.0 bits; 4 can be read"),
         ({"quant_method": "awq", "bits": 8}, "awq of 8 bits; 4 can be read"),
         ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits; 2 or 4 or 8 can"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'gptq', checkpoint_format 'marlin'"),
@@ -267,6 +268,11 @@ def test_the_blocks_of_scales_are_as_config_json_says() -> None:
             "of 3 bits by group, pack-quantized",
         ),
         (_compressed(strategy="group"), "of 8 bits by group"),
+        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "'gptq', format 'marlin'"),
+        (
+            _compressed() | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+            "transform_config turns",
+        ),
         (_compressed(symmetric=False), "asymmetric"),
         (_compressed(strategy="tensor_group") | {"format": "pack-quantized"}, "8 bits by tensor_group, pack-quantized"),
         ("fp8", "quantization_config makes no sense: 'fp8'"),

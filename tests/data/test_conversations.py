@@ -40,6 +40,7 @@ DIALECTS = [
     },
 ]
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 
 def _calls(*calls: Any) -> dict[str, Any]:
@@ -70,8 +71,19 @@ BAD_ROWS = [
     ),
     ({"messages": [{"role": "assistant", "content": "a", "reasoning": 3}]}, "a message's reasoning is not text"),
     (
-        {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f"}}]},
-        "a message has a function_call; give it as tool_calls",
+        {"messages": [{"role": "assistant", "function_call": {"name": "f"}, "tool_calls": [{"name": "f"}]}]},
+        "a message has a function_call beside tool_calls",
+    ),
+    ({"messages": [{"role": "function", "content": None}]}, "a message's content is not text"),
+    ({"messages": CHAT, "functions": "f"}, "functions is not JSON"),
+    (
+        {"messages": CHAT, "functions": [{"name": "f"}], "tools": [{"name": "g"}]},
+        "tools and functions are not the same",
+    ),
+    ({"messages": CHAT, "system": 3}, "system is not text"),
+    (
+        {"messages": [{"role": "system", "content": "a"}, *CHAT], "system": "b"},
+        "system is not what the first message says",
     ),
     (_calls({"function": "f"}), "a tool call has no function name"),
     (_calls({"arguments": {}}), "a tool call has no function name"),
@@ -160,6 +172,10 @@ def _with(turn: int, **fields: Any) -> dict[str, Any]:
         _with(1, tool_calls=[{"id": "c1", "name": "add", "arguments": {"a": 1, "b": "é"}}]),
         _with(1, reasoning_content=None, thinking="hm", reasoning=""),
         _with(3, tool_calls=[], reasoning="", name=None, tool_call_id=None),
+        WITH_TOOLS | {"tools": [TOOLS[0]["function"]]},
+        WITH_TOOLS | {"tools": None, "functions": json.dumps([TOOLS[0]["function"]])},
+        WITH_TOOLS | {"functions": [TOOLS[0]["function"]]},
+        _with(2, role="function"),
     ],
 )
 def test_what_a_row_says_reaches_the_template_in_every_dialect(row):
@@ -180,6 +196,16 @@ def test_what_a_row_says_reaches_the_template_in_every_dialect(row):
     )
     plain = parse_row({"messages": [{"role": "user", "content": "one\ntwo"}, answer]}, "d:1")
     assert conversation.key == plain.key
+
+
+def test_former_words_and_a_column_of_the_system_say_the_same():
+    call = {"name": "f", "arguments": '{"a": 1}'}
+    said, system = {"role": "assistant", "content": None}, {"role": "system", "content": "s"}
+    former = parse_row({"messages": [CHAT[0], said | {"function_call": call}], "system": "s"}, "d:1")
+    messages = [system, CHAT[0], said | {"tool_calls": [call]}]
+    assert former == parse_row({"messages": messages}, "d:1") == parse_row({"messages": messages, "system": "s"}, "d:1")
+    columns = Columns.parse(["messages=chat"])
+    assert parse_row(columns.rename({"chat": messages[1:], "system": "s"}), "d:1") == former
 
 
 def test_a_call_without_arguments_has_none():
@@ -218,7 +244,7 @@ def test_template_kwargs_are_json_or_text():
         (
             ["messages=chat", "tools=functions"],
             {"chat": CHAT, "functions": '[{"name": "f"}]', "chat_template_kwargs": {"n": 2}},
-            Conversation(EXPECTED[1:], "", "d:1", '[{"name": "f"}]', '{"n": 2}'),
+            Conversation(EXPECTED[1:], "", "d:1", json.dumps([FUNCTION]), '{"n": 2}'),
         ),
         (["messages=chat"], {"chat": CHAT, "tools": []}, Conversation(EXPECTED[1:], "", "d:1")),
         (["text=body", "category=topic"], {"body": "b"}, Conversation((Message("text", "b"),), "", "d:1")),

@@ -169,7 +169,7 @@ def test_windows_and_causality_are_read_as_published(
         ({"vocab_size": 65}, "vocabulary 65, width 32 and 6 layers"),
         ({"num_target_layers": 7}, "7 layers; .* has 64, 32 and 6"),
         ({"block_size": 1}, "block_size is 1"),
-        ({"dflash_config": {"mask_token_id": 64, "target_layer_ids": [1]}}, "mask_token_id is 64; expected .* 0..63"),
+        ({"dflash_config": {"mask_token_id": 64, "target_layer_ids": [1]}}, "mask_token_id: 64; expected .* 0..63"),
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [6]}}, r"taps layers \(6,\)"),
         ({"aux_hidden_state_layer_ids": [1, 3, 4]}, "disagree"),
         (

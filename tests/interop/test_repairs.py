@@ -23,10 +23,12 @@ from specserve.drafters.learning import Rows
 from specserve.eval import trial
 from specserve.eval.trial import DEPTH, Texts, find_misreading
 from specserve.interop import doctor
-from specserve.interop.convert import export_head, write_head
-from specserve.interop.findings import Copy
+from specserve.interop.convert import export_head
+from specserve.interop.eagle3 import dialects
+from specserve.interop.findings import Copy, Dialect
 from specserve.interop.formats import format_named, format_of
-from specserve.interop.head import load_head, save_head
+from specserve.interop.head import head_files, load_head, save_head, write_head
+from specserve.interop.keys import without
 
 Plant = Callable[[dict[str, Any], dict[str, np.ndarray]], object]
 BLOCKS = {"num_layers": 2, "aux_layers": (1, 2, 3), "block_size": 4, "mask_token": 61, "vocab_size": 64}
@@ -213,3 +215,22 @@ def test_the_layer_of_a_whole_checkpoint_is_left_alone(tmp_path: Path) -> None:
     """Nobody has converted it, and to change a copy would be to copy the target."""
     target, _ = carried.models(tmp_path, carried.SMALL)
     assert format_of(tmp_path).repairs(tmp_path, target) == []
+
+
+@pytest.mark.parametrize("key", [dialects.TAP_IDS, dialects.OUTPUT_TAPS, ""])
+@pytest.mark.parametrize("dialect", ["sglang", "vllm", "speculators"])
+def test_other_taps_are_written_where_the_files_state_them(tmp_path: Path, target: Target, dialect: Dialect, key: str):
+    """So that no two keys disagree afterwards."""
+    head = tiny.random_head(target.config, 1, aux_layers=(1, 2, 4))
+    tensors, raw = head_files(head, target, dtype="float32", dialect=dialect, target_name="tiny")
+    first = dialects.COUNTED_FROM[dialect] if key == dialects.TAP_IDS else 0
+    raw = without(raw, [dialects.TAP_IDS]) | ({key: [i + first for i in (1, 2, 4)]} if key else {})
+    write_head(tmp_path, tensors, raw, {})
+    found = [each for each in format_of(tmp_path).repairs(tmp_path, target) if "the taps are" in each.what]
+    assert found
+    for repair in found:
+        copy = Copy.of(tmp_path)
+        repair.fix(copy)
+        stated = dialects.KEYS.read(copy.raw, "config.json")
+        assert not stated.contradictions()
+        assert f"{[*dialects.read_taps(stated, frozenset(copy.tensors))]}" in repair.what

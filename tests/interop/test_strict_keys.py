@@ -215,6 +215,31 @@ def test_a_switch_of_another_type_is_refused(files: Files) -> None:
                 assert expected in error
 
 
+@every
+def test_a_name_of_another_kind_of_head_is_refused(files: Files) -> None:
+    """Also one that stands alone, where a list of names is usual."""
+    named = files.raw["architectures"]
+    if files.table:
+        assert "Medusa" in files.error(files.raw | {"architectures": "MedusaModel"})
+        assert "Medusa" in files.error(files.raw | {"architectures": [*named, "MedusaModel"]})
+    assert files.read(files.raw | {"architectures": named[0]}) == files.drafter
+    if LAYER in files.raw:
+        error = files.error(files.raw | {"speculators_model_type": "mlp_speculator"}, has_weights=True)
+        assert "mlp_speculator" in error or files.raw["architectures"][0] in error
+
+
+@pytest.mark.parametrize("files", [case for case in CASES if "eagle" in case[0]], indirect=True, ids="-".join)
+def test_layers_of_another_model_or_turned_otherwise_are_refused(files: Files) -> None:
+    for place in files.places:
+        assert "rope_interleave is True" in files.error(_with(files.raw, place, rope_interleave=True))
+        assert files.read(_with(files.raw, place, rope_interleave=False)) == files.drafter
+        assert "draft_vocab_size is 0" in files.error(
+            _with(without(files.raw, ["draft_vocab_size"]), place, draft_vocab_size=0)
+        )
+    nested = _with(files.raw, (LAYER,), model_type="gemma3_text")
+    assert f"{LAYER}.model_type is 'gemma3_text'" in files.error(nested)
+
+
 def _without_rope(raw: Raw) -> Raw:
     return without(raw, (ROPE, OLD_ROPE, *ROTARY))
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from specserve.serve.http.formats.reader import Part, Reader, joined
 from specserve.serve.http.formats.reasoning import THINK_MARKS, answer_format
 from specserve.serve.http.formats.tools import NO_CALLS, TOOL_FORMATS
 
+COHERE = '{"tool_name": "%s", "parameters": %s}'
 NAMED = '{"name": "%s", "arguments": %s}'
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
 SCHEMA = {
@@ -165,6 +167,16 @@ VARIANTS: list[tuple[str, Callable[[Calls], str]]] = [
             f"<tool_call>{json.dumps({'arguments': json.dumps(a), 'name': n})}</tool_call>" for n, a in calls
         ),
     ),
+    # one mark for a list of calls, with or without a fence; or a list without its mark
+    ("hermes", lambda calls: f"<tool_call>\n[{_each(calls, NAMED, ', ')}]\n</tool_call>"),
+    ("hermes", lambda calls: f"<tool_call>\n```json\n[{_each(calls, NAMED, ', ')}]\n```\n</tool_call>"),
+    ("hermes", lambda calls: f"[{_each(calls, NAMED, ', ')}]"),
+    ("llama3", lambda calls: _each(calls, '{"type": "function", "function": "%s", "parameters": %s}')),
+    ("hermes", lambda calls: _each(calls, '<tool_call>{"tool_name": "%s", "args": %s}</tool_call>')),
+    ("kimi-k2", lambda calls: re.sub(r":[0-9]+(?=<.tool_call_arg)", "", _kimi(calls))),
+    ("kimi-k2", lambda calls: re.sub(r"functions\.(\w+):[0-9]+(?=<)", r" \1 ", _kimi(calls)).replace(">{}<", "><")),
+    ("command", lambda calls: f"Action: ```json\n[{_each(calls, COHERE, ',')}\n]```"),
+    ("command", lambda calls: f"Action:\n```json\n[\n{_each(calls, COHERE, ',')}\n]\n```\n"),
     (
         "harmony",
         lambda calls: "<|end|><|start|>assistant".join(

@@ -63,14 +63,11 @@ class BlockFiles(ExaminedFiles):
         return facts | {
             "layers": f"{backbone.num_layers}: {'; '.join(dict.fromkeys(kinds))}",
             "block": f"{config.block_size} slots, {config.num_slots} tokens ahead, mask token {config.mask_token_id}",
-            "width": f"{backbone.d_model}, MLP {backbone.d_ff}, {backbone.num_heads} heads of {backbone.head_dim} "
-            f"({backbone.num_kv_heads} KV)",
             "vocabulary": f"{config.draft_vocab_size:,} of {backbone.vocab_size:,}",
             "taps": f"outputs of layers {config.aux_layers}",
             "rope": f"{backbone.rope.kind}, theta {backbone.rope.theta:g}, up to {backbone.max_len:,} positions",
             "slots": self._slots(config),
-            "embedding": "its own" if config.has_embedding else "the target's",
-            "output head": "its own" if config.has_head else "the target's",
+            **examined.describe_layers(backbone, embedding=config.has_embedding, output_head=config.has_head),
         }
 
     def _slots(self, config: DFlashConfig) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.start import NAMES, default_taps
 from specserve.drafters.layers import windows_of
@@ -158,13 +157,6 @@ def check_kind(stated: Stated) -> Iterator[Finding]:
         yield key_checks.uncomputed("architectures", other, " or ".join(ARCHITECTURES[kind]))
 
 
-def check_mask_token(stated: Stated) -> Iterator[Finding]:
-    """Check that the token of masked slots is one of the target's."""
-    mask, vocab_size = stated.get("mask_token_id"), stated.get("vocab_size")
-    if not bad_sizes(stated) and (type(mask) is not int or not 0 <= mask < vocab_size):
-        yield CHECKS["mask-token"].found(f"{CONFIG}: mask_token_id", f"0..{vocab_size - 1}", repr(mask))
-
-
 def check_masks(stated: Stated) -> Iterator[Finding]:
     """Check that every layer that slides has a window, and one that is computed."""
     if not bad_sizes(stated):
@@ -178,7 +170,7 @@ def check_anchor(stated: Stated) -> Iterator[Finding]:
         yield key_checks.stated_twice(" and ".join(values), values)
 
 
-OF_KEYS = (*key_checks.OF_ALL, check_kind, check_shape, check_mask_token, check_masks, check_anchor)
+OF_KEYS = (*key_checks.OF_ALL, check_kind, check_shape, key_checks.check_mask_token, check_masks, check_anchor)
 
 
 def read_foresees_anchor(stated: Stated) -> bool:

@@ -19,11 +19,10 @@ from specserve.interop import gemma, repairs
 from specserve.interop.dflash import dialects
 from specserve.interop.dflash.checks import OF_BLOCKS, BlockFiles
 from specserve.interop.dflash.dialects import COUNTED_FROM, KEYS, OWN, TAPS
-from specserve.interop.findings import Copy, Dialect, Fix, Repair
+from specserve.interop.findings import Dialect, Fix, Repair
 from specserve.interop.format import EMBEDDING_TABLE, OUTPUT_TABLE, HeadFormat
 from specserve.interop.key_checks import refuse_keys
 from specserve.interop.keys import LAYER, Stated, inner
-from specserve.interop.layers import stated_taps
 from specserve.interop.notes import other_target
 from specserve.interop.published import present, vocab_to_tensors
 from specserve.models.config import ModelConfig
@@ -54,21 +53,15 @@ _put = repairs.put_everywhere(OWN, LAYER)
 
 
 def _taps(config: DFlashConfig, num_layers: int) -> Iterator[Repair]:
-    """List repairs of the taps: all of them one layer off, as the other way of counting has them; the usual ones; and
-    fc.weight in another order."""
-    choices = [tuple(i + by for i in config.aux_layers) for by in (-1, 1)]
-    if num_layers >= len(config.aux_layers) + FEWEST_MORE:
-        choices.append(default_taps(num_layers, len(config.aux_layers)))
-    yield from repairs.tap_layers(config.aux_layers, choices, num_layers, _set_taps)
+    """List repairs of the taps: other layers, and fc.weight in another order."""
+    count = len(config.aux_layers)
+    usual = default_taps(num_layers, count) if num_layers >= count + FEWEST_MORE else ()
+    yield from repairs.tap_layers(config.aux_layers, usual, num_layers, _set_taps)
     yield from repairs.tap_orders(dialects.renamer, [*map(str, config.aux_layers)])
 
 
 def _set_taps(layers: tuple[int, ...]) -> Fix:
-    def fix(repaired: Copy) -> None:
-        for key in stated_taps(KEYS.read(repaired.raw, CONFIG), COUNTED_FROM) or (TAPS,):
-            _put(**{key: [i + COUNTED_FROM[key] for i in layers]})(repaired)
-
-    return fix
+    return repairs.set_taps(_put, COUNTED_FROM, layers, _put(**{TAPS: list(layers)}))
 
 
 def _blocks(config: DFlashConfig, stated: Stated) -> Iterator[Repair]:

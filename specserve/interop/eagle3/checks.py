@@ -58,7 +58,7 @@ class EagleFiles(ExaminedFiles):
     @cached_property
     def counted(self) -> Stated:
         """The config.json with what can be counted by the tensors in the place of what it states of that."""
-        rows = self.stated.get("draft_vocab_size") or self.head_rows
+        rows = self.stated.get("draft_vocab_size", self.head_rows)
         num_layers = max(1, published.count_layers(self.names))
         return self.stated.with_values(draft_vocab_size=rows, num_hidden_layers=num_layers)
 
@@ -105,16 +105,15 @@ class EagleFiles(ExaminedFiles):
         options |= {"norms of queries and keys": config.qk_norm, "attention biases": config.qkv_bias}
         options |= {"MLP biases": config.mlp_bias, config.activation: config.activation != "silu"}
         flags = [flag for flag in FLAGS if getattr(config, flag)] + published.present(options)
+        layers = examined.describe_layers(config, embedding=config.has_embedding, output_head=config.has_own_head)
         return facts | {
             "layers": f"{config.num_layers}{_windows(config)}",
-            "width": f"{config.d_model}, MLP {config.d_ff}, {config.num_heads} heads of {config.head_dim} "
-            f"({config.num_kv_heads} KV), target {config.target_d_model}",
+            "width": f"{layers.pop('width')}, target {config.target_d_model}",
             "vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,}; {reading[vocab.reading]}",
             "taps": taps,
             "flags": ", ".join(flags) or "none: plain EAGLE-3",
             "rope": f"{_describe_rope(config.rope)}, up to {config.max_len:,} positions",
-            "embedding": "its own" if config.has_embedding else "the target's",
-            "output head": "its own" if config.has_own_head else "the target's",
+            **layers,
         }
 
 
@@ -299,11 +298,10 @@ def _tokenizer(target: Target | None) -> Tokenizer | None:
     return Tokenizer.load(target.folder)
 
 
-@given("target")
-def check_taps(files: EagleFiles, target: Target) -> Iterator[Finding]:
+@given("config", "target")
+def check_taps(files: EagleFiles, config: Eagle3Config, target: Target) -> Iterator[Finding]:
     """Check that the tapped layers are layers of the target, in order, and counted as this layout counts them."""
-    ids, num_layers = files.stated.get(TAP_IDS), target.config.num_layers
-    taps = dialects.read_taps(files.stated, files.names)
+    ids, num_layers, taps = files.stated.get(TAP_IDS), target.config.num_layers, config.aux_layers
     if not ids:
         return
     first = dialects.COUNTED_FROM[files.dialect]

@@ -233,7 +233,16 @@ def check_output(stated: Stated, names: frozenset[str]) -> Iterator[Finding]:
                 yield key_checks.uncomputed(path, value, f"false in a head without {OUTPUT}")
 
 
-OF_KEYS = (*key_checks.OF_ALL, check_masks, check_shape)  # loaders make them too
+def check_layers(stated: Stated) -> Iterator[Finding]:
+    """Check that the layers are of a model, and turned in a way, that is computed."""
+    kind, turned = inner(stated.raw, LAYER).get("model_type"), stated.get("rope_interleave")
+    if kind not in (None, "llama", _QWEN3):
+        yield key_checks.uncomputed(f"{LAYER}.model_type", kind, f"'llama' or {_QWEN3!r}")
+    if turned is True and architectures(stated.raw).isdisjoint(LATENT_CLASSES):
+        yield key_checks.uncomputed(stated.path("rope_interleave"), turned, "false in a head without latent attention")
+
+
+OF_KEYS = (*key_checks.OF_ALL, check_masks, check_shape, check_layers)  # loaders make them too
 
 
 def draft_config_from_hf(

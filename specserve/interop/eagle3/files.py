@@ -18,10 +18,10 @@ from specserve.errors import CheckpointError
 from specserve.interop import gemma, repairs
 from specserve.interop.eagle3 import dialects
 from specserve.interop.eagle3.checks import OF_NETWORK, EagleFiles
-from specserve.interop.eagle3.dialects import EAGLE, FLAGS, KEYS, TAP_IDS
-from specserve.interop.findings import Copy, Dialect, Fix, Repair, refuse
+from specserve.interop.eagle3.dialects import EAGLE, FLAGS, KEYS, OUTPUT_TAPS, TAP_IDS
+from specserve.interop.findings import Dialect, Fix, Repair, put, refuse
 from specserve.interop.format import EMBEDDING_TABLE, OUTPUT_TABLE, HeadFormat
-from specserve.interop.keys import LAYER, KeyTable, architectures, find
+from specserve.interop.keys import LAYER, KeyTable, architectures
 from specserve.interop.notes import other_target
 from specserve.interop.published import EMBEDDING, OUTPUT, present, target_table, vocab_to_tensors
 from specserve.models.config import ModelConfig
@@ -55,10 +55,8 @@ def list_repairs(files: EagleFiles) -> Iterator[Repair]:
     target, taps = files.target.config, config.aux_layers
     norms = [f"fc_norm.{i}.weight" for i in range(len(taps))] if config.fc_norm else []
     yield from repairs.tap_orders(dialects.renamer, _TAPPED if len(taps) == len(_TAPPED) else [*map(str, taps)], norms)
-    choices = [tuple(i + by for i in taps) for by in (1, -1)]  # one layer off, as the other way of counting has them
-    if target.num_layers >= 5:
-        choices.append(default_taps(target))
-    yield from repairs.tap_layers(taps, choices, target.num_layers, functools.partial(_set_taps, files.dialect))
+    usual = default_taps(target) if target.num_layers >= 5 else ()
+    yield from repairs.tap_layers(taps, usual, target.num_layers, functools.partial(_set_taps, files.dialect))
     yield from repairs.of_windows(windows_of(config), files.stated, EAGLE)
     yield from repairs.of_target(config.norm_eps, config.rope, target, _put)
 
@@ -83,17 +81,10 @@ def _heads(config: Eagle3Config, target_head_dim: int) -> Iterator[Repair]:
 
 
 def _set_taps(dialect: Dialect, layers: tuple[int, ...]) -> Fix:
-    ids = [i + dialects.COUNTED_FROM[dialect] for i in layers]
-
-    def fix(repaired: Copy) -> None:
-        if dialect == "sglang" and not any(find(repaired.raw, (TAP_IDS,))):
-            repaired.raw[EAGLE] = (repaired.raw.get(EAGLE) or {"use_aux_hidden_state": True}) | {TAP_IDS: ids}
-        elif any(find(repaired.raw, (TAP_IDS,))):
-            _put(**{TAP_IDS: ids})(repaired)
-        else:
-            repaired.raw[TAP_IDS] = ids
-
-    return fix
+    counted = {TAP_IDS: dialects.COUNTED_FROM[dialect], OUTPUT_TAPS: 0}
+    ids = {TAP_IDS: [i + counted[TAP_IDS] for i in layers]}
+    unstated = put(EAGLE, use_aux_hidden_state=True, **ids) if dialect == "sglang" else put(**ids)
+    return repairs.set_taps(_put, counted, layers, unstated)
 
 
 class Eagle3Format(HeadFormat):

@@ -94,6 +94,8 @@ def check_keys(folder: Path, target: Target) -> None:
     raw, where = read_json(folder / CONFIG), str(folder / CONFIG)
     if is_whole(opened(folder).names(), target.config):
         return
+    if (kind := raw.get("speculators_model_type", "mtp")) != "mtp":
+        raise ConfigError(f"{where}: speculators_model_type is {kind!r} of a layer of multi-token prediction")
     theirs, part, place = read_json(target.folder / CONFIG), of_target(raw), f"{LAYER}." if LAYER in raw else ""
     unread = {place + key: value for key, value in part.items() if key not in _BESIDE and not is_read(part, key)}
     if place:

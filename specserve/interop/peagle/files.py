@@ -22,6 +22,7 @@ from specserve.drafters.peagle.config import NUM_SLOTS, PEagleConfig
 from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.model import mask_spec
 from specserve.errors import ConfigError
+from specserve.interop import key_checks
 from specserve.interop.eagle3.checks import OF_NETWORK, EagleFiles
 from specserve.interop.eagle3.dialects import KEYS as EAGLE3_KEYS
 from specserve.interop.eagle3.dialects import MASK_KEYS, mask_ids
@@ -53,30 +54,14 @@ CHECKS = FAULTS["p-eagle"]
 WRITTEN_MASK_KEYS = ("mask_token_id", "ptd_token_id")  # in the flat layout: SpecForge's name, and one that vLLM reads
 
 
-def is_named(raw: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is of a P-EAGLE head. Engines also know them as EAGLE-3 heads that have a mask."""
-    names = architectures(raw)
-    is_masked = bool(names & EAGLE3_KEYS.classes) and bool(mask_ids(raw))
-    return raw.get("speculators_model_type") == MODEL_TYPE or bool(names & OWN) or is_masked
-
-
 def num_slots(stated: Stated) -> Any:
     """Return how many tokens the head says that it predicts, or None where it says nothing."""
     return stated.get(SLOTS, within(stated.raw, *PROPOSED))
 
 
-def check_mask_token(stated: Stated) -> Iterator[Finding]:
-    """Check that the token of masked slots is one of the target's."""
-    mask, vocab_size = stated.get(MASK.name), stated.get("vocab_size")
-    if type(mask) is not int or mask < 0 or (type(vocab_size) is int and mask >= vocab_size):
-        got = ", ".join(f"{path} {value!r}" for path, value in stated.found.get(MASK.name, {}).items())
-        last = vocab_size - 1 if type(vocab_size) is int else ""
-        yield CHECKS["mask-token"].found(CONFIG, f"a token of the target's, 0..{last}", got or "not stated")
-
-
 def config_from_hf(stated: Stated, network: Eagle3Config) -> PEagleConfig:
     """Read what a config.json says beside the network. Raises ConfigError."""
-    refuse(check_mask_token(stated), stated.where)
+    refuse(key_checks.check_mask_token(stated), stated.where)
     where, slots = stated.where, num_slots(stated)
     if slots is None:
         slots = NUM_SLOTS
@@ -123,7 +108,7 @@ class PEagleFiles(EagleFiles):
 def check_mask(files: PEagleFiles) -> Iterator[Finding]:
     """Check that the mask's token is stated, where all engines look for it, and that the number of slots is."""
     ids = mask_ids(files.raw)
-    if untold := list(check_mask_token(files.stated)):
+    if untold := list(key_checks.check_mask_token(files.stated)):
         yield from untold
     elif files.dialect != "speculators" and ids.keys() == {"mask_token_id"}:  # in speculators' layout vLLM reads that
         fix, (value,) = put(**dict.fromkeys(WRITTEN_MASK_KEYS, ids["mask_token_id"])), ids.values()
@@ -152,7 +137,10 @@ class PEagleFormat(Eagle3Format):
     readings = (list_repairs, list_masks)
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
-        return is_named(raw)
+        """Return whether it is of such a head. Engines also know them as EAGLE-3 heads that have a mask."""
+        names = architectures(raw)
+        is_masked = bool(names & EAGLE3_KEYS.classes) and bool(mask_ids(raw))
+        return raw.get("speculators_model_type") == MODEL_TYPE or bool(names & OWN) or is_masked
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
         network = super().read(folder, target, target_name, dtype=dtype).config

@@ -58,6 +58,12 @@ TEMPLATES = {  # the way of a call, and words that stand elsewhere
         + "}\n]<|END_ACTION|>",
         '"parameters": <|python_tag|> <tool_call> <function=',
     ),
+    "command fence": (
+        '\nAction:\n```json\n[\n    {\n        "tool_name": "'
+        + NAME
+        + '",\n        "parameters": {{ c.function.arguments | tojson(indent=4) }}\n    }\n]```\n',
+        '"parameters": <tool_call>',
+    ),
     "seed": (
         "<seed:tool_call>\n<function="
         + NAME
@@ -74,7 +80,9 @@ TEMPLATES = {  # the way of a call, and words that stand elsewhere
 def test_a_format_is_chosen_by_what_the_template_writes_and_not_by_its_words(name: str) -> None:
     call, words = TEMPLATES[name]
     source = "{# " + words + " #}" + HAS_TOOLS + ROLES.replace("CALLS", EACH.replace("CALL", call)) + ASKS
-    assert AnswerSyntax(with_template(source), "auto", "auto").tool_format.name == name
+    tokenizer = with_template(source)
+    found = AnswerSyntax(tokenizer, "auto", "auto").tool_format
+    assert name in (found.name, found.wording_for(tokenizer.template))
 
 
 def test_a_template_that_writes_no_calls_shows_its_format_by_its_words() -> None:

@@ -34,7 +34,7 @@ def test_calls_are_read_as_they_were_written_however_the_text_is_cut(data, varia
     text = write(calls)
     if name == "harmony" and content:
         text = f"<|channel|>commentary<|message|>{content}<|end|><|start|>assistant{text}"
-    elif content and not text.startswith("{"):
+    elif content and text[0] not in "{[":
         text = f"{content}\n\n{text}"
     else:
         content = ""
@@ -115,6 +115,42 @@ def test_an_end_tag_within_a_text_does_not_end_it(data, name, written):
     assert calls_of(part) == calls
     cut_short = WRITERS[name](calls[1:]).rpartition(TAGGED[name])[0] + TAGGED[name]
     assert calls_of(parse(make_reader(name), *cut(data, cut_short))) == calls[1:], "its call has no end of its own"
+
+
+OPENING = {"glm": "<arg_value>", "qwen3-coder": "<parameter=a>", "minimax-m2": '<parameter name="a">'}
+OPENING["deepseek-dsml"] = '<｜DSML｜parameter name="a" string="false">'
+
+
+@settings(max_examples=200)
+@given(st.data(), st.sampled_from([*TAGGED]))
+def test_tags_of_calls_within_a_text_do_not_end_it(data, name):
+    """Neither a whole call on lines of its own, as in a text about calls, nor the ends of one between quotes."""
+    call = WRITERS[name]([("add", {"text": "y", "a": 2})])
+    ends = TAGGED[name] + call.rpartition(TAGGED[name])[2]
+    text = "x".join(
+        [data.draw(st.sampled_from([f"({ends})", f"\n{ends}\n", call, f"'{TAGGED[name]}'"]))]
+        * data.draw(st.integers(1, 3))
+    )
+    calls = [("add", {"text": f"-{text}-", "a": 1}), ("add", {"a": 2, "text": f"-{text}-"})]
+    part = parse(make_reader(name), *cut(data, WRITERS[name](calls)))
+    assert (calls_of(part), part.content) == (calls, "")
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_forgotten_end_tag_of_a_value_costs_no_other_argument(name):
+    """Where another of the tool's arguments begins on a line of its own, or the call ends. The opening of a tag alone,
+    within a text, is text."""
+    calls = [("add", {"text": "x", "a": 1}), ("add", {"a": 2, "text": "y"})]
+    written = WRITERS[name](calls[:1]).replace(TAGGED[name], "", 1)
+    assert calls_of(parse(make_reader(name), *written)) == calls[:1], "the first"
+    before, _, behind = WRITERS[name](calls[:1]).rpartition(TAGGED[name])
+    assert calls_of(parse(make_reader(name), *(before + behind))) == calls[:1], "the last"
+    several = WRITERS[name](calls).replace(TAGGED[name], "", 2).replace(TAGGED[name], "", 1)
+    assert calls_of(parse(make_reader(name), *several)) == calls
+    text = f"use {OPENING[name]} here"
+    assert calls_of(parse(make_reader(name), *WRITERS[name]([("add", {"text": text, "a": 1})]))) == [
+        ("add", {"text": text, "a": 1})
+    ]
 
 
 def test_tagged_arguments_have_the_types_of_the_schema():
@@ -232,6 +268,11 @@ def test_a_call_may_be_a_python_object():
         assert calls_of(parse(make_reader(name), text)) == [("add", {"a": 1, "text": "it's"})]
         for other in ("{'name': 'mul'}", "{'a' x}", "{'"):
             assert parse(make_reader(name), before + other) == Part(before + other)
+
+
+def test_a_call_with_a_member_that_is_none_of_a_calls_is_content_and_loses_nothing():
+    text = '<tool_call>{"name": "add", "with": {"a": 1}}</tool_call>'
+    assert parse(make_reader("hermes"), text) == Part(text)
 
 
 def test_a_call_that_is_cut_short_is_given_as_far_as_it_goes():

@@ -114,6 +114,9 @@ _WORDINGS: dict[str, _Wording] = {
         first="<|START_ACTION|>[\n    ",
         last="\n]<|END_ACTION|>",
     ),
+    "command fence": _Wording(
+        '{"tool_name": "NAME", "parameters": ', "}", ",\n    ", first="Action: ```json\n[\n    ", last="\n]```"
+    ),
     "nemotron": _Wording('{"name": "NAME", "arguments": ', "}", ", ", first="<TOOLCALL>[", last="]</TOOLCALL>"),
     "seed": _Wording(
         "<seed:tool_call>\n<function=NAME>\n",

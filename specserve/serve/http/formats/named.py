@@ -1,6 +1,8 @@
 """Formats whose calls are a name, then arguments in JSON: of DeepSeek, Kimi and GPT-OSS."""
 
-from specserve.serve.http.formats.reader import NAME, Reader, Reading, Shape
+import re
+
+from specserve.serve.http.formats.reader import NAME, NO_ARGUMENTS, Reader, Reading, Shape
 
 _BEGIN_CALLS, _END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _BEGIN_CALL, _SEP, _END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -34,24 +36,24 @@ KIMI_MARKS = (
 _KIMI_FIRST, _KIMI_TAIL, _KIMI_LAST = (
     Shape(r"\s*" + mark.replace("|", r"\|")) for mark in (KIMI_MARKS[1], KIMI_MARKS[3], KIMI_MARKS[4])
 )
-_KIMI_HEADS = [
-    Shape(rf"\s*{prefix}{NAME}:(?P<number>[0-9]+)\s*<\|tool_call_argument_begin\|>\s*(?=\{{)")
-    for prefix in (r"functions\.", "")
-]
+_KIMI_HEAD = Shape(r"\s*(?P<id>[^<\s]+)\s*<\|tool_call_argument_begin\|>\s*(?=[{<])")
+_KIMI_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::(?P<number>[0-9]+))?")
 
 
 def read_kimi(reader: Reader) -> Reading[None]:
     """<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>
-    <|tool_calls_section_end|>. What stands before the arguments is the id of the call, which its result will name."""
+    <|tool_calls_section_end|>. What stands before the arguments is the id of the call, which its result will name; one
+    without a number, which the model may write, gets that of the call."""
     while mark := (yield from reader.content_until(*KIMI_MARKS[:2])):
         if mark == KIMI_MARKS[0] and (first := (yield from reader.match(_KIMI_FIRST))):
             mark += first[0]
-        head = yield from reader.match(*_KIMI_HEADS)
-        if not head:
+        head = yield from reader.match(_KIMI_HEAD)
+        found = head and _KIMI_ID.fullmatch(head["id"])
+        if not (head and found):
             reader.give_back(mark)
             continue
-        call_id = f"functions.{head['name']}:{head['number']}"
-        if (yield from reader.named_call(head["name"], mark + head[0], call_id)):
+        call_id = f"functions.{found['name']}:{found['number'] or reader.num_calls}"
+        if (yield from reader.named_call(found["name"], mark + head[0], call_id)):
             yield from reader.match(_KIMI_TAIL)
             yield from reader.match(_KIMI_LAST)
 
@@ -63,7 +65,7 @@ _HARMONY_HEADS = [
     for end in (r"<\|message\|>", r"[a-z]*<\|message\|>", r"<\|constrain\|>\s*[a-z]*\s*<\|message\|>")
 ]
 HARMONY_MARKS = ("<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|channel|>", "<|message|>", "<|constrain|>")
-_ROLE, _NO_ARGUMENTS = Shape("assistant"), Shape(r"\s*(?=<)")
+_ROLE = Shape("assistant")
 
 
 def read_harmony(reader: Reader) -> Reading[None]:
@@ -75,7 +77,7 @@ def read_harmony(reader: Reader) -> Reading[None]:
         if head and name in reader.tools:
             assert name is not None
             say = reader.open_call(name)
-            if (yield from reader.match(_NO_ARGUMENTS)):
+            if (yield from reader.match(NO_ARGUMENTS)):
                 say("{}")
             mark = yield from reader.until(HARMONY_MARKS, say)
         elif head and head["channel"] == "analysis" and not name:

@@ -1,5 +1,5 @@
 """Formats whose calls are JSON objects with a name and arguments: of Qwen and Hermes, Llama 3, Mistral, Phi 4, Command
-R7B and Nemotron."""
+and Nemotron."""
 
 import json
 from typing import Any
@@ -8,9 +8,14 @@ from specserve.serve.http.formats.reader import NAME, Reader, Reading, Shape, ma
 from specserve.serve.http.formats.written import read_value
 
 _SPACE = Shape(r"\s*(?=\S)")
+_ARGUMENTS = ("arguments", "parameters", "args", "tool_arguments")
+_BESIDE = frozenset(("name", "tool_name", "type", "id", "tool_call_id", "index"))  # other members of a call
 _OBJECT_HEADS = [
-    Shape(rf'\s*\{{\s*{kind}"name"\s*:\s*"{NAME}"\s*,\s*"{arguments}"\s*:\s*(?=\{{)')
-    for kind in ("", r'"type"\s*:\s*"function"\s*,\s*')
+    Shape(rf'\s*\{{\s*{kind}\s*:\s*"{NAME}"\s*,\s*"{arguments}"\s*:\s*(?=\{{)')
+    for kind in (
+        *('"name"', r'"type"\s*:\s*"function"\s*,\s*"name"', r'"type"\s*:\s*"function"\s*,\s*"function"'),
+        *('"tool_name"', r'"tool_call_id"\s*:\s*"[0-9]+"\s*,\s*"tool_name"'),
+    )
     for arguments in ("arguments", "parameters")
 ]
 
@@ -58,18 +63,47 @@ def _is_tail(text: str) -> bool:
 
 
 def _as_call(text: str, reader: Reader) -> tuple[str, dict[str, Any]] | None:
-    """Return the name and arguments in the text of an object whose members stand in another order, or in OpenAI's
-    nesting."""
+    """Return the name and arguments in the text of an object whose members stand in another order, have other names, or
+    are in OpenAI's nesting. None where it is no call, or has a member that is none of a call's."""
     try:
         call = read_value(text)
-        call = call.get("function", call)
-        name, arguments = call.get("name", call.get("tool_name")), call.get("arguments", call.get("parameters"))
+        inside = call.get("function", {})
+        call = {**call, "name": inside} if isinstance(inside, str) else inside or call
+        name = call.get("name", call.get("tool_name"))
+        arguments = next((call[key] for key in _ARGUMENTS if key in call), None)
         arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
     except (ValueError, SyntaxError, RecursionError, AttributeError):
         return None
     if not (isinstance(name, str) and name in reader.tools and isinstance(arguments, dict)):
         return None
-    return name, arguments
+    return (name, arguments) if arguments or call.keys() <= {*_BESIDE, *_ARGUMENTS, "function"} else None
+
+
+_FENCES = [Shape(rf"\s*```{language}\s*(?=[\[{{])") for language in ("", "json")]
+_END_FENCE = Shape(r"\s*```")
+_BEGIN_LIST = Shape(r"\s*\[\s*(?=\{)")
+_NEXT_ITEM = Shape(r"\s*,\s*(?=\{)")
+_END_LIST = Shape(r"\s*\]")
+
+
+def _read_list(reader: Reader, before: str) -> Reading[bool]:
+    """Take a list of objects that are calls, or one alone, behind a mark `before` it that promised it, and where there
+    was one maybe in a fence. Returns whether the last was a call."""
+    fence = (yield from reader.match(*_FENCES)) if before else None
+    begin = yield from reader.match(_BEGIN_LIST)
+    opened = before + matched(fence) + matched(begin)
+    is_call = yield from _object_call(reader, opened, is_certain=bool(before))
+    if not is_call and not before:
+        reader.give_back(opened)
+        return False
+    while begin and (between := (yield from reader.match(_NEXT_ITEM))):
+        is_call = yield from _object_call(reader, between[0])
+    end = (yield from reader.match(_END_LIST)) if begin else None
+    if fence and is_call:
+        yield from reader.match(_END_FENCE)
+    if end and not is_call:
+        reader.give_back(end[0])
+    return is_call
 
 
 _END_TOOL_CALL = Shape(r"\s*</tool_call>")
@@ -77,11 +111,12 @@ _NEXT_OBJECT = Shape(r"\s*[;,]?\s*(?=\{)")
 
 
 def read_marked(mark: str, end: Shape | None, reader: Reader) -> Reading[None]:
-    """<tool_call>{"name": "f", "arguments": {}}</tool_call>, or {"name": "f", "parameters": {}} behind <|python_tag|>.
-    An answer may begin with a call without the mark, and more may stand behind a call, with a semicolon between."""
+    """<tool_call>{"name": "f", "arguments": {}}</tool_call>, or {"name": "f", "parameters": {}} behind <|python_tag|>,
+    or a list of them. An answer may begin with a call without the mark, and more may stand behind a call, with a
+    semicolon between."""
     before = ""
     while True:
-        is_call = yield from _object_call(reader, before, is_certain=bool(before))
+        is_call = yield from _read_list(reader, before)
         while is_call:
             if end:
                 yield from reader.match(end)
@@ -108,20 +143,6 @@ def read_llama3(reader: Reader) -> Reading[None]:
 _MISTRAL_HEADS = [
     Shape(rf"\s*{NAME}\s*{between}(?=\{{)") for between in ("", r"\[ARGS\]\s*", r"\[CALL_ID\][^\[\]]*\[ARGS\]\s*")
 ]
-_BEGIN_LIST = Shape(r"\s*\[\s*(?=\{)")
-_NEXT_ITEM = Shape(r"\s*,\s*(?=\{)")
-_END_LIST = Shape(r"\s*\]")
-
-
-def read_list(reader: Reader, before: str) -> Reading[None]:
-    """Take a list of objects that are calls, or one alone, behind a mark `before` it that promised it."""
-    begin = yield from reader.match(_BEGIN_LIST)
-    is_call = yield from _object_call(reader, before + matched(begin))
-    while begin and (between := (yield from reader.match(_NEXT_ITEM))):
-        is_call = yield from _object_call(reader, between[0])
-    end = (yield from reader.match(_END_LIST)) if begin else None
-    if end and not is_call:
-        reader.give_back(end[0])
 
 
 def read_mistral(reader: Reader) -> Reading[None]:
@@ -131,15 +152,15 @@ def read_mistral(reader: Reader) -> Reading[None]:
         if head:
             yield from reader.named_call(head["name"], mark + head[0])
         else:
-            yield from read_list(reader, mark)
+            yield from _read_list(reader, mark)
 
 
 def read_lists(begins: tuple[str, ...], end: Shape, reader: Reader) -> Reading[None]:
     """Read <|START_ACTION|>[{"tool_name": "f", "parameters": {}}]<|END_ACTION|>, <TOOLCALL>[]</TOOLCALL>, and what else
     has a list of objects, or one of them, behind a mark."""
     while mark := (yield from reader.content_until(*begins)):
-        yield from read_list(reader, mark)
-        yield from reader.match(end)
+        if (yield from _read_list(reader, mark)):
+            yield from reader.match(end)
 
 
 def read_phi4(reader: Reader) -> Reading[None]:
@@ -147,7 +168,8 @@ def read_phi4(reader: Reader) -> Reading[None]:
 
 
 def read_command(reader: Reader) -> Reading[None]:
-    return read_lists(("<|START_ACTION|>",), Shape(r"\s*<\|END_ACTION\|>"), reader)
+    """Read answers of Command since R7B, and of those before, whose calls stand in a fence behind "Action:"."""
+    return read_lists(("<|START_ACTION|>", "Action:"), Shape(r"\s*<\|END_ACTION\|>"), reader)
 
 
 def read_nemotron(reader: Reader) -> Reading[None]:

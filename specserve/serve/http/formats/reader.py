@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -96,12 +96,16 @@ class Shape:
     def match(self, text: str) -> re.Match[str] | None:
         return self._whole.match(text)
 
+    def find_all(self, text: str) -> Iterator[re.Match[str]]:
+        return self._whole.finditer(text)
+
     def may_become(self, text: str) -> bool:
         """Return whether the text is a beginning of what matches."""
         return self._beginning.fullmatch(text) is not None
 
 
 _PYTHON_OBJECT = Shape(r"\{\s*(?=')")
+NO_ARGUMENTS = Shape(r"\s*(?=<)")  # before a mark
 
 
 class Reader:
@@ -135,7 +139,7 @@ class Reader:
         self._new_id = new_id
         self._keeps_reasoning = keeps_reasoning
         self._is_parallel = is_parallel
-        self._num_calls = 0
+        self.num_calls = 0
         self._content, self._reasoning = _Trimmed(), _Trimmed(is_at_start=True)
         self._parts: list[Part] = []
 
@@ -164,7 +168,7 @@ class Reader:
             at = self._begins.popleft()
             self.num_reasoning_tokens += any(begin <= at < end for begin, end in self.thoughts)
         self.thoughts.clear()  # later tokens begin later
-        if self.is_whole and not self._num_calls and (space := self._content.space):
+        if self.is_whole and not self.num_calls and (space := self._content.space):
             self._parts.append(Part(space))
         part = self._parts[0] if len(self._parts) == 1 else joined(self._parts)
         self._parts.clear()
@@ -195,8 +199,8 @@ class Reader:
         """Begin a call of a tool, and return a function that takes its arguments, JSON text in pieces. The space
         before a call is not content. `call_id` is the one that the model has given it."""
         self._content.space = ""
-        index = self._num_calls
-        self._num_calls += 1
+        index = self.num_calls
+        self.num_calls += 1
         if index and not self._is_parallel:
             return lambda _: None
         self._parts.append(Part(tool_calls=(ToolCallPart(index, call_id=call_id or self._new_id(), name=name),)))
@@ -213,7 +217,11 @@ class Reader:
         if name not in self.tools:
             self.give_back(before)
             return False
-        yield from self.arguments(self.open_call(name, call_id))
+        say = self.open_call(name, call_id)
+        if (yield from self.match(NO_ARGUMENTS)):
+            say("{}")
+        else:
+            yield from self.arguments(say)
         return True
 
     def give_back(self, text: str) -> None:
@@ -228,6 +236,11 @@ class Reader:
         taken, self.rest = self.rest[:num_chars], self.rest[num_chars:]
         self.num_taken += len(taken)
         return taken
+
+    def put_back(self, text: str) -> None:
+        """Make the text that was taken last the next to be taken."""
+        self.rest = text + self.rest
+        self.num_taken -= len(text)
 
     def until(self, marks: Sequence[str], say: Say) -> Reading[str]:
         """Take the text before the first of these marks, as it comes, and the mark, which is returned; "" where the

@@ -114,6 +114,8 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
         objects.read_command,
         sign="<|START_ACTION|>",
+        usual_sign="<|START_ACTION|>",
+        other_wording="command fence",
     ),
     ToolFormat("nemotron", ("<TOOLCALL>", "</TOOLCALL>"), objects.read_nemotron, sign="<TOOLCALL>"),
     ToolFormat("llama3", ("<|python_tag|>",), objects.read_llama3, sign="<|python_tag|>"),
