@@ -434,7 +434,7 @@ def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool 
     they `may_be_zero`, every tensor that holds nothing but zeros and did not begin so."""
     expected, structure = jax.tree.flatten(spec_tree, is_leaf=is_spec)
     if isinstance(params, TargetParams) and spec_tree.head is None:
-        params = dataclasses.replace(params, head=None)  # of a tied head the embedding tells
+        params = dataclasses.replace(params, head=None)  # a tied head is finite where the embedding is
     weights = list(zip(expected, structure.flatten_up_to(params), strict=True))
     wrong = [name for spec, weight in weights for name in _not_finite(spec, weight)]
     if wrong:
