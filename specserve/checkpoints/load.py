@@ -120,6 +120,10 @@ def load_target(
     spec = target_spec(config)
     places = place(config, spec, mesh) if mesh is not None else None
     skipped = _skipped(config, raw, rename)
+    if quantization != "none" and is_served and config.tie_embeddings and mesh is None and program_platform() == "cpu":
+        # a step reads it as a matrix of its own there (`fuse_for_cpu`), so it has few bits as an untied one has
+        shape, axes = (config.d_model, config.vocab_size), ("embed", "vocab")
+        spec = dataclasses.replace(spec, head=ParamSpec(shape, axes, config.names.embedding, transpose=True))
     if not has_layers:
         spec, places = dataclasses.replace(spec, layers=()), places and dataclasses.replace(places, layers=())
         skipped[".*"] = "layers, whose outputs are captured"
@@ -433,6 +437,8 @@ def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool 
     """Raises CheckpointError that names every tensor with a value that is not a number, or is infinite; and, unless
     they `may_be_zero`, every tensor that holds nothing but zeros and did not begin so."""
     expected, structure = jax.tree.flatten(spec_tree, is_leaf=is_spec)
+    if isinstance(params, TargetParams) and spec_tree.head is None:
+        params = dataclasses.replace(params, head=None)  # a tied head is finite where the embedding is
     weights = list(zip(expected, structure.flatten_up_to(params), strict=True))
     wrong = [name for spec, weight in weights for name in _not_finite(spec, weight)]
     if wrong:

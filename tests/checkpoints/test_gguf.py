@@ -2,6 +2,7 @@
 its tokenizer's ids are those of the same vocabulary; what is not understood is refused in one line."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -140,6 +141,19 @@ def test_matrices_of_a_type_are_the_packages(kind: Kind, tmp_path: Path, caplog:
     assert len(kept) == (3 * 7 + 1 if kind in WHOLE_NUMBERS else 0)  # the router is small, the embedding looked up
     restored = jax.tree.map(lambda x: dequantize(x, np.float32) if _is_matrix(x) else x, stored, is_leaf=_is_matrix)
     jax.tree.map(np.testing.assert_array_equal, restored, found.params)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1], ids=lambda kind: kind.name)
+def test_a_tied_head_is_served_as_it_is_stored(kind: Kind, tmp_path: Path) -> None:
+    """On a CPU, where it is a matrix of its own; the embedding is looked up."""
+    folder = _folder("qwen3-tied", tmp_path / "theirs", PLAIN | {"hidden_size": 64, "intermediate_size": 32})
+    plain = _as_file(folder, kind=kind).params
+    load = functools.partial(load_target, resolve_target(str(tmp_path / NAME)).folder, dtype="float32")
+    served = load(quantization="stored", is_served=True).params
+    np.testing.assert_array_equal(served.embedding, plain.embedding)
+    assert served.head is not None
+    assert _is_matrix(served.head)
+    np.testing.assert_array_equal(dequantize(served.head, np.float32), plain.embedding.T)
 
 
 def _is_matrix(leaf: Any) -> bool:

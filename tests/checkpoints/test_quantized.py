@@ -16,6 +16,7 @@ import seeded
 import tiny
 from experts import FORMS
 from rounding import assert_same, assert_within, of_product, tolerance
+from safetensors.numpy import load_file
 
 from specserve import mesh
 from specserve.checkpoints.load import Target, check_weights, load_params, load_target
@@ -388,6 +389,24 @@ def test_every_product_takes_a_quantised_weight(tmp_path: Path, family: str, to:
     plain = jax.tree.map(_plain, quantized.params, is_leaf=_is_quantized)
     run = functools.partial(_logits, config=quantized.config, token_ids=token_ids)
     assert_same(got, run(plain), tolerance(run, plain))
+
+
+@pytest.mark.parametrize("to", ["int8", "fp8", "int4"])
+def test_a_tied_head_has_few_bits_as_an_untied_one_has(tmp_path: Path, to: Rounded) -> None:
+    """Where a CPU serves, which reads it as a matrix of its own. A check of the weights knows it."""
+    folders = [tmp_path / "tied", tmp_path / "untied"]
+    for folder in folders:
+        folder.mkdir()
+        tiny.write_target(folder, tiny.TARGET | {"tie_word_embeddings": folder.name == "tied"}, seed=0)
+    tensors = load_file(folders[0] / "model.safetensors")
+    tiny.write_tensors(
+        folders[1] / "model.safetensors", tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    )
+    load = functools.partial(load_target, dtype="float32", quantization=to)
+    tied, untied = (load(folder, is_served=True, is_checked=True) for folder in folders)
+    jax.tree.map(np.testing.assert_array_equal, tied.params, untied.params)
+    assert load(folders[0]).params.head is None
+    check_weights(tied.params, target_spec(tied.config), "here")
 
 
 def test_a_gpu_that_serves_keeps_matrices_of_4_bits_in_4(tmp_path: Path) -> None:

@@ -135,6 +135,18 @@ def test_a_packed_product_is_x_times_w(seed: int, kind: str, rows: int, d_in: in
     assert (added == residual + got).all(), "a sum is more than the product and a sum"
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4 in blocks", "uint4, offset"])
+def test_outputs_do_not_depend_on_how_threads_share_them(rng: np.random.Generator, kind: str) -> None:
+    """A product so wide that all threads take part, again and again of other rows: its last outputs are those of a
+    product of them alone."""
+    weight = _weight(rng, kind, 256, 20_000)
+    last = weight[:, -64:]
+    wide, narrow = pack(weight), pack(last)
+    for rows in (1, 4, 1, 3, 60):
+        x = jnp.asarray(_normal(rng, rows, 256))
+        assert (np.asarray(matmul(x, wide))[:, -64:] == np.asarray(matmul(x, narrow))).all(), f"{rows} rows"
+
+
 @pytest.mark.parametrize("largest", [1e34, 1.99, 1e-30, 0.0])
 def test_a_product_of_any_magnitude(rng: np.random.Generator, largest: float) -> None:
     """Where integers stand for activations, the largest of a row decides what they are multiples of."""

@@ -180,4 +180,5 @@ def _entry(
     if architecture.in_turns and (match := re.search(r"\.self_attn\.([qk])_proj\.", name)):
         num_heads = config.num_heads if match[1] == "q" else config.num_kv_heads
     shift = int(config.norm_offset and name.endswith("norm.weight"))
-    return GgufEntry(tensor, shape, num_heads, shift, is_product=spec.transpose)
+    is_product = spec.transpose or (config.tie_embeddings and name == config.names.embedding)
+    return GgufEntry(tensor, shape, num_heads, shift, is_product=is_product)

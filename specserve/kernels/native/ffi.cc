@@ -38,7 +38,7 @@ T* in_lines(std::vector<T>& kept, int64_t size) {
   return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(kept.data()) + 63) / 64 * 64);
 }
 
-// For what a caller prepares for all threads of its call.
+// For rows as tiles take them: of the caller for all threads of its call, or of each thread for itself.
 char* prepared_rows(int64_t bytes) {
   thread_local std::vector<char> kept;
   return in_lines(kept, bytes);
@@ -123,10 +123,11 @@ const Kernels* kernels() { return chosen_kernels().load(std::memory_order_relaxe
 
 // Units of work that threads take one after another, each from a range of its own while that lasts, so that it reads
 // memory in order, and then from the others'. The caller takes part, and waits only for units that another thread has
-// begun: a thread that wakes up late finds nothing left, so no call waits for the operating system.
+// begun: a thread that wakes up late finds nothing left, so no call waits for the operating system. Each thread that finds
+// something prepares for it once.
 struct Shared {
-  Shared(int64_t threads, int64_t units, std::function<void(int64_t, int64_t)> run)
-      : units(units), ranges(threads), run(std::move(run)) {
+  Shared(int64_t threads, int64_t units, std::function<void(int64_t, int64_t)> run, std::function<void()> prepare)
+      : units(units), ranges(threads), run(std::move(run)), prepare(std::move(prepare)) {
     for (int64_t i = 0; i < threads; ++i) {
       ranges[i].next = i * units / threads;
       ranges[i].end = (i + 1) * units / threads;
@@ -140,18 +141,21 @@ struct Shared {
   const int64_t units;
   std::vector<Range> ranges;
   const std::function<void(int64_t, int64_t)> run;
+  const std::function<void()> prepare;
   std::atomic<int64_t> joined{0}, done{0};
   std::mutex mutex;
   std::condition_variable all_done;
 
   void work() {
     const size_t first = joined.fetch_add(1);
+    bool is_prepared = false;
     for (size_t i = 0; i < ranges.size(); ++i) {
       Range& range = ranges[(first + i) % ranges.size()];
       while (true) {
         const int64_t begin = range.next.fetch_add(range.step);
         if (begin >= range.end) break;
         const int64_t end = std::min(range.end, begin + range.step);
+        if (!is_prepared) prepare(), is_prepared = true;
         run(begin, end);
         if (done.fetch_add(end - begin) + (end - begin) == units) {
           std::lock_guard<std::mutex> lock(mutex);
@@ -173,11 +177,13 @@ struct Shared {
   }
 };
 
-void share(ffi::ThreadPool& pool, int64_t units, int64_t work_per_unit, std::function<void(int64_t, int64_t)> run) {
-  constexpr int64_t kWorthAThread = 1 << 14;  // multiplications, some microseconds: what waking a thread costs
+constexpr int64_t kWorthAThread = 1 << 14;  // multiplications, some microseconds: what waking a thread costs
+
+void share(ffi::ThreadPool& pool, int64_t units, int64_t work_per_unit, std::function<void(int64_t, int64_t)> run,
+           std::function<void()> prepare = [] {}) {
   const int64_t threads = std::min({pool.num_threads(), units, units * work_per_unit / kWorthAThread});
-  if (threads <= 1) return run(0, units);
-  auto shared = std::make_shared<Shared>(threads, units, std::move(run));
+  if (threads <= 1) return prepare(), run(0, units);
+  auto shared = std::make_shared<Shared>(threads, units, std::move(run), std::move(prepare));
   for (int64_t i = 1; i < threads; ++i) pool.Schedule([shared] { shared->work(); });
   shared->work();
   shared->wait();
@@ -265,28 +271,39 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
     }
   }
   const int64_t rows_at_once = std::min<int64_t>(call.rows, row_block), per_row = tiles ? tiles->row_bytes(call) : 0;
-  char* const split = tiles ? prepared_rows(call.rows * per_row + 1024) : nullptr;
-  share(pool, static_cast<int64_t>(chunks.size()), rows_at_once * call.d_in, [&](int64_t begin, int64_t end) {
+  const int64_t prepared = tiles ? call.rows * per_row + 1024 : 0, num_chunks = chunks.size();
+  const auto split = [&](char* to, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      tiles->split(call, chunks[i].begin, chunks[i].end, split + chunks[i].begin * per_row);
+      tiles->split(call, chunks[i].begin, chunks[i].end, to + chunks[i].begin * per_row);
     }
-  });
+  };
+  // Few rows are split by each thread for itself: one thread's lines of the cache would reach the others one by one, and
+  // have to be taken back from them at the next call, which takes several times as long.
+  const bool is_apart = num_chunks * rows_at_once * call.d_in < 2 * kWorthAThread;
+  char* const of_all = tiles && !is_apart ? prepared_rows(prepared) : nullptr;
+  if (of_all) {
+    share(pool, num_chunks, rows_at_once * call.d_in, [&](int64_t begin, int64_t end) { split(of_all, begin, end); });
+  }
+  const auto prepare = [&] {
+    if (tiles && is_apart) split(prepared_rows(prepared), 0, num_chunks);
+  };
   // panels of one part follow each other, so that a thread reads memory in order
-  share(pool, static_cast<int64_t>(parts.size()) * num_panels, rows_at_once * call.d_in * width,
-        [&](int64_t begin, int64_t end) {
-          for (int64_t unit = begin, next; unit < end; unit = next) {
-            next = std::min(end, (unit / num_panels + 1) * num_panels);  // of one part
-            const Part& part = parts[unit / num_panels];
-            const int64_t first = unit % num_panels, last = first + next - unit;
-            if (tiles) {
-              tiles->matmul(call, part.group, first, last, part.begin, part.end, split + part.begin * per_row);
-              continue;
-            }
-            for (int64_t panel = first; panel < last; ++panel) {
-              chosen->matmul(call, part.group, panel, part.begin, part.end);
-            }
-          }
-        });
+  const auto multiply = [&](int64_t begin, int64_t end) {
+    const char* rows = tiles && is_apart ? prepared_rows(prepared) : of_all;
+    for (int64_t unit = begin, next; unit < end; unit = next) {
+      next = std::min(end, (unit / num_panels + 1) * num_panels);  // of one part
+      const Part& part = parts[unit / num_panels];
+      const int64_t first = unit % num_panels, last = first + next - unit;
+      if (tiles) {
+        tiles->matmul(call, part.group, first, last, part.begin, part.end, rows + part.begin * per_row);
+        continue;
+      }
+      for (int64_t panel = first; panel < last; ++panel) {
+        chosen->matmul(call, part.group, panel, part.begin, part.end);
+      }
+    }
+  };
+  share(pool, static_cast<int64_t>(parts.size()) * num_panels, rows_at_once * call.d_in * width, multiply, prepare);
   return ffi::Error::Success();
 }
 

@@ -12,9 +12,9 @@ namespace specserve {
 namespace {
 
 constexpr int kPanel = 2 * kOutputs;  // outputs of a panel
-constexpr int kRowTile = 2;           // rows of which the sums of three digits, and all else, stay in registers
+constexpr int kRowTile = 4;           // rows of which the sums of three digits, and the weights, stay in registers
 constexpr int kLanes = 4;             // bytes of a lane
-constexpr int64_t kAhead = 2048;      // bytes; see kernels_isa.h
+constexpr int64_t kAhead = 4096;      // bytes; see kernels_isa.h
 
 constexpr int kInputs = 8;            // of a line of weights: of a lane of 32 bits
 constexpr int kParts = kInputs / kLanes;
@@ -86,23 +86,37 @@ inline void bytes_of(__m512i line, __m512i (&bytes)[kParts]) {
   }
 }
 
+// Adds what a block's sums of integers come to, of 16 outputs. (A function for each half of a panel, since a loop that
+// is not unrolled would have the sums in memory.)
+template <int R>
+inline void add_block(const Matmul& call, int64_t of_block, const Head* const* heads, const Ints (&sums)[R][kDigits],
+                      Floats (&totals)[R]) {
+  const Floats scale = scales_at(call, call.scale, of_block);
+  for (int r = 0; r < R; ++r) {
+    Floats sum = floats_of((__m512i)sums[r][0]) * 256.0f + floats_of((__m512i)sums[r][1]);
+    sum = sum * 256.0f + floats_of((__m512i)sums[r][2]);
+    totals[r] += sum * heads[r]->unit * scale;
+    if (call.offset) totals[r] += scales_at(call, call.offset, of_block) * heads[r]->sum;
+  }
+}
+
 // y of R rows and one panel. The first rows ask memory for weights ahead.
 template <Format format, int R>
 void multiply(const Matmul& call, const Shape& shape, int64_t place, const int32_t* order, const char* rows,
               int64_t column, bool is_first) {
   const int64_t per_row = shape.row_bytes();
   const char* weights = static_cast<const char*>(call.panels) + place * shape.blocks * shape.lines * 2 * kLine;
-  Floats totals[R][2];
-  for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = Floats{};
+  Floats totals[2][R];
+  for (int r = 0; r < R; ++r) totals[0][r] = totals[1][r] = Floats{};
   for (int64_t block = 0; block < shape.blocks; ++block) {
     const Head* heads[R];
     const char* digits[R];
-    __m512i sums[R][kDigits][2];
+    Ints sums[2][R][kDigits];
     for (int r = 0; r < R; ++r) {
       heads[r] = reinterpret_cast<const Head*>(rows + r * per_row) + block;
       digits[r] = rows + r * per_row + shape.blocks * sizeof(Head) + block * kDigits * shape.digit;
       for (int digit = 0; digit < kDigits; ++digit) {
-        sums[r][digit][0] = sums[r][digit][1] = _mm512_set1_epi32(heads[r]->begin[digit]);
+        sums[0][r][digit] = sums[1][r][digit] = (Ints)_mm512_set1_epi32(heads[r]->begin[digit]);
       }
     }
     for (int64_t line = 0; line < shape.lines; ++line, weights += 2 * kLine) {
@@ -116,27 +130,20 @@ void multiply(const Matmul& call, const Shape& shape, int64_t place, const int32
             int32_t four;
             memcpy(&four, digits[r] + digit * shape.digit + at, sizeof(four));
             const __m512i inputs = _mm512_set1_epi32(four);
-            sums[r][digit][0] = _mm512_dpbusd_epi32(sums[r][digit][0], left[part], inputs);
-            sums[r][digit][1] = _mm512_dpbusd_epi32(sums[r][digit][1], right[part], inputs);
+            sums[0][r][digit] = (Ints)_mm512_dpbusd_epi32((__m512i)sums[0][r][digit], left[part], inputs);
+            sums[1][r][digit] = (Ints)_mm512_dpbusd_epi32((__m512i)sums[1][r][digit], right[part], inputs);
           }
         }
       }
     }
     const int64_t of_block = (place * shape.blocks + block) * kPanel;
-    for (int half = 0; half < 2; ++half) {
-      const Floats scale = scales_at(call, call.scale, of_block + half * kOutputs);
-      for (int r = 0; r < R; ++r) {
-        Floats sum = floats_of(sums[r][0][half]) * 256.0f + floats_of(sums[r][1][half]);
-        sum = sum * 256.0f + floats_of(sums[r][2][half]);
-        totals[r][half] += sum * heads[r]->unit * scale;
-        if (call.offset) totals[r][half] += scales_at(call, call.offset, of_block + half * kOutputs) * heads[r]->sum;
-      }
-    }
+    add_block<R>(call, of_block, heads, sums[0], totals[0]);
+    add_block<R>(call, of_block + kOutputs, heads, sums[1], totals[1]);
   }
   for (int r = 0; r < R; ++r) {
     for (int half = 0; half < 2; ++half) {
       const int64_t from = column + half * kOutputs, y = order[r] * call.d_out + from;
-      Floats total = totals[r][half];
+      Floats total = totals[half][r];
       if (call.add) total += part(call.add + y, call.d_out - from);
       put_part(call.y + y, total, call.d_out - from);
     }
@@ -154,8 +161,9 @@ void matmul_bytes(const Matmul& call, int64_t group, int64_t first, int64_t last
     for (int64_t row = begin; row < end; row += tile) {
       const int64_t left = end - row, tiles = (left + kRowTile - 1) / kRowTile;
       tile = (left + tiles - 1) / tiles;  // tiles of like size
-      auto* run = tile == 1 ? multiply<format, 1> : multiply<format, 2>;
-      run(call, shape, place, call.order + row, rows + (row - begin) * per_row, panel * kPanel, row == begin);
+      constexpr decltype(&multiply<format, 1>) kRuns[kRowTile] = {multiply<format, 1>, multiply<format, 2>,
+                                                                  multiply<format, 3>, multiply<format, 4>};
+      kRuns[tile - 1](call, shape, place, call.order + row, rows + (row - begin) * per_row, panel * kPanel, row == begin);
     }
   }
 }

@@ -316,7 +316,7 @@ template <int R>
 void multiply_columns(const float* x, int64_t x_stride, const float* w, const float* ahead, int64_t w_stride,
                       int64_t inner, int64_t columns, float* out, int64_t out_stride) {
   int64_t c = 0;
-  if constexpr (R <= 2) {  // a sum waits for the one before it, so there must be several
+  if constexpr (4 * R + 5 <= REGISTERS) {  // a sum waits for the one before it, so there must be several
     for (; c + 4 * LANES <= columns; c += 4 * LANES) {
       multiply_small<R, 4>(x, x_stride, w + c, ahead + c, w_stride, inner, out + c, out_stride);
     }
@@ -341,23 +341,20 @@ void multiply_columns(const float* x, int64_t x_stride, const float* w, const fl
 void accumulate(const float* x, int64_t x_stride, const float* w, const float* ahead, int64_t w_stride, int64_t rows,
                 int64_t inner, int64_t columns, float* out, int64_t out_stride) {
   constexpr int kTile = LANES == 8 ? 4 : 8;  // AVX2 has half of the registers
-  int64_t r = 0;
-  for (; r + kTile <= rows; r += kTile) {
-    multiply_columns<kTile>(x + r * x_stride, x_stride, w, ahead, w_stride, inner, columns, out + r * out_stride,
-                            out_stride);
-    ahead = w;  // the next page is on its way
-  }
-  for (; r + 2 <= rows; r += 2) {
-    multiply_columns<2>(x + r * x_stride, x_stride, w, ahead, w_stride, inner, columns, out + r * out_stride,
-                        out_stride);
-    ahead = w;
-  }
-  for (; r < rows; ++r) {
-    multiply_columns<1>(x + r * x_stride, x_stride, w, ahead, w_stride, inner, columns, out + r * out_stride,
-                        out_stride);
-    ahead = w;
+  using Run = decltype(&multiply_columns<1>);
+  constexpr Run kRuns[kTile + 1] = {nullptr, multiply_columns<1>, multiply_columns<2>, multiply_columns<3>,
+#if LANES != 8
+                                    multiply_columns<4>, multiply_columns<5>, multiply_columns<6>, multiply_columns<7>,
+#endif
+                                    multiply_columns<kTile>};
+  for (int64_t r = 0, tile; r < rows; r += tile) {
+    tile = least(rows - r, kTile);
+    kRuns[tile](x + r * x_stride, x_stride, w, ahead, w_stride, inner, columns, out + r * out_stride, out_stride);
+    ahead = w;  // what comes next is on its way
   }
 }
+
+constexpr int64_t kPagesAhead = 2;  // pages that are asked for before they are read
 
 // A query's softmax is taken over its keys in the order of the sequence, with the largest score known beforehand: first
 // all scores, then one chain of sums over the values. Whether a key is committed or new then changes no bit, so a token
@@ -394,9 +391,16 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
     const float* from = call.q + ((sequence * call.n + query) * call.heads + head) * call.head_dim;
     for (int64_t i = 0; i < call.head_dim; ++i) q_rows[row * call.head_dim + i] = from[i] * call.scale;
   }
-  auto keys_of = [&](int64_t page) { return call.k_pages + page_of(least(page, pages - 1)) * call.head_dim; };
+  // of all that is read, the i-th part: the keys of each page, and then its values
+  auto part_of = [&](int64_t i) {
+    if (i < pages || !call.v_pages) return call.k_pages + page_of(least(i, pages - 1)) * call.head_dim;
+    return call.v_pages + page_of(least(i, 2 * pages - 1) - pages) * call.v_dim;
+  };
+  for (int64_t i = 0; i < least(pages, kPagesAhead); ++i) {
+    for (int64_t at = 0; at < call.head_dim * call.page_size; at += 16) __builtin_prefetch(part_of(i) + at);
+  }
   for (int64_t page = 0; page < pages; ++page) {
-    accumulate(q_rows, call.head_dim, keys_of(page), keys_of(page + 1), call.page_size, rows, call.head_dim,
+    accumulate(q_rows, call.head_dim, part_of(page), part_of(page + kPagesAhead), call.page_size, rows, call.head_dim,
                call.page_size, &scores[page * call.page_size], keys);
   }
   for (int64_t key = 0; key < m; ++key) {
@@ -460,8 +464,8 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
     const int64_t inner = least(call.page_size, len - page * call.page_size);
     const float *values = transposed, *ahead = transposed;
     if (call.v_pages) {
-      values = call.v_pages + page_of(page) * call.v_dim;
-      ahead = call.v_pages + page_of(least(page + 1, pages - 1)) * call.v_dim;
+      values = part_of(pages + page);
+      ahead = part_of(pages + page + kPagesAhead);
     } else {
       const float* from = call.k_pages + page_of(page) * call.head_dim;
       for (int64_t i = 0; i < call.v_dim; ++i) {
