@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,15 @@ def _choices(config: ModelConfig) -> set[Any]:
             (kind.mixer, kind.window > 0, kind.is_local, kind.has_rope, kind.has_growth, kind.has_experts, *sizes)
         }
     return kinds | {("fused", bool(config.names.qkv), bool(config.names.gate_up))} | _flags(config, "")
+
+
+def mechanisms(raws: Iterable[dict[str, Any]]) -> set[Any]:
+    """Whatever models of these configs have that a cache, fused parameters or a mesh can get wrong."""
+    configs = [model_config(raw, dtype="float32") for raw in raws]
+    parts = [(config, "") for config in configs]
+    parts += [(config.kind(i), "kind.") for config in configs for i in range(config.num_layers)]
+    found = set[Any]().union(*(_flags(*part) for part in parts))
+    return {fact for fact in found if fact[1] and fact[0] != "kind.hashed" and not fact[0].startswith("carried")}
 
 
 def _flags(config: Any, prefix: str) -> set[Any]:
