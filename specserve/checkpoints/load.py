@@ -50,7 +50,7 @@ _SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, _HASHING: "numbers of has
 # layers of multi-token prediction, by family
 _FURTHER = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "nemotron_h"), r"mtp\..*"),
-    "deepseek_v4": r"model\.mtp\..*",
+    "deepseek_v4": r"(model\.)?mtp\..*",
     "mimo": r"model\.mtp_layers\..*",
     "mimo_v2_flash": r"model\.mtp\..*",
 }

@@ -230,6 +230,7 @@ def forward_groups(
             if i in aux_layers:
                 taps[i] = merged(config, x)
             i += 1
+    taps |= {i + s: x[..., s, :] for s in range(config.num_streams) if i + s in aux_layers}
     hidden_states = apart(last(params.streams, config, x, params.norm), shapes)
     aux = [apart(taps[i], shapes) for i in aux_layers]  # by tap, then by group
     return [

@@ -215,6 +215,8 @@ def test_the_forward_equals_transformers_layer(tmp_path: Path, rng: np.random.Ge
         pytest.param(carried.NEMOTRON_H, id="two blocks", marks=pytest.mark.slow),
         pytest.param(carried.INDEXED, id="an indexer", marks=pytest.mark.slow),
         pytest.param(carried.BLOCKS, id="blocks", marks=pytest.mark.slow),
+        pytest.param(carried.POOLS, id="pools in one stream", marks=pytest.mark.slow),
+        pytest.param(carried.STREAMS, id="several streams", marks=pytest.mark.slow),
         pytest.param(carried.LING, id="ling", marks=pytest.mark.slow),
         pytest.param(carried.LING_2_5, id="latents beside lightning", marks=pytest.mark.slow),
         pytest.param(carried.GLM, id="biases and experts", marks=pytest.mark.slow),

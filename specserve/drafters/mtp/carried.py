@@ -18,7 +18,7 @@ from specserve.errors import CheckpointError
 from specserve.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
-_WITH_ONE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mimo")
+_WITH_ONE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "mimo")
 
 
 def is_carried(folder: Path, config: MtpConfig) -> bool:
