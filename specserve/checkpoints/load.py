@@ -148,12 +148,20 @@ def end_ids(config: ModelConfig, folder: Path) -> tuple[int, ...]:
 
 
 def renamer(names: frozenset[str]) -> Callable[[str], str]:
-    """A function from the names of a text model to the checkpoint's, which may hold it within a multimodal one."""
+    """A function from the names of a text model to the checkpoint's, which may hold it within a multimodal one, or be
+    DeepSeek-V4 as it is published."""
+    if "embed.weight" in names:
+        return _as_published
     if any(name.startswith("language_model.model.") for name in names):
         return lambda name: f"language_model.{name}"
     if any(name.startswith("model.language_model.") for name in names):
         return lambda name: re.sub(r"^model\.", "model.language_model.", name)
     return lambda name: name
+
+
+def _as_published(name: str) -> str:
+    bare = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+    return bare.replace(".attn.norm.", ".attn.kv_norm.")
 
 
 def is_whole(names: frozenset[str], target: ModelConfig) -> bool:

@@ -150,6 +150,13 @@ def test_mxfp4_means_what_its_table_says(tmp_path: Path, rng: np.random.Generato
         assert kept[name].values.dtype == np.int8
 
 
+def test_fp4_with_other_scales_than_it_needs_is_refused(tmp_path: Path) -> None:
+    values, scale = np.ones((4, 16), np.int8), np.ones((4, 2), np.float32).astype(ml_dtypes.float8_e8m0fnu)
+    spec = {"o": matrix("o.weight", 32, 4, ("heads", "mlp"))}
+    with pytest.raises(CheckpointError, match=r"o\.scale the shape \(4, 2\); expected .*\(4, 1\)"):
+        _load(tmp_path, {"o.weight": values, "o.scale": scale}, spec)
+
+
 @pytest.mark.parametrize("quantization", ["none", "stored", "int8"])
 @pytest.mark.parametrize(("tensor", "expert"), [(4, 1), (2, 2)])
 def test_a_spread_load_is_the_whole_one(

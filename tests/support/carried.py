@@ -186,7 +186,8 @@ def _random(tree: Any, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarr
         for name in spec.names:
             value = rng.normal(0, size, spec.stored_shape) + (spec.init == "ones")
             if name.endswith("tid2eid"):
-                value = rng.permuted(np.tile(np.arange(8), (spec.stored_shape[0], 1)), axis=1)[:, : spec.stored_shape[1]]
+                vocab, count = spec.stored_shape
+                value = rng.permuted(np.tile(np.arange(8), (vocab, 1)), axis=1)[:, :count]
             yield name, value.astype(spec.dtype("float32"))
 
 
