@@ -271,8 +271,8 @@ def _open_fp4_pairs(tensors: TensorFolder, name: str, scale_name: str) -> LazyQu
     blocks = 2 * num_pairs // _FP4_BLOCK
     if 2 * num_pairs % _FP4_BLOCK or stored != (num_out, blocks):
         raise CheckpointError(
-            f"{tensors.file(name).name}: {name} has {2 * num_pairs} numbers of 4 bits for each of {num_out} outputs and "
-            f"{scale_name} the shape {stored}; expected a scale for every {_FP4_BLOCK} of them, ({num_out}, {blocks})"
+            f"{tensors.file(name).name}: {name} has {2 * num_pairs} numbers of 4 bits for each of {num_out} outputs, "
+            f"and {scale_name} the shape {stored}; expected a scale for every {_FP4_BLOCK}, ({num_out}, {blocks})"
         )
 
     def read_values(index: Index) -> np.ndarray:

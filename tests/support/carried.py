@@ -137,12 +137,14 @@ STREAMS: dict[str, Any] = NEXT | {
     "hc_count": 2,
     "hc_lowrank": 8,
     "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
     "indexer_head_dim": 9,
     "indexer_budget": 32,
     "indexer_compress_ratio": 4,
 }
 COMPRESSED: dict[str, Any] = SMALL | {  # the last layer has pools, and the carried one has not
     "model_type": "deepseek_v4",
+    "intermediate_size": 16,
     "num_hidden_layers": 2,
     "num_key_value_heads": 1,
     "q_lora_rank": 12,
