@@ -80,7 +80,9 @@ class TargetParams:
 @pytree
 class TargetOutput:
     hidden_states: jax.Array  # [batch, n, d_model], after the final norm
-    aux_hidden_states: jax.Array | None  # [batch, n, taps * d_model], the tapped layers' outputs side by side
+    # [batch, n, taps * d_model], the tapped layers' outputs side by side. Of several streams a tap is their mean; the
+    # taps from the number of layers on are the streams behind the last one.
+    aux_hidden_states: jax.Array | None
     # the entries of this call's tokens for the cache, layer by layer, None of those that see another's; none of stacks
     new: tuple[Any, ...]
 

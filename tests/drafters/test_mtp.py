@@ -395,10 +395,11 @@ def test_training_begins_with_the_targets_own_layer(tmp_path: Path, raw: dict[st
             load_kind("mtp").new(DraftSettings(**setting), target.config, VOCAB)
 
 
-def test_no_layer_begins_as_one_of_another_kind(tmp_path: Path) -> None:
-    tiny.write_target(tmp_path, carried.MIMO_V2, seed=0)
+@pytest.mark.parametrize("raw", [carried.MIMO_V2, carried.STREAMS], ids=lambda raw: raw["model_type"])
+def test_no_layer_begins_as_one_of_another_kind(tmp_path: Path, raw: dict[str, Any]) -> None:
+    tiny.write_target(tmp_path, raw, seed=0)
     target = load_target(tmp_path, dtype="float32")
-    with pytest.raises(ConfigError, match="of another kind than those have"):
+    with pytest.raises(ConfigError, match="several streams or are of another kind"):
         load_kind("mtp").new(DraftSettings(), target.config, VOCAB).init_params(target, np.arange(VOCAB), 0)
 
 

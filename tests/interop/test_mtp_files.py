@@ -49,6 +49,22 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and some name
         carried.INDEXED,
         ("model.layers.3.eh_proj.weight", "model.layers.3.self_attn.indexer.weights_proj.weight"),
     ),
+    "glm5_next": (
+        carried.POOLS,
+        ("model.layers.2.eh_proj.weight", "model.layers.2.self_attn.indexer.index_kpool_compress_gate"),
+    ),
+    "deepseek_v4": (
+        carried.COMPRESSED,
+        ("mtp.0.e_proj.weight", "mtp.0.attn.kv_norm.weight", "mtp.0.hc_head_fn", "mtp.0.ffn.experts.7.w2.weight"),
+    ),
+    "qwen4_exp_text": (
+        carried.STREAMS,
+        (
+            "mtp.fc_hidden.weight",
+            "mtp.hyper_connection_mixer.hc_norm.weight",
+            "mtp.layers.0.self_attn.indexer.index_qk_proj.weight",
+        ),
+    ),
     "glm4_moe": (
         carried.GLM,
         ("model.layers.3.eh_proj.weight", "model.layers.3.self_attn.q_proj.bias"),

@@ -66,6 +66,7 @@ def read_layer(
                 "%s: the first of its %d layers of multi-token prediction runs at every depth", tensors.folder, count
             )
         left_out |= dict.fromkeys(map(re.escape, names - own_names(names, config, name_of)), "the target's own")
+    left_out[r".*hyper_connection_mixer\.block_inject_weight.*"] = "what a last mixture does not do"
     for name in map(name_of, shared_tables(config.layer, config.layout)):
         if name in names:
             left_out[re.escape(name)] = "a copy of the target's own"
