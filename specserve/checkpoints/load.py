@@ -46,7 +46,12 @@ TIED, AS_VOCABULARY = "tied to the embedding", "read as the draft vocabulary"
 _COMPUTED = "rotary buffers, computed here"
 _NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED))  # reasons that a user need not know
 _HASHING = r"(.*\.)?ple_embedding\.(layer_multipliers|ngram_heads_(offsets|vocab_sizes))"
-_SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, _HASHING: "numbers of hashes, computed here", **UNUSED_SCALES}
+_SKIPPED = {
+    r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED,
+    _HASHING: "numbers of hashes, computed here",
+    r"(.*\.)?hyper_connection_mixer\.block_inject_weight\..*": "weights of streams that nothing is added to",
+    **UNUSED_SCALES,
+}
 # layers of multi-token prediction, by family
 _FURTHER = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "nemotron_h"), r"mtp\..*"),

@@ -55,6 +55,11 @@ def read_layer(
             f"{where}: mtp_use_dedicated_embeddings is true; its layer of multi-token prediction has tables of its "
             "own, which are not read. Serve the target without it, or with another head (--draft)"
         )
+    if found := sorted(key for key in _text_of(read_json(where)) if key.startswith("dspark_")):
+        raise CheckpointError(
+            f"{where}: {found[0]} says that the layers behind the target's own draft blocks (DSpark), which are not "
+            "read out of a whole checkpoint. Serve the target without them, or with another head (--draft)"
+        )
     if (blocks := read_json(where).get("mtp_hybrid_override_pattern")) not in (None, "*E"):
         raise CheckpointError(
             f"{where}: mtp_hybrid_override_pattern is {blocks!r}; only a layer of multi-token prediction of attention "
@@ -66,7 +71,6 @@ def read_layer(
                 "%s: the first of its %d layers of multi-token prediction runs at every depth", tensors.folder, count
             )
         left_out |= dict.fromkeys(map(re.escape, names - own_names(names, config, name_of)), "the target's own")
-    left_out[r".*hyper_connection_mixer\.block_inject_weight.*"] = "what a last mixture does not do"
     for name in map(name_of, shared_tables(config.layer, config.layout)):
         if name in names:
             left_out[re.escape(name)] = "a copy of the target's own"
