@@ -111,7 +111,7 @@ def _flops(config: MtpConfig, spec: model.MtpParams, rollout: Rollout, seq_len: 
     layer = config.layer
     q_dim = _attention_dims(config)[0] // layer.num_heads * on_each_device(mesh, "heads", layer.num_heads)
     top_k = layer.experts.top_k if layer.experts else None
-    matrices = [leaf for leaf in specs((spec.fc, spec.layer)) if is_matrix(leaf)]
+    matrices = [leaf for leaf in specs((spec.fc, spec.token_fc, spec.layer)) if is_matrix(leaf)]
     each = num_params(matrices, top_k)
     seen, computed = row_kernels.mean_keys(seq_len, layer.kind(0).window, mesh)
     attention = attention_flops(2 * q_dim, seen, computed, remat=rollout.remat)
