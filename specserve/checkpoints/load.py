@@ -47,11 +47,16 @@ TIED, AS_VOCABULARY = "tied to the embedding", "read as the draft vocabulary"
 _COMPUTED, _ZEROS = "rotary buffers, computed here", "biases of zeros, which add nothing"
 _NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED, _ZEROS))  # reasons that a user need not know
 _HASHING = r"(.*\.)?ple_embedding\.(layer_multipliers|ngram_heads_(offsets|vocab_sizes))"
-_SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, _HASHING: "numbers of hashes, computed here", **UNUSED_SCALES}
+_SKIPPED = {
+    r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED,
+    _HASHING: "numbers of hashes, computed here",
+    r"(.*\.)?hyper_connection_mixer\.block_inject_weight\..*": "weights of streams that nothing is added to",
+    **UNUSED_SCALES,
+}
 # layers of multi-token prediction, by family
 _FURTHER = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "nemotron_h"), r"mtp\..*"),
-    "deepseek_v4": r"model\.mtp\..*",
+    "deepseek_v4": r"(model\.)?mtp\..*",
     "mimo": r"model\.mtp_layers\..*",
     "mimo_v2_flash": r"model\.mtp\..*",
 }
@@ -153,12 +158,20 @@ def end_ids(config: ModelConfig, folder: Path) -> tuple[int, ...]:
 
 
 def renamer(names: frozenset[str]) -> Callable[[str], str]:
-    """A function from the names of a text model to the checkpoint's, which may hold it within a multimodal one."""
+    """A function from the names of a text model to the checkpoint's, which may hold it within a multimodal one, or be
+    DeepSeek-V4 as it is published."""
+    if "embed.weight" in names:
+        return _as_published
     if any(name.startswith("language_model.model.") for name in names):
         return lambda name: f"language_model.{name}"
     if any(name.startswith("model.language_model.") for name in names):
         return lambda name: re.sub(r"^model\.", "model.language_model.", name)
     return lambda name: name
+
+
+def _as_published(name: str) -> str:
+    bare = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+    return bare.replace(".attn.norm.", ".attn.kv_norm.")
 
 
 def is_whole(names: frozenset[str], target: ModelConfig) -> bool:

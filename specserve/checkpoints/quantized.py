@@ -4,6 +4,8 @@ quantizers of these names, and the OCP Microscaling Formats specification v1.0 f
 - fp8: `X.weight` float8 [out, in], `X.weight_scale_inv` for each block of 128 outputs and 128 inputs;
 - fbgemm_fp8 and compressed-tensors: `X.weight` float8 or int8 [out, in], `X.weight_scale` for each output [out, 1], for
   the whole tensor [1], or for each block;
+- fp8 in DeepSeek-V4's own files: the same with `X.scale`, powers of two, and experts of 4 bits: `X.weight` int8 [out,
+  in / 2], two 4-bit floats in a byte, the lower half first, and `X.scale` float8_e8m0fnu [out, in / 32];
 - mxfp4 (GPT-OSS): `X_blocks` uint8 [expert, out, in / 32, 16], two 4-bit floats in a byte, the lower half first, and
   `X_scales` uint8 [expert, out, in / 32], powers of two.
 
@@ -36,6 +38,7 @@ from specserve.errors import CheckpointError
 
 FLOATS = frozenset(np.dtype(dtype) for dtype in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
 EIGHT_BITS = frozenset(np.dtype(dtype) for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8))
+POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)  # of two
 STORED_BITS = EIGHT_BITS | {
     np.dtype(np.uint8),
     np.dtype(np.int32),
@@ -187,11 +190,17 @@ def open_weight(
     where = f"{tensors.file(name).name}: {name}"
     if dtype not in EIGHT_BITS or len(shape) != 2:
         raise CheckpointError(f"{where} is {dtype}, expected a float, or a matrix of int8 or float8 with its scale")
-    for scale_name in (f"{name}_scale_inv", f"{name}_scale"):
+    for scale_name in (f"{name}_scale_inv", f"{name}_scale", _bare_scale(name)):
         if scale_name in names:
+            if dtype == np.int8 and tensors.dtype(scale_name) == POWERS:
+                return _open_fp4_pairs(tensors, name, scale_name), (name, scale_name)
             scale, inputs = _open_scale(tensors, scale_name, shape, storing.block)
             return LazyQuantized(values, scale, inputs), (name, scale_name)
     raise CheckpointError(f"{where} is {dtype}, but there is no {name}_scale_inv and no {name}_scale")
+
+
+def _bare_scale(name: str) -> str:
+    return f"{name.removesuffix('weight')}scale"
 
 
 def restored(tensors: TensorFolder, storing: Storing) -> tuple[TensorFolder, list[str]]:
@@ -263,6 +272,28 @@ def _open_fp4(tensors: TensorFolder, name: str) -> LazyQuantized:
     shape = (*scales[:-1], scales[-1] * _FP4_BLOCK)
     values, scale = LazyTensor(shape, np.dtype(np.int8), read_values), LazyTensor(scales, FLOAT32, read_scale)
     return LazyQuantized(values, scale, _FP4_BLOCK)
+
+
+def _open_fp4_pairs(tensors: TensorFolder, name: str, scale_name: str) -> LazyQuantized:
+    """Open a weight [out, in] of 4 bits whose bytes stand in one row for each output."""
+    (num_out, num_pairs), stored = tensors.shape(name), tensors.shape(scale_name)
+    blocks = 2 * num_pairs // _FP4_BLOCK
+    if 2 * num_pairs % _FP4_BLOCK or stored != (num_out, blocks):
+        raise CheckpointError(
+            f"{tensors.file(name).name}: {name} has {2 * num_pairs} numbers of 4 bits for each of {num_out} outputs, "
+            f"and {scale_name} the shape {stored}; expected a scale for every {_FP4_BLOCK}, ({num_out}, {blocks})"
+        )
+
+    def read_values(index: Index) -> np.ndarray:
+        places, inputs = index
+        pairs = tensors.read(name, (places, slice(inputs.start // 2, -(-inputs.stop // 2)))).view(np.uint8)
+        return fp4_values(pairs)[:, inputs.start % 2 :][:, : inputs.stop - inputs.start]
+
+    def read_scale(index: Index) -> np.ndarray:
+        return tensors.read(scale_name, index).astype(np.float32) * np.float32(0.5)
+
+    values = LazyTensor((num_out, 2 * num_pairs), np.dtype(np.int8), read_values)
+    return LazyQuantized(values, LazyTensor(stored, FLOAT32, read_scale), _FP4_BLOCK)
 
 
 def _pair(sizes: Any) -> tuple[int, int]:

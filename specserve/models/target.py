@@ -80,7 +80,9 @@ class TargetParams:
 @pytree
 class TargetOutput:
     hidden_states: jax.Array  # [batch, n, d_model], after the final norm
-    aux_hidden_states: jax.Array | None  # [batch, n, taps * d_model], the tapped layers' outputs side by side
+    # [batch, n, taps * d_model], the tapped layers' outputs side by side. Of several streams a tap is their mean; the
+    # taps from the number of layers on are the streams behind the last one.
+    aux_hidden_states: jax.Array | None
     # the entries of this call's tokens for the cache, layer by layer, None of those that see another's; none of stacks
     new: tuple[Any, ...]
 
@@ -230,6 +232,7 @@ def forward_groups(
             if i in aux_layers:
                 taps[i] = merged(config, x)
             i += 1
+    taps |= {i + s: x[..., s, :] for s in range(config.num_streams) if i + s in aux_layers}
     hidden_states = apart(last(params.streams, config, x, params.norm), shapes)
     aux = [apart(taps[i], shapes) for i in aux_layers]  # by tap, then by group
     return [

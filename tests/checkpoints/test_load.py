@@ -7,16 +7,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+import carried
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import tiny
 
 from specserve import mesh
-from specserve.checkpoints.load import check_weights, load_params, load_target, to_numpy
+from specserve.checkpoints.load import Quantization, check_weights, load_params, load_target, to_numpy
 from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
+from specserve.drafters.registry import CARRIED
 from specserve.errors import CheckpointError
+from specserve.interop.head import load_head
+from specserve.kernels.matmul import QuantizedMatrix, dequantize
 from specserve.models.families.table import model_config
 from specserve.models.params import ParamSpec, TensorPart, embedding_table, matrix, specs, vector
 from specserve.models.target import target_spec
@@ -382,3 +387,71 @@ def test_every_end_of_text_is_known(tmp_path: Path) -> None:
     tiny.write_target(tmp_path, tiny.TARGET, seed=0)
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [7, 2, 9, tiny.TARGET["vocab_size"]]})
     assert load_target(tmp_path, dtype="float32").eos_ids == (7, 2, 9), "the model never emits the last"
+
+
+PUBLISHED = {  # by DeepSeek, of what transformers saves
+    r"^model\.": "",
+    r"^embed_tokens": "embed",
+    r"^hc_head\.hc_": "hc_head_",
+    r"(?<=attn)\.norm\.": ".kv_norm.",
+}
+
+
+def _published(folder: Path, rng: np.random.Generator) -> tuple[Tensors, Tensors]:
+    """The tensors of a DeepSeek-V4 as its publisher keeps them, by its own names, and as floats by transformers'."""
+    read = TensorFolder(folder)
+    theirs: Tensors = {}
+    floats: Tensors = {}
+    for name in read.names():
+        other, value = name, read.read(name)
+        for pattern, by in PUBLISHED.items():
+            other = re.sub(pattern, by, other)
+        theirs[other] = floats[name] = value
+        if not re.search(r"(attn\.w|\.w[123]|[eh]_proj|indexer\.wq_b)", name):
+            continue
+        scale_name, (rows, inputs) = other.removesuffix("weight") + "scale", value.shape
+        size = (1, 32) if ".experts." in name else (16, 16)
+        grid = rng.integers(-4, 1, (-(-rows // size[0]), -(-inputs // size[1]))).astype(np.float32)
+        scale = np.exp2(grid).astype(ml_dtypes.float8_e8m0fnu)
+        if ".experts." in name:
+            codes = rng.integers(0, 16, value.shape)
+            theirs[other] = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8).view(np.int8)
+            numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes % 8] * np.where(codes < 8, 1, -1)
+        else:
+            theirs[other] = numbers = value.astype(ml_dtypes.float8_e4m3fn)
+        theirs[scale_name] = scale
+        of_each = np.repeat(np.repeat(np.exp2(grid), size[0], 0), size[1], 1)[:rows, :inputs]
+        floats[name] = (numbers.astype(np.float32) * of_each).astype(np.float32)
+    return theirs, floats
+
+
+@pytest.mark.parametrize("quantization", ["none", "stored"])
+def test_deepseek_v4_is_read_as_it_is_published(
+    tmp_path: Path, rng: np.random.Generator, quantization: Quantization
+) -> None:
+    """Under its own names, in FP8 and experts in FP4, both with powers of two as scales; its carried layer too."""
+    raw = carried.COMPRESSED | {"moe_intermediate_size": 64, "num_hidden_layers": 3}
+    raw["layer_types"], raw["mlp_layer_types"] = ["compressed_sparse_attention", *raw["layer_types"]], None
+    folders = [tmp_path / name for name in ("made", "theirs", "floats")]
+    carried.write(folders[0], raw, seed=0)
+    stated = {"quant_method": "fp8", "weight_block_size": [16, 16], "scale_fmt": "ue8m0"}
+    for folder, tensors in zip(folders[1:], _published(folders[0], rng), strict=True):
+        folder.mkdir()
+        write_json(folder / "config.json", raw | ({"quantization_config": stated} if folder is folders[1] else {}))
+        write_tensors(folder / "model.safetensors", tensors)
+    names = TensorFolder(folders[1]).names()
+    assert names > {"embed.weight", "norm.weight", "head.weight", "hc_head_fn", "layers.0.attn.kv_norm.weight"}
+    assert names > {"layers.0.attn.indexer.compressor.norm.weight", "mtp.0.attn.kv_norm.weight", "mtp.0.hc_head_scale"}
+    found = []
+
+    def is_quantized(leaf: Any) -> bool:
+        return isinstance(leaf, QuantizedMatrix)
+
+    for folder in folders[1:]:
+        target = load_target(folder, dtype="float32", quantization=quantization)
+        found.append((target.params, load_head(folder, target, dtype="float32", kind=CARRIED).params))
+    assert any(map(is_quantized, jax.tree.leaves(found[0], is_leaf=is_quantized))) == (quantization == "stored")
+    read = jax.tree.leaves(found[0], is_leaf=is_quantized)
+    for one, other in zip(read, jax.tree.leaves(found[1]), strict=True):
+        plain = dequantize(one, jnp.dtype("float32")) if is_quantized(one) else one
+        np.testing.assert_array_equal(plain, other)

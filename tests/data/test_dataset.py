@@ -228,7 +228,7 @@ def test_prompts_and_documents_are_rendered_with_the_rows_tools_and_variables(ca
         [prompt] = held_out_prompts([replace(source([]), held_out=(row,))], tokenizer, 1, max_len=99)
         return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
-    assert '<tools>\n{"name": "add"}\n</tools>' in asked(row, qwen)
+    assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>' in asked(row, qwen)
     assert asked(row, quiet).endswith("assistant\n<think>\n\n</think>\n\n")
     assert asked(loud, quiet).endswith("assistant\n")
     [document] = tokenize_part([row], qwen, 99).documents

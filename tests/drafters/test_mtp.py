@@ -21,7 +21,7 @@ from specserve.drafters.interface import Head
 from specserve.drafters.learning import Rollout, Rows
 from specserve.drafters.mtp.config import MtpConfig
 from specserve.drafters.mtp.drafter import Mtp, at_root, ready
-from specserve.drafters.mtp.model import MtpParams, draft_logits, run
+from specserve.drafters.mtp.model import MtpParams, draft_logits, inputs, run, taken
 from specserve.drafters.mtp.rollout import rollout_states
 from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.errors import ConfigError
@@ -128,6 +128,49 @@ def _by_transformers(folder: Path, config: MtpConfig, raw: dict[str, Any], text:
         return model(inputs_embeds=x, position_ids=torch.arange(1, len(text))[None]).logits[0].numpy()
 
 
+def _in_streams(folder: Path, config: MtpConfig, raw: dict[str, Any], text: list[int], taps: np.ndarray) -> Any:
+    """The same of a layer that has its target's streams: transformers' torch model of one layer, whose input is what
+    SGLang's code makes of them (deepseek_v4_nextn, qwen4_exp_mtp)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tensors, layout, is_v4 = TensorFolder(folder), config.layout, raw["model_type"] == "deepseek_v4"
+    read = {name: tensors.read(name) for name in tensors.names()}
+    own = {name: value for name, value in read.items() if "embed_tokens" in name or name.endswith("head.weight")}
+    for name in [name for name in read if name.startswith(f"{layout.layer}.")]:
+        own[name.replace(layout.layer, "model.layers.0", 1).replace("kv_norm", "norm")] = read[name]
+    for name in [name for name in read if name.startswith(layout.mixture)]:
+        own[name.replace("mtp.0.hc_head_", "model.hc_head.hc_").replace("mtp.", "model.")] = read[name]
+    changes = {"layer_types": ["full_attention"]}
+    if is_v4:
+        own["model.norm.weight"] = read[f"{layout.norm}.weight"]
+        changes = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
+    alone = folder / "alone"
+    alone.mkdir()
+    write_tensors(alone / "model.safetensors", own)
+    write_json(alone / "config.json", raw | changes | {"num_hidden_layers": 1, "num_nextn_predict_layers": 0})
+    model = AutoModelForCausalLM.from_pretrained(alone, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        weight = read[f"{name}.weight"].astype(np.float64) + config.layer.norm_offset
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.layer.norm_eps) * weight
+
+    token = norm(read["model.embed_tokens.weight"][text[1:]].astype(np.float64), layout.token_norm)
+    states = taps[:-1].astype(np.float64)
+    streams = states.reshape(len(states), -1, raw["hidden_size"])
+    # DeepSeek norms each stream, Qwen all together
+    hidden = norm(streams, layout.hidden_norm) if is_v4 else norm(states, layout.hidden_norm).reshape(streams.shape)
+    of_token, of_hidden = (read[f"{name}.weight"].astype(np.float64) for name in (layout.token_fc, layout.fc))
+    x = (token @ of_token.T)[:, None] + hidden @ of_hidden.T
+    given = torch.tensor(x if is_v4 else x.reshape(len(x), -1), dtype=torch.float32)[None]
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _layer, args, kwargs: ((given, *args[1:]), kwargs), with_kwargs=True
+    )
+    with torch.no_grad():
+        positions = torch.arange(1, len(text))[None]
+        return model(input_ids=torch.tensor(text[1:])[None], position_ids=positions).logits[0].numpy()
+
+
 def _rows(text: list[int]) -> Rows:
     token_ids = jnp.asarray([text], jnp.int32)
     ones = jnp.ones_like(token_ids)
@@ -205,6 +248,32 @@ def test_the_forward_equals_transformers_layer(tmp_path: Path, rng: np.random.Ge
     assert_same(logits[0][:-1], expected, off[:-1])
 
 
+@pytest.mark.oracle
+@pytest.mark.parametrize("raw", [carried.COMPRESSED, carried.STREAMS], ids=lambda raw: raw["model_type"])
+def test_the_forward_in_streams_equals_the_published_code(
+    tmp_path: Path, rng: np.random.Generator, raw: dict[str, Any]
+) -> None:
+    target, head = carried.models(tmp_path, raw)
+    n, config = 24, _mtp(head).config
+    text = rng.integers(0, VOCAB, n).tolist()
+
+    @jax.jit
+    def draft(params: TargetParams, own: MtpParams) -> tuple[jax.Array, jax.Array]:
+        rows = _rows(text)
+        ids, places, taps = rows.token_ids, rows.position_ids, head.drafter.aux_layers
+        aux = forward(params, target.config, ids, places, tiny.causal(n), aux_layers=taps).aux_hidden_states
+        assert aux is not None
+        x = inputs(own, config, params, ids[:, 1:], taken(config, params, aux)[:, :-1])
+        states, _ = run(own, config, x, places[:, 1:], tiny.causal(n - 1))
+        return draft_logits(own.output, config, params, states)[0], aux[0]
+
+    logits, taps = draft(target.params, head.params)
+    off = tolerance(lambda *params: draft(*params)[0], target.params, head.params)
+    expected = _in_streams(tmp_path, config, raw, text, np.asarray(taps))
+    assert np.abs(expected).max() > 1, "logits that say nothing prove nothing"
+    assert_same(logits, expected, off)
+
+
 @pytest.mark.parametrize(
     "raw",
     [
@@ -215,6 +284,8 @@ def test_the_forward_equals_transformers_layer(tmp_path: Path, rng: np.random.Ge
         pytest.param(carried.NEMOTRON_H, id="two blocks", marks=pytest.mark.slow),
         pytest.param(carried.INDEXED, id="an indexer", marks=pytest.mark.slow),
         pytest.param(carried.BLOCKS, id="blocks", marks=pytest.mark.slow),
+        pytest.param(carried.POOLS, id="pools in one stream", marks=pytest.mark.slow),
+        pytest.param(carried.STREAMS, id="several streams", marks=pytest.mark.slow),
         pytest.param(carried.LING, id="ling", marks=pytest.mark.slow),
         pytest.param(carried.LING_2_5, id="latents beside lightning", marks=pytest.mark.slow),
         pytest.param(carried.GLM, id="biases and experts", marks=pytest.mark.slow),
@@ -324,10 +395,11 @@ def test_training_begins_with_the_targets_own_layer(tmp_path: Path, raw: dict[st
             load_kind("mtp").new(DraftSettings(**setting), target.config, VOCAB)
 
 
-def test_no_layer_begins_as_one_of_another_kind(tmp_path: Path) -> None:
-    tiny.write_target(tmp_path, carried.MIMO_V2, seed=0)
+@pytest.mark.parametrize("raw", [carried.MIMO_V2, carried.STREAMS], ids=lambda raw: raw["model_type"])
+def test_no_layer_begins_as_one_of_another_kind(tmp_path: Path, raw: dict[str, Any]) -> None:
+    tiny.write_target(tmp_path, raw, seed=0)
     target = load_target(tmp_path, dtype="float32")
-    with pytest.raises(ConfigError, match="of another kind than those have"):
+    with pytest.raises(ConfigError, match="several streams or are of another kind"):
         load_kind("mtp").new(DraftSettings(), target.config, VOCAB).init_params(target, np.arange(VOCAB), 0)
 
 

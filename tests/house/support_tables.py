@@ -125,7 +125,9 @@ TWINS: dict[str, str] = {
     **dict.fromkeys(("DeepSeekMTPModel", "Glm4MoeMTPModel", "MTPModel", "MTPDraftModel"), "transformers"),
     **dict.fromkeys(ASSISTANT_CLASSES, "transformers"),
     **dict.fromkeys(("Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP", "MiMoMTPModel"), "transformers"),
+    **dict.fromkeys(("DeepSeekV4MTPModel", "Qwen4ExpMTP"), "transformers"),
 }
+SERVED_ALONE = ("DeepSeekV4MTPModel",)  # and not trained
 OF_SPECULATORS = ("MTPDraftModel", "Qwen3NextMTP")  # layers that it has a layout for, beside a Qwen3's
 OPTIONS: dict[str, dict[str, Any]] = {
     "several layers": {"num_layers": 2},
@@ -192,7 +194,8 @@ def heads() -> str:
             engines = ", ".join(exports) or "none"
             if kind == "mtp" and name not in OF_SPECULATORS:
                 engines = engines.replace("speculators, ", "")
-            rows.append(f"| `{kind}` | `{name}` | {writer} | yes | {equals} | `--drafter {kind}` | {engines} |")
+            trains = "no" if name in SERVED_ALONE else f"`--drafter {kind}`"
+            rows.append(f"| `{kind}` | `{name}` | {writer} | yes | {equals} | {trains} | {engines} |")
     return "\n".join(rows) + "\n"
 
 

@@ -28,6 +28,7 @@ from specserve.serve.launch import load_models
 Tensors = dict[str, np.ndarray]
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
+MIXTURES = ("model.hyper_connection_mixer", "mtp.hyper_connection_mixer")
 LITE, LING_3 = (
     read_json(GOLDENS / name / "config.json") | {"num_nextn_predict_layers": 1, "num_hidden_layers": 4}
     for name in ("glm4-moe-lite", "ling-3")
@@ -48,6 +49,22 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and some name
     "deepseek_v32": (
         carried.INDEXED,
         ("model.layers.3.eh_proj.weight", "model.layers.3.self_attn.indexer.weights_proj.weight"),
+    ),
+    "glm5_next": (
+        carried.POOLS,
+        ("model.layers.2.eh_proj.weight", "model.layers.2.self_attn.indexer.index_kpool_compress_gate"),
+    ),
+    "deepseek_v4": (
+        carried.COMPRESSED,
+        ("mtp.0.e_proj.weight", "mtp.0.attn.kv_norm.weight", "mtp.0.hc_head_fn", "mtp.0.ffn.experts.7.w2.weight"),
+    ),
+    "qwen4_exp_text": (
+        carried.STREAMS,
+        (
+            "mtp.fc_hidden.weight",
+            "mtp.hyper_connection_mixer.hc_norm.weight",
+            "mtp.layers.0.self_attn.indexer.index_qk_proj.weight",
+        ),
     ),
     "glm4_moe": (
         carried.GLM,
@@ -182,6 +199,25 @@ def test_the_layer_beside_a_multimodal_target_is_the_same(tmp_path: Path, is_sta
     write_json(tmp_path / "config.json", {"model_type": "qwen3_5_moe", "text_config": text | own})
     with pytest.raises(CheckpointError, match="mtp_use_dedicated_embeddings is true"):
         load_head(tmp_path, within, dtype="float32", kind=CARRIED)
+
+
+def test_layers_that_draft_blocks_are_no_layer_of_this_kind(tmp_path: Path) -> None:
+    """As later releases of DeepSeek-V4 have them under the same names."""
+    target, _ = carried.models(tmp_path, carried.COMPRESSED)
+    write_json(tmp_path / "config.json", carried.COMPRESSED | {"dspark_block_size": 5})
+    with pytest.raises(CheckpointError, match=r"dspark_block_size .* not read"):
+        load_head(tmp_path, target, dtype="float32", kind=CARRIED)
+
+
+def test_what_a_last_mixture_does_not_do_is_not_missed(tmp_path: Path) -> None:
+    """Checkpoints of Qwen3.8-Flash-Next hold weights by which nothing is added to the streams again."""
+    target, head = carried.models(tmp_path, carried.STREAMS)
+    _edit(
+        tmp_path,
+        lambda tensors: tensors.update({f"{at}.block_inject_weight.weight": np.ones((2, 64)) for at in MIXTURES}),
+    )
+    load_target(tmp_path, dtype="float32")
+    _assert_same(head, load_head(tmp_path, target, dtype="float32", kind=CARRIED))
 
 
 def _edit(folder: Path, change: Callable[[Tensors], object]) -> None:

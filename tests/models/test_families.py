@@ -4,6 +4,7 @@ layers' outputs, but for rounding. Against transformers from goldens, live with 
 What is called over pages has every kind of layer and every flag that a cache or fused parameters can get wrong; all
 cases are, live."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +18,12 @@ import seeded
 from parity import CACHED, ONE_OF_EACH, RAWS, Case, Difference
 from rounding import SHARE, assert_same, tolerance
 
+from specserve.kernels.matmul import Rounded
 from specserve.models.families.table import FAMILIES
 from specserve.models.params import specs
 from specserve.models.target import TargetParams, target_spec
+
+QUICK = (("mistral4", "int8"), ("minimax-m3", "int8"), ("gpt-oss", "fp8"), ("lfm2-moe", "int4"))
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +96,20 @@ def test_families_that_transformers_lacks_equal_plain_numpy(plain: Case) -> None
 @pytest.mark.parametrize("check", [_check_decode, _check_tree])
 def test_over_pages_they_equal_plain_numpy(plain: Case, check: Callable[[Case], None]) -> None:
     check(plain)
+
+
+@pytest.mark.parametrize(
+    ("case", "to"),
+    [
+        pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in (*itertools.product(CACHED, ("int8", "int4")), ("gpt-oss", "fp8"))
+    ],
+)
+def test_weights_in_few_bits_are_multiplied_as_the_numbers_that_they_are(
+    case: str, to: Rounded, tmp_path: Path
+) -> None:
+    """Over pages, in chunks and a tree, in the form that serves."""
+    _check_tree(parity.rounded_case(case, to, tmp_path))
 
 
 @pytest.mark.oracle

@@ -21,6 +21,22 @@ from specserve.models.params import init_params
 from specserve.models.target import TargetParams, forward
 
 
+def test_what_ran_before_sees_what_it_saw(rng: np.random.Generator) -> None:
+    """Of a tree that grows level by level, by what its last nodes see: whatever node they see, and its ancestors."""
+    for _tree in range(20):
+        parents = [-1, *(int(rng.integers(0, i)) for i in range(1, 12))]
+        sees, depths = np.zeros((12, 12), bool), np.zeros(12, np.int32)
+        for node, parent in enumerate(parents):
+            sees[node] = sees[parent] * (parent >= 0)
+            sees[node, node], depths[node] = True, depths[parent] + 1 if parent >= 0 else 0
+        order = np.argsort(depths, kind="stable")
+        sees, depths = sees[order][:, order], depths[order]
+        last = int((depths == depths.max()).sum())
+        got = np.asarray(indexer._between_all(jnp.asarray(sees[None, -last:]), jnp.asarray(depths[None])))[0]
+        seen = sees[-last:].any(axis=0)
+        np.testing.assert_array_equal(got[seen], sees[seen])
+
+
 @pytest.mark.parametrize("q_rank", [0, 12])
 def test_the_absorbed_form_is_the_expanded_one(q_rank: int, rng: np.random.Generator) -> None:
     latent = Latent(kv_rank=16, nope_dim=8, rope_dim=4, v_dim=10, q_rank=q_rank)

@@ -78,6 +78,7 @@ PUBLISHED = {
     "glm-4.7": 355,
     "glm-4.7-flash": 30,
     "deepseek-v3.2": 672,
+    "deepseek-v4-flash": 284,
     "glm-5": 744,
     "lfm2-1.2b": 1.17,
     "lfm2-8b-a1b": 8.34,

@@ -14,8 +14,9 @@ import pytest
 import tiny
 from experts import FORMS
 from jax.sharding import NamedSharding, PartitionSpec
+from parity import RAWS, mechanisms
 from rounding import assert_same, tolerance
-from spread import CASES, DENSE, MODELS, head_of, mesh_of, spread_target, target_of
+from spread import CASES, DENSE, MODELS, OF_ONE_CASE, head_of, mesh_of, spread_target, target_of
 
 from specserve import mesh as meshes
 from specserve.checkpoints import load
@@ -52,6 +53,11 @@ def test_a_mesh_changes_no_logit(model: str, text: str, rng: np.random.Generator
 
     got, alone = jax.jit(on_mesh(mesh, run))(spread_target(model, mesh).params), jax.jit(run)
     assert_same(got, alone(target.params), tolerance(alone, target.params))
+
+
+def test_every_mechanism_is_spread_and_started_again() -> None:
+    """By one of these models, which the laws of kept programs take too."""
+    assert mechanisms((RAWS | bailing.CASES).values()) <= mechanisms((MODELS | OF_ONE_CASE).values())
 
 
 CUT = ["tensor=4", "expert=4", "data=2,tensor=2,expert=2"]

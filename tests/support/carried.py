@@ -116,13 +116,64 @@ MIMO_V2: dict[str, Any] = SMALL | {
 }
 
 
+POOLS: dict[str, Any] = LATENT | {
+    "model_type": "glm5_next",
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "qk_rope_head_dim": 0,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "hc_sinkhorn_iters": 3,
+    "index_n_heads": 8,
+    "index_head_dim": 6,
+    "index_topk": 32,
+    "index_kpool": 4,
+}
+STREAMS: dict[str, Any] = NEXT | {
+    "model_type": "qwen4_exp_text",
+    "mtp_num_hidden_layers": 1,
+    "layer_types": ["linear_attention", "full_attention"],
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 9,
+    "indexer_budget": 32,
+    "indexer_compress_ratio": 4,
+}
+COMPRESSED: dict[str, Any] = SMALL | {  # the last layer has pools, and the carried one has not
+    "model_type": "deepseek_v4",
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 1,
+    "q_lora_rank": 12,
+    "layer_types": ["sliding_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 5},
+    "mlp_layer_types": ["hash_moe", "moe"],
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 1000.0,
+    "sliding_window": 7,
+    "o_groups": 2,
+    "o_lora_rank": 6,
+    "index_n_heads": 4,
+    "index_head_dim": 8,
+    "index_topk": 3,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 3,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
 def write(folder: Path, raw: dict[str, Any], seed: int) -> None:
     """A target's folder with the layer in it, all of it random."""
     config, rng = model_config(raw, dtype="float32"), np.random.default_rng(seed)
     folder.mkdir(exist_ok=True)
     write_json(folder / "config.json", raw)
     tensors = {name: value for spec in (target_spec(config), layer_spec(config)) for name, value in _random(spec, rng)}
-    tensors["lm_head.weight"] *= 1.5  # so that distributions have peaks
+    tensors[config.names.head] *= 1.5  # so that distributions have peaks
     write_tensors(folder / "model.safetensors", tensors)
 
 
@@ -136,7 +187,10 @@ def _random(tree: Any, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarr
         size = 0.02 if spec.init == "embedding" else 0.2 if len(spec.shape) == 1 else spec.shape[-2] ** -0.5
         for name in spec.names:
             value = rng.normal(0, size, spec.stored_shape) + (spec.init == "ones")
-            yield name, value.astype(np.float32)
+            if name.endswith("tid2eid"):
+                vocab, count = spec.stored_shape
+                value = rng.permuted(np.tile(np.arange(8), (vocab, 1)), axis=1)[:, :count]
+            yield name, value.astype(spec.dtype("float32"))
 
 
 def models(folder: Path, raw: dict[str, Any], seed: int = 0) -> tuple[Target, Head]:

@@ -8,8 +8,9 @@ import ast
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,14 @@ import rounding
 import seeded
 import tiny
 
-from specserve.checkpoints.load import Target, load_target
+from specserve.checkpoints.load import Quantization, Target, load_target
+from specserve.kernels.matmul import QuantizedMatrix, Rounded, dequantize
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import ModelConfig
 from specserve.models.families.table import model_config
-from specserve.models.target import TargetParams, TokenGroup, forward, forward_groups, fuse_for_cpu, logits
+from specserve.models.params import specs
+from specserve.models.target import TargetParams, TokenGroup, forward, forward_groups, fuse_for_cpu, logits, target_spec
+from specserve.serve.programs.layouts import make_layouts
 from specserve.speculative.tree import ancestor_mask
 
 TESTS = Path(__file__).parents[1]
@@ -53,6 +57,15 @@ def _choices(config: ModelConfig) -> set[Any]:
             (kind.mixer, kind.window > 0, kind.is_local, kind.has_rope, kind.has_growth, kind.has_experts, *sizes)
         }
     return kinds | {("fused", bool(config.names.qkv), bool(config.names.gate_up))} | _flags(config, "")
+
+
+def mechanisms(raws: Iterable[dict[str, Any]]) -> set[Any]:
+    """Whatever models of these configs have that a cache, fused parameters or a mesh can get wrong."""
+    configs = [model_config(raw, dtype="float32") for raw in raws]
+    parts = [(config, "") for config in configs]
+    parts += [(config.kind(i), "kind.") for config in configs for i in range(config.num_layers)]
+    found = set[Any]().union(*(_flags(*part) for part in parts))
+    return {fact for fact in found if fact[1] and fact[0] != "kind.hashed" and not fact[0].startswith("carried")}
 
 
 def _flags(config: Any, prefix: str) -> set[Any]:
@@ -137,6 +150,31 @@ def live_case(case: str, folder: Path) -> Case:
     return _computed(target, run, seed=3)
 
 
+def rounded_case(case: str, to: Rounded, folder: Path) -> Case:
+    """Of weights that are rounded at load, as serving has them, against the numbers that they then are, in floats."""
+    raw = (RAWS | bailing.CASES)[case]
+    all_specs = specs(target_spec(model_config(raw, dtype="float32")))
+    shapes = {name: spec.stored_shape for spec in all_specs for name in spec.names}
+    for seed in itertools.count():  # a choice that hangs on rounding proves nothing
+        rounded = _load(folder, raw, shapes, seed, to)
+        token_ids = seeded.tokens(rounded.config.vocab_size, seed)
+        target = dataclasses.replace(rounded, params=_in_floats(rounded.params))
+        everything, alone = np.arange(LENGTH), whole(target.params, target.config.for_length(LENGTH), token_ids)
+        layers = np.asarray(alone[1]).reshape(LENGTH, -1, target.config.d_model).transpose(1, 0, 2)
+        served = make_layouts(rounded, None).many.target
+        found = Case(target, served, token_ids, everything, np.asarray(alone[0]), layers, None)
+        if found.tolerance[0].max() < rounding.SHARE:
+            return found
+    raise AssertionError
+
+
+def _in_floats(params: TargetParams) -> TargetParams:
+    def widen(leaf: Any) -> Any:
+        return dequantize(leaf, jnp.dtype(jnp.float32)) if isinstance(leaf, QuantizedMatrix) else leaf
+
+    return jax.tree.map(widen, params, is_leaf=lambda node: isinstance(node, QuantizedMatrix))
+
+
 def build(case: str, folder: Path) -> tuple[Target, Run, Any]:
     """Our target and how to run transformers' model of the same weights, which comes last. Needs torch."""
     spec = importlib.util.spec_from_file_location("make_goldens", TESTS.parent / "tools" / "make_goldens.py")
@@ -153,10 +191,12 @@ def build(case: str, folder: Path) -> tuple[Target, Run, Any]:
     return _load(folder, RAWS[case], shapes, seed=3), run, model
 
 
-def _load(folder: Path, raw: dict[str, Any], shapes: dict[str, tuple[int, ...]], seed: int) -> Target:
+def _load(
+    folder: Path, raw: dict[str, Any], shapes: dict[str, tuple[int, ...]], seed: int, to: Quantization = "none"
+) -> Target:
     (folder / "config.json").write_text(json.dumps(raw))
     seeded.write_weights(folder, shapes, seed)
-    return load_target(folder, dtype="float32")
+    return load_target(folder, dtype="float32", quantization=to)
 
 
 def _computed(target: Target, run: Run, seed: int) -> Case:

@@ -60,9 +60,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "delta nets": DENSE | EXPERTS | DELTA_NETS,
     "keys shared": DENSE | SHARED_KEYS | {"num_hidden_layers": 4, "num_kv_shared_layers": 2},
 }
+WINDOWED: dict[str, Any] = {"sliding_window": 11}
 WINDOWS: dict[str, Any] = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
 OF_ONE_CASE: dict[str, dict[str, Any]] = {  # other layers, over one mesh
-    "windows": DENSE | WINDOWS | {"sliding_window": 11},
+    "windows": DENSE | WINDOWED | WINDOWS,
     "an indexer": DENSE
     | EXPERTS
     | LATENTS
@@ -87,6 +88,7 @@ OF_ONE_CASE: dict[str, dict[str, Any]] = {  # other layers, over one mesh
     | {
         "model_type": "qwen4_exp_text",
         "head_dim": 8,
+        "output_gate_type": "sigmoid",
         "hc_lowrank": 8,
         "indexer_n_heads": 6,
         "indexer_head_dim": 9,
@@ -162,7 +164,70 @@ OF_ONE_CASE: dict[str, dict[str, Any]] = {  # other layers, over one mesh
         "model_type": "kimi_linear",
         "linear_attn_config": {"full_attn_layers": [2], "head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 3},
         "qk_rope_head_dim": 4,
+        "q_lora_rank": None,
     },
+    "gated delta nets beside gated latents": DENSE
+    | EXPERTS
+    | LATENTS
+    | {
+        "model_type": "bailing_hybrid",
+        "layer_group_size": 2,
+        "short_conv_kernel_size": 3,
+        "kda_lower_bound": -5.0,
+    },
+    "lightning": DENSE
+    | EXPERTS
+    | {
+        "model_type": "bailing_moe_linear",
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "layer_group_size": 2,
+        "group_norm_size": 2,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "KV heads by layer, values of their own width": DENSE
+    | EXPERTS
+    | WINDOWED
+    | {
+        "model_type": "mimo_v2_flash",
+        "num_key_value_heads": 2,
+        "v_head_dim": 6,
+        "partial_rotary_factor": 0.5,
+        "hybrid_layer_pattern": [0, 1],
+        "n_routed_experts": 4,
+    },
+    "values of keys": DENSE
+    | EXPERTS
+    | WINDOWED
+    | {
+        "model_type": "gemma4_text",
+        "hidden_act": None,
+        "rope_theta": None,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 12,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+    },
+    "growing queries, scaled inputs": DENSE
+    | {
+        "model_type": "llama4_text",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 48,
+        "no_rope_layer_interval": 2,
+        "floor_scale": 8,
+    },
+    "blocks side by side": DENSE
+    | WINDOWED
+    | {"model_type": "cohere2", "sliding_window_pattern": 2, "tie_word_embeddings": True},
+    "norms after, of all heads": DENSE | WINDOWED | {"model_type": "olmo3"},
+    "softcaps": DENSE | WINDOWED | {"model_type": "gemma2", "query_pre_attn_scalar": 8, "hidden_activation": None},
+    "norms of turned heads": DENSE | {"model_type": "hunyuan_v1_dense", "attention_bias": True},
 }
 ANY_MODEL = ("data=2", "tensor=2", "tensor=4", "tensor=8")
 WITH_EXPERTS = ("expert=2", "expert=4", "data=2,tensor=2,expert=2")

@@ -18,7 +18,7 @@ from specserve.errors import CheckpointError
 from specserve.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
-_WITH_ONE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mimo")
+_WITH_ONE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "mimo")
 
 
 def is_carried(folder: Path, config: MtpConfig) -> bool:
@@ -54,6 +54,11 @@ def read_layer(
         raise CheckpointError(
             f"{where}: mtp_use_dedicated_embeddings is true; its layer of multi-token prediction has tables of its "
             "own, which are not read. Serve the target without it, or with another head (--draft)"
+        )
+    if found := sorted(key for key in _text_of(read_json(where)) if key.startswith("dspark_")):
+        raise CheckpointError(
+            f"{where}: {found[0]} says that the layers behind the target's own draft blocks (DSpark), which are not "
+            "read out of a whole checkpoint. Serve the target without them, or with another head (--draft)"
         )
     if (blocks := read_json(where).get("mtp_hybrid_override_pattern")) not in (None, "*E"):
         raise CheckpointError(

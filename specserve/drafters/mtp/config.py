@@ -25,6 +25,8 @@ class Layout:
     head: str = ""
     hidden_first: bool = False  # `fc` takes [hidden | token], else [token | hidden]
     takes_raw: bool = False  # the target's hidden state before its final norm, else after it
+    token_fc: str = ""  # where the token has a matrix of its own, and `fc` takes the hidden state alone
+    mixture: str = ""  # of its last mixture, where it has the target's streams, whose own states it takes
     names: tuple[tuple[str, str], ...] = ()  # of the layer's parts (`config.Names`), where the target has others
 
     def at(self, num_layers: int) -> "Layout":
@@ -36,7 +38,8 @@ class Layout:
     @property
     def prefixes(self) -> tuple[str, ...]:
         """The prefixes of the names of all its tensors."""
-        names = (self.layer, self.token_norm, self.hidden_norm, self.fc, self.norm, self.embedding, self.head)
+        names = (self.layer, self.token_norm, self.hidden_norm, self.fc, self.token_fc, self.norm, self.mixture)
+        names += (self.embedding, self.head)
         return tuple(dict.fromkeys(name for name in names if name))
 
 
@@ -102,11 +105,33 @@ _NEMOTRON_H = Layout(  # two blocks, of which the first attends
         ("mlp", "1.mixer"),
     ),
 )
+_QWEN_4 = dataclasses.replace(
+    _QWEN,
+    architecture="Qwen4ExpMTP",
+    fc="mtp.fc_hidden",
+    token_fc="mtp.fc_embedding",
+    norm="mtp.hyper_connection_mixer.hc_norm",
+    mixture="mtp.hyper_connection_mixer",
+)
+_DEEPSEEK_V4 = Layout(
+    "DeepSeekV4MTPModel",
+    layer="mtp.0",
+    token_norm="mtp.0.enorm",
+    hidden_norm="mtp.0.hnorm",
+    fc="mtp.0.h_proj",
+    token_fc="mtp.0.e_proj",
+    norm="mtp.0.norm",
+    mixture="mtp.0.hc_head",
+    names=(("k_norm", "kv_norm"),),
+)
 OTHERS = _appended("MTPModel")  # of targets that come without such a layer, where one was trained for them
 LAYOUTS: Mapping[str, Layout] = {
     "deepseek_v3": _appended("DeepSeekMTPModel"),
     "deepseek_v32": _appended("DeepSeekMTPModel"),
+    "deepseek_v4": _DEEPSEEK_V4,
     "glm_moe_dsa": _appended("DeepSeekMTPModel"),
+    "glm5_next": _appended("Glm5NextMTPModel"),
+    "glm5_next_text": _appended("Glm5NextMTPModel"),
     "kimi_k2": _appended("DeepSeekMTPModel"),
     "glm4_moe": _appended("Glm4MoeMTPModel"),
     "glm4_moe_lite": _appended("Glm4MoeLiteMTPModel"),
@@ -120,6 +145,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "qwen3_next": _QWEN,
     "qwen3_5_text": dataclasses.replace(_QWEN, architecture="Qwen3_5MTP"),
     "qwen3_5_moe_text": dataclasses.replace(_QWEN, architecture="Qwen3_5MoeMTP"),
+    "qwen4_exp_text": _QWEN_4,
 }
 
 
@@ -141,8 +167,15 @@ class MtpConfig:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The target's last layer, whose output the layer reads."""
-        return (self.num_target_layers - 1,)
+        """The target's last layer, whose output the layer reads, or each stream behind it."""
+        if self.layer.streams is None:
+            return (self.num_target_layers - 1,)
+        return tuple(range(self.num_target_layers, self.num_target_layers + self.layer.num_streams))
+
+    @property
+    def state_size(self) -> int:
+        """The numbers of the states that the layer takes, makes and hands on."""
+        return self.layer.num_streams * self.layer.d_model
 
     @property
     def is_partial(self) -> bool:
@@ -160,13 +193,13 @@ def config_of(target: ModelConfig, *, dtype: str) -> MtpConfig:
     kind, or of the one that the family's carried layers have, for all tokens. Raises ConfigError where that keeps a
     recurrent state, which knows no trees of a draft's own, or needs other layers."""
     kind, layout = target.carried or target.kind(target.num_layers - 1), layout_of(target)
-    if kind.kv_from is not None or target.layer_input_dim or target.streams:
+    if kind.kv_from is not None or target.layer_input_dim:
         raise ConfigError(
             f"the last layer of this {target.family} target sees the keys of another layer, or has an input of its own "
-            "beside the stream, or several streams; a layer of multi-token prediction has none of these here. Give a "
-            "head of another kind (--drafter)"
+            "beside the stream; a layer of multi-token prediction has none of these here. Give a head of another kind "
+            "(--drafter)"
         )
-    if kind.mixer not in ("attention", "latent"):
+    if kind.mixer not in ("attention", "latent", "compressed") or kind.pool:
         has = "has no mixer" if kind.mixer == "none" else f"keeps a recurrent state ({kind.mixer})"
         raise ConfigError(
             f"the last layer of a {target.family} target {has}; a layer of multi-token prediction needs one that "
@@ -176,6 +209,7 @@ def config_of(target: ModelConfig, *, dtype: str) -> MtpConfig:
         target.of(kind),
         num_layers=1,
         layers=(kind,),
+        streams=target.streams if layout.mixture else None,
         names=dataclasses.replace(target.names, layer=layout.layer, **dict(layout.names)),
         dtype=dtype,
         cache_dtype="",

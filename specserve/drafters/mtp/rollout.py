@@ -19,6 +19,7 @@ from specserve.drafters.learning import (
 )
 from specserve.drafters.mtp import model
 from specserve.drafters.mtp.config import MtpConfig
+from specserve.errors import ConfigError
 from specserve.kernels import native
 from specserve.kernels import rows as row_kernels
 from specserve.kernels.rows import Documents, Unrolled
@@ -33,10 +34,16 @@ def rollout_states(
     config: MtpConfig,
     target: TargetParams,
     rows: Rows,
-    aux_hidden_states: jax.Array,  # [batch, seq, d_model]
+    aux_hidden_states: jax.Array,  # [batch, seq, taps * d_model]
     rollout: Rollout,
-) -> list[jax.Array]:  # length x [batch, seq, d_model], what `draft_logits` takes
-    """Compute the layer's states in every rollout step (see `learning.unroll`)."""
+) -> list[jax.Array]:  # length x [batch, seq, state_size], what `draft_logits` takes
+    """Compute the layer's states in every rollout step (see `learning.unroll`). Raises ConfigError for a layer whose
+    keys are values, which is not trained."""
+    if config.layer.compressed is not None:
+        raise ConfigError(
+            f"the layer of multi-token prediction of a {config.layer.family} target is served and not trained; train a "
+            "head of another kind (--drafter)"
+        )
     hidden = model.taken(config, target, aux_hidden_states)
     # of the target only what the layer shares: what is kept for the backward pass is kept for each step
     shared = TargetParams(target.embedding, (), target.norm, None)
@@ -104,7 +111,7 @@ def _flops(config: MtpConfig, spec: model.MtpParams, rollout: Rollout, seq_len: 
     layer = config.layer
     q_dim = _attention_dims(config)[0] // layer.num_heads * on_each_device(mesh, "heads", layer.num_heads)
     top_k = layer.experts.top_k if layer.experts else None
-    matrices = [leaf for leaf in specs((spec.fc, spec.layer)) if is_matrix(leaf)]
+    matrices = [leaf for leaf in specs((spec.fc, spec.token_fc, spec.layer)) if is_matrix(leaf)]
     each = num_params(matrices, top_k)
     seen, computed = row_kernels.mean_keys(seq_len, layer.kind(0).window, mesh)
     attention = attention_flops(2 * q_dim, seen, computed, remat=rollout.remat)

@@ -66,17 +66,17 @@ def is_trained(config: MtpConfig, target: Target) -> bool:
 
 
 def _from_last(config: MtpConfig, target: Target, seed: int) -> MtpParams:
-    spec = draft_spec(config)
-    params: MtpParams = init_params(spec, jax.random.key(seed), config.layer.dtype)
+    layers = target.params.layers
+    if config.layout.mixture or config.layer.kind(0) != target.config.kind(config.num_target_layers - 1):
+        raise ConfigError(
+            f"{target.folder}: its checkpoint carries no layer of multi-token prediction to begin with, and a copy of "
+            "its last layer is none, as those have several streams or are of another kind; train a head of another "
+            "kind (--drafter)"
+        )
+    params: MtpParams = init_params(draft_spec(config), jax.random.key(seed), config.layer.dtype)
     state = jnp.eye(config.layer.d_model, dtype=config.layer.dtype)
     halves = (state, jnp.zeros_like(state)) if config.layout.hidden_first else (jnp.zeros_like(state), state)
     norm = jnp.array(target.params.norm, config.layer.dtype)
-    layers = target.params.layers
-    if config.layer.kind(0) != target.config.kind(config.num_target_layers - 1):
-        raise ConfigError(
-            f"{target.folder}: its checkpoint carries no layer of multi-token prediction to begin with, and its last "
-            "layer is of another kind than those have; train a head of another kind (--drafter)"
-        )
     last = last_layer(layers) if layers else _read_last(target, config.layer.dtype)
     layer = _silenced(_copy(last, params.layer), config.layer)
     return dataclasses.replace(params, fc=jnp.concatenate(halves), layer=layer, norm=norm)

@@ -202,9 +202,9 @@ def check_layer(files: MtpFiles, config: MtpConfig) -> Iterator[Finding]:
 
 def list_repairs(files: MtpFiles) -> Iterator[Repair]:
     """List all repairs that are worth a try. There are none where the folder cannot be read as a layer of this target,
-    nor where it is a whole checkpoint, whose layer was not converted."""
+    nor where it is a whole checkpoint, whose layer was not converted, nor for a layer with several streams."""
     config = files.config
-    if config is not None and not is_whole(files.names, config.layer):
+    if config is not None and not config.layout.mixture and not is_whole(files.names, config.layer):
         yield from _all(config, files.names)
 
 

@@ -43,6 +43,9 @@ def deepseek_v4(keys: Keys) -> Flags:
         "d_ff": d_ff,
         **_ropes(keys, turning),
         "layers": _layers(keys),
+        "carried": LayerKind(
+            "compressed", has_experts=True, has_indexer=False, window=keys.integer("sliding_window", 128), is_local=True
+        ),
         "activation": "bounded_swiglu",
         "has_float32_norms": True,
         "compressed": Compressed(
@@ -72,6 +75,7 @@ def deepseek_v4(keys: Keys) -> Flags:
 
 _NAMES = Names(
     head="head.weight",
+    k_norm="norm",
     attention="attn",
     attention_norm="attn_norm",
     mlp_norm="ffn_norm",

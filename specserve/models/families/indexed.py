@@ -4,7 +4,7 @@ GLM-5.3-Flash."""
 import dataclasses
 
 from specserve.errors import ConfigError
-from specserve.models.config import DeltaSizes, Mixer, Names, Streams
+from specserve.models.config import DeltaSizes, LayerKind, Mixer, Names, Streams
 from specserve.models.families.keys import Flags, Keys
 from specserve.models.families.latent import deepseek_v3
 from specserve.models.rope import Rope
@@ -107,6 +107,7 @@ def glm5_next(keys: Keys) -> Flags:
         "attention_scale": latent.nope_dim**-0.5,
         "rope": Rope(),
         "layers": tuple(layers),
+        "carried": LayerKind("latent", has_experts=True, has_rope=False),
         "activation": "bounded_swiglu",
         "delta": DeltaSizes(
             heads,

@@ -416,6 +416,7 @@ def qwen4_exp(keys: Keys) -> Flags:
     return flags | {
         "d_ff": experts.top_k * experts.d_ff + experts.shared_d_ff,
         "layers": tuple(layers),
+        "carried": LayerKind(has_experts=True),
         "experts": experts,
         "delta": dataclasses.replace(flags["delta"], has_sigmoid_gate=sigmoid),
         "streams": Streams(streams, rank=keys.integer("hc_lowrank", 320)),

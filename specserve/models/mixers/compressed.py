@@ -17,7 +17,7 @@ from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rows import Documents, Unrolled
 from specserve.kernels.rowwise import apply_rope, by_head, rms_norm
 from specserve.models.config import Compressed, LayerKind, ModelConfig
-from specserve.models.context import Context, Tables, by_group
+from specserve.models.context import Context, Tables, by_group, join
 from specserve.models.layers import linear, norm_spec
 from specserve.models.mixers import indexer
 from specserve.models.mixers.pools import Pooled, pooled
@@ -88,7 +88,7 @@ def compressed_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Compre
         q_norm=norm_spec(f"{prefix}.q_norm", sizes.q_rank, is_float32=True),
         q=plain("wq_b", sizes.q_rank, all_heads),
         k=plain("wkv", d_model, dim),
-        k_norm=norm_spec(f"{prefix}.norm", dim, is_float32=True),
+        k_norm=norm_spec(f"{prefix}.{config.names.k_norm}", dim, is_float32=True),
         sinks=vector(f"{prefix}.attn_sink", config.num_heads, init="zeros", is_float32=True),
         o_down=plain("wo_a", all_heads // sizes.num_groups, of_groups),
         o=plain("wo_b", of_groups, d_model),
@@ -118,7 +118,6 @@ def mix(
     """Compute what the layer adds to the residual stream."""
     sizes, dim, eps = config.compressed, config.head_dim, config.norm_eps
     assert sizes is not None
-    assert context.earlier is None, "compressed attention runs over all new tokens at once"
     tables = context.local_rope if kind.is_local else context.rope
     assert tables is not None
     q_in = rms_norm(linear(x, params.q_down), params.q_norm, eps)
@@ -136,10 +135,11 @@ def mix(
     def attend_own(context: Context, seen: PagedPrefix | None, *own: jax.Array) -> tuple[jax.Array, Any]:
         q, new, *index = own
         if params.compressor is None:
+            keys, _ = join(context.earlier, (new, None))
             found = attend(
                 q,
-                new,
-                new,
+                keys,
+                keys,
                 context.mask,
                 seen,
                 scale=dim**-0.5,
@@ -148,6 +148,7 @@ def mix(
                 position_ids=context.position_ids,
             )
         else:
+            assert context.earlier is None, "pools are made of all new tokens at once"
             found = _over_pools(params, config, q, new, context, seen, tuple(index))
         return found, (new, None)
 

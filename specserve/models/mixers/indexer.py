@@ -139,13 +139,23 @@ def _picking(
     if params is None or params.pool is None:
         return (), lambda visible, q, weights: choose(score(q, weights, keys), visible, latent.index_topk)
     lens = jnp.zeros(len(keys), jnp.int32) if seen is None else seen.lens
-    tokens = pooled(params.pool.place, keys, lens, context.position_ids, sees_new)
+    places = context.position_ids
+    tokens = pooled(params.pool.place, keys, lens, places, _between_all(sees_new, places))
 
     def pick(visible: jax.Array, sees: jax.Array, places: jax.Array, q: jax.Array, weights: jax.Array) -> jax.Array:
         scores, num = score(q, weights, tokens.keys), latent.index_topk // latent.index_pool
         return chosen_tokens(tokens, scores, visible, sees, places, num, latent.index_pool)
 
-    return (sees_new, context.position_ids), pick
+    return (sees_new, places[:, -sees_new.shape[1] :]), pick
+
+
+def _between_all(sees: jax.Array, places: jax.Array) -> jax.Array:  # [batch, n, m] bool, [batch, m]
+    """Return which of the new tokens each of them sees, [batch, m, m] bool, where the first m - n have run before. Two
+    that some query sees are on one path."""
+    if sees.shape[1] == sees.shape[2]:
+        return sees
+    together = jnp.einsum("bqi,bqj->bij", sees.astype(jnp.int32), sees.astype(jnp.int32)) > 0
+    return together & (places[:, None, :] <= places[:, :, None])
 
 
 def some_at_once(

@@ -53,13 +53,14 @@ def spread(config: ModelConfig, x: jax.Array) -> jax.Array:  # [..., d_model] ->
     return jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], config.streams.num, x.shape[-1]))
 
 
-def last_streams_spec(config: ModelConfig) -> StreamMix | StreamMixer | None:
-    """The parameters of the last sum, which takes and neither gives nor mixes, or None where it is the mean."""
+def last_streams_spec(config: ModelConfig, prefix: str = "") -> StreamMix | StreamMixer | None:
+    """The parameters of the last sum, which takes and neither gives nor mixes, or None where it is the mean. `prefix`
+    is that of their names, where they are not the target's own."""
     if config.streams is not None and config.streams.is_by_channel:
-        return stream_mixer_spec(config, "model.hyper_connection_mixer", injects=False)
+        return stream_mixer_spec(config, prefix or "model.hyper_connection_mixer", injects=False)
     if config.streams is None or not config.streams.has_head:
         return None
-    num, prefix = config.streams.num, "model.hc_head.hc"
+    num, prefix = config.streams.num, prefix or "model.hc_head.hc"
     return StreamMix(
         weights=matrix(f"{prefix}_fn", num * config.d_model, num, (None, None), is_float32=True),
         base=vector(f"{prefix}_base", num, init="zeros", is_float32=True),

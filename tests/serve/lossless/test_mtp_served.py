@@ -45,6 +45,9 @@ PARAMS = [
         pytest.param(carried.MIMO_V2, "tree:3x2x6", id="heads of two widths, tree", marks=pytest.mark.slow),
         pytest.param(carried.NEMOTRON_H, "tree:3x2x6", id="beside Mamba, tree", marks=pytest.mark.slow),
         pytest.param(carried.INDEXED, "tree:3x2x6", id="latents that an indexer chooses", marks=pytest.mark.slow),
+        pytest.param(carried.POOLS, "tree:3x2x6", id="pools in one stream, tree", marks=pytest.mark.slow),
+        pytest.param(carried.STREAMS, "tree:3x2x6", id="several streams, tree", marks=pytest.mark.slow),
+        pytest.param(carried.COMPRESSED, "tree:3x2x6", id="streams over a window, tree"),
         pytest.param(carried.LING_2_5, "tree:3x2x6", id="latents beside lightning, tree", marks=pytest.mark.slow),
     ],
 )
