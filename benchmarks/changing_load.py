@@ -63,7 +63,7 @@ def record(file: Path, batches: Sequence[int]) -> None:
     for batch in batches:
         programs = [StepProgram(batch, runner.shapes.widths[-1], tree) for tree in trees]
         found[str(batch)] = [_phase(runner, programs, number) for number in PHASES]
-    file.write_text(json.dumps(found, indent=0) + "\n")
+    file.write_text(json.dumps(found, separators=(",", ":")) + "\n")
 
 
 def _phase(runner: Any, programs: Sequence[StepProgram], number: int) -> list[list[float]]:
