@@ -71,11 +71,8 @@ class Watched:
         if not self._rounds.in_flight:
             now = time.perf_counter()
             self.account.add("nothing on the device", now, 1, 0)
-        controller = self._rounds.choice.controller
-        before = sum(each.num_looks for each in controller._present.values())
         self._dispatch_round(work)
-        if sum(each.num_looks for each in controller._present.values()) > before:
-            self._looks |= {id(each) for each in self._rounds.in_flight[-1] if each.program and self._is_other(each)}
+        self._looks |= {id(each) for each in self._rounds.in_flight[-1] if each.program and self._is_other(each)}
 
     def _is_other(self, each: InFlight) -> bool:
         """Return whether a step is over another tree than the controller thinks best."""

@@ -13,8 +13,7 @@ from specserve.checkpoints.gguf.folder import show_as_folder
 from specserve.checkpoints.gguf.weights import NAMES_FILE
 from specserve.checkpoints.tensors import CONFIG
 from specserve.errors import CheckpointError
-from specserve.interop.dflash.dialects import SELECTOR
-from specserve.interop.keys import FULL, SLIDING
+from specserve.interop.keys import FULL, SELECTOR, SLIDING
 from specserve.interop.published import D2T
 
 # parts of names before `.weight` or `.bias`, else whole ones; in a layer after `blk.{i}.` and `layers.{i}.`

@@ -33,6 +33,14 @@ class Key:
     expected: str = ""  # the values that fit
 
 
+SELECTOR: Mapping[str, str] = {  # keys of heads that choose among candidates, and the fields of our config
+    "conv_kernel_size": "conv_taps",
+    "conv_group_size": "conv_group",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+}
+
+
 def counts(*names: str, is_required: bool = False) -> list[Key]:
     """Return the rows of keys that are whole numbers above 0."""
     return [Key(name, is_count=True, is_required=is_required) for name in names]

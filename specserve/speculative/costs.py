@@ -41,6 +41,7 @@ class ServedCosts:
 
     measured: Mapping[StepProgram, float]
     _moment: _Factor = field(default_factory=_Factor)
+    _switch: _Factor = field(default_factory=_Factor)  # of a step behind one of another program
     _own: dict[tuple[int, Tree | None], _Factor] = field(default_factory=dict)  # by batch size and tree
     _num_seen: int = 0
 
@@ -62,8 +63,9 @@ class ServedCosts:
             off = min(own.mean, off)
         return self.measured[program] * math.exp(self._moment.mean + off)
 
-    def observe(self, program: StepProgram, seconds: float) -> None:
-        """Learn that a step took so many seconds. Steps that were never measured are ignored."""
+    def observe(self, program: StepProgram, seconds: float, *, is_switch: bool = False) -> None:
+        """Learn that a step took so many seconds; one that `is_switch` came behind a step of another program. Steps
+        that were never measured are ignored."""
         cost = self.measured.get(program)
         if cost is None or seconds <= 0:
             return
@@ -73,10 +75,13 @@ class ServedCosts:
         own.last_seen = self._num_seen
         moment = self._moment
         moment.variance = min(moment.variance + MOMENT_DRIFT**2, UNKNOWN**2)
-        variance = moment.variance + own.variance + STEP_NOISE**2
+        self._switch.variance = min(self._switch.variance + OWN_DRIFT**2, UNKNOWN**2)
+        factors = (moment, own, self._switch) if is_switch else (moment, own)
+        variance = sum(factor.variance for factor in factors) + STEP_NOISE**2
         bound = MOST_SIGMAS * math.sqrt(variance)
-        surprise = min(max(math.log(seconds / cost) - moment.mean - own.mean, -bound), bound)
-        for factor in (moment, own):
+        expected = sum(factor.mean for factor in factors)
+        surprise = min(max(math.log(seconds / cost) - expected, -bound), bound)
+        for factor in factors:
             gain = factor.variance / variance
             factor.mean += gain * surprise
             factor.variance *= 1.0 - gain

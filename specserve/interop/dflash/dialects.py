@@ -21,6 +21,7 @@ from specserve.interop.keys import (
     FULL,
     HARMLESS,
     OF_NOTHING,
+    SELECTOR,
     SLIDING,
     Key,
     KeyTable,
@@ -40,12 +41,6 @@ from specserve.models.config import ModelConfig
 OWN = "dflash_config"
 TAPS, INPUT_TAPS = "target_layer_ids", ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 COUNTED_FROM = {TAPS: 0, **dict.fromkeys(INPUT_TAPS, 1)}  # of layer 0's output
-SELECTOR: Mapping[str, str] = {  # keys of heads that choose among candidates, and the fields of our config
-    "conv_kernel_size": "conv_taps",
-    "conv_group_size": "conv_group",
-    "selector_rank": "selector_rank",
-    "selector_top_k": "selector_top_k",
-}
 CORRECTION: Mapping[str, str] = {  # of Domino's heads
     "gru_hidden_dim": "gru_width",
     "emb_dim": "correction_rank",

@@ -137,7 +137,8 @@ class Rounds:
         self._counters = _Counters()
         self._num_missed = runner.compiled.num_missed
         self._most_steps, self._tokenizer = most_steps, tokenizer
-        self._last_read = 0.0  # when the step before was read, if the device went on without a pause; 0: it did not
+        # of the step before: when it was read, if the device went on without a pause (0: it did not), and its program
+        self._last_read, self._last_program = 0.0, None
 
     @property
     def running(self) -> Seq[Sequence]:
@@ -384,9 +385,11 @@ class Rounds:
             if not steps and each.awaited():
                 raise RuntimeError("the device takes sequences for ended that are not")
             if each.program and steps and len(of_round) == 1 and self._last_read:
-                self.choice.observe_seconds(each.program, (now - self._last_read) / len(steps))
+                is_switch = each.program != self._last_program
+                self.choice.observe_seconds(each.program, (now - self._last_read) / len(steps), is_switch=is_switch)
             # the next step began when this one ended, if it was on its way already
             self._last_read = now if len(of_round) == 1 and self.in_flight else 0.0
+            self._last_program = each.program
             for row, (sequence, epoch, number) in each.scored.items():
                 if sequence.epoch == epoch:
                     take_scores(sequence, number, steps[0], row)

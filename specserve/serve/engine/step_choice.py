@@ -162,9 +162,9 @@ class StepChoice:
             tree = shapes.only_tree(program.batch)
         return self._runner.mixed_program(slots, tree, parts)
 
-    def observe_seconds(self, program: StepProgram, seconds: float) -> None:
-        """Learn that a step took so many seconds in service."""
-        self.controller.observe_seconds(program, seconds)
+    def observe_seconds(self, program: StepProgram, seconds: float, *, is_switch: bool) -> None:
+        """Learn that a step took so many seconds in service, and whether it came behind one of another program."""
+        self.controller.observe_seconds(program, seconds, is_switch=is_switch)
         self._bursts.observe(program, seconds)
 
     def observe(self, tree: Tree | None, result: StepResult, sequences: dict[int, Sequence]) -> None:

@@ -47,16 +47,16 @@ def cost_file(models_fingerprint: str, runner: Runner) -> Path:
         str(runner.place),
         models_fingerprint,
         str((runner.shapes, runner.config)),
-        *_dtypes(runner.inputs.layouts.one.target),  # the fingerprint of files does not give them
-        *_dtypes(runner.inputs.layouts.one.draft),
+        *_arrays(runner.inputs.layouts.one.target),  # the fingerprint of files does not give them
+        *_arrays(runner.inputs.layouts.one.draft),
         *[runner.shapes.label(program) for program in program_list.list_programs(runner)],
     ]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
     return host.cache_folder() / "costs" / f"{name}.json"
 
 
-def _dtypes(params: Any) -> tuple[str, ...]:
-    return "weights", *sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
+def _arrays(params: Any) -> tuple[str, ...]:
+    return "weights", *(f"{leaf.dtype}{leaf.shape}" for leaf in jax.tree.leaves(params))
 
 
 Costs = dict[StepProgram, float]  # seconds of each step

@@ -251,7 +251,7 @@ class Generation:
             async with contextlib.aclosing(self._events()) as events:
                 async for each in events:
                     ready += each
-                    if self._arrivals.empty() or len(ready) >= READY_BYTES:
+                    if ready and (self._arrivals.empty() or len(ready) >= READY_BYTES):
                         yield ready
                         ready = b""
             ready += b"".join(await _spelled(lambda: reply_format.end(self._usage()), self._num_tokens()))
@@ -276,6 +276,7 @@ class Generation:
                     if self._loop.time() - last_time >= KEEPALIVE_SECONDS:
                         last_time = self._loop.time()
                         yield KEEPALIVE_COMMENT
+                    yield b""  # what is ready does not wait for the next event
                     continue
                 last_time = self._loop.time()
                 if index not in started:
@@ -297,6 +298,7 @@ class Generation:
                         yield each
                 else:
                     choice.waiting_ids = answer.token_ids
+                    yield b""
 
     def _num_prompt_tokens(self) -> int:
         return sum(map(len, self._work.prompts))
