@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from specserve.checkpoints.lazy import Index, LazyQuantized, LazyTensor, as_floats
-from specserve.checkpoints.packed import is_stored
-from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_weight, read_storing
+from specserve.checkpoints.lazy import Index, LazyQuantized, LazyTensor
+from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_table, open_weight, read_storing
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
 from specserve.kernels import native
@@ -183,7 +182,7 @@ def _skipped(config: ModelConfig, raw: Mapping[str, Any], rename: Callable[[str]
     """Tensors of a target's checkpoint that its forward does not need, as patterns, and why."""
     skipped = {_OTHER_SENSES: "of a model that also sees or hears; text alone is served"}
     if config.tie_embeddings:
-        skipped[re.escape(rename("lm_head.weight"))] = TIED
+        skipped[re.escape(rename(config.names.head))] = TIED
     further = {pattern for family, pattern in _FURTHER.items() if family == config.family}
     count = raw.get(_PREDICTS_FURTHER.get(config.family, "num_nextn_predict_layers"))
     if count is None:
@@ -266,16 +265,15 @@ def _open_all(
     opened: list[list[LazyTensor | LazyQuantized]] = []
     for spec in expected:
         opened.append([])
+        open_one = open_table if spec.init == "embedding" else open_weight
         for name in map(rename, spec.names):
             used.add(name)
             try:
-                weight, made_of = open_weight(tensors, name, storing)
+                weight, made_of = open_one(tensors, name, storing)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
             used |= set(made_of)
-            if spec.init == "embedding":  # a table is looked up
-                weight = as_floats(weight)
             opened[-1].append(weight)
             if isinstance(weight, LazyQuantized):
                 got, shape = weight.values.shape, _outputs_first(spec).stored_shape
@@ -298,7 +296,7 @@ def _account_for(names: frozenset[str], tensors: TensorFolder, skipped: Mapping[
     """Log which tensors are not loaded, and why. Return those without a reason as problems."""
     reasons = {name: [why for pattern, why in skipped.items() if re.fullmatch(pattern, name)] for name in names}
     for name in [name for name in names if name.endswith(".bias") and not reasons[name]]:  # as AutoGPTQ writes them
-        if is_stored(tensors.names(), f"{name.removesuffix('bias')}weight") and not tensors.read(name).any():
+        if f"{name.removesuffix('bias')}qweight" in tensors.names() and not tensors.read(name).any():
             reasons[name] = [_ZEROS]
     counts = Counter(why[0] for why in reasons.values() if why)
     if counts:

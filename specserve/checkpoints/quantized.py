@@ -13,6 +13,7 @@ Every one of them is values times scale; `packed` has those of which several sha
 read: activations keep their precision here.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -102,11 +103,11 @@ def _storing(stated: Mapping[str, Any], where: str) -> Storing:
     if method == "awq" and str(stated.get("version", "gemm")).lower() == "gemm":
         return Storing(packing="awq", bits=_bits(stated, where, method, (4,)), group=_group(stated))
     if method == "gptq":
-        steps = {"gptq": 1, "gptq_v2": 0}
-        if (layout := stated.get("checkpoint_format", stated.get("format", "gptq"))) in steps:
-            bits = _bits(stated, where, method, (2, 4, 8))
+        layout = str(stated.get("checkpoint_format") or stated.get("format") or method)
+        if not re.search("marlin|bitblas", layout):  # other words name the converter (`auto_round:auto_gptq`)
+            bits, step = _bits(stated, where, method, (2, 4, 8)), int(layout != "gptq_v2")
             needed = ("g_idx",) if stated.get("desc_act") is True and _group(stated) else ()
-            return Storing(packing="gptq", bits=bits, group=_group(stated), zero_step=steps[layout], needed=needed)
+            return Storing(packing="gptq", bits=bits, group=_group(stated), zero_step=step, needed=needed)
     if method != "compressed-tensors":
         more = "".join(
             f", {key} {stated[key]!r}"
@@ -122,11 +123,11 @@ def _storing(stated: Mapping[str, Any], where: str) -> Storing:
 
 
 def _compressed(stated: Mapping[str, Any], where: str) -> Storing:
-    if stated.get("transform_config"):
+    if any((stated.get("transform_config") or {}).values()):
         raise CheckpointError(
             f"{where}: transform_config turns activations before they meet weights, which is not read"
         )
-    found = set()
+    found: dict[Storing, tuple[str, ...]] = {}  # with what all its groups need
     for group in (stated.get("config_groups") or {}).values():
         weights, layout = group.get("weights") or {}, group.get("format") or stated.get("format")
         bits, strategy, symmetric = weights.get("num_bits", 0), weights.get("strategy"), weights.get("symmetric")
@@ -136,9 +137,10 @@ def _compressed(stated: Mapping[str, Any], where: str) -> Storing:
         if is_packed:
             needed = ("weight_zero_point",) if symmetric is False else ()
             needed += ("weight_g_idx",) if weights.get("actorder") in ("group", "dynamic", True) else ()
-            found.add(Storing(packing="compressed", bits=bits, group=_group(weights), needed=needed))
+            way = Storing(packing="compressed", bits=bits, group=_group(weights))
+            found[way] = tuple(part for part in needed if part in found.get(way, needed))
         elif is_nvfp4 or (is_plain and not str(layout).endswith("pack-quantized")):
-            found.add(Storing(_pair(weights.get("block_structure")) if strategy == "block" else PLAIN.block))
+            found[Storing(_pair(weights.get("block_structure")) if strategy == "block" else PLAIN.block)] = ()
         else:
             raise CheckpointError(
                 f"{where}: compressed-tensors of {bits} bits by {strategy}, {layout}"
@@ -150,7 +152,7 @@ def _compressed(stated: Mapping[str, Any], where: str) -> Storing:
         raise CheckpointError(
             f"{where}: config_groups of compressed-tensors store their weights in {len(found)} ways; one can be read"
         )
-    return found.pop() if found else PLAIN
+    return next((dataclasses.replace(way, needed=needed) for way, needed in found.items()), PLAIN)
 
 
 def _group(stated: Mapping[str, Any]) -> int:
@@ -182,8 +184,8 @@ def open_weight(
         raise CheckpointError(f"{name} is missing")
     if matrix := tensors.whole_numbers(name):
         return matrix, (name,)
-    shape, dtype = tensors.shape(name), tensors.dtype(name)
-    values = LazyTensor(shape, dtype, partial(tensors.read, name), tensors.is_widened(name))
+    values = _as_read(tensors, name)
+    shape, dtype = values.shape, values.dtype
     is_table = dtype in ("int32", "int64") and name.endswith(".tid2eid")  # experts of tokens
     if dtype in FLOATS or is_table:
         return values, (name,)
@@ -197,6 +199,19 @@ def open_weight(
             scale, inputs = _open_scale(tensors, scale_name, shape, storing.block)
             return LazyQuantized(values, scale, inputs), (name, scale_name)
     raise CheckpointError(f"{where} is {dtype}, but there is no {name}_scale_inv and no {name}_scale")
+
+
+def open_table(tensors: TensorFolder, name: str, storing: Storing) -> tuple[LazyTensor, tuple[str, ...]]:
+    """Open a weight that is looked up, as floats, and the tensors that it is made of: as `open_weight`, but whole
+    numbers of its own type are restored as they are read, without scales beside them. Raises CheckpointError."""
+    if name in tensors.names() and tensors.whole_numbers(name):
+        return _as_read(tensors, name), (name,)
+    weight, made_of = open_weight(tensors, name, storing)
+    return as_floats(weight), made_of
+
+
+def _as_read(tensors: TensorFolder, name: str) -> LazyTensor:
+    return LazyTensor(tensors.shape(name), tensors.dtype(name), partial(tensors.read, name), tensors.is_widened(name))
 
 
 def _bare_scale(name: str) -> str:

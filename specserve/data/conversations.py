@@ -265,13 +265,12 @@ def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_ans
         return _parse_tokens(filled, category, source, vocab_size)
     if "messages" in filled or "conversations" in filled:
         turns = _parse_turns(filled.get("messages", filled.get("conversations")))
-        if system := _text(filled.get("system", ""), "system", may_be_empty=True):
-            if turns[0].role == "system" and turns[0].content != system:
-                raise BadRowError("system is not what the first message says")
-            turns = turns if turns[0].role == "system" else (Message("system", system), *turns)
+        if (system := _system(filled)) and not any(message.role == "system" for message in turns):
+            turns = (Message("system", system), *turns)
         if needs_answers and not any(message.role == "assistant" for message in turns):
             raise BadRowError("no assistant message")
-        tools, functions = ([*map(_wrapped, _objects(filled.get(name), name))] for name in ("tools", "functions"))
+        given = (_objects(filled.get("tools"), "tools"), _functions(filled) or [])
+        tools, functions = ([*map(_wrapped, each)] for each in given)
         if tools and functions and tools != functions:
             raise BadRowError("tools and functions are not the same")
         kwargs = _object(filled.get("chat_template_kwargs"), "chat_template_kwargs")
@@ -284,17 +283,39 @@ def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_ans
 
 
 def unread_fields(row: Mapping[str, Any]) -> set[str]:
-    """Find the names of fields of the row's messages that are not empty and that no chat template is given."""
+    """Find the names of fields of a chat's messages that are not empty and that no chat template is given; and of its
+    `system` and `functions`, where they hold something else, or the messages say another `system` themselves. Raises
+    BadRowError where its messages' own cannot be read."""
     turns = row.get("messages") or row.get("conversations")
     if not isinstance(turns, list):
         return set()
-    return {
-        str(name)
-        for turn in turns
-        if isinstance(turn, Mapping)
-        for name, value in turn.items()
-        if name not in MESSAGE_FIELDS and value not in (None, "", [], {})
-    }
+    messages = [turn for turn in turns if isinstance(turn, Mapping)]
+    fields = ((str(name), value) for turn in messages for name, value in turn.items() if name not in MESSAGE_FIELDS)
+    unread = {name for name, value in fields if value not in (None, "", [], {})}
+    own = [_parse_turn(turn).content.strip() for turn in messages if _is_system(turn)]
+    if (said := _system(row)) is None or (said.strip() and own and said.strip() != own[0]):
+        unread.add("system")
+    return unread if _functions(row) is not None else unread | {"functions"}
+
+
+def _is_system(turn: Mapping[Any, Any]) -> bool:
+    return ROLES.get(str(_either(turn, "role", "from")).lower()) == "system"
+
+
+def _system(row: Mapping[str, Any]) -> str | None:
+    """The system message in a column of its own, empty where there is none; None: the column holds something else."""
+    value = row.get("system") or ""
+    if not isinstance(value, str):
+        return None
+    return _text(value, "system", may_be_empty=True) if value.strip() else ""
+
+
+def _functions(row: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """The tools under their former name, empty where there are none; None: the column holds something else."""
+    try:
+        return _objects(row.get("functions"), "functions")
+    except BadRowError:
+        return None
 
 
 def _parse_tokens(row: Mapping[str, Any], category: str, source: str, vocab_size: int | None) -> TokenRow:
@@ -367,8 +388,11 @@ def _reasoning(turn: Mapping[Any, Any]) -> str:
 
 
 def _wrapped(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool in the form in which the server gives it to templates, where it is a bare function."""
-    return {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool
+    """Return a tool in the form in which the server gives it to templates, where it is a bare function, perhaps with
+    its `type` beside its name (as the Responses API has it)."""
+    if "name" not in tool or "function" in tool or tool.get("type") not in (None, "function"):
+        return tool
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
 def _parse_call(call: Mapping[str, Any]) -> dict[str, Any]:

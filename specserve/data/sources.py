@@ -222,7 +222,7 @@ def _read(name: str, columns: Columns, vocab_size: int | None, needs_answers: bo
         log.warning("%s: %s", name, report(problems))
     if unread:
         counts = ", ".join(f"{field} (in {count} rows)" for field, count in unread.most_common())
-        log.warning("%s: fields of messages that are not read: %s", name, counts)
+        log.warning("%s: fields that are not read: %s", name, counts)
     if not is_users:  # no mapping of the user's could have fitted
         num_mapped, seen = 0, ()
     if not rows:

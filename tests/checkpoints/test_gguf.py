@@ -144,12 +144,17 @@ def test_matrices_of_a_type_are_the_packages(kind: Kind, tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1], ids=lambda kind: kind.name)
-def test_a_tied_head_is_served_as_it_is_stored(kind: Kind, tmp_path: Path) -> None:
-    """On a CPU, where it is a matrix of its own; the embedding is looked up."""
+def test_a_tied_head_is_served_as_it_is_stored(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where it is a matrix of its own; the embedding is looked up, and read whole in one go."""
     folder = _folder("qwen3-tied", tmp_path / "theirs", PLAIN | {"hidden_size": 64, "intermediate_size": 32})
+    plain_read = GgufEntry.read
+    read: list[tuple[int, ...]] = []
+    monkeypatch.setattr(GgufEntry, "read", lambda entry, index=(): read.append(entry.shape) or plain_read(entry, index))
     plain = _as_file(folder, kind=kind).params
+    assert read.count(plain.embedding.shape) == 1
     load = functools.partial(load_target, resolve_target(str(tmp_path / NAME)).folder, dtype="float32")
     served = load(quantization="stored", is_served=True).params
+    assert read.count(plain.embedding.shape) == 2, "the head is whole numbers"
     np.testing.assert_array_equal(served.embedding, plain.embedding)
     assert served.head is not None
     assert _is_matrix(served.head)

@@ -373,11 +373,17 @@ def test_keys_that_no_layer_reads_are_left_out(
         ({"num_hidden_layers": 7}, r"model\.layers\.6\.\S* is missing"),
         ({"vocab_size": 128}, r"model.embed_tokens.weight has shape \(64, 32\), config.json says \(128, 32\)"),
         ({"model_type": "llama"}, r"q_norm.weight is not part of this architecture"),
+        ({}, r"model\.norm\.bias is not part of this architecture"),
     ],
 )
 def test_the_config_of_another_model_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     tiny.write_target(tmp_path, tiny.TARGET, seed=0)
     write_json(tmp_path / "config.json", tiny.TARGET | changes)
+    if not changes:  # a norm with a bias, and be it of zeros, is no RMS norm
+        stored = TensorFolder(tmp_path)
+        tensors = {name: stored.read(name) for name in stored.names()}
+        tensors["model.norm.bias"] = np.zeros_like(tensors["model.norm.weight"])
+        write_tensors(tmp_path / "model.safetensors", tensors)
     with pytest.raises(CheckpointError, match=words) as error:
         load_target(tmp_path, dtype="float32")
     assert len(str(error.value)) < 2000
@@ -400,8 +406,11 @@ PUBLISHED = {  # by DeepSeek, of what transformers saves
 def _published(folder: Path, rng: np.random.Generator) -> tuple[Tensors, Tensors]:
     """The tensors of a DeepSeek-V4 as its publisher keeps them, by its own names, and as floats by transformers'."""
     read = TensorFolder(folder)
-    theirs: Tensors = {}
     floats: Tensors = {}
+    theirs: Tensors = {  # copies, in the base model
+        "mtp.0.emb.tok_emb.weight": read.read("model.embed_tokens.weight"),
+        "mtp.0.head.weight": read.read("head.weight"),
+    }
     for name in read.names():
         other, value = name, read.read(name)
         for pattern, by in PUBLISHED.items():
@@ -440,6 +449,7 @@ def test_deepseek_v4_is_read_as_it_is_published(
         write_json(folder / "config.json", raw | ({"quantization_config": stated} if folder is folders[1] else {}))
         write_tensors(folder / "model.safetensors", tensors)
     names = TensorFolder(folders[1]).names()
+    assert names > {"mtp.0.emb.tok_emb.weight", "mtp.0.head.weight"}
     assert names > {"embed.weight", "norm.weight", "head.weight", "hc_head_fn", "layers.0.attn.kv_norm.weight"}
     assert names > {"layers.0.attn.indexer.compressor.norm.weight", "mtp.0.attn.kv_norm.weight", "mtp.0.hc_head_scale"}
     found = []

@@ -131,6 +131,16 @@ def _nvfp4(rng: np.random.Generator, *, is_compressed: bool) -> Made:
     return {"quant_method": "modelopt", "quant_algo": "NVFP4"}, tensors, meant
 
 
+def _stated(made: Made, **more: Any) -> Made:
+    return made[0] | more, *made[1:]
+
+
+def _beside(made: Made, **other: Any) -> Made:
+    """The same beside a group of other layers, which is stated otherwise in this."""
+    weights = made[0]["config_groups"]["group_0"]["weights"]
+    return _stated(made, config_groups={"group_0": {"weights": weights}, "group_1": {"weights": weights | other}})
+
+
 LAYOUTS: dict[str, Callable[[np.random.Generator], Made]] = {
     "awq": _awq,
     "gptq": _gptq,
@@ -138,10 +148,19 @@ LAYOUTS: dict[str, Callable[[np.random.Generator], Made]] = {
     "gptq of 8 bits": lambda rng: _gptq(rng, 8),
     "gptq_v2": lambda rng: _gptq(rng, second="checkpoint_format"),
     "gptq_v2 by its other key": lambda rng: _gptq(rng, second="format"),
+    "gptq by AutoRound": lambda rng: _stated(_gptq(rng), format="auto_round:auto_gptq"),
+    "gptq of no format": lambda rng: _stated(_gptq(rng), checkpoint_format=None, format=None),
+    "gptq_v2 beside null": lambda rng: _stated(_gptq(rng, second="format"), checkpoint_format=None),
     "gptq by activation": lambda rng: _gptq(rng, is_by_activation=True),
     "compressed": _compressed,
     "compressed of 8 bits": lambda rng: _compressed(rng, 8),
     "compressed with zeros": lambda rng: _compressed(rng, is_symmetric=False),
+    "compressed, others with zeros": lambda rng: _beside(_compressed(rng), symmetric=False, actorder="group"),
+    "compressed with zeros, others without": lambda rng: _beside(_compressed(rng, is_symmetric=False), symmetric=True),
+    "compressed with zeros by activation, others in order": lambda rng: _beside(
+        _compressed(rng, is_symmetric=False), actorder="group"
+    ),
+    "compressed without transforms": lambda rng: _stated(_compressed(rng), transform_config={"config_groups": {}}),
     "mlx": lambda rng: _mlx(rng, 4),
     "mlx of 8 bits": lambda rng: _mlx(rng, 8),
     "mlx of 8 bits among others": lambda rng: _mlx(rng, 8, is_alone=True),
@@ -303,6 +322,11 @@ def test_inputs_that_fill_no_word_are_cut(tmp_path: Path, rng: np.random.Generat
         ("gptq", {"o.qweight": np.ones((0, D_OUT), np.int32), "o.g_idx": None}, "3 groups of 1 inputs do not cover 0"),
         ("gptq by activation", {"o.g_idx": None}, "o.g_idx is missing"),
         ("compressed with zeros", {"o.weight_zero_point": None}, "o.weight_zero_point is missing"),
+        (
+            "compressed with zeros by activation, others in order",
+            {"o.weight_zero_point": None},
+            "o.weight_zero_point is missing",
+        ),
         ("mlx", {"o.biases": None}, "o.biases is missing"),
         ("nvfp4 of ModelOpt", {"o.weight_scale": np.ones((D_OUT, 2), ml_dtypes.float8_e4m3fn)}, r"\[24, 2\], expected"),
         ("nvfp4 of ModelOpt", {"o.weight_scale_2": np.float32(np.nan)}, r"o.weight_scale_2 is \[nan\], expected one"),

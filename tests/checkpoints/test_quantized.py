@@ -274,6 +274,11 @@ def test_the_blocks_of_scales_are_as_config_json_says() -> None:
         (_compressed(strategy="group"), "of 8 bits by group"),
         ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "'gptq', format 'marlin'"),
         (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": None, "format": "bitblas"},
+            "'gptq', checkpoint_format None, format 'bitblas'",
+        ),
+        (_compressed() | {"transform_config": "hadamard"}, "quantization_config makes no sense: .*hadamard"),
+        (
             _compressed() | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
             "transform_config turns",
         ),

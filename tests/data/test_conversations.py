@@ -75,16 +75,11 @@ BAD_ROWS = [
         "a message has a function_call beside tool_calls",
     ),
     ({"messages": [{"role": "function", "content": None}]}, "a message's content is not text"),
-    ({"messages": CHAT, "functions": "f"}, "functions is not JSON"),
     (
         {"messages": CHAT, "functions": [{"name": "f"}], "tools": [{"name": "g"}]},
         "tools and functions are not the same",
     ),
-    ({"messages": CHAT, "system": 3}, "system is not text"),
-    (
-        {"messages": [{"role": "system", "content": "a"}, *CHAT], "system": "b"},
-        "system is not what the first message says",
-    ),
+    ({"messages": CHAT, "system": "\ud800"}, "system has a lone surrogate"),
     (_calls({"function": "f"}), "a tool call has no function name"),
     (_calls({"arguments": {}}), "a tool call has no function name"),
     (_calls({"function": {"name": "f", "arguments": "{"}}), "a tool call's arguments is not JSON"),
@@ -175,6 +170,8 @@ def _with(turn: int, **fields: Any) -> dict[str, Any]:
         WITH_TOOLS | {"tools": [TOOLS[0]["function"]]},
         WITH_TOOLS | {"tools": None, "functions": json.dumps([TOOLS[0]["function"]])},
         WITH_TOOLS | {"functions": [TOOLS[0]["function"]]},
+        WITH_TOOLS | {"tools": [{"type": "function", **TOOLS[0]["function"]}]},
+        WITH_TOOLS | {"tools": [{"type": None, **TOOLS[0]["function"]}]},
         _with(2, role="function"),
     ],
 )
@@ -206,6 +203,40 @@ def test_former_words_and_a_column_of_the_system_say_the_same():
     assert former == parse_row({"messages": messages}, "d:1") == parse_row({"messages": messages, "system": "s"}, "d:1")
     columns = Columns.parse(["messages=chat"])
     assert parse_row(columns.rename({"chat": messages[1:], "system": "s"}), "d:1") == former
+
+
+def test_tools_of_other_kinds_stay_as_they_are():
+    tools = [{"type": "custom", "name": "f"}, {"type": "web_search"}, FUNCTION | {"name": "f"}]
+    row = parse_row({"messages": CHAT, "tools": tools}, "d:1")
+    assert isinstance(row, Conversation)
+    assert row.tool_dicts() == tools
+
+
+@pytest.mark.parametrize(
+    ("beside", "unread"),
+    [
+        ({"system": 3}, {"system"}),
+        ({"system": {"prompt": "s"}}, {"system"}),
+        ({"system": " \n"}, set()),
+        ({"functions": "f"}, {"functions"}),
+        ({"functions": ["f"]}, {"functions"}),
+        ({"functions": {"f": 1}}, {"functions"}),
+        ({"functions": '[{"na'}, {"functions"}),
+    ],
+)
+def test_columns_of_another_use_drop_no_row_and_are_named(beside, unread):
+    row = {"messages": CHAT}
+    assert parse_row(row | beside, "d:1") == parse_row(row, "d:1")
+    assert unread_fields(row | beside) == unread
+
+
+@pytest.mark.parametrize(("system", "unread"), [("s", set()), (" s\n", set()), ("other", {"system"}), (" ", set())])
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_messages_own_system_message_wins(system, unread, place):
+    said = {"from": "Developer", "value": [{"type": "text", "text": "s "}]}
+    row = {"messages": [*CHAT[:place], said, *CHAT[place:]]}
+    assert parse_row(row | {"system": system}, "d:1") == parse_row(row, "d:1")
+    assert unread_fields(row | {"system": system}) == unread
 
 
 def test_a_call_without_arguments_has_none():

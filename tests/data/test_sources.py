@@ -192,7 +192,7 @@ def test_fields_that_are_not_read_are_named_once(tmp_path, caplog):
         row["messages"][1] |= {"weight": 0, "refusal": None}
     load_mixture([write(tmp_path / "d.jsonl", rows)])
     [message] = [record.getMessage() for record in caplog.records]
-    assert message.endswith("d.jsonl: fields of messages that are not read: weight (in 3 rows)")
+    assert message.endswith("d.jsonl: fields that are not read: weight (in 3 rows)")
 
 
 def test_bad_rows_are_counted_with_their_line_numbers(tmp_path, caplog):

@@ -96,7 +96,7 @@ def _text_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def shared_tables(target: ModelConfig, layout: Layout) -> dict[str, str]:
     """Return the names under which a layer may have tables of its own, each with the name of the target's table."""
-    head = target.names.embedding if target.tie_embeddings else "lm_head.weight"
+    head = target.names.embedding if target.tie_embeddings else target.names.head
     pairs = {layout.embedding: target.names.embedding, layout.head: head}
     return {f"{own}.weight": shared for own, shared in pairs.items() if own}
 

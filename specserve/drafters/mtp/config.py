@@ -121,6 +121,8 @@ _DEEPSEEK_V4 = Layout(
     fc="mtp.0.h_proj",
     token_fc="mtp.0.e_proj",
     norm="mtp.0.norm",
+    embedding="mtp.0.emb.tok_emb",
+    head="mtp.0.head",
     mixture="mtp.0.hc_head",
     names=(("k_norm", "kv_norm"),),
 )
