@@ -77,7 +77,8 @@ class Watched:
     def _is_other(self, each: InFlight) -> bool:
         """Return whether a step is over another tree than the controller thinks best."""
         found = self._rounds.choice.controller._present
-        return not any(each.tree == present.tree for (batch, _), present in found.items() if batch == _batch(each))
+        best = [present.tree for (batch, _), present in found.items() if batch == _batch(each)]
+        return bool(best) and each.tree not in best
 
     def _read(self) -> None:
         parts, read = list(self._rounds.in_flight[0]), dict[int, tuple[float, int, int]]()
