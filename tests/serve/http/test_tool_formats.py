@@ -119,6 +119,8 @@ def test_an_end_tag_within_a_text_does_not_end_it(data, name, written):
 
 OPENING = {"glm": "<arg_value>", "qwen3-coder": "<parameter=a>", "minimax-m2": '<parameter name="a">'}
 OPENING["deepseek-dsml"] = '<｜DSML｜parameter name="a" string="false">'
+FIRST_END = {"glm": "\n</tool_call>", "qwen3-coder": "\n</function>", "minimax-m2": "\n</invoke>"}
+FIRST_END["deepseek-dsml"] = "\n</｜DSML｜invoke>"
 
 
 @settings(max_examples=200)
@@ -151,6 +153,30 @@ def test_a_forgotten_end_tag_of_a_value_costs_no_other_argument(name):
     assert calls_of(parse(make_reader(name), *WRITERS[name]([("add", {"text": text, "a": 1})]))) == [
         ("add", {"text": text, "a": 1})
     ]
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_text_with_single_tags_of_a_call_is_one_argument_and_no_other_call_is_lost(name):
+    """The opening of an argument or its end, in a line or on one of its own, in two calls or before prose."""
+    key = OPENING[name] if name != "glm" else "<arg_key>a</arg_key>\n<arg_value>"
+    own = key.replace("a", "text", 1) if name == "glm" else key.replace('"a"', '"text"').replace("=a", "=text")
+    for shown in (f"inline {key}3 ok", f"doc:\n{key}\nend", f"use {own} here"):
+        for first in ({"text": shown}, {"text": shown, "a": 1}, {"a": 1, "text": shown}):
+            calls = [("add", first), ("add", {"a": 2, "text": f"and {TAGGED[name]} there"})]
+            assert calls_of(parse(make_reader(name), *WRITERS[name](calls))) == calls
+    for prose in (f"It ends with {TAGGED[name]}{FIRST_END[name]}, see.", f"{TAGGED[name]}{FIRST_END[name]}"):
+        part = parse(make_reader(name), *f"{WRITERS[name](calls[1:])}\n{prose}")
+        assert (calls_of(part), part.content) == (calls[1:], f"\n{prose}")
+
+
+def test_glms_later_calls_may_stand_without_their_mark():
+    calls = [("add", {"text": "x", "a": 1}), ("add", {"text": "y </arg_value> z", "a": 2})]
+    written = WRITERS["glm"](calls)
+    part = parse(make_reader("glm"), *written.replace("\n<tool_call>", "\n"))
+    assert (calls_of(part), part.content) == (calls, "")
+    rest = written.partition("</tool_call>")[2].replace("<tool_call>add", "sub")
+    part = parse(make_reader("glm"), *WRITERS["glm"](calls[:1]), rest)
+    assert (calls_of(part), part.content) == (calls[:1], rest)
 
 
 def test_tagged_arguments_have_the_types_of_the_schema():
@@ -273,6 +299,30 @@ def test_a_call_may_be_a_python_object():
 def test_a_call_with_a_member_that_is_none_of_a_calls_is_content_and_loses_nothing():
     text = '<tool_call>{"name": "add", "with": {"a": 1}}</tool_call>'
     assert parse(make_reader("hermes"), text) == Part(text)
+    for call in (
+        {"name": "no_args", "reason": "r", "arguments": {}},
+        {"type": "function", "function": {"name": "no_args", "arguments": "{}", "description": "d"}},
+    ):
+        text = f"<tool_call>{json.dumps(call)}</tool_call>"
+        assert calls_of(parse(make_reader("hermes"), text)) == [("no_args", {})]
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3"])
+def test_objects_that_are_no_calls_are_content_to_the_letter(name):
+    """At the beginning, in a list or alone, and behind a call."""
+    other = '{"name": "Bob", "parameters": {"a": 1}}'
+    for text in (f"[{other}]", f" [ {other} , 3] x", f"{other} y", '[{"x": 1}]'):
+        assert parse(make_reader(name), *text) == Part(text)
+    for text in (f"; {other} x", '; {"x": 1} x', f"\n{other}"):
+        part = parse(make_reader(name), *('{"name": "no_args", "arguments": {}}' + text))
+        assert (calls_of(part), part.content) == ([("no_args", {})], text)
+
+
+def test_no_two_calls_of_kimi_have_one_id():
+    written = WRITERS["kimi-k2"]([("add", {"a": 1})])
+    for ids in (("add:1", "add", "add:2"), ("add:0", "add:0", "add:0")):
+        part = parse(make_reader("kimi-k2"), *(written.replace("add:0", each) for each in ids))
+        assert len({call.call_id for call in part.tool_calls}) == 3
 
 
 def test_a_call_that_is_cut_short_is_given_as_far_as_it_goes():

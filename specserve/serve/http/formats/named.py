@@ -1,5 +1,6 @@
 """Formats whose calls are a name, then arguments in JSON: of DeepSeek, Kimi and GPT-OSS."""
 
+import itertools
 import re
 
 from specserve.serve.http.formats.reader import NAME, NO_ARGUMENTS, Reader, Reading, Shape
@@ -43,7 +44,8 @@ _KIMI_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::(?P<number>[0-9]+))?")
 def read_kimi(reader: Reader) -> Reading[None]:
     """<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>
     <|tool_calls_section_end|>. What stands before the arguments is the id of the call, which its result will name; one
-    without a number, which the model may write, gets that of the call."""
+    without a number, which the model may write, gets that of the call, and one that is taken the next that is not."""
+    ids: set[str] = set()
     while mark := (yield from reader.content_until(*KIMI_MARKS[:2])):
         if mark == KIMI_MARKS[0] and (first := (yield from reader.match(_KIMI_FIRST))):
             mark += first[0]
@@ -52,8 +54,10 @@ def read_kimi(reader: Reader) -> Reading[None]:
         if not (head and found):
             reader.give_back(mark)
             continue
-        call_id = f"functions.{found['name']}:{found['number'] or reader.num_calls}"
+        numbers = itertools.count(int(found["number"] or reader.num_calls))
+        call_id = next(each for number in numbers if (each := f"functions.{found['name']}:{number}") not in ids)
         if (yield from reader.named_call(found["name"], mark + head[0], call_id)):
+            ids.add(call_id)
             yield from reader.match(_KIMI_TAIL)
             yield from reader.match(_KIMI_LAST)
 

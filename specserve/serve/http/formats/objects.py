@@ -9,7 +9,7 @@ from specserve.serve.http.formats.written import read_value
 
 _SPACE = Shape(r"\s*(?=\S)")
 _ARGUMENTS = ("arguments", "parameters", "args", "tool_arguments")
-_BESIDE = frozenset(("name", "tool_name", "type", "id", "tool_call_id", "index"))  # other members of a call
+_BESIDE = frozenset(("name", "tool_name", "type", "id", "tool_call_id", "index", "function"))  # other members of a call
 _OBJECT_HEADS = [
     Shape(rf'\s*\{{\s*{kind}\s*:\s*"{NAME}"\s*,\s*"{arguments}"\s*:\s*(?=\{{)')
     for kind in (
@@ -22,8 +22,8 @@ _OBJECT_HEADS = [
 
 def _object_call(reader: Reader, before: str, *, is_certain: bool = True) -> Reading[bool]:
     """Take an object that is a call, or give it back, with the text `before` it that promised a call. Where that is
-    not certain, only an object whose first members are a call's is one, and all else is left. Returns whether it was a
-    call."""
+    not certain, only an object whose first members are a call's is one, and all else is left behind `before`. Returns
+    whether it was a call."""
     head = yield from reader.match(*_OBJECT_HEADS)
     if head and head["name"] in reader.tools:
         yield from reader.arguments(reader.open_call(head["name"]))
@@ -33,6 +33,7 @@ def _object_call(reader: Reader, before: str, *, is_certain: bool = True) -> Rea
             reader.give_back("".join(tail))
         return True
     if not head and not is_certain:
+        reader.give_back(before)
         return False
     body = [matched(head)]
     if not head and (space := (yield from reader.match(_SPACE))):
@@ -64,19 +65,20 @@ def _is_tail(text: str) -> bool:
 
 def _as_call(text: str, reader: Reader) -> tuple[str, dict[str, Any]] | None:
     """Return the name and arguments in the text of an object whose members stand in another order, have other names, or
-    are in OpenAI's nesting. None where it is no call, or has a member that is none of a call's."""
+    are in OpenAI's nesting. None where it is no call, or has no arguments and a member that is none of a call's."""
     try:
         call = read_value(text)
         inside = call.get("function", {})
         call = {**call, "name": inside} if isinstance(inside, str) else inside or call
         name = call.get("name", call.get("tool_name"))
+        is_certain = any(key in call for key in _ARGUMENTS) or call.keys() <= _BESIDE
         arguments = next((call[key] for key in _ARGUMENTS if key in call), None)
         arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
     except (ValueError, SyntaxError, RecursionError, AttributeError):
         return None
-    if not (isinstance(name, str) and name in reader.tools and isinstance(arguments, dict)):
-        return None
-    return (name, arguments) if arguments or call.keys() <= {*_BESIDE, *_ARGUMENTS, "function"} else None
+    if is_certain and isinstance(name, str) and name in reader.tools and isinstance(arguments, dict):
+        return name, arguments
+    return None
 
 
 _FENCES = [Shape(rf"\s*```{language}\s*(?=[\[{{])") for language in ("", "json")]
@@ -94,7 +96,6 @@ def _read_list(reader: Reader, before: str) -> Reading[bool]:
     opened = before + matched(fence) + matched(begin)
     is_call = yield from _object_call(reader, opened, is_certain=bool(before))
     if not is_call and not before:
-        reader.give_back(opened)
         return False
     while begin and (between := (yield from reader.match(_NEXT_ITEM))):
         is_call = yield from _object_call(reader, between[0])
@@ -124,8 +125,6 @@ def read_marked(mark: str, end: Shape | None, reader: Reader) -> Reading[None]:
             if not between:
                 break
             is_call = yield from _object_call(reader, between[0], is_certain=False)
-            if not is_call:
-                reader.give_back(between[0])
         before = yield from reader.content_until(mark)
         if not before:
             return

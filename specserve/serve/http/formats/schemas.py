@@ -27,6 +27,12 @@ def typed(schema: Mapping[str, Any], name: str, text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def fits(schema: Mapping[str, Any], name: str, text: str) -> bool:
+    """Return whether the text of a tagged argument is a value of one of the types that its schema allows."""
+    types = argument_types(schema, name)
+    return not types or "string" in types or not typed(schema, name, text).startswith('"')
+
+
 def argument_types(schema: Mapping[str, Any], name: str) -> set[str]:
     """Return the JSON types that a tool's schema lets an argument have. They are empty where it says nothing."""
     found: set[str] = set()
