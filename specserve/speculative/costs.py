@@ -75,8 +75,9 @@ class ServedCosts:
         own.last_seen = self._num_seen
         moment = self._moment
         moment.variance = min(moment.variance + MOMENT_DRIFT**2, UNKNOWN**2)
-        self._switch.variance = min(self._switch.variance + OWN_DRIFT**2, UNKNOWN**2)
-        factors = (moment, own, self._switch) if is_switch else (moment, own)
+        switch = self._switch
+        switch.variance = min(switch.variance + OWN_DRIFT**2, UNKNOWN**2)
+        factors = (moment, own, switch) if is_switch else (moment, own)
         variance = sum(factor.variance for factor in factors) + STEP_NOISE**2
         bound = MOST_SIGMAS * math.sqrt(variance)
         expected = sum(factor.mean for factor in factors)

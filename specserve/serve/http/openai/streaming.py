@@ -276,7 +276,7 @@ class Generation:
                     if self._loop.time() - last_time >= KEEPALIVE_SECONDS:
                         last_time = self._loop.time()
                         yield KEEPALIVE_COMMENT
-                    yield b""  # what is ready does not wait for the next event
+                    yield b""  # text that is ready does not wait for the next event
                     continue
                 last_time = self._loop.time()
                 if index not in started:
