@@ -23,7 +23,7 @@ from specserve.serve.http.openai.completions import ChatFormat, CompletionFormat
 from specserve.serve.http.openai.logprobs import TokenTexts
 from specserve.serve.http.openai.replies import Answer, Usage
 from specserve.serve.http.transport.server import HttpServer, bind_listener
-from specserve.serve.requests.request import SamplingParams
+from specserve.serve.requests.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
 
 # --- what clients get --------------------------------------------------------------------------------------------
 
@@ -414,3 +414,20 @@ def test_a_chunk_of_text_is_the_last_chunk_without_its_end(kind, options, monkey
         [chunk] = going.piece(answer, usage)
         [last] = ended.piece(dataclasses.replace(answer, finish_reason="length"), usage)
         assert chunk == last.replace(b'"finish_reason":"length"', b'"finish_reason":null')
+
+
+def test_text_that_is_there_does_not_wait_for_what_another_choice_says_next(http, fake_engine, monkeypatch):
+    """One step brings a choice text, and another one half a character, again and again."""
+    said = set[int]()
+
+    def step(request: Request, _num_emitted: int) -> Delta:
+        if request.is_cancelled:
+            return Delta(finish_reason=FinishReason.CANCELLED, stats=SpeculationStats())
+        is_new = request.prompt_ids[0] not in said
+        said.add(request.prompt_ids[0])
+        return Delta((104,), "hello") if is_new and request.prompt_ids[0] == ord("a") else Delta((195,))
+
+    monkeypatch.setattr(fake_engine, "_step", step)
+    body = {"model": MODEL, "prompt": ["a", "b"], "stream": True, "max_tokens": 99}
+    with http.stream("POST", "/v1/completions", json=body, timeout=5.0) as stream:
+        assert next(line for line in stream.iter_lines() if "hello" in line)
