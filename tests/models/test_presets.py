@@ -98,6 +98,14 @@ PUBLISHED = {
     "smollm3-3b": 3.08,
     "smollm2-135m": 0.1345,
     "smollm2-360m": 0.3618,
+    "llama-4-scout": 107.8,
+    "seed-oss-36b": 36.2,
+    "granite-3.3-8b": 8.17,
+    "command-r7b": 8.03,
+    "exaone-4.0-32b": 32.0,
+    "olmo-3-7b": 7.30,
+    "ernie-4.5-0.3b": 0.361,
+    "qwen1.5-moe-a2.7b": 14.3,
     "smollm2-1.7b": 1.711,
 }
 # The parameters that a token needs, where the publisher counts as we do (embedding and head included)...
@@ -108,6 +116,7 @@ PUBLISHED_ACTIVE = {
     "ling-flash-2.0": 6.1,
     "ring-mini-linear-2.0": 1.6,
     "gemma-4-26b-a4b": 3.8,
+    "qwen1.5-moe-a2.7b": 2.7,
     "nemotron-3-super": 12.7,
 }
 # ...or without the embedding, of which a token reads one row
