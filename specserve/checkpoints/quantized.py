@@ -103,8 +103,10 @@ def _storing(stated: Mapping[str, Any], where: str) -> Storing:
     if method == "awq" and str(stated.get("version", "gemm")).lower() == "gemm":
         return Storing(packing="awq", bits=_bits(stated, where, method, (4,)), group=_group(stated))
     if method == "gptq":
-        layout = str(stated.get("checkpoint_format") or stated.get("format") or method)
-        if not re.search("marlin|bitblas", layout):  # other words name the converter (`auto_round:auto_gptq`)
+        packing = stated.get("checkpoint_format")
+        layout = str(packing or stated.get("format") or method)
+        # other words of `format` name the converter (`auto_round:auto_gptq`)
+        if packing in (None, "", "gptq", "gptq_v2") and not re.search("marlin|bitblas", layout):
             bits, step = _bits(stated, where, method, (2, 4, 8)), int(layout != "gptq_v2")
             needed = ("g_idx",) if stated.get("desc_act") is True and _group(stated) else ()
             return Storing(packing="gptq", bits=bits, group=_group(stated), zero_step=step, needed=needed)

@@ -263,6 +263,7 @@ def test_the_blocks_of_scales_are_as_config_json_says() -> None:
         ({"quant_method": "awq", "bits": 8}, "awq of 8 bits; 4 can be read"),
         ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits; 2 or 4 or 8 can"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'gptq', checkpoint_format 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v3"}, "'gptq', checkpoint_format 'gptq_v3'"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'modelopt', quant_algo 'W4A8_AWQ'"),
         ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes'"),
         ({"bits": 4}, "quantised by None"),
