@@ -111,6 +111,7 @@ def load_target(
     is_looped: bool = False,  # layers that repeat are stacked where that pays, for programs that run over rows
     place: Callable[[ModelConfig, TargetParams, Mesh], TargetParams] = place_target,
     option: str = "--quantization",  # the option that chooses `quantization`, for the log
+    tensors: TensorFolder | None = None,  # in place of the folder's own
 ) -> Target:
     """Load a Hugging Face folder. Raises ConfigError or CheckpointError, before anything is read where the target
     cannot be spread like that or is larger than the memory."""
@@ -119,7 +120,7 @@ def load_target(
     config = model_config(raw, dtype=dtype, where=where)
     if is_served:
         config = spread_kv_heads(config, mesh)
-    tensors = TensorFolder(folder)
+    tensors = tensors or TensorFolder(folder)
     rename = renamer(tensors.names())
     spec = target_spec(config)
     places = place(config, spec, mesh) if mesh is not None else None

@@ -91,13 +91,37 @@ class TensorEntry:
         return replace(self, shape=shape, offset=self.offset + i * math.prod(shape) * self.dtype.itemsize)
 
 
+@dataclass(frozen=True)
+class ArrayEntry:
+    """A tensor that is in memory, in place of one in the file that it is to be told from."""
+
+    file: Path
+    array: Any  # of JAX or NumPy
+    is_widened: ClassVar[bool] = False
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.array.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def read(self, index: Index = ()) -> np.ndarray:
+        """Read a slice into memory of its own."""
+        return np.array(self.array[index])
+
+    def whole_numbers(self) -> None:
+        """Return nothing: its own type is of floats."""
+
+
 class TensorFolder:
     """The tensors of a checkpoint folder, read by slice. Opening checks every header against its file."""
 
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError if there are no weights, or a file is missing, truncated or of another format."""
         self.folder = folder
-        self._entries: dict[str, TensorEntry | GgufEntry | RestoredEntry]
+        self._entries: dict[str, TensorEntry | ArrayEntry | GgufEntry | RestoredEntry]
         if (folder / SINGLE_FILE).is_file():
             self._entries = {**_read_header(folder / SINGLE_FILE)}
         elif (folder / INDEX_FILE).is_file():
@@ -116,6 +140,16 @@ class TensorFolder:
                 part = _OF_MIXTRAL.get(match[2], match[2]) if match[1].endswith("block_sparse_moe") else match[2]
                 for i in range(entry.shape[0]):
                     self._entries[f"{match[1]}.experts.{i}.{part}.{match[3]}"] = entry.part(i, entry.shape[1])
+
+    @classmethod
+    def of_arrays(cls, folder: Path, arrays: Mapping[str, Any]) -> "TensorFolder":
+        """Return arrays, by their names, as the tensors of a folder. Raises CheckpointError where one is no array."""
+        if wrong := [name for name, each in arrays.items() if not hasattr(each, "dtype") or not hasattr(each, "shape")]:
+            raise CheckpointError(f"not an array: {listed(wrong)}")
+        made = cls.__new__(cls)
+        made.folder = folder
+        made._entries = {name: ArrayEntry(folder / SINGLE_FILE, each) for name, each in arrays.items()}
+        return made
 
     def names(self) -> frozenset[str]:
         return frozenset(self._entries)

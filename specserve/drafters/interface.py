@@ -11,8 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import Quantization, Target, in_few_bits
+from specserve.checkpoints.update import checked
 from specserve.drafters.learning import Costs, Learning, Rollout, costs_of_matrices
+from specserve.errors import ConfigError
 from specserve.mesh import gathered, put, shardings
 from specserve.models.config import ModelConfig
 from specserve.models.params import on_device
@@ -147,6 +149,18 @@ class Head:
     def weights(self, place: Sharding | None = None) -> DraftWeights:
         """Return the weights and the vocabulary as steps take them."""
         return DraftWeights(self.params, put(DraftVocab(self.target_ids, self.draft_ids), place))  # type: ignore[arg-type]
+
+
+def other_head(served: Head, params: Any, *, quantization: Quantization, mesh: Mesh | None) -> Head:
+    """Return a head with other parameters in so many bits, as `checkpoints.update.other_target` does a target."""
+    if quantization == "stored":
+        raise ConfigError("the head is served as its files store it, so give the folder of the new version")
+    params = checked(params, served.drafter.spec(), "draft", served.drafter.dtype)
+    if mesh is not None:
+        params = jax.device_put(params, served.drafter.place(mesh))
+    if quantization != "none":
+        params = in_few_bits(params, quantization)
+    return dataclasses.replace(served, params=params)
 
 
 def nothing(_given: Mapping[str, Any]) -> Mapping[str, Any]:

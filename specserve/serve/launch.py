@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 from jax.sharding import Mesh
 
 from specserve import host
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_few_bits, load_target
 from specserve.checkpoints.source import BUNDLED, resolve_target
-from specserve.drafters.interface import Head
+from specserve.checkpoints.update import other_target
+from specserve.drafters.interface import Head, other_head
 from specserve.drafters.registry import CARRIED
 from specserve.drafters.speculation import parse_speculation, with_head, within_reach
 from specserve.drafters.words import ALL_TEXT
@@ -29,7 +31,7 @@ from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.engine.late import LateWork
 from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.pages import Watcher
-from specserve.serve.engine.swap import LoadedHead, ServedHead
+from specserve.serve.engine.swap import DraftWeights, HeadForm, LoadedHead, ServedWeights, TargetWeights
 from specserve.serve.fleet.ranks import Follower, Leader, LeadingRunner
 from specserve.serve.programs import program_list
 from specserve.serve.programs.calibrate import cost_file, describe_costs, finish, step_costs
@@ -69,6 +71,11 @@ class Models:
     draft: DraftInfo | None = None  # the head's name and promise
     quantization: str = "none"  # of the target's weights, as `load_target` takes it
     draft_quantization: Quantization | Literal[""] = ""  # asked for; empty: as a head's notes say
+    head_quantization: Quantization = "none"  # of the head
+
+    @property
+    def head_form(self) -> HeadForm | None:
+        return self.head and HeadForm(dataclasses.replace(self.head, params=None), self.head_quantization)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -158,6 +165,7 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
         head=head,
         head_fingerprint=head_fingerprint,
         head_acceptance=found.get("accept_rate", ()),
+        head_quantization=how,
         draft=DraftInfo(draft if is_carried or is_downloaded(draft) else folder.name, found.get("tau")),
     )
 
@@ -224,12 +232,15 @@ def make_engine(
     if not late:
         on_warmup(len(programs), len(programs), "timing the steps")
         controller = finish(make_controller(runner))
-    load = _head_loader(models, run) if leader is None else None  # the other processes would need it as well
+    served = ServedWeights(models.draft, form=models.head_form)
+    if leader is None:  # else the other processes would need them as well
+        load, read = _head_loader(models, run), _weights_reader(models)
+        served = dataclasses.replace(served, load_head=load, read=read)
     return Engine(
         runner,
         models.tokenizer,
         model_name=run.served_model_name or _public(models.name),
-        head=ServedHead(models.draft, load),
+        weights=served,
         eos_ids=models.target.eos_ids,
         controller=controller,
         options=_options(run, watcher),
@@ -304,9 +315,40 @@ def _head_loader(models: Models, run: ServeRun) -> Callable[[str], LoadedHead]:
             found.draft,
             choose_trees(found, run),
             _controller_maker(run, found.fingerprint, found.head_fingerprint, found.head_acceptance),
+            found.head_quantization,
         )
 
     return load
+
+
+def _weights_reader(
+    models: Models,
+) -> Callable[[HeadForm | None, TargetWeights | None, DraftWeights | None], tuple[Target | None, Head | None]]:
+    """Return a function that reads other weights of the target, and of the head that is served. It keeps no
+    parameters."""
+    served = dataclasses.replace(models.target, params=cast(Any, None))
+    kept, mesh = dataclasses.replace(models, target=served, head=None), models.mesh
+    quantization = cast(Quantization, models.quantization)
+
+    def read(
+        form: HeadForm | None, target: TargetWeights | None, draft: DraftWeights | None
+    ) -> tuple[Target | None, Head | None]:
+        other = None
+        if target is not None:
+            other = other_target(served, target, quantization=quantization, mesh=mesh)
+        if draft is None:
+            return other, None
+        if form is None:
+            raise ConfigError("this server speculates without a head, so there is none to update")
+        if not isinstance(draft, str | Path):
+            return other, other_head(form.head, draft, quantization=form.quantization, mesh=mesh)
+        head = load_beside(kept, str(draft), Path(draft)).head
+        assert head is not None
+        if head.drafter != form.head.drafter or not np.array_equal(head.target_ids, form.head.target_ids):
+            raise ConfigError(f"{draft}: another head than the one that is served; load_draft changes to another")
+        return other, head
+
+    return read
 
 
 def make_runner(

@@ -14,6 +14,7 @@ from typing import Any, TypedDict, Unpack
 
 from specserve import config, host
 from specserve.errors import CapacityError, ConfigError, RequestError
+from specserve.serve.engine.swap import DraftWeights, TargetWeights, UpdateMode
 from specserve.serve.engines import load
 from specserve.serve.launch import make_engine
 from specserve.serve.progress import answer_bar, warmup_bar
@@ -104,6 +105,22 @@ class LLM:
     def close(self) -> None:
         """Stop the engine. Answers that are not finished end as cancelled. It may be called again."""
         self._stop()
+
+    def update_weights(
+        self,
+        target: TargetWeights | None = None,
+        draft: DraftWeights | None = None,
+        *,
+        version: str = "",
+        mode: UpdateMode = "continue",
+    ) -> str:
+        """Answer by another version of the weights from now on. `target` is `TargetParams` (as `load_target` gives
+        them), arrays by the checkpoint's names, or a model folder; `draft` the parameters of the same head, or a folder
+        of one. Each may be left out, and then stays. Arrays that are where they are needed are not copied, so do not
+        donate them. Answers that are being made in another thread `continue`, with their keys and values computed anew,
+        or, to `drain`, end first. Returns the version's name: `version`, or a number. Raises ConfigError or
+        CheckpointError where anything is wrong with it; then nothing has changed."""
+        return self.engine.update_weights(target, draft, version=version, mode=mode)
 
     def generate(
         self,

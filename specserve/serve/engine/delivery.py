@@ -175,6 +175,7 @@ def stats_of(sequence: Sequence, max_accepted: int) -> SpeculationStats:
         num_cached_tokens=sequence.num_cached or 0,
         drafts=tuple(sequence.drafts),
         max_accepted=max_accepted,
+        versions=tuple(sequence.versions),
         queue_seconds=admitted - sequence.request.submit_time,
         prefill_seconds=first - admitted,
         decode_seconds=(sequence.last_time or now) - first,

@@ -15,13 +15,14 @@ from specserve.drafters.speculation import describe
 from specserve.errors import CapacityError, ConfigError, RequestError
 from specserve.processes import ProcessError
 from specserve.serve.engine.admission import STOPPING, Queue
+from specserve.serve.engine.changes import Changes
 from specserve.serve.engine.input_processor import InputProcessor
 from specserve.serve.engine.interface import DraftInfo, EngineStats
 from specserve.serve.engine.late import LatePrograms, LateWork
 from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.rounds import Rounds
 from specserve.serve.engine.scheduler import Scheduler
-from specserve.serve.engine.swap import ServedHead, Swaps
+from specserve.serve.engine.swap import DraftWeights, ServedWeights, Swaps, TargetWeights, UpdateMode
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.completion import CompletionOutput, answer_all
 from specserve.serve.requests.request import Delta, FinishReason, GrammarSpec, Request, RequestOptions, SamplingParams
@@ -47,17 +48,17 @@ class Engine:
         *,
         model_name: str,
         eos_ids: Sequence[int],
-        head: ServedHead | None = None,
+        weights: ServedWeights | None = None,
         controller: Controller | None = None,  # None: the first of the runner's trees, always
         options: EngineOptions | None = None,
         late: LateWork | None = None,  # None: everything is compiled
     ) -> None:
-        options, head, late = options or EngineOptions(), head or ServedHead(), late or LateWork()
+        options, weights, late = options or EngineOptions(), weights or ServedWeights(), late or LateWork()
         if options.is_caching and runner.config.target.is_recurrent and not runner.shapes.kept_states:
             logger.info("no prefix cache: %s has recurrent layers, and no state of a prefix is kept", model_name)
             options = dataclasses.replace(options, is_caching=False)
         num_pages = options.num_pages or runner.shapes.pages_of_rank  # of a sequence, at most
-        self.runner, self.model_name, self.draft, self.options = runner, model_name, head.info, options
+        self.runner, self.model_name, self.draft, self.options = runner, model_name, weights.info, options
         self.eos_ids = frozenset(eos_ids)
         self.inputs = InputProcessor(runner, tokenizer, eos_ids, num_pages)
         self.vocab_size, self.max_model_len = self.inputs.vocab_size, self.inputs.max_model_len
@@ -83,7 +84,9 @@ class Engine:
             on_end=lambda request: self._queue.give_back(request.client),
         )
         self._wake = threading.Event()
-        self._late, self._swaps = LatePrograms(runner, late, self._wake.set), Swaps(head.load)
+        self._late = LatePrograms(runner, late, self._wake.set)
+        self._changes = Changes(self._wake.set, self._check_ready)
+        self._swaps = Swaps(weights, self.rounds, self._late, self._changes, self._check_ready)
         self._has_died = self._is_stopping = self._is_flushing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -166,7 +169,30 @@ class Engine:
         self.stop()
 
     def load_draft(self, folder: str) -> DraftInfo:
-        return self._swaps.swap(folder, self.rounds, self._late, wake=self._wake.set, check=self._check_ready)
+        def on_swapped(info: DraftInfo) -> None:
+            self.draft = info
+
+        return self._swaps.load_head(folder, on_swapped)
+
+    @property
+    def weight_version(self) -> str:
+        return self.rounds.version
+
+    def update_weights(
+        self,
+        target: TargetWeights | None = None,
+        draft: DraftWeights | None = None,
+        *,
+        version: str = "",
+        mode: UpdateMode = "continue",
+    ) -> str:
+        """Serve another version of the weights, whole, from the next round on; with the mode `drain` once those
+        sequences have ended that have begun, while the others wait. Sequences that `continue` have their keys and
+        values computed anew. `target` and `draft` are what `swap.TargetWeights` and `swap.DraftWeights` say; None: they
+        stay. May be called from any thread, and returns the version's name (`version`, or a number) when it serves.
+        Raises ConfigError or CheckpointError where anything is wrong with it, and then nothing has changed;
+        CapacityError when the engine stops meanwhile."""
+        return self._swaps.update(target, draft, version=version, mode=mode)
 
     def _check_ready(self) -> None:
         if not self.is_ready:
@@ -241,9 +267,9 @@ class Engine:
             self._is_flushing = False
             self.rounds.flush_cache()
         try:
-            for loaded in self._swaps.put_in_place(self.rounds, self._late):
-                self.runner, self.draft = self.rounds.runner, loaded.info
-            return self.rounds.run()
+            while self._changes.make_next(self.rounds.is_at_rest):
+                self.runner = self.rounds.runner
+            return self.rounds.run(begins=not self._changes.holds_back)
         except Exception as error:
             if (end := self.runner.beyond_repair(error)) is not None:
                 raise end from error

@@ -58,8 +58,8 @@ class LatePrograms:
     def stop(self) -> None:
         self._compiler.stop()
 
-    def use_head(self, runner: Runner, on_compiled: Callable[[Runner], Finish] | None, *, has_others: bool) -> None:
-        """Go on with a runner with another head, whose programs are compiled but for those of token masks. With
+    def use(self, runner: Runner, on_compiled: Callable[[Runner], Finish] | None, *, has_others: bool) -> None:
+        """Go on with a runner of other weights, whose programs are compiled but for those of token masks. With
         `has_others` they are other ones than those before, and `on_compiled` has what is left to do."""
         self._compiler.stop()
         self._mask_programs = mask_programs(runner)

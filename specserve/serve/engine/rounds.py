@@ -137,6 +137,7 @@ class Rounds:
         self._counters = _Counters()
         self._num_missed = runner.compiled.num_missed
         self._most_steps, self._tokenizer = most_steps, tokenizer
+        self.version, self._num_versions = "0", 1  # of the weights
         # of the step before: when it was read, if the device went on without a pause (0: it did not), and its program
         self._last_read, self._last_program = 0.0, None
 
@@ -150,13 +151,17 @@ class Rounds:
         for request in requests:
             self.scheduler.add(Sequence(request, OutputStream(request, self._tokenizer)))
 
-    def run(self) -> bool:
-        """Dispatch one round and read the one before; False when there was nothing to do. Raises what the device
-        raises: then `rebuild`."""
+    def is_at_rest(self) -> bool:
+        """Return whether no sequence has begun that has not ended."""
+        return not self.in_flight and not any(each.has_begun for each in (*self.running, *self.scheduler.waiting))
+
+    def run(self, *, begins: bool = True) -> bool:
+        """Dispatch one round and read the one before; False when there was nothing to do. Unless it `begins` some, only
+        sequences that have begun go on. Raises what the device raises: then `rebuild`."""
         start = time.perf_counter()
         self._drop_cancelled()
         most_steps = min(self.runner.most_steps, self._most_steps or self.runner.most_steps)
-        work = self.scheduler.schedule(most_steps, side_by_side=not self.choice.is_partial)
+        work = self.scheduler.schedule(most_steps, side_by_side=not self.choice.is_partial, begins=begins)
         if work.is_empty and not self.in_flight:
             return False
         if not work.is_empty:
@@ -181,10 +186,11 @@ class Rounds:
         self.scheduler.pool.flush()
         self.runner.forget_answers()
 
-    def swap_head(self, runner: Runner, prior: Seq[float]) -> None:
-        """Go on with another head, of this acceptance by depth, by a runner `with_head`. What the old one wrote is not
-        read by it: running sequences wait for their turn again and are prefilled anew, and cached prefixes are
-        forgotten. Raises ConfigError where the device cannot run it, and then goes on with the old one."""
+    def swap(self, runner: Runner, *, prior: Seq[float] | None = None, version: str = "") -> None:
+        """Go on with other weights, by a runner `with_weights`, or `with_head` of `prior` acceptance by depth. What the
+        old ones wrote is not read by them: running sequences wait for their turn again and are prefilled anew, and
+        cached prefixes are forgotten. `version` names the weights; empty: the target's are the same. Raises ConfigError
+        where the device cannot run it, and then goes on with the old ones."""
         while self.in_flight:
             self._read()
         self.scheduler.preempt_all()
@@ -194,9 +200,16 @@ class Rounds:
         self.delivery.use(runner)
         shapes, cache_lag = runner.shapes, runner.config.max_pending
         self.scheduler.set_step(max_step=shapes.max_step, cache_lag=cache_lag, windows=shapes.windows)
-        self.choice.use_head(runner, prior)
-        for sequence in self.scheduler.waiting:
-            sequence.estimate = None
+        self.choice.use(runner, prior)
+        if version:
+            self.version, self._num_versions = version, self._num_versions + 1
+        if prior is not None:
+            for sequence in self.scheduler.waiting:
+                sequence.estimate = None
+
+    def next_version(self) -> str:
+        """Return the name of the weights that come after these, where they are given none: how many came before."""
+        return str(self._num_versions)
 
     def end_all(self, reason: FinishReason, error: str) -> None:
         """End every sequence, running or waiting."""
@@ -353,6 +366,7 @@ class Rounds:
         sequence.prompt.clear()
         sequence.hidden_states.clear()
         sequence.admit_time = sequence.admit_time or time.monotonic()
+        sequence.note_version(self.version)
         self.runner.admit(
             sequence.slot,
             sequence.token_ids,

@@ -60,6 +60,7 @@ class Scheduler:
         self.is_caching, self._prefers_cached = options.is_caching, options.prefers_cached
         self._is_deterministic = is_deterministic
         self._num_added = 0
+        self._begins = True  # see `schedule`
 
     def set_step(self, *, max_step: int, cache_lag: int, windows: WindowSizes) -> None:
         """Steps are other ones from now on, as for `__init__`, with so many window pages. No sequence may be running,
@@ -73,11 +74,13 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=lambda other: other.rank)
         self._num_added += 1
 
-    def schedule(self, most_steps: int = 1, *, side_by_side: bool = True) -> Round:
+    def schedule(self, most_steps: int = 1, *, side_by_side: bool = True, begins: bool = True) -> Round:
         """Plan the next round, and take what it needs: pages for every sequence that decodes (from younger ones, if
         there are no others), and slots and pages for those that leave the queue. They are pages for `most_steps` steps,
         or for fewer where more would be in somebody's way. Several prompts of a data rank run `side_by_side` where
-        there are programs for that."""
+        there are programs for that. Unless it `begins` sequences, those alone that had a slot before leave the
+        queue."""
+        self._begins = begins
         preempted: list[Sequence] = []
         decode: list[Sequence] = []
         new_pages: list[PageRow] = []
@@ -94,7 +97,7 @@ class Scheduler:
         """Return how many steps these sequences may take in one round: one where a prompt runs or may be admitted next,
         or where a token mask must see each token, and no more than end before any answer can, or than there are free
         pages for."""
-        if any(each.is_prefilling for each in self.running) or (self.waiting and any(self._free_slots)):
+        if any(each.is_prefilling for each in self.running) or (self._candidates and any(self._free_slots)):
             return 1
         if any(each.request.token_mask is not None for each in ready):
             return 1
@@ -208,7 +211,7 @@ class Scheduler:
             if each.is_prefilling and not each.is_scored and each not in prompts and number[each.data_rank] < most:
                 prompts.append(each)
                 number[each.data_rank] += 1
-        while can_admit and self.waiting and any(number[rank] < most for rank in range(self.pool.num_ranks)):
+        while can_admit and self._candidates and any(number[rank] < most for rank in range(self.pool.num_ranks)):
             waiting = self._next_waiting()
             if waiting.is_scored or any(self._shares(waiting, each) for each in prompts):
                 return
@@ -252,7 +255,7 @@ class Scheduler:
     def _admit(self, busy: Mapping[int, int]) -> Sequence | None:
         """Give the next waiting sequence a slot and pages of the best data rank that has them, unless that one is to be
         waited for: nobody overtakes it. `busy` has the tokens that ranks have still to prefill of another prompt."""
-        if not self.waiting or not any(self._free_slots):
+        if not self._candidates or not any(self._free_slots):
             return None
         sequence = self._next_waiting()
         token_ids = sequence.token_ids
@@ -329,10 +332,16 @@ class Scheduler:
             return 0
         return sum(not other.is_prefilling and other.data_rank == rank for other in self.running)
 
+    @property
+    def _candidates(self) -> Seq[Sequence]:
+        """The waiting sequences that may have a slot, by rank."""
+        return self.waiting if self._begins else [each for each in self.waiting if each.has_begun]
+
     def _next_waiting(self) -> Sequence:
+        waiting = self._candidates
         if not self._prefers_cached:
-            return self.waiting[0]
-        first = [s for s in self.waiting if s.request.priority == self.waiting[0].request.priority]
+            return waiting[0]
+        first = [s for s in waiting if s.request.priority == waiting[0].request.priority]
 
         def longest_hit(sequence: Sequence) -> int:
             prompt, salt = sequence.token_ids, sequence.request.cache_salt

@@ -27,6 +27,7 @@ class Sequence:
     admit_time: float = 0.0  # of the first admission, as all times by time.monotonic; 0: not yet
     first_time: float = 0.0  # of the first token
     last_time: float = 0.0  # of the last one so far
+    versions: list[tuple[int, str]] = field(default_factory=list)  # see `SpeculationStats`
     # The part of the scheduler.
     order: int = -1  # of arrival
     slot: int = -1
@@ -67,6 +68,19 @@ class Sequence:
             num_draft_tokens=num_draft_tokens,
             num_emitted=len(delta.token_ids),
         )
+
+    def note_version(self, version: str) -> None:
+        """Note that the tokens from here on are of this version of the weights."""
+        start = len(self.output_ids)
+        if self.versions and self.versions[-1][0] == start:  # the version before has given it no token
+            self.versions.pop()
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((start, version))
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether it has had a slot."""
+        return bool(self.versions)
 
     @property
     def token_ids(self) -> list[int]:

@@ -74,9 +74,13 @@ class StepChoice:
         if self._prior is not None:  # the controller was made of what the first head promises
             self.controller.expect(self._prior)
 
-    def use_head(self, runner: Runner, prior: Seq[float]) -> None:
-        """Go on with a runner with another head, of this acceptance by depth."""
-        self._runner, self._bursts, self._prior = runner, Bursts(), prior
+    def use(self, runner: Runner, prior: Seq[float] | None) -> None:
+        """Go on with a runner of other weights. `prior` is the acceptance by depth of another head; None: what has been
+        learnt of the one before holds."""
+        self._runner = runner
+        if prior is None:
+            return
+        self._bursts, self._prior = Bursts(), prior
         if self.only and self.only[0] not in runner.shapes.trees:
             logger.warning("the new head has no programs for %s: the server's own choice holds", describe(*self.only))
             self.only = None

@@ -1,18 +1,22 @@
-"""The swap of an engine's head while it serves: everything is made ready beside the old head, before anything is
-changed."""
+"""Other weights for an engine that serves: another head, or another version of the target and its head. Everything is
+made ready beside the old ones, before anything is changed."""
 
+import dataclasses
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 
+from specserve.checkpoints.load import Quantization, Target
 from specserve.drafters.interface import Head
 from specserve.errors import ConfigError, first_line
+from specserve.models.target import TargetParams
+from specserve.serve.engine.changes import CHECK_SECONDS, Changes
 from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.engine.late import Finish, LatePrograms
 from specserve.serve.engine.rounds import Rounds
@@ -26,7 +30,19 @@ from specserve.speculative.tree import Tree
 
 logger = logging.getLogger(__name__)
 
-CHECK_SECONDS = 0.2  # how often a swap that waits asks whether the engine is stopping
+# the parameters as `load_target` gives them, arrays by the checkpoint's names, or a model folder
+TargetWeights = TargetParams | Mapping[str, Any] | str | Path
+DraftWeights = Any  # the parameters of the same head, or the folder of one that is alike
+UpdateMode = Literal["continue", "drain"]
+MODES: tuple[UpdateMode, ...] = ("continue", "drain")
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """A head that is served, in so many bits. Its parameters are left out."""
+
+    head: Head
+    quantization: Quantization
 
 
 @dataclass(frozen=True)
@@ -38,94 +54,112 @@ class LoadedHead:
     info: DraftInfo
     trees: Sequence[Tree | None] = ()  # the ways to make a step with it; none: those of the head before
     on_compiled: Callable[[Runner], Finish] | None = None  # the work that is left then, as of `LateWork`
+    quantization: Quantization = "none"
+
+    @property
+    def form(self) -> HeadForm:
+        return HeadForm(dataclasses.replace(self.head, params=None), self.quantization)
 
 
 @dataclass(frozen=True)
-class Swap:
-    """A head whose programs are there, to be put in its place between two rounds. `done` is called with the
-    outcome."""
+class ServedWeights:
+    """The head that an engine begins with, and the functions that read other weights."""
 
-    runner: Runner
-    loaded: LoadedHead
-    done: Future[None]
-
-
-@dataclass(frozen=True)
-class ServedHead:
-    """The head that an engine begins with, and the function that reads another one from a folder."""
-
-    info: DraftInfo | None = None  # None: there is none
-    load: Callable[[str], LoadedHead] | None = None  # None: it stays
+    info: DraftInfo | None = None  # None: there is no head
+    load_head: Callable[[str], LoadedHead] | None = None  # from a folder; None: it stays
+    form: HeadForm | None = None
+    # reads weights of the same models, each where there are some; None: they stay
+    read: (
+        Callable[[HeadForm | None, TargetWeights | None, DraftWeights | None], tuple[Target | None, Head | None]] | None
+    ) = None
 
 
 class Swaps:
-    """The swaps of an engine's head, one after another."""
+    """The swaps of an engine's weights, one after another. Its methods may be called from any thread, and raise
+    ConfigError or CheckpointError where something is wrong with the new weights; then the old ones stay."""
 
-    def __init__(self, load_head: Callable[[str], LoadedHead] | None) -> None:
-        """`load_head` is that of `ServedHead`."""
-        self.load_head = load_head
-        self._ready: queue.SimpleQueue[Swap] = queue.SimpleQueue()
+    def __init__(
+        self, weights: ServedWeights, rounds: Rounds, late: LatePrograms, changes: Changes, check: Callable[[], None]
+    ) -> None:
+        """`check` raises once the engine is stopping."""
+        self.weights, self._rounds, self._late, self._changes, self._check = weights, rounds, late, changes, check
+        self._form = weights.form
         self._one = threading.Lock()
 
-    def swap(
-        self, folder: str, rounds: Rounds, late: LatePrograms, *, wake: Callable[[], None], check: Callable[[], None]
-    ) -> DraftInfo:
-        """Load the head in a folder, make it ready beside the old one, and wait until `put_in_place` has been called.
-        May be called from any thread. `wake` lets the engine's thread look, and `check` ends the wait by raising.
-        Raises what `Engine.load_draft` raises."""
-        if self.load_head is None:
+    def load_head(self, folder: str, on_swapped: Callable[[DraftInfo], None]) -> DraftInfo:
+        """Load the head in a folder, make it ready beside the old one, and return when it has taken its place, of which
+        `on_swapped` tells the engine's thread."""
+        if self.weights.load_head is None:
             raise ConfigError("this engine cannot replace its head; start another one with it")
-        if rounds.runner.shapes.is_deterministic:
+        if self._rounds.runner.shapes.is_deterministic:
             raise ConfigError("a deterministic server never computes an answer's keys again, so its head stays")
         with self._one:
-            while not late.is_complete:  # programs of the head before are still compiled or timed
-                check()
-                time.sleep(CHECK_SECONDS)
-            loaded = self.load_head(folder)
-            swap = prepare(rounds.runner, loaded, has_masks=late.has_masks, check=check)
-            self._ready.put(swap)
-            wake()
-            while not wait([swap.done], CHECK_SECONDS).done:
-                check()
-            swap.done.result()
+            self._wait_for_programs()
+            loaded, runner = self.weights.load_head(folder), self._rounds.runner
+            beside = runner.with_head(loaded.head, loaded.trees)
+            self._prepare(beside, f"for the head {loaded.info.name}")
+
+            def swap() -> None:
+                self._rounds.swap(beside, prior=loaded.acceptance)
+                self._late.use(beside, loaded.on_compiled, has_others=beside.compiled is not runner.compiled)
+                on_swapped(loaded.info)
+
+            self._changes.ask(swap)
+            self._form = loaded.form
         logger.info("the head is %s now", loaded.info.name)
         return loaded.info
 
-    def put_in_place(self, rounds: Rounds, late: LatePrograms) -> Iterator[LoadedHead]:
-        """Put the heads that are ready in their place, on the engine's thread, and yield each. The old one goes on
-        where the device cannot run the new one. Raises what `rebuild` is for."""
-        while not self._ready.empty():
-            swap, before = self._ready.get_nowait(), rounds.runner
-            try:
-                rounds.swap_head(swap.runner, swap.loaded.acceptance)
-            except Exception as error:
-                swap.done.set_exception(error)
-                if isinstance(error, ConfigError):
-                    continue
-                raise
-            has_others = swap.runner.compiled is not before.compiled
-            late.use_head(swap.runner, swap.loaded.on_compiled, has_others=has_others)
-            yield swap.loaded
-            swap.done.set_result(None)
+    def update(
+        self, target: TargetWeights | None, draft: DraftWeights | None, *, version: str, mode: UpdateMode
+    ) -> str:
+        """Serve other weights of the same models from the next round on, or, to `drain`, once those sequences have
+        ended that have begun. Returns the name of this version of the weights; empty: the next number."""
+        if mode not in MODES:
+            raise ConfigError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
+        if target is None and draft is None:
+            raise ConfigError("an update of the weights needs those of the target, those of the draft, or both")
+        if self.weights.read is None:
+            raise ConfigError("this engine runs in several processes, so its weights stay; start another one with them")
+        if mode == "continue" and self._rounds.runner.shapes.is_deterministic:
+            raise ConfigError("a deterministic server never computes an answer's keys again; update it with mode drain")
+        with self._one:
+            self._wait_for_programs()
+            runner = self._rounds.runner
+            other, head = self.weights.read(self._form if runner.shapes.uses_head else None, target, draft)
+            beside = runner.with_weights(other and other.params, head)
+            self._prepare(beside, "for other weights")
+            name = version or self._rounds.next_version()
 
+            def swap() -> None:
+                self._rounds.swap(beside, version=name)
+                self._late.use(beside, None, has_others=beside.compiled is not runner.compiled)
 
-def prepare(runner: Runner, loaded: LoadedHead, *, has_masks: bool, check: Callable[[], None]) -> Swap:
-    """Compile the programs that another head needs and that are missing, beside a runner that is at work and at the
-    lowest priority; with `has_masks` also those of token masks. `check` is called now and then, and ends it by
-    raising. Raises ConfigError where the head does not fit, and what the compiler raises."""
-    beside = runner.with_head(loaded.head, loaded.trees)
-    jax.block_until_ready([weights.draft for weights in beside.inputs.layouts.distinct])
-    if beside.compiled is not runner.compiled:
+            self._changes.ask(swap, is_patient=mode == "drain")
+        logger.info("the weights are version %s now", name)
+        return name
+
+    def _wait_for_programs(self) -> None:
+        while not self._late.is_complete:  # those of the weights before are still compiled or timed
+            self._check()
+            time.sleep(CHECK_SECONDS)
+
+    def _prepare(self, beside: Runner, why: str) -> None:
+        """Compile the programs that other weights need and that are missing, beside a runner that is at work and at the
+        lowest priority. Raises ConfigError where they do not fit."""
+        runner = self._rounds.runner
+        jax.block_until_ready(beside.inputs.layouts.distinct)
+        if beside.compiled is runner.compiled:
+            return
         check_swap_fits(runner, beside)
+        has_masks = self._late.has_masks
         programs = [program for program in list_programs(beside) if has_masks or not program.is_for_masks]
-        log = ProgressLog(len(programs), f"for the head {loaded.info.name}")
+        log = ProgressLog(len(programs), why)
 
         def on_compiled(program: StepProgram) -> None:
             log(beside.shapes.label(program))
 
         process = CompilingProcess(beside)
         try:
-            compile_all(process.compile, programs, on_compiled=on_compiled, check=check, on_end=process.close)
+            compile_all(process.compile, programs, on_compiled=on_compiled, check=self._check, on_end=process.close)
         except jax.errors.JaxRuntimeError as error:
-            raise ConfigError(f"a program for this head cannot be compiled: {first_line(error)}") from error
-    return Swap(beside, loaded, Future())
+            raise ConfigError(f"a program {why} cannot be compiled: {first_line(error)}") from error

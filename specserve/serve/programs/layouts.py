@@ -47,10 +47,18 @@ class Layouts:
     arrange: tuple[Arrange, Arrange, Arrange]  # the functions that made each of them of parameters as they were loaded
     mesh: Mesh | None = None
 
-    def with_head(self, head: Head) -> "Layouts":
-        """Return the same target beside another head."""
-        draft = _draft_weights(head, self.mesh)
-        return self._changed(lambda weights, arrange: Weights(weights.target, arrange(draft)))
+    def with_weights(self, target: TargetParams | None, head: Head | None) -> "Layouts":
+        """Return the layouts of other weights, of which None are the same ones."""
+        params = fuse_for_cpu(target) if target is not None and _is_on_one_cpu(self.mesh) else target
+        draft = None if head is None else _draft_weights(head, self.mesh)
+
+        def change(weights: Weights, arrange: Arrange) -> Weights:
+            return Weights(
+                weights.target if params is None else arrange(params),
+                weights.draft if draft is None else arrange(draft),
+            )
+
+        return self._changed(change)
 
     def described(self) -> "Layouts":
         """Return the same layouts of shapes in place of arrays."""
@@ -65,9 +73,9 @@ class Layouts:
         one, few, many = (made[id(weights)] for weights in (self.one, self.few, self.many))
         return dataclasses.replace(self, one=one, few=few, many=many)
 
-    def draft_shapes(self) -> Any:
-        """Return the shapes, dtypes and layouts of the head's arrays; programs are compiled for them."""
-        found = [jax.tree.flatten(jax.tree.map(jax.typeof, weights.draft)) for weights in self.distinct]
+    def forms(self) -> Any:
+        """Return the shapes, dtypes and layouts of all arrays; programs are compiled for them."""
+        found = [jax.tree.flatten(jax.tree.map(jax.typeof, weights)) for weights in self.distinct]
         return [(structure, tuple(map(str, leaves))) for leaves, structure in found]
 
     def number(self, weights: Weights) -> int:

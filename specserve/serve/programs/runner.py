@@ -22,6 +22,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import drafter_for
 from specserve.errors import ConfigError, first_line
+from specserve.models.target import TargetParams
 from specserve.serve.programs.calls import Call, Calls
 from specserve.serve.programs.compile_queue import CompiledPrograms
 from specserve.serve.programs.inputs import PAGES_AT_ONCE, Inputs
@@ -181,13 +182,23 @@ class Runner:
         drafter, other = _drafter(shapes, head), copy.copy(self)
         if shapes.windows:
             shapes = shapes.with_windows(self.config.target, drafter)
-        layouts = self.inputs.layouts.with_head(head)
-        is_alike = layouts.draft_shapes() == self.inputs.layouts.draft_shapes()
-        if is_alike and (drafter, shapes) == (self.config.drafter, self.shapes):
+        layouts = self.inputs.layouts.with_weights(None, head)
+        if (layouts.forms(), drafter, shapes) == (self.inputs.layouts.forms(), self.config.drafter, self.shapes):
             other.inputs = self._inputs(layouts)
         else:
             other.config = dataclasses.replace(self.config, drafter=drafter, max_depth=shapes.max_depth)
             other.shapes = shapes
+            other._bind(layouts)
+        return other
+
+    def with_weights(self, target: TargetParams | None, head: Head | None) -> "Runner":
+        """Return a runner with other weights of the same models, of which None are the same ones; as `with_head`, but
+        for the ways to make a step. The compiled programs are the same ones where the matrices are packed alike: on
+        CPUs those of bfloat16 numbers take half of what others take."""
+        other, layouts = copy.copy(self), self.inputs.layouts.with_weights(target, head)
+        if layouts.forms() == self.inputs.layouts.forms():
+            other.inputs = self._inputs(layouts)
+        else:
             other._bind(layouts)
         return other
 
@@ -207,7 +218,9 @@ class Runner:
         except Exception as error:
             self.state = None
             other.reset()
-            raise ConfigError(f"the device cannot run this head, so the old one stays: {first_line(error)}") from error
+            raise ConfigError(
+                f"the device cannot run the new weights, so the old ones stay: {first_line(error)}"
+            ) from error
 
     def admit(
         self,

@@ -1,5 +1,6 @@
 """The gathering of the deltas of sequences into whole answers, for callers that wait for them."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +35,12 @@ class CompletionOutput:
     error: str | None = None
     prompt: tuple[PromptToken, ...] = ()  # how likely its prompt's tokens were, when that was asked for
     hidden_states: np.ndarray | None = None  # of its prompt, as `Delta` has them, when they were asked for
+
+    @property
+    def weight_versions(self) -> tuple[str, ...]:
+        """The version of the weights that each token is of."""
+        starts = [*self.stats.versions, (len(self.token_ids), "")]
+        return tuple(name for (start, name), (end, _) in itertools.pairwise(starts) for _ in range(start, end))
 
 
 class Collector:

@@ -160,11 +160,17 @@ class SpeculationStats(Acceptance):
     queue_seconds: float = 0.0  # from submission to a slot
     prefill_seconds: float = 0.0  # from there to the first token
     decode_seconds: float = 0.0  # from there to the last token
+    versions: tuple[tuple[int, str], ...] = ()  # of the weights: the first token of each, and its name
 
     @property
     def num_drafts(self) -> int:
         """Steps that verified draft tokens. Steps of plain decoding are none of them, but count in `num_steps`."""
         return len(self.drafts)
+
+    @property
+    def version(self) -> str:
+        """The version of the weights that the last token is of; empty: it never had a slot."""
+        return self.versions[-1][1] if self.versions else ""
 
     @property
     def of_drafts(self) -> Acceptance:

@@ -22,7 +22,7 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.engine.sequence import Sequence
-from specserve.serve.engine.swap import LoadedHead
+from specserve.serve.engine.swap import LoadedHead, ServedWeights
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.programs.results import StepHandle
@@ -178,7 +178,9 @@ def test_streams_go_on_while_a_head_is_replaced(runner: Runner, reference: Refer
     heads = [tiny.random_head(tiny_target.config, seed=seed) for seed in (77, 78)]
     asks = list(itertools.islice(_asks(reference), 7))
     engine = make_engine(runner, Fixed(TREE))
-    engine._swaps.load_head = lambda name: LoadedHead(heads[int(name)], (0.5,), DraftInfo(name, 2.0))
+    engine._swaps.weights = ServedWeights(
+        load_head=lambda name: LoadedHead(heads[int(name)], (0.5,), DraftInfo(name, 2.0))
+    )
     with _over_http(engine) as http, ThreadPoolExecutor(len(asks)) as pool:
         for name in ("0", "1"):
             begun = [threading.Event() for _ in asks]

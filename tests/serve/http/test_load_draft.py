@@ -39,7 +39,7 @@ from specserve.errors import CapacityError, CheckpointError, ConfigError
 from specserve.interop.head import save_head
 from specserve.serve import launch, startup
 from specserve.serve.engine.interface import DraftInfo
-from specserve.serve.engine.swap import LoadedHead
+from specserve.serve.engine.swap import LoadedHead, ServedWeights
 from specserve.serve.engines import with_draft
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
@@ -85,7 +85,7 @@ def test_a_head_is_replaced_under_load(runner: Runner, reference: Reference, tin
     expected = _accepted(fresh, _asks())
     assert _accepted(runner, _asks()) != expected, "the heads do not differ, so nothing is tested"
     engine = make_engine(runner, Fixed(TREE))
-    engine._swaps.load_head = lambda folder: LoadedHead(new, (0.5,), DraftInfo(folder, 2.0))
+    engine._swaps.weights = ServedWeights(load_head=lambda folder: LoadedHead(new, (0.5,), DraftInfo(folder, 2.0)))
     with serving(engine):
         asked = [submit(engine, ask)[1] for ask in _asks()]
         asked[0].wait_for_first()
@@ -124,8 +124,10 @@ def test_heads_of_other_shapes_and_kinds_are_put_in_place_under_load(
         with serving(make_engine(fresh)) as engine:
             expected[name] = _acceptances(run(engine, asks))
     engine = make_engine(runner)
-    engine._swaps.load_head = lambda name: LoadedHead(
-        others[name][0], (0.5,), DraftInfo(name, 2.0), (parse_speculation(others[name][1]), None)
+    engine._swaps.weights = ServedWeights(
+        load_head=lambda name: LoadedHead(
+            others[name][0], (0.5,), DraftInfo(name, 2.0), (parse_speculation(others[name][1]), None)
+        )
     )
     with engine:
         run(engine, asks)
@@ -152,7 +154,9 @@ def test_a_head_that_cannot_be_compiled_or_run_leaves_the_old_one(
     """Whatever fails and whenever, requests that run go on with the old head, and a later attempt succeeds."""
     head, way = _others(tiny_target)["blocks"]
     engine = make_engine(runner)
-    engine._swaps.load_head = lambda name: LoadedHead(head, (), DraftInfo(name), (parse_speculation(way), None))
+    engine._swaps.weights = ServedWeights(
+        load_head=lambda name: LoadedHead(head, (), DraftInfo(name), (parse_speculation(way), None))
+    )
     reset, make, asks = Runner.reset, CompiledPrograms._make, _asks()
 
     def cannot_compile(programs: CompiledPrograms, call: Call) -> object:
@@ -169,7 +173,7 @@ def test_a_head_that_cannot_be_compiled_or_run_leaves_the_old_one(
         engine.set_speculation("off")
         for name, owner, attribute, fault, message in (
             ("compiling", CompiledPrograms, "_make", cannot_compile, "cannot be compiled: .*no such instruction"),
-            ("beginning", Runner, "reset", cannot_begin, "cannot run this head.*out of memory"),
+            ("beginning", Runner, "reset", cannot_begin, "cannot run the new weights.*out of memory"),
             ("memory", startup, "free_memory", lambda _mesh: -(10**9), "-1.00 GB are free"),
         ):
             asked = [submit(engine, ask)[1] for ask in asks]
@@ -184,7 +188,7 @@ def test_a_head_that_cannot_be_compiled_or_run_leaves_the_old_one(
                 reference.check(ask, inbox)
         assert engine.stats().num_rebuilds == 0
     with make_engine(runner) as again:
-        again._swaps.load_head = engine._swaps.load_head
+        again._swaps.weights = engine._swaps.weights
         again.load_draft("now")
         for ask, inbox in zip(asks, run(again, asks), strict=True):
             reference.check(ask, inbox)
@@ -195,7 +199,9 @@ def test_a_server_that_stops_gives_up_loading(
 ) -> None:
     head, way = _others(tiny_target)["blocks"]
     engine, is_compiling, released = make_engine(runner), threading.Event(), threading.Event()
-    engine._swaps.load_head = lambda name: LoadedHead(head, (), DraftInfo(name), (parse_speculation(way), None))
+    engine._swaps.weights = ServedWeights(
+        load_head=lambda name: LoadedHead(head, (), DraftInfo(name), (parse_speculation(way), None))
+    )
 
     def wait(_programs: CompiledPrograms, _call: Call) -> object:
         is_compiling.set()

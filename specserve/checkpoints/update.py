@@ -1,0 +1,99 @@
+"""Another version of the weights of models that are served: the same parameters with other values."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from specserve.checkpoints.load import Quantization, Target, check_weights, in_few_bits, load_target
+from specserve.checkpoints.tensors import TensorFolder, listed
+from specserve.errors import ConfigError
+from specserve.mesh import program_platform
+from specserve.models.params import is_spec
+from specserve.models.sharding import place_target
+from specserve.models.stacked import each_layer
+from specserve.models.target import TargetParams, target_spec
+
+Tree = TypeVar("Tree")
+MOST_NAMED = 5  # parameters that an error names
+
+
+def other_target(
+    served: Target,  # of which nothing but the parameters may differ
+    given: TargetParams | Mapping[str, Any] | str | Path,
+    *,
+    quantization: Quantization,
+    mesh: Mesh | None,
+) -> Target:
+    """Return the target with other weights, in the form that `load_target` gives to what is served: from its
+    parameters, stacked or not, from arrays by the checkpoint's names, or from a model folder. Arrays may be JAX's or
+    NumPy's, of any float dtype; they are rounded to the target's. Those that are where they are needed are not copied,
+    so whoever gives them must not donate them. Raises ConfigError or CheckpointError, which name what is missing, has
+    another shape or is not a number."""
+    config = served.config
+    how: dict[str, Any] = {"quantization": quantization, "mesh": mesh, "is_served": True, "is_checked": True}
+    if isinstance(given, str | Path):
+        found = load_target(Path(given), dtype=config.dtype, **how)
+        if dataclasses.replace(found.config, cache_dtype=config.cache_dtype) != config:
+            raise ConfigError(
+                f"{given}: another model than the one that is served; an update changes its weights alone"
+            )
+        return dataclasses.replace(served, params=found.params)
+    if quantization == "stored":
+        raise ConfigError(
+            "the target is served as its files store it (--quantization stored), so give the folder of the new version"
+        )
+    if isinstance(given, Mapping):
+        tensors = TensorFolder.of_arrays(served.folder, given)
+        found = load_target(served.folder, dtype=config.dtype, tensors=tensors, **how)
+        return dataclasses.replace(served, params=found.params)
+    if not isinstance(given, TargetParams):
+        raise ConfigError(f"target: expected TargetParams, arrays by name or a folder, got {type(given).__name__}")
+    spec = target_spec(config)
+    params = dataclasses.replace(given, layers=tuple(each_layer(given.layers)))
+    if params.head is not None and spec.head is None:
+        raise ConfigError("target: it has an output head, and the one that is served is tied to the embedding")
+    params = checked(params, spec, "target", config.dtype)
+    if mesh is not None:
+        params = jax.device_put(params, place_target(config, spec, mesh))
+    if quantization != "none":
+        if spec.head is None and mesh is None and program_platform() == "cpu":  # as `load_target` has it
+            params = dataclasses.replace(params, head=params.embedding.T)
+        params = in_few_bits(params, quantization)
+    return dataclasses.replace(served, params=params)
+
+
+def checked(given: Tree, spec: Tree, what: str, dtype: str) -> Tree:
+    """Return parameters as arrays in the dtypes that their specs have in a model of this one. Raises ConfigError or
+    CheckpointError, which name what is missing, has another shape or is not a number."""
+    expected, structure = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)
+    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(given)}
+    leaves = [found.pop(jax.tree_util.keystr(path), None) for path, _ in expected]
+    wrong = [
+        f"{each.name} is {_described(leaf)}, expected {each.shape}"
+        for (_, each), leaf in zip(expected, leaves, strict=True)
+        if not _fits(leaf, each.shape)
+    ]
+    wrong += [f"{path} is no parameter of this model" for path in found]
+    if wrong:
+        more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
+        raise ConfigError(f"{what}: {listed(wrong[:MOST_NAMED])}{more}")
+    arrays = [jnp.asarray(leaf).astype(each.dtype(dtype)) for (_, each), leaf in zip(expected, leaves, strict=True)]
+    params = jax.tree.unflatten(structure, arrays)
+    check_weights(params, spec, what)
+    return params
+
+
+def _fits(leaf: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray) and leaf.shape == shape and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _described(leaf: Any) -> str:
+    if leaf is None:
+        return "missing"
+    return f"{leaf.dtype} {leaf.shape}" if isinstance(leaf, jax.Array | np.ndarray) else type(leaf).__name__

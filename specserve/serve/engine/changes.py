@@ -1,0 +1,61 @@
+"""Changes of what an engine runs, each made between two of its rounds: other weights, a rest, and what ends one."""
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+
+from specserve.errors import ConfigError
+
+CHECK_SECONDS = 0.2  # how often a thread that waits for its change asks whether the engine is stopping
+
+
+@dataclass(frozen=True)
+class _Change:
+    make: Callable[[], None]
+    is_patient: bool
+    done: Future[None] = field(default_factory=Future)
+
+
+class Changes:
+    """The changes that threads have asked for and that are not made yet, the oldest first."""
+
+    def __init__(self, wake: Callable[[], None], check: Callable[[], None]) -> None:
+        """`wake` lets the engine's thread look; `check` raises once the engine is stopping."""
+        self._wake, self._check = wake, check
+        self._asked: queue.SimpleQueue[_Change] = queue.SimpleQueue()
+        self._next: _Change | None = None
+
+    def ask(self, make: Callable[[], None], *, is_patient: bool = False) -> None:
+        """Have a change made on the engine's thread, and wait until it is. One that `is_patient` waits until the
+        sequences that have begun have ended, and no other begins before it. Raises what it raises, and CapacityError
+        where the engine stops meanwhile."""
+        change = _Change(make, is_patient)
+        self._asked.put(change)
+        self._wake()
+        while not wait([change.done], CHECK_SECONDS).done:
+            self._check()
+        change.done.result()
+
+    @property
+    def holds_back(self) -> bool:
+        """Return whether no sequence may begin. It belongs to the engine's thread, as `make_next` does."""
+        if self._next is None and not self._asked.empty():
+            self._next = self._asked.get_nowait()
+        return self._next is not None and self._next.is_patient
+
+    def make_next(self, is_at_rest: Callable[[], bool]) -> bool:
+        """Make the oldest change, if there is one that need not wait for what has begun to end. Returns whether there
+        was. Raises what the change raises, but for a ConfigError, which only the thread that asked gets."""
+        if (self.holds_back and not is_at_rest()) or self._next is None:
+            return False
+        change, self._next = self._next, None
+        try:
+            change.make()
+        except Exception as error:
+            change.done.set_exception(error)
+            if not isinstance(error, ConfigError):
+                raise
+        else:
+            change.done.set_result(None)
+        return True
