@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Unpack
 
 from specserve import host
@@ -20,6 +20,7 @@ from specserve.serve.engine.input_processor import InputProcessor
 from specserve.serve.engine.interface import DraftInfo, EngineStats
 from specserve.serve.engine.late import LatePrograms, LateWork
 from specserve.serve.engine.options import EngineOptions
+from specserve.serve.engine.rest import PARTS, Part, PauseMode, Rest
 from specserve.serve.engine.rounds import Rounds
 from specserve.serve.engine.scheduler import Scheduler
 from specserve.serve.engine.swap import DraftWeights, ServedWeights, Swaps, TargetWeights, UpdateMode
@@ -87,6 +88,7 @@ class Engine:
         self._late = LatePrograms(runner, late, self._wake.set)
         self._changes = Changes(self._wake.set, self._check_ready)
         self._swaps = Swaps(weights, self.rounds, self._late, self._changes, self._check_ready)
+        self._rest = Rest(self.rounds, self._changes, self._swaps.wait_for_programs)
         self._has_died = self._is_stopping = self._is_flushing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -192,7 +194,31 @@ class Engine:
         stay. May be called from any thread, and returns the version's name (`version`, or a number) when it serves.
         Raises ConfigError or CheckpointError where anything is wrong with it, and then nothing has changed;
         CapacityError when the engine stops meanwhile."""
+        if "weights" in self._rest.asleep:
+            raise ConfigError("the weights are off the device; wake them up first")
+        if mode == "drain" and self.is_paused and not self.rounds.is_at_rest():
+            raise ConfigError("the engine is paused, so nothing that has begun will end; update it with mode continue")
         return self._swaps.update(target, draft, version=version, mode=mode)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._rest.is_paused
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._rest.asleep)
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        self._rest.pause(mode)
+
+    def resume(self) -> None:
+        self._rest.resume()
+
+    def sleep(self, parts: Collection[Part] = PARTS) -> None:
+        self._rest.sleep(parts)
+
+    def wake(self, parts: Collection[Part] = PARTS) -> None:
+        self._rest.wake(parts)
 
     def _check_ready(self) -> None:
         if not self.is_ready:
@@ -269,6 +295,9 @@ class Engine:
         try:
             while self._changes.make_next(self.rounds.is_at_rest):
                 self.runner = self.rounds.runner
+            if self._rest.is_paused:
+                self.rounds.drop_cancelled()
+                return False
             return self.rounds.run(begins=not self._changes.holds_back)
         except Exception as error:
             if (end := self.runner.beyond_repair(error)) is not None:

@@ -159,7 +159,7 @@ class Rounds:
         """Dispatch one round and read the one before; False when there was nothing to do. Unless it `begins` some, only
         sequences that have begun go on. Raises what the device raises: then `rebuild`."""
         start = time.perf_counter()
-        self._drop_cancelled()
+        self.drop_cancelled()
         most_steps = min(self.runner.most_steps, self._most_steps or self.runner.most_steps)
         work = self.scheduler.schedule(most_steps, side_by_side=not self.choice.is_partial, begins=begins)
         if work.is_empty and not self.in_flight:
@@ -191,10 +191,8 @@ class Rounds:
         old ones wrote is not read by them: running sequences wait for their turn again and are prefilled anew, and
         cached prefixes are forgotten. `version` names the weights; empty: the target's are the same. Raises ConfigError
         where the device cannot run it, and then goes on with the old ones."""
-        while self.in_flight:
-            self._read()
-        self.scheduler.preempt_all()
-        self.scheduler.pool.flush()
+        self.land()
+        self.retract()
         runner.take_over(self.runner)
         self.runner, self._num_missed, self._last_read = runner, runner.compiled.num_missed, 0.0
         self.delivery.use(runner)
@@ -206,6 +204,24 @@ class Rounds:
         if prior is not None:
             for sequence in self.scheduler.waiting:
                 sequence.estimate = None
+
+    def land(self) -> None:
+        """Read what is in flight."""
+        while self.in_flight:
+            self._read()
+        self._last_read = 0.0
+
+    def retract(self) -> None:
+        """Send what runs back to the queue, to be prefilled anew, and forget every cached prefix. Nothing may be in
+        flight."""
+        self.scheduler.preempt_all()
+        self.scheduler.pool.flush()
+
+    def drop_cancelled(self) -> None:
+        """End the sequences whose clients have left."""
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            if sequence.request.is_cancelled:
+                self.delivery.deliver(sequence, Delta(finish_reason=FinishReason.CANCELLED))
 
     def next_version(self) -> str:
         """Return the name of the weights that come after these, where they are given none: how many came before."""
@@ -424,11 +440,6 @@ class Rounds:
         self._counters.num_round_tokens += sum(num_tokens)
         for number in num_tokens:
             self._counters.round_sizes[bisect.bisect_left(ROUND_SIZES, number)] += 1
-
-    def _drop_cancelled(self) -> None:
-        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
-            if sequence.request.is_cancelled:
-                self.delivery.deliver(sequence, Delta(finish_reason=FinishReason.CANCELLED))
 
     def _end_running(self, reason: FinishReason, error: str) -> None:
         """End what holds a slot; those that wait, also after a preemption, stay."""

@@ -94,7 +94,7 @@ class Swaps:
         if self._rounds.runner.shapes.is_deterministic:
             raise ConfigError("a deterministic server never computes an answer's keys again, so its head stays")
         with self._one:
-            self._wait_for_programs()
+            self.wait_for_programs()
             loaded, runner = self.weights.load_head(folder), self._rounds.runner
             beside = runner.with_head(loaded.head, loaded.trees)
             self._prepare(beside, f"for the head {loaded.info.name}")
@@ -123,7 +123,7 @@ class Swaps:
         if mode == "continue" and self._rounds.runner.shapes.is_deterministic:
             raise ConfigError("a deterministic server never computes an answer's keys again; update it with mode drain")
         with self._one:
-            self._wait_for_programs()
+            self.wait_for_programs()
             runner = self._rounds.runner
             other, head = self.weights.read(self._form if runner.shapes.uses_head else None, target, draft)
             beside = runner.with_weights(other and other.params, head)
@@ -138,7 +138,8 @@ class Swaps:
         logger.info("the weights are version %s now", name)
         return name
 
-    def _wait_for_programs(self) -> None:
+    def wait_for_programs(self) -> None:
+        """Wait until none is compiled or timed that a change would be in the way of."""
         while not self._late.is_complete:  # those of the weights before are still compiled or timed
             self._check()
             time.sleep(CHECK_SECONDS)

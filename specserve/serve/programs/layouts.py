@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, Sharding
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
@@ -37,6 +38,21 @@ TIMED_ROUNDS = 5
 
 
 @dataclass(frozen=True)
+class _OnHost:
+    """An array in the host's memory, and where it was."""
+
+    values: np.ndarray
+    place: Sharding
+
+    @classmethod
+    def of(cls, array: jax.Array) -> "_OnHost":
+        return cls(np.array(array), array.sharding)
+
+    def put(self) -> jax.Array:
+        return jax.device_put(self.values, self.place)
+
+
+@dataclass(frozen=True)
 class Layouts:
     """The weights as programs take them, by the rows of a step: the nodes of all its sequences together. Layouts that
     would be alike are the same object."""
@@ -59,6 +75,14 @@ class Layouts:
             )
 
         return self._changed(change)
+
+    def on_host(self) -> "Layouts":
+        """Return the same weights in the host's memory, with what is needed to bring them back."""
+        return self._changed(lambda weights, _arrange: jax.tree.map(_OnHost.of, weights))
+
+    def on_devices(self) -> "Layouts":
+        """Return weights that were `on_host` where they were before."""
+        return self._changed(lambda weights, _arrange: jax.tree.map(_OnHost.put, weights))
 
     def described(self) -> "Layouts":
         """Return the same layouts of shapes in place of arrays."""

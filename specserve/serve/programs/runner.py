@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from specserve.drafters.interface import Head
 from specserve.drafters.speculation import drafter_for
 from specserve.errors import ConfigError, first_line
 from specserve.models.target import TargetParams
-from specserve.serve.programs.calls import Call, Calls
+from specserve.serve.programs.calls import Call, Calls, shape_of
 from specserve.serve.programs.compile_queue import CompiledPrograms
 from specserve.serve.programs.inputs import PAGES_AT_ONCE, Inputs
 from specserve.serve.programs.layouts import Layouts, make_layouts
@@ -165,6 +165,21 @@ class Runner:
         self.place.give_back_zeros(self.state)
         self.bounds = SlotBounds(self.shapes, self.config.max_pending)
         self._num_remembered = 0
+
+    def take_off(self, parts: Collection[str]) -> None:
+        """Take "weights" or "kv_cache" off the devices, on which no program may be run then: the host keeps the
+        weights, and the state is forgotten. Nothing may be in flight."""
+        if "kv_cache" in parts:
+            self.state = jax.tree.map(shape_of, self.state)
+        if "weights" in parts:
+            self.inputs = self._inputs(self.inputs.layouts.on_host())
+
+    def bring_back(self, parts: Collection[str]) -> None:
+        """Bring back what was taken off: the weights as they were, and an empty state."""
+        if "weights" in parts:
+            self.inputs = self._inputs(self.inputs.layouts.on_devices())
+        if "kv_cache" in parts:
+            self.reset()
 
     def beyond_repair(self, error: Exception | None = None) -> Exception | None:
         """Return why no `reset` can help any more, `error` being that of a step that has just failed. None: it can."""

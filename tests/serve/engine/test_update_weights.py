@@ -2,6 +2,7 @@
 ran, was cached or was compiled before, and a version that does not fit changes nothing."""
 
 import dataclasses
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,7 +39,7 @@ from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.swap import HeadForm, ServedWeights
 from specserve.serve.launch import Models
 from specserve.serve.programs.runner import Runner
-from specserve.serve.requests.request import SamplingParams
+from specserve.serve.requests.request import FinishReason, SamplingParams
 
 PROMPT = tuple(int(i) for i in np.random.default_rng(2).integers(3, 64, 40))
 WAYS = ("off", "chain:3", "tree:3x3x8")
@@ -296,3 +297,75 @@ def test_updates_from_several_threads_are_made_one_after_another(
             inbox.wait()
         for ask, inbox in zip(asks, run(engine, asks), strict=True):
             new.check(ask, inbox)
+
+
+def _wait_in_vain(inboxes: list[Any]) -> None:
+    heard = [len(inbox.deltas) for inbox in inboxes]
+    time.sleep(0.3)
+    assert [len(inbox.deltas) for inbox in inboxes] == heard, "a paused engine goes on"
+
+
+@pytest.mark.parametrize("mode", ["keep", "retract", "wait", "abort"])
+def test_a_paused_engine_answers_later_as_if_it_had_not_paused(
+    runner: Runner, tiny_target: Target, tiny_head: Head, old: Reference, new: Reference, mode: Any
+) -> None:
+    """What is asked meanwhile is taken, and a client that leaves meanwhile is let go."""
+    asks = _asks(old, new)
+    with serving(_engine(runner, tiny_target, tiny_head, "chain:3")) as engine:
+        inboxes = [submit(engine, ask)[1] for ask in asks]
+        for inbox in inboxes[:4]:
+            inbox.wait_for_first()
+        engine.pause(mode)
+        assert engine.is_paused
+        engine.pause("keep")  # again
+        (request, left), (_, late) = submit(engine, asks[0]), submit(engine, asks[1])
+        _wait_in_vain([*inboxes, late])
+        request.cancel()
+        assert left.wait().finish_reason == FinishReason.CANCELLED
+        if mode in ("wait", "abort"):
+            assert all(inbox.is_done for inbox in inboxes[:4])
+        engine.resume()
+        assert not engine.is_paused
+        for ask, inbox in zip((*asks, asks[1]), (*inboxes, late), strict=True):
+            old.check(ask, inbox, is_cancelled=mode == "abort" and inbox is not late)
+
+
+@pytest.mark.parametrize("parts", [("kv_cache",), ("weights",), ("weights", "kv_cache")], ids=" ".join)
+def test_an_engine_that_sleeps_gives_the_device_back_and_answers_later(
+    runner: Runner, tiny_target: Target, tiny_head: Head, moved: Target, old: Reference, new: Reference, parts: Any
+) -> None:
+    """As RL code does it: the weights are brought back first, and updated, and then the cache."""
+    asks = _asks(old, new)
+    with serving(_engine(runner, tiny_target, tiny_head, "chain:3")) as engine:
+        inboxes = [submit(engine, ask)[1] for ask in asks]
+        inboxes[0].wait_for_first()
+        served = engine.runner
+
+        def on_device() -> list[bool]:
+            weights = jax.tree.leaves(served.inputs.layouts.one)
+            return [isinstance(jax.tree.leaves(each)[0], jax.Array) for each in (weights, served.state)]
+
+        engine.sleep(parts)
+        assert engine.is_sleeping
+        assert on_device() == ["weights" not in parts, "kv_cache" not in parts]
+        with pytest.raises(ConfigError, match=f"off the device: {', '.join(sorted(parts))}; wake it up first"):
+            engine.resume()
+        _wait_in_vain(inboxes)
+        engine.wake(parts)
+        assert not engine.is_sleeping
+        assert not engine.is_paused
+        assert on_device() == [True, True]
+        for ask, inbox in zip(asks, inboxes, strict=True):
+            old.check(ask, inbox)
+        engine.sleep(parts)
+        if "weights" in parts:
+            with pytest.raises(ConfigError, match="the weights are off the device"):
+                engine.update_weights(moved.params)
+            engine.wake(["weights"])
+        engine.update_weights(moved.params)
+        engine.wake(["kv_cache"])
+        for ask, inbox in zip(asks, run(engine, asks), strict=True):
+            new.check(ask, inbox)
+        for wrong in ([], ["gpu"]):
+            with pytest.raises(ConfigError, match="expected some of weights, kv_cache"):
+                engine.sleep(wrong)  # type: ignore[arg-type]
