@@ -93,7 +93,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ArrayEntry:
-    """A tensor that is in memory, in place of one in the file that it is to be told from."""
+    """A tensor that is in memory, in place of one in a file, which is named where something is wrong with it."""
 
     file: Path
     array: Any  # of JAX or NumPy

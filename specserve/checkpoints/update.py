@@ -33,7 +33,7 @@ def other_target(
     """Return the target with other weights, in the form that `load_target` gives to what is served: from its
     parameters, stacked or not, from arrays by the checkpoint's names, or from a model folder. Arrays may be JAX's or
     NumPy's, of any float dtype; they are rounded to the target's. Those that are where they are needed are not copied,
-    so whoever gives them must not donate them. Raises ConfigError or CheckpointError, which name what is missing, has
+    so they must not be donated afterwards. Raises ConfigError or CheckpointError, which name what is missing, has
     another shape or is not a number."""
     config = served.config
     how: dict[str, Any] = {"quantization": quantization, "mesh": mesh, "is_served": True, "is_checked": True}

@@ -14,6 +14,7 @@ from rich.markup import escape
 from specserve import processes
 from specserve.cli.options import report_error
 from specserve.cli.progress import console, warmup_bar
+from specserve.errors import ConfigError
 from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.processes import ProcessError
 from specserve.serve.fleet import ranks, replicas
@@ -35,6 +36,8 @@ def serve(run: ServeRun) -> None:
     """Load the models, compile their programs, and serve until SIGTERM or Ctrl-C; in this process, or as one of several
     that run this command, of which the first one serves and the others follow it; or as replicas on Ray Serve."""
     if run.ray:
+        if run.allow_update_weights:
+            raise ConfigError("--allow-update-weights: not with --ray, whose replicas would have to change as one")
         _serve_replicas(run)
         return
     replicas.check_none(run)

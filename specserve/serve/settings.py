@@ -204,6 +204,9 @@ class ServeRun:
     allow_load_draft: bool = setting(
         False, help="let clients change how the server speculates: POST /v1/load_draft and /v1/speculation"
     )
+    allow_update_weights: bool = setting(
+        False, help="let clients that have a key change the weights, let the server rest and free the device (RL)"
+    )
     allow_priority: bool = setting(False, help="let requests choose their priority; else it must be 0")
     deterministic: bool = setting(
         False,

@@ -277,6 +277,7 @@ class FakeEngine:
             queue_seconds=0.25,
             prefill_seconds=0.5,
             decode_seconds=2.0,
+            versions=((0, "0"),),
         )
 
 

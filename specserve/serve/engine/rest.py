@@ -8,7 +8,7 @@ from specserve.serve.engine.changes import Changes
 from specserve.serve.engine.rounds import Rounds
 from specserve.serve.requests.request import FinishReason
 
-# what becomes of the sequences that have begun: they end as cancelled (as all that wait), end first, go on later with
+# the sequences that have begun: they end as cancelled (as all that wait), end first, go on later with
 # the pages that they have, or go on later with keys and values that are computed anew
 PauseMode = Literal["abort", "wait", "keep", "retract"]
 Part = Literal["weights", "kv_cache"]
@@ -17,8 +17,8 @@ PARTS: tuple[Part, ...] = ("weights", "kv_cache")
 
 
 class Rest:
-    """Whether an engine rests, and what of it is off the device. Its methods may be called from any thread, any number
-    of times, and return when it is so."""
+    """The state of an engine that may rest, and the parts of it that are off the device. Its methods may be called from
+    any thread, any number of times, and return when it is so."""
 
     def __init__(self, rounds: Rounds, changes: Changes, wait_for_programs: Callable[[], None]) -> None:
         self._rounds, self._changes, self._wait_for_programs = rounds, changes, wait_for_programs

@@ -45,6 +45,10 @@ def create_app(
     add_tokenizer_routes(app, service)
     add_states_route(app, service, run.hidden_states)
     add_draft_routes(app, service, is_allowed=run.allow_load_draft)
+    if run.allow_update_weights:
+        from specserve.serve.http.admin.weights import add_weight_routes  # no other server needs it
+
+        add_weight_routes(app, service)
     add_status_routes(app, engine, metrics)
     add_page_routes(app, engine, needs_key=bool(api_keys))
     add_openapi_routes(app, has_key=bool(api_keys), has_docs=run.docs)

@@ -57,6 +57,7 @@ def test_generate_tells_what_was_done(http, fake_engine):
         "completion_tokens": 5,
         "cached_tokens": 0,
         "spec_verify_ct": 3,
+        "weight_version": "0",
     }
     params = fake_engine.requests[-1].params
     assert (params.temperature, params.max_tokens, params.min_tokens, params.seed) == (0, 20, 1, 0)

@@ -177,6 +177,7 @@ class GenerateMeta(ReplyObject):
     cached_tokens: NotRequired[int]
     spec_verify_ct: NotRequired[int]
     e2e_latency: NotRequired[float]
+    weight_version: NotRequired[str]
     output_token_logprobs: NotRequired[list[Row]]
     output_top_logprobs: NotRequired[list[list[Row] | None]]
     input_token_logprobs: NotRequired[list[Row]]
@@ -238,6 +239,7 @@ class GenerateFormat(ReplyFormat):
             meta["cached_tokens"] = answer.stats.num_cached_tokens
             meta["spec_verify_ct"] = answer.stats.num_steps
             meta["e2e_latency"] = time.monotonic() - self._start_time
+            meta["weight_version"] = answer.stats.version
         if self._body.return_logprob:
             meta["output_token_logprobs"] = self._rows(output.logprobs)
             if self._body.top_logprobs_num:

@@ -27,6 +27,8 @@ def read_api_keys(run: ServeRun) -> tuple[str, ...]:
         if not found:
             raise ConfigError(f"--api-key-file {run.api_key_file}: it holds no key; write one on each line")
         keys += found
+    if run.allow_update_weights and not keys:
+        raise ConfigError("--allow-update-weights: whoever may change the weights needs a key; give --api-key-file")
     if not keys and not run.host.startswith(_LOOPBACK):
         logger.warning(
             "NO API KEY: whoever reaches %s may use this server. Set --api-key-file or %s, or listen on 127.0.0.1",

@@ -1,0 +1,173 @@
+"""Weights that change over HTTP, under the names that RL code calls: SGLang's and vLLM's."""
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import Fixed, Letters, make_engine, serving
+from fakes import FakeEngine, assert_refused
+
+from specserve.checkpoints.load import Target, to_numpy
+from specserve.checkpoints.tensors import write_tensors
+from specserve.drafters.interface import Head
+from specserve.drafters.speculation import parse_speculation
+from specserve.errors import ConfigError
+from specserve.interop.head import save_head
+from specserve.models.target import target_spec
+from specserve.serve import launch
+from specserve.serve.engine.swap import HeadForm, ServedWeights
+from specserve.serve.http.app import create_app
+from specserve.serve.http.transport.keys import read_api_keys
+from specserve.serve.http.transport.server import HttpServer
+from specserve.serve.launch import Models
+from specserve.serve.programs.runner import Runner
+from specserve.serve.settings import ServeRun
+
+PROMPTS = [tuple(int(i) for i in np.random.default_rng(seed).integers(3, 64, 30)) for seed in range(4)]
+ROUTES = (
+    "update_weights_from_disk", "pause_generation", "continue_generation", "release_memory_occupation",
+    "resume_memory_occupation", "pause", "resume", "sleep", "wake_up",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def moved(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of another version."""
+
+    def move(leaf: jax.Array) -> jax.Array:
+        return jnp.asarray(np.random.default_rng(leaf.size).permutation(np.asarray(leaf).ravel()).reshape(leaf.shape))
+
+    folder = tmp_path_factory.mktemp("moved")
+    for each in tiny_target.folder.glob("*.json"):
+        (folder / each.name).write_bytes(each.read_bytes())
+    arrays = to_numpy(jax.tree.map(move, tiny_target.params), target_spec(tiny_target.config), "float32")
+    write_tensors(folder / "model.safetensors", arrays)
+    return folder
+
+
+@pytest.fixture
+def rl(runner: Runner, tiny_target: Target, tiny_head: Head) -> Iterator[httpx.Client]:
+    """A client of a server whose weights it may change."""
+    engine = make_engine(runner, Fixed(parse_speculation("chain:3")))
+    engine._tokenizer = type("ServedLetters", (Letters,), {"token_id": lambda _self, _token: None})()
+    engine._swaps._form = HeadForm(dataclasses.replace(tiny_head, params=None), "none")
+    engine._swaps.weights = ServedWeights(read=launch._weights_reader(Models("tiny", tiny_target, tiny_head, None)))
+    server = HttpServer(create_app(engine, run=ServeRun(allow_update_weights=True)), port=0)
+    with serving(engine):
+        server.start()
+        try:
+            with httpx.Client(base_url=server.url, timeout=600) as http:
+                yield http
+        finally:
+            server.stop()
+
+
+def _answer(http: httpx.Client, prompt: tuple[int, ...]) -> tuple[list[int], str]:
+    params = {"temperature": 0.0, "max_new_tokens": 30, "ignore_eos": True}
+    reply = http.post("/generate", json={"input_ids": list(prompt), "sampling_params": params}).json()
+    return reply["output_ids"], reply["meta_info"]["weight_version"]
+
+
+def _answers(http: httpx.Client) -> list[tuple[list[int], str]]:
+    return [_answer(http, prompt) for prompt in PROMPTS]
+
+
+def _do(http: httpx.Client, path: str, body: Any = None) -> Any:
+    reply = http.post(path, json=body) if body is not None else http.post(path)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_the_steps_of_an_rl_driver(
+    rl: httpx.Client, tiny_target: Target, tiny_head: Head, moved: Path, tmp_path: Path
+) -> None:
+    """SGLang's: pause, free the device, bring the weights back, update them, bring the cache back, go on; then vLLM's
+    to and fro, and the head alone."""
+    save_head(tmp_path / "head", tiny_head, tiny_target, dtype="float32", notes={})
+    old = _answers(rl)
+    assert {version for _, version in old} == {"0"} == {rl.get("/weight_version").json()["weight_version"]}
+    assert _do(rl, "/pause_generation", {"mode": "retract"})["success"]
+    assert rl.get("/is_paused").json() == {"is_paused": True}
+    _do(rl, "/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
+    assert_refused(rl.post("/update_weights_from_disk", json={"model_path": str(moved)}))
+    assert_refused(rl.post("/continue_generation", json={}))
+    assert rl.get("/is_sleeping").json() == {"is_sleeping": True}
+    _do(rl, "/resume_memory_occupation", {"tags": ["weights"]})
+    body = {"model_path": str(moved), "weight_version": "step-7", "flush_cache": True, "token_step": 7}
+    reply = _do(rl, "/update_weights_from_disk", body)
+    assert (reply["success"], reply["weight_version"]) == (True, "step-7")
+    _do(rl, "/resume_memory_occupation", {})
+    _do(rl, "/continue_generation", {})
+    new = _answers(rl)
+    assert {version for _, version in new} == {"step-7"}
+    assert [ids for ids, _ in new] != [ids for ids, _ in old]
+    _do(rl, "/sleep?level=1&mode=keep")
+    _do(rl, "/wake_up?tags=weights")
+    assert rl.get("/is_sleeping").json() == {"is_sleeping": True}
+    _do(rl, "/wake_up?tags=kv_cache")
+    assert rl.get("/is_paused").json() == {"is_paused": False}
+    assert _answers(rl) == new
+    _do(rl, "/pause?mode=wait&clear_cache=true")
+    _do(rl, "/update_weights_from_disk", {"draft_path": str(tmp_path / "head"), "weight_version": "head"})
+    _do(rl, "/resume")
+    assert _answers(rl) == [(ids, "head") for ids, _ in new]
+    _do(rl, "/update_weights_from_disk", {"model_path": str(tiny_target.folder), "abort_all_requests": True})
+    assert [ids for ids, _ in _answers(rl)] == [ids for ids, _ in old]
+
+
+def test_requests_wait_while_the_server_rests(rl: httpx.Client, moved: Path) -> None:
+    expected = _answer(rl, PROMPTS[0])[0]
+    _do(rl, "/pause_generation", {"mode": "in_place"})
+    found: list[Any] = []
+    asking = threading.Thread(target=lambda: found.append(_answer(rl, PROMPTS[0])))
+    asking.start()
+    asking.join(0.3)
+    assert not found
+    assert rl.get("/health").status_code == 200
+    _do(rl, "/continue_generation", {})
+    asking.join(600)
+    assert found[0][0] == expected
+
+
+def test_what_is_wrong_is_said_and_changes_nothing(rl: httpx.Client, tmp_path: Path) -> None:
+    before = _answers(rl)
+    for path, body, words in (
+        ("/update_weights_from_disk", {"model_path": str(tmp_path)}, "config.json"),
+        ("/update_weights_from_disk", {}, "target, those of the draft, or both"),
+        ("/update_weights_from_disk", {"model_path": "x", "flush_cache": False}, "flush_cache"),
+        ("/update_weights_from_disk", {"model_path": "x", "load_format": "pt"}, "load_format"),
+        ("/update_weights_from_disk", {"model_path": ["x"]}, "model_path"),
+        ("/pause_generation", {"mode": "wait"}, "mode"),
+        ("/release_memory_occupation", {"tags": ["graphs"]}, "tags"),
+        ("/pause?mode=retract", None, "expected one of abort, wait, keep"),
+        ("/sleep?level=3", None, "expected one of 1, 2, got '3'"),
+        ("/sleep?depth=1", None, "unknown option; known are level, mode"),
+        ("/wake_up?tags=all", None, "weights, kv_cache"),
+    ):
+        error = assert_refused(rl.post(path, json=body) if body is not None else rl.post(path))
+        assert words in f"{error['message']} {error['param']}", (path, error)
+    assert _answers(rl) == before
+    assert rl.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_only_those_with_a_key_may_and_no_other_server_has_the_routes(
+    http: httpx.Client, fake_engine: FakeEngine
+) -> None:
+    for route in ROUTES:
+        assert http.post(f"/{route}", json={}).status_code == 404
+    with pytest.raises(ConfigError, match="--allow-update-weights: whoever may change the weights needs a key"):
+        read_api_keys(ServeRun(allow_update_weights=True))
+    server = HttpServer(create_app(fake_engine, api_keys=("k",), run=ServeRun(allow_update_weights=True)), port=0)
+    server.start()
+    try:
+        with httpx.Client(base_url=server.url) as without:
+            assert {without.post(f"/{route}", json={}).status_code for route in ROUTES} == {401}
+    finally:
+        server.stop()
