@@ -87,7 +87,7 @@ class Swaps:
         self._one = threading.Lock()
 
     def load_head(self, folder: str, on_swapped: Callable[[DraftInfo], None]) -> DraftInfo:
-        """Load the head in a folder, make it ready beside the old one, and return when it has taken its place, which is when
+        """Load the head in a folder, make it ready beside the old one, and return when it has taken its place. Then
         `on_swapped` is called, on the engine's thread."""
         if self.weights.load_head is None:
             raise ConfigError("this engine cannot replace its head; start another one with it")

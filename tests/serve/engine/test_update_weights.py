@@ -27,6 +27,7 @@ from engines import (
     submit,
     wait_until,
 )
+from rounding import assert_within
 
 from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import write_tensors
@@ -369,3 +370,24 @@ def test_an_engine_that_sleeps_gives_the_device_back_and_answers_later(
         for wrong in ([], ["gpu"]):
             with pytest.raises(ConfigError, match="expected some of weights, kv_cache"):
                 engine.sleep(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_log_probabilities_are_those_of_a_training_forward_of_the_same_version(
+    runner: Runner, tiny_target: Target, tiny_head: Head, moved: Target, way: str
+) -> None:
+    """Within rounding, as a policy gradient needs it: of every token of sampled answers, before and after an update."""
+    own = SamplingParams(max_tokens=30, temperature=1.0, logprobs=0, ignore_eos=True)
+    asks = [Ask(PROMPT[: 20 + seed], dataclasses.replace(own, seed=seed)) for seed in range(6)]
+    with serving(_engine(runner, tiny_target, tiny_head, way)) as engine:
+        for target in (tiny_target, moved):
+            if target is moved:
+                engine.update_weights(moved.params)
+            for ask, inbox in zip(asks, run(engine, asks), strict=True):
+                ids = [*ask.prompt, *inbox.token_ids]
+                logits = tiny.target_logits(target, ids).astype(np.float64)[len(ask.prompt) - 1 : -1]
+                expected = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+                found = np.array([each.logprob for each in inbox.logprobs])
+                chosen = np.take_along_axis(expected, np.array(inbox.token_ids)[:, None], axis=-1)[:, 0]
+                bound = 2 * tiny.tolerance(target, ids).max()
+                assert_within(found, chosen, bound)
