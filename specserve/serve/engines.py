@@ -39,6 +39,7 @@ def measured_engine(
     num_slots: int,  # at least: over a mesh, as many as its data ranks share out evenly
     max_model_len: int,
     is_coupled: bool = True,
+    hidden_states: tuple[int, ...] = (),  # layers, as of `serve`; none: the engine returns no states of prompts
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
 ) -> Engine:
     """An engine for requests without constraints, compiled and not yet started. Raises ConfigError."""
@@ -48,8 +49,9 @@ def measured_engine(
         max_model_len=max_model_len,
         constrained=False,
         early_ready=False,
+        hidden_states=hidden_states,
     )
-    return make_engine(models, run, on_warmup, is_coupled=is_coupled, has_scoring=False)
+    return make_engine(models, run, on_warmup, is_coupled=is_coupled, has_scoring=bool(hidden_states))
 
 
 def answering_engine(
