@@ -57,7 +57,8 @@ def _log_probs(logits: np.ndarray) -> np.ndarray:
 
 
 def test_figures_are_those_of_numpy_over_logits(folder: Path, losses: list[QuantizationLoss]) -> None:
-    """Over the floats' greedy answers, with the logits of one plain forward over each whole text."""
+    """Over the floats' greedy answers, with the logits of one plain forward over each whole text, of the target as a
+    head is trained against it: what is trained is what is served."""
     floats = load_target(folder, dtype="float32")
     texts = [list(prompt) for prompt in PROMPTS]
     for text, prompt, size in zip(texts, PROMPTS, losses[0].sizes, strict=True):
@@ -65,7 +66,7 @@ def test_figures_are_those_of_numpy_over_logits(folder: Path, losses: list[Quant
             text.append(int(tiny.target_logits(floats, text)[-1].argmax()))
     assert losses[0].sizes[0] > 1
     for loss in losses[1:]:
-        other = load_target(folder, dtype="float32", quantization=loss.quantization, is_served=True)  # type: ignore[arg-type]
+        other = load_target(folder, dtype="float32", quantization=loss.quantization, is_looped=True)  # type: ignore[arg-type]
         expected, noises = [], []
         for text, prompt in zip(texts, PROMPTS, strict=True):
             rows, ids = slice(len(prompt) - 1, len(text) - 1), np.array(text[len(prompt) :])[:, None]
