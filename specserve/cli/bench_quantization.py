@@ -1,4 +1,4 @@
-"""`specserve bench quantization`: what weights in few bits change."""
+"""`specserve bench quantization`: the loss by weights in few bits."""
 
 import functools
 from dataclasses import asdict

@@ -1,5 +1,5 @@
-"""What weights in few bits change: the distribution of the next token, the answers, and how many draft tokens are
-accepted.
+"""The loss by weights in few bits: how the distribution of the next token changes, the answers, and how many draft
+tokens are accepted.
 
 The target answers prompts greedily with its weights as floats. Each quantisation answers them too, and runs over the
 floats' answers, token by token the same: what it makes of them is compared position by position, as llama.cpp's
@@ -38,12 +38,12 @@ from specserve.speculative.acceptance import Acceptance
 FLOATS: Quantization = "none"
 ROWS = 64  # positions whose logits are there at once
 WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
-OnProgress = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
+OnProgress = Callable[[str, int, int], None]  # the work's name, how much of it is done, of how much
 
 
 @dataclass(frozen=True)
 class QuantizationLoss:
-    """What one form of the weights makes of the floats' answers, and its own answers beside them."""
+    """The loss by one form of the weights, over the floats' answers, and its own answers beside them."""
 
     quantization: str
     kl: np.ndarray  # [position] float32, nats: of the floats' distribution to this one's
