@@ -41,12 +41,19 @@ float widened(uint16_t half) {
   return value;
 }
 
-constexpr int64_t kBlock = 32;  // inputs that share a scale and an offset, where numbers have 4 bits
+// How the scales of numbers of 4 bits lie: those of Q4_1, NVFP4's widened, and groups of symmetric numbers.
+struct Blocks {
+  int64_t inputs;  // that share a scale, and an offset where there are any
+  bool is_half, has_offset;
+};
+constexpr Blocks kBlocks[] = {{32, true, true}, {16, false, false}, {128, true, false}, {32, false, true}};
 
 // A weight in panels, as kernels.h says that it lies, and what it is in float32.
 struct Weight {
   std::vector<uint8_t> panels;
+  Blocks blocks;
   std::vector<__fp16> scale, offset;         // [panel, block, width]; empty: none
+  std::vector<float> wide_scale, wide_offset;  // the same numbers
   std::vector<float> plain, magnitudes;      // [d_in, d_out]
 };
 
@@ -57,15 +64,18 @@ float number(Format format, int code) {
   return static_cast<float>(format == Format::kInt4 ? code - 8 : code);
 }
 
-Weight make_coded(Format format, int64_t d_in, int64_t d_out, int64_t width, std::mt19937& random) {
+Weight make_coded(Format format, const Blocks& blocks, int64_t d_in, int64_t d_out, int64_t width,
+                  std::mt19937& random) {
   std::uniform_int_distribution<int> codes(0, 15);
   std::uniform_real_distribution<float> scales(0.01f, 0.02f);
-  const int64_t num_panels = (d_out + width - 1) / width, num_blocks = (d_in + kBlock - 1) / kBlock;
+  const int64_t num_panels = (d_out + width - 1) / width, num_blocks = (d_in + blocks.inputs - 1) / blocks.inputs;
   const int64_t pairs = (d_in + 1) / 2, held = num_panels * num_blocks * width;
-  Weight made{std::vector<uint8_t>(num_panels * pairs * width), std::vector<__fp16>(held), std::vector<__fp16>(held),
-              std::vector<float>(d_in * d_out), std::vector<float>(d_in * d_out)};
+  Weight made{std::vector<uint8_t>(num_panels * pairs * width), blocks};
+  made.plain.resize(d_in * d_out), made.magnitudes.resize(d_in * d_out);
   for (int64_t i = 0; i < held; ++i) {
-    made.scale[i] = static_cast<__fp16>(scales(random)), made.offset[i] = static_cast<__fp16>(scales(random));
+    made.scale.push_back(static_cast<__fp16>(scales(random)));
+    made.offset.push_back(static_cast<__fp16>(blocks.has_offset ? scales(random) : 0.0f));
+    made.wide_scale.push_back(made.scale[i]), made.wide_offset.push_back(made.offset[i]);
   }
   for (int64_t i = 0; i < d_in; ++i) {
     for (int64_t j = 0; j < d_out; ++j) {
@@ -74,7 +84,7 @@ Weight make_coded(Format format, int64_t d_in, int64_t d_out, int64_t width, std
       // the four outputs of a lane in its lower half, or those of the next input in its upper half
       const int64_t nibble = ((panel * pairs + i / 2) * (width / 4) + lane) * 8 + i % 2 * 4 + output;
       made.panels[nibble / 2] |= static_cast<uint8_t>(code << nibble % 2 * 4);
-      const int64_t place = (panel * num_blocks + i / kBlock) * width + j % width;
+      const int64_t place = (panel * num_blocks + i / blocks.inputs) * width + j % width;
       const float scaled = number(format, code) * made.scale[place], offset = made.offset[place];
       made.plain[i * d_out + j] = scaled + offset;
       made.magnitudes[i * d_out + j] = fabsf(scaled) + fabsf(offset);
@@ -83,12 +93,15 @@ Weight make_coded(Format format, int64_t d_in, int64_t d_out, int64_t width, std
   return made;
 }
 
-Weight make(Format format, int64_t d_in, int64_t d_out, int64_t width, std::mt19937& random) {
-  if (specserve::kBits[static_cast<int>(format)] == 4) return make_coded(format, d_in, d_out, width, random);
+bool is_coded(Format format) { return specserve::kBits[static_cast<int>(format)] == 4; }
+
+Weight make(Format format, const Blocks& blocks, int64_t d_in, int64_t d_out, int64_t width, std::mt19937& random) {
+  if (is_coded(format)) return make_coded(format, blocks, d_in, d_out, width, random);
   std::normal_distribution<float> normal;
   const int64_t num_panels = (d_out + width - 1) / width;
   const int64_t size = format == Format::kFloat32 ? 4 : format == Format::kBfloat16 ? 2 : 1, lanes = 4 / size;
-  Weight made{std::vector<uint8_t>(num_panels * d_in * width * size), {}, {}, std::vector<float>(d_in * d_out), {}};
+  Weight made{std::vector<uint8_t>(num_panels * d_in * width * size), blocks};
+  made.plain.resize(d_in * d_out);
   for (int64_t i = 0; i < d_in; ++i) {
     for (int64_t j = 0; j < d_out; ++j) {
       float value = normal(random);
@@ -123,7 +136,10 @@ std::vector<float> multiply(const Kernels& kernels, Format format, const Weight&
   call.d_in = d_in, call.d_out = d_out, call.block = d_in, call.format = format, call.order = order.data();
   call.start = start;
   if (!weight.scale.empty()) {
-    call.scale = weight.scale.data(), call.offset = weight.offset.data(), call.is_half = true, call.block = kBlock;
+    call.is_half = weight.blocks.is_half, call.block = weight.blocks.inputs;
+    call.scale = weight.wide_scale.data(), call.offset = weight.wide_offset.data();
+    if (call.is_half) call.scale = weight.scale.data(), call.offset = weight.offset.data();
+    if (!weight.blocks.has_offset) call.offset = nullptr;
   }
   const int64_t width = kernels.panel_width;
   for (int64_t panel = 0; panel < (d_out + width - 1) / width; ++panel) {
@@ -141,12 +157,13 @@ int main() {
   const Kernels& kernels = *specserve::kernels_neon();
   std::mt19937 random(0);
   std::normal_distribution<float> normal;
-  int64_t checked = 0;
+  int64_t checked = 0, next_blocks = 0;
   for (int number = 0; number < specserve::kFormats; ++number) {
     const Format format = static_cast<Format>(number);
     for (int64_t d_in : {1, 5, 33, 512, 2100}) {
       for (int64_t d_out : {1, 15, 16, 17, 65, 200}) {
-        const Weight weight = make(format, d_in, d_out, kernels.panel_width, random);
+        const Blocks& blocks = kBlocks[next_blocks++ % 4];
+        const Weight weight = make(format, blocks, d_in, d_out, kernels.panel_width, random);
         for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 12, 13, 49}) {
           std::vector<float> x(rows * d_in);
           for (float& value : x) value = normal(random);

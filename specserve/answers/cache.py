@@ -36,7 +36,15 @@ from specserve.data.conversations import Conversation, Row, parse_row, parse_tem
 from specserve.data.sources import SELF, SourceRows, with_held_out
 from specserve.errors import DataError
 from specserve.host import cache_folder
-from specserve.mesh import SERVING_AXES, free_memory, in_equal_parts, mesh_sizes, num_parts, parse_mesh
+from specserve.mesh import (
+    SERVING_AXES,
+    free_memory,
+    in_equal_parts,
+    mesh_sizes,
+    num_parts,
+    parse_mesh,
+    program_platform,
+)
 from specserve.provenance import fingerprint
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engines import answering_engine
@@ -46,6 +54,7 @@ from specserve.tokenizer import Tokenizer
 from specserve.train.run import budget as budgets
 from specserve.train.run.budget import Budget
 from specserve.train.run.prepare import Mixture
+from specserve.train.run.recipe import ANSWER_SLOTS, CPU_SLOTS
 from specserve.train.settings import DataSettings, TrainRun, TrainSettings
 
 logger = logging.getLogger(__name__)
@@ -145,7 +154,7 @@ def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
     engine = answering_engine(
         models,
         "",
-        num_slots=_num_slots(models, run.data.answer_slots, run.train.seq_len),
+        num_slots=answer_slots(models, run.data.answer_slots, run.train.seq_len),
         max_model_len=run.train.seq_len,
         on_warmup=watch.on_warmup,
     )
@@ -154,9 +163,11 @@ def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
         yield engine
 
 
-def _num_slots(models: Models, most: int, seq_len: int) -> int:
+def answer_slots(models: Models, most: int, seq_len: int) -> int:
     """Return how many answers of at most `seq_len` tokens are made at once: as many as the devices have room for, at
-    most `most`, as a multiple of the parts that they are spread over."""
+    most `most`, as a multiple of the parts that they are spread over. 0: at most as many as a step of such devices
+    makes faster than fewer."""
+    most = most or num_parts(models.mesh, "batch") * (CPU_SLOTS if program_platform() == "cpu" else ANSWER_SLOTS)
     drafter = models.head.drafter if models.head else None
     each = bytes_per_token(models.target.config, drafter, models.mesh) * seq_len
     room = num_parts(models.mesh, "batch") * int(CACHE_SHARE * free_memory(models.mesh) / max(each, 1))

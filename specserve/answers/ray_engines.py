@@ -12,6 +12,7 @@ from typing import Any
 
 from specserve import cluster, host
 from specserve.answers.account import Account
+from specserve.answers.cache import answer_slots
 from specserve.answers.questions import Job
 from specserve.answers.regenerate import AnswerSettings, AnswerSource, Write, answer, regenerate_by
 from specserve.answers.settings import RegenerateRun
@@ -24,6 +25,7 @@ from specserve.provenance import fingerprint
 from specserve.serve.engines import answering_engine, load
 from specserve.serve.sizes import longest_sequence
 from specserve.tokenizer import Tokenizer
+from specserve.train.run.recipe import ANSWER_SLOTS
 
 CALLS = 2  # batches at once in an engine: one fills the slots that the other's last answers leave
 
@@ -46,7 +48,7 @@ def regenerate(
         ray = cluster.connect(run.ray_address)
         account.start = time.monotonic()  # workers report late
         try:
-            size = max(1, min(run.max_slots, -(-len(jobs) // (2 * CALLS * run.num_workers))))
+            size = max(1, min(run.max_slots or ANSWER_SLOTS, -(-len(jobs) // (2 * CALLS * run.num_workers))))
             each = cluster.reserve(ray, num_devices(run.mesh, SERVING_AXES), run.num_workers)
             pool = cluster.Pool(run.num_workers, each, size, CALLS)
             for found, answered in cluster.map_over(ray, jobs, _make_answerer, (run, settings, target), pool):
@@ -75,7 +77,7 @@ def _make_answerer(run: RegenerateRun, settings: AnswerSettings, target: str) ->
     engine = answering_engine(
         models,
         run.speculation,
-        num_slots=run.max_slots,
+        num_slots=answer_slots(models, run.max_slots, longest_sequence(models.target.config, run.max_model_len)),
         max_model_len=run.max_model_len,
         on_warmup=lambda _done, _total, _name: None,
     )

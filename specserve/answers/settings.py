@@ -44,7 +44,9 @@ class RegenerateRun(HeadRun):
         (), help="variables of the chat template, as data.template_kwargs of `train`"
     )
     cut: Literal["keep", "drop"] = setting("keep", help="answers that end at max_tokens")
-    max_slots: int = setting(16, help="sequences at once", ge=1)
+    max_slots: int = setting(
+        0, help="answers at once, at most, as memory has room; 0: 16 on a CPU, 64 for each data rank elsewhere", ge=0
+    )
     max_model_len: int = setting(
         1024,
         help="prompt and answer together; 0: the target's context, at most 4,096; longer questions are left out",

@@ -31,7 +31,7 @@ from specserve.models.families.table import model_config
 from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
 from specserve.models.sharding import check_fits, place_target, spread_kv_heads
 from specserve.models.stacked import looped
-from specserve.models.target import TargetParams, target_spec
+from specserve.models.target import TargetParams, target_spec, with_own_head
 from specserve.tokenizer import read_end_ids
 
 logger = logging.getLogger(__name__)
@@ -122,13 +122,9 @@ def load_target(
         config = spread_kv_heads(config, mesh)
     tensors = tensors or TensorFolder(folder)
     rename = renamer(tensors.names())
-    spec = target_spec(config)
+    spec = target_spec(config, has_own_head=has_own_head(quantization, is_one_device=mesh is None))
     places = place(config, spec, mesh) if mesh is not None else None
     skipped = _skipped(config, raw, rename)
-    if quantization != "none" and is_served and config.tie_embeddings and mesh is None and program_platform() == "cpu":
-        # a step reads it as a matrix of its own there (`fuse_for_cpu`), so it has few bits as an untied one has
-        shape, axes = (config.d_model, config.vocab_size), ("embed", "vocab")
-        spec = dataclasses.replace(spec, head=ParamSpec(shape, axes, config.names.embedding, transpose=True))
     if not has_layers:
         spec, places = dataclasses.replace(spec, layers=()), places and dataclasses.replace(places, layers=())
         skipped[".*"] = "layers, whose outputs are captured"
@@ -150,6 +146,13 @@ def load_target(
     if is_looped:
         params = looped(params, config)
     return Target(config, params, end_ids(config, folder), folder)
+
+
+def has_own_head(quantization: str, platform: str = "", *, is_one_device: bool) -> bool:
+    """Return whether a tied output head is a matrix of its own, in few bits as an untied one is: on one CPU, whose
+    steps multiply by such a matrix. What is trained and captured there is what serves there. Without a platform it is
+    that of this process's programs."""
+    return quantization != "none" and is_one_device and (platform or program_platform()) == "cpu"
 
 
 def end_ids(config: ModelConfig, folder: Path) -> tuple[int, ...]:
@@ -351,7 +354,10 @@ def _is_native(matrix: jax.Array) -> bool:
 
 def in_few_bits(params: Tree, to: Rounded) -> Tree:
     """Parameters with each matrix that rows are multiplied by rounded (`kernels.matmul.quantize`), unless it has few
-    bits already."""
+    bits already. Those of a language model that drafts are a target's (`has_own_head`)."""
+    if isinstance(params, TargetParams):
+        is_one_device = len(params.embedding.sharding.device_set) == 1
+        params = with_own_head(params) if has_own_head(to, is_one_device=is_one_device) else params
     leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
     chosen = [i for i, (path, leaf) in enumerate(leaves) if is_product(path) and isinstance(leaf, jax.Array)]
     found = [leaf for _, leaf in leaves]

@@ -12,6 +12,7 @@ from specserve import cluster
 from specserve.answers import ray_engines
 from specserve.answers import regenerate as eval_regenerate
 from specserve.answers.account import Account
+from specserve.answers.cache import answer_slots
 from specserve.answers.openings import read_openings
 from specserve.answers.own_questions import Asked, OwnQuestions, QuestionSettings
 from specserve.answers.regenerate import AnswerSettings, AnswerSource
@@ -28,6 +29,7 @@ from specserve.serve.engine.engine import Engine
 from specserve.serve.engines import answering_engine, load
 from specserve.serve.launch import Models
 from specserve.serve.progress import bar_columns
+from specserve.serve.sizes import longest_sequence
 from specserve.train.remote import ray_capture
 from specserve.train.run.prepare import Mixture
 from specserve.train.settings import TrainRun
@@ -95,7 +97,7 @@ def _here(run: RegenerateRun, mixture: Mixture, settings: AnswerSettings) -> Acc
         engine = answering_engine(
             models,
             run.speculation,
-            num_slots=run.max_slots,
+            num_slots=answer_slots(models, run.max_slots, longest_sequence(models.target.config, run.max_model_len)),
             max_model_len=run.max_model_len,
             on_warmup=on_warmup,
         )

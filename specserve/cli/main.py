@@ -93,6 +93,11 @@ class BenchCommands(LazyGroup):
             "Time many prompts that are all there from the beginning, and the engine's steps as `latency` does.",
             "specserve.eval.settings:ThroughputRun",
         ),
+        "quantization": Lazy(
+            "specserve.cli.bench_quantization:quantization",
+            "Measure what weights in few bits change: KL divergence, perplexity, answers, and the head's tau.",
+            "specserve.eval.settings:QuantizationRun",
+        ),
     }
 
 
@@ -150,7 +155,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(typer.Typer(cls=BenchCommands, help="Measurements of speed.", no_args_is_help=True), name="bench")
+app.add_typer(
+    typer.Typer(cls=BenchCommands, help="Measurements of speed, and of what few bits cost.", no_args_is_help=True),
+    name="bench",
+)
 app.add_typer(typer.Typer(cls=PlanCommands, help="Fleets of servers on paper.", no_args_is_help=True), name="plan")
 app.add_typer(typer.Typer(cls=DataCommands, help="Training data.", no_args_is_help=True), name="data")
 

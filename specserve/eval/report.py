@@ -9,6 +9,7 @@ from rich.table import Table
 from specserve.eval.acceptance import Difference, SpeculationReport
 from specserve.eval.bench.comparison import AUTO, ArmResult, Comparison
 from specserve.eval.bench.engine import BenchReport, Coupling
+from specserve.eval.bench.quantization import QuantizationLoss
 from specserve.eval.bench.step_times import StepTimes
 from specserve.eval.intervals import Interval
 
@@ -145,6 +146,25 @@ def bench_lines(report: BenchReport) -> list[str]:
         ratio, found = worst
         lines.append(f"auto at its worst: {ratio:.2f}x plain ({found.concurrency} clients, T={found.temperature:g})")
     return lines
+
+
+def loss_table(losses: Sequence[QuantizationLoss], title: str) -> Table:
+    """Make a table with a row for each form of the weights, the floats first; below KL and tau their 95% intervals."""
+    numbers = ("KL, nats", "same\ntop token", "perplexity\nratio", "same\nanswers", "equal\nbeginning", "tau")
+    shown = table(title, ("weights",), numbers)
+    for loss in losses:
+        found, interval = loss.to_json(), loss.kl_interval
+        between = f"\n{interval.low:.2g} to {interval.high:.2g}" if interval else ""
+        shown.add_row(
+            loss.quantization,
+            f"{found['kl']:.2g}{between}",
+            f"{found['same_top_token']:.2%}",
+            f"{loss.perplexity_ratio:.4f}",
+            f"{loss.num_same}/{found['answers']}",
+            f"{found['mean_equal_beginning']:.1f}",
+            "" if loss.tau is None else _with_interval(loss.tau, loss.tau_interval),
+        )
+    return shown
 
 
 def table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:

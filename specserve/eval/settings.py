@@ -112,6 +112,22 @@ class ThroughputRun(_OfflineRun):
 
 
 @dataclass(frozen=True, config=RULES)
+class QuantizationRun(HeadRun):
+    """The settings of `specserve bench quantization`."""
+
+    quantization: tuple[Literal["none", "stored", "int8", "fp8", "int4"], ...] = setting(
+        ("int8", "int4"), help="forms of the target's weights to compare with floats, each as of `serve`"
+    )
+    speculation: str = setting("", help="anything that serve takes; empty: chain:3 where there is a head, else off")
+    bench: str = setting("pydoc", help="what is asked, as of `eval`: first turns")
+    limit: int = setting(32, help="prompts, evenly spread over the bench", ge=1)
+    max_tokens: int = setting(128, help="longest answer", ge=1)
+    concurrency: int = setting(4, help="sequences at once", ge=1)
+    max_model_len: int = setting(1024, help="prompt and answer together; longer prompts are left out", ge=8)
+    output: str = setting("", help="write the JSON report here")
+
+
+@dataclass(frozen=True, config=RULES)
 class VerifyRun(HeadRun):
     """The settings of `specserve verify`."""
 

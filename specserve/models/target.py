@@ -87,16 +87,18 @@ class TargetOutput:
     new: tuple[Any, ...]
 
 
-def target_spec(config: ModelConfig) -> TargetParams:
-    """The parameters of a target as `ParamSpec`s with their Hugging Face names."""
+def target_spec(config: ModelConfig, *, has_own_head: bool = False) -> TargetParams:
+    """The parameters of a target as `ParamSpec`s with their Hugging Face names. With `has_own_head` a tied output head
+    is a matrix beside the embedding, as `with_own_head` makes one."""
     names = config.names
+    head = names.embedding if config.tie_embeddings else names.head
     return TargetParams(
         embedding=embedding_table(names.embedding, config.vocab_size, config.d_model),
         layers=tuple(layer_spec(config, i) for i in range(config.num_layers)),
         norm=_norm_spec(config, names.norm.removesuffix(".weight")),
         head=optional(
-            not config.tie_embeddings,
-            matrix(names.head, config.d_model, config.vocab_size, ("embed", "vocab")),
+            has_own_head or not config.tie_embeddings,
+            matrix(head, config.d_model, config.vocab_size, ("embed", "vocab")),
         ),
         layer_inputs=optional(config.layer_input_dim, layer_inputs_spec(config)),
         streams=last_streams_spec(config),
@@ -463,9 +465,16 @@ def whole_norm(params: TargetParams, config: ModelConfig) -> jax.Array:  # [d_mo
     return jnp.array(norm) if config.logit_scale == 1.0 else norm * config.logit_scale
 
 
+def with_own_head(params: TargetParams) -> TargetParams:
+    """The same target with an output head that is a matrix of its own, also where it is tied: XLA's CPU backend would
+    transpose the embedding at every call, and only a matrix may have few bits."""
+    if params.head is not None:
+        return params
+    return dataclasses.replace(params, head=jax.device_put(np.asarray(params.embedding).T))
+
+
 def fuse_for_cpu(params: TargetParams) -> TargetParams:
-    """The same target with fewer, wider products. A tied output head gets a matrix of its own, because XLA's CPU
-    backend would transpose the embedding at every call."""
+    """The same target with fewer, wider products, and an output head of its own."""
 
     def fuse(layer: Any) -> Any:
         if isinstance(layer.attention, Attention):
@@ -474,7 +483,4 @@ def fuse_for_cpu(params: TargetParams) -> TargetParams:
             layer = dataclasses.replace(layer, mlp=fuse_mlp(layer.mlp))
         return layer
 
-    head = params.head
-    if head is None:
-        head = jax.device_put(np.asarray(params.embedding).T)
-    return dataclasses.replace(params, layers=tuple(fuse(layer) for layer in params.layers), head=head)
+    return with_own_head(dataclasses.replace(params, layers=tuple(fuse(layer) for layer in params.layers)))

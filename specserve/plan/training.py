@@ -114,7 +114,7 @@ def make_plan(run: TrainRun, platform: str = ACCELERATOR) -> RunPlan:
     shape = StepShape.of(run.train, target, drafter, run.states_from)
     sizes = mesh_sizes(run.mesh)
     mesh = abstract_mesh(sizes)
-    weights = _weights(shape, run.quantization, mesh)
+    weights = _weights(shape, run.quantization, mesh, platform)
     state, host_bytes = _state(run.train, drafter, mesh)
     head = state[0]
     activations = Activations(shape, mesh, platform)
@@ -154,7 +154,7 @@ def _answering(run: TrainRun, target: ModelConfig) -> tuple[MemoryPart, ...]:
     slots = run.data.answer_slots
     cache = slots * run.train.seq_len * bytes_per_token(target, None)
     return (
-        MemoryPart("target's weights", total_bytes(target_held(target, None)), "all of them"),
+        MemoryPart("target's weights", total_bytes(target_held(target, None, run.quantization, "cpu")), "all of them"),
         MemoryPart("caches", cache, f"{slots} answers at once, of at most {run.train.seq_len:,} tokens"),
     )
 
@@ -172,7 +172,7 @@ def _held_out(
     return (MemoryPart("held-out answers", more, f"{slots} prompts of {PROMPT_TOKENS} tokens, beyond a step's memory"),)
 
 
-def _weights(shape: StepShape, quantization: str, mesh: Mesh) -> MemoryPart:
+def _weights(shape: StepShape, quantization: str, mesh: Mesh, platform: str) -> MemoryPart:
     """Count the bytes of the target's weights that each device holds: all of them where its layers run in the step."""
     parts, is_quantized = [field.name for field in fields(TargetParams)], quantization != "none"
     if shape.states_from == "service":
@@ -186,7 +186,7 @@ def _weights(shape: StepShape, quantization: str, mesh: Mesh) -> MemoryPart:
         what = f"{quantization} matrices, the rest {what}"
     if not shape.has_layers:
         what = f"the {' and '.join(parts)} alone, {what}"
-    held = target_held(shape.target, mesh, quantization)
+    held = target_held(shape.target, mesh, quantization, platform)
     return MemoryPart("target's weights", total_bytes(each for each in held if each.field in parts), what)
 
 

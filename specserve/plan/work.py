@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from specserve.checkpoints.load import has_own_head
 from specserve.devices import Device
 from specserve.drafters.interface import TrainedDrafter
 from specserve.kernels.grouped import expected_experts
@@ -39,19 +40,24 @@ class MemoryPart:
     what: str
 
 
-def target_held(config: ModelConfig, mesh: Mesh | None, quantization: str = "none") -> tuple[Held, ...]:
+def target_held(
+    config: ModelConfig, mesh: Mesh | None, quantization: str = "none", platform: str = "gpu"
+) -> tuple[Held, ...]:
     """Count what each device of the mesh holds of a target, or one device alone. The matrices of a quantized one have
     8 bits, and a float32 scale for each output; of `int4` a scale and an offset for each block of inputs. Raises
     ConfigError where the mesh does not divide the target."""
-    spec, places = target_spec(config), None
+    is_one_device = mesh is None or mesh.size == 1
+    spec = target_spec(config, has_own_head=has_own_head(quantization, platform, is_one_device=is_one_device))
+    places = None
     if mesh is not None:
         places = place_target(config, spec, mesh)
 
     if quantization == "none":
         return held_by_each(spec, config.dtype, places)
     held = held_by_each(spec, config.dtype, places, product_dtype="int8")
-    of_blocks = 2 * 4 / INT4_BLOCK if quantization == "int4" else 0
-    more = (int(each.size * of_blocks) if of_blocks and each.is_product else each.scale_bytes for each in held)
+    more = [each.scale_bytes for each in held]
+    if quantization == "int4":
+        more = [2 * own * -(-each.shape[-2] // INT4_BLOCK) if own else 0 for each, own in zip(held, more, strict=True)]
     return tuple(replace(each, num_bytes=each.num_bytes + own) for each, own in zip(held, more, strict=True))
 
 

@@ -1,6 +1,7 @@
 """The models that settings name, and engines for measurements over them, without programs that no measurement
 runs."""
 
+import logging
 from collections.abc import Callable
 
 from specserve.drafters.registry import CARRIED
@@ -9,6 +10,8 @@ from specserve.mesh import SERVING_AXES, in_equal_parts, parse_mesh, program_pla
 from specserve.serve.engine.engine import Engine
 from specserve.serve.launch import Models, load_beside, load_models, make_engine
 from specserve.serve.settings import ServeRun, TargetRun
+
+logger = logging.getLogger(__name__)
 
 BUSY_SLOTS = 8  # of an engine that answers; with as many a CPU computes whatever it verifies
 
@@ -39,6 +42,7 @@ def measured_engine(
     num_slots: int,  # at least: over a mesh, as many as its data ranks share out evenly
     max_model_len: int,
     is_coupled: bool = True,
+    hidden_states: tuple[int, ...] = (),  # layers, as of `serve`; none: the engine returns no states of prompts
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
 ) -> Engine:
     """An engine for requests without constraints, compiled and not yet started. Raises ConfigError."""
@@ -48,8 +52,9 @@ def measured_engine(
         max_model_len=max_model_len,
         constrained=False,
         early_ready=False,
+        hidden_states=hidden_states,
     )
-    return make_engine(models, run, on_warmup, is_coupled=is_coupled, has_scoring=False)
+    return make_engine(models, run, on_warmup, is_coupled=is_coupled, has_scoring=bool(hidden_states))
 
 
 def answering_engine(
@@ -63,6 +68,13 @@ def answering_engine(
     """An engine for many answers to questions that are known beforehand, compiled and not yet started."""
     # for so many at once no draft pays on a CPU, and its programs take minutes to compile
     may_pay = models.head and (num_slots < BUSY_SLOTS or program_platform() != "cpu")
+    if models.head and not (speculation or may_pay):
+        logger.info(
+            "%d answers at once are made without the draft head: on a CPU it costs more than it brings from %d on; "
+            "--speculation auto takes it all the same",
+            num_slots,
+            BUSY_SLOTS,
+        )
     run = ServeRun(
         speculation=speculation or ("auto" if may_pay else "off"),
         max_slots=num_slots,

@@ -25,7 +25,7 @@ from specserve.cli import data as data_command
 from specserve.cli.main import app
 from specserve.data.conversations import Conversation
 from specserve.errors import DataError
-from specserve.mesh import parse_mesh
+from specserve.mesh import made_for, num_parts, parse_mesh
 from specserve.serve.launch import Models
 from specserve.serve.programs.placement import bytes_per_token
 from specserve.train.run import budget as budgets
@@ -230,10 +230,13 @@ def test_as_many_at_once_as_there_is_room_for(
 ) -> None:
     monkeypatch.setattr(answers, "free_memory", lambda _mesh: free)
     spread = Models("tiny", tiny_target, None, None, mesh=parse_mesh(mesh))
-    assert answers._num_slots(spread, run.data.answer_slots, run.train.seq_len) == expected
+    assert answers.answer_slots(spread, run.data.answer_slots, run.train.seq_len) == expected
+    with made_for("gpu"):
+        ranks = num_parts(spread.mesh, "batch")
+        assert answers.answer_slots(spread, 0, run.train.seq_len) == (64 * ranks if free else expected)
     each = bytes_per_token(tiny_target.config, None) * run.train.seq_len
     monkeypatch.setattr(answers, "free_memory", lambda _mesh: 5 * each / answers.CACHE_SHARE)
-    assert answers._num_slots(Models("tiny", tiny_target, None, None), run.data.answer_slots, run.train.seq_len) == 5
+    assert answers.answer_slots(Models("tiny", tiny_target, None, None), run.data.answer_slots, run.train.seq_len) == 5
 
 
 def test_the_command_asks_and_answers_its_own_questions(
@@ -255,7 +258,10 @@ def test_the_command_asks_and_answers_its_own_questions(
         return echo(prompt, seed)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(data_command, "load", lambda *_given: SimpleNamespace(fingerprint="0"))
+    monkeypatch.setattr(
+        data_command, "load", lambda *_given: SimpleNamespace(fingerprint="0", target=SimpleNamespace(config=None))
+    )
+    monkeypatch.setattr(data_command, "answer_slots", lambda *_given: 4)
     monkeypatch.setattr(data_command, "answering_engine", lambda *_given, **_sizes: Entered(FAMILY, reply))
     line = ["data", "regenerate", "--target", str(folder), "--source", "self", "--output", str(tmp_path / "own.jsonl")]
     result = CliRunner().invoke(app, [*line, "--count", "12", "--max-tokens", "120", "--self-turns", "1"])

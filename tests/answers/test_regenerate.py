@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from scripted import Scripted, ask, echo
+from typer.testing import CliRunner
 
 from specserve.answers import regenerate as module
 from specserve.answers.account import Account
 from specserve.answers.regenerate import AnswerSettings, split_reasoning
+from specserve.cli.main import app
 from specserve.data.conversations import Conversation, Message, TokenRow
 from specserve.data.documents import tokenize
 from specserve.data.sources import load_mixture
@@ -322,3 +324,16 @@ def test_spaces_are_kept_where_the_template_keeps_them(tmp_path, family, content
     [[_, answer]] = read(tmp_path / "o.jsonl").values()
     assert answer["content"] == content
     assert (account.num_exact, account.num_compared) == (num_exact, 1)
+
+
+@pytest.mark.slow
+def test_rows_depend_neither_on_speculation_nor_on_slots(tmp_path: Path) -> None:
+    """The bundled pair by the command: sixteen at once without the head, as a CPU does by itself, and two with it."""
+    files = {}
+    for name, how in {"plain": [], "head": ["--speculation", "chain:3", "--max-slots", "2"]}.items():
+        files[name] = tmp_path / f"{name}.jsonl"
+        line = ["data", "regenerate", "--count", "6", "--max-tokens", "24", "--temperature", "0.8", *how]
+        result = CliRunner().invoke(app, [*line, "--max-model-len", "512", "--output", str(files[name])])
+        assert result.exit_code == 0, (result.output, result.exception)
+    assert files["plain"].read_bytes() == files["head"].read_bytes()
+    assert files["plain"].stat().st_size

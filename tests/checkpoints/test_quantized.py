@@ -17,7 +17,7 @@ from rounding import assert_same, assert_within, of_product, tolerance
 from safetensors.numpy import load_file
 
 from specserve import mesh
-from specserve.checkpoints.load import Target, check_weights, load_params, load_target
+from specserve.checkpoints.load import Target, check_weights, in_few_bits, load_params, load_target
 from specserve.checkpoints.quantized import Storing, read_storing
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.checkpoints.tensors import TensorFolder, write_tensors
@@ -27,7 +27,9 @@ from specserve.kernels.nibbles import NibbleMatrix
 from specserve.models import moe
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec, TensorPart, is_product, matrix, vector
-from specserve.models.target import TargetParams, forward, fuse_for_cpu, logits, target_spec
+from specserve.models.sharding import total_bytes
+from specserve.models.target import TargetParams, forward, fuse_for_cpu, logits, target_spec, with_own_head
+from specserve.plan.work import target_held
 
 Tensors = dict[str, np.ndarray]
 D_IN, D_OUT = 20, 24
@@ -342,6 +344,7 @@ def _root_mean_square(x: np.ndarray) -> float:
 
 @pytest.mark.parametrize("to", ["int8", "fp8", "int4"])
 def test_a_target_quantised_at_load_keeps_its_bound(pydoc_target: Target, to: Rounded) -> None:
+    pydoc_target = dataclasses.replace(pydoc_target, params=with_own_head(pydoc_target.params))
     quantized = load_target(BUNDLED_FOLDER, dtype="float32", quantization=to)
     again = quantize_params(pydoc_target.params, to)
     for one, other in zip(jax.tree.leaves(quantized.params), jax.tree.leaves(again), strict=True):
@@ -387,7 +390,8 @@ def _logits(params: TargetParams, config: ModelConfig, token_ids: jax.Array) -> 
 
 @pytest.mark.parametrize("to", ["int8", "fp8", "int4"])
 def test_a_tied_head_has_few_bits_as_an_untied_one_has(tmp_path: Path, to: Rounded) -> None:
-    """Where a CPU serves, which reads it as a matrix of its own. A check of the weights knows it."""
+    """On one CPU, which reads it as a matrix of its own: where it serves, is trained against, and drafts for another
+    target. A check of the weights knows it, and a plan counts it."""
     folders = [tmp_path / "tied", tmp_path / "untied"]
     for folder in folders:
         folder.mkdir()
@@ -399,8 +403,18 @@ def test_a_tied_head_has_few_bits_as_an_untied_one_has(tmp_path: Path, to: Round
     load = functools.partial(load_target, dtype="float32", quantization=to)
     tied, untied = (load(folder, is_served=True, is_checked=True) for folder in folders)
     jax.tree.map(np.testing.assert_array_equal, tied.params, untied.params)
-    assert load(folders[0]).params.head is None
+    jax.tree.map(np.testing.assert_array_equal, load(folders[0]).params, tied.params)
+    floats = load(folders[0], quantization="none").params
+    assert floats.head is None
+    jax.tree.map(np.testing.assert_array_equal, in_few_bits(floats, to), tied.params)
     check_weights(tied.params, target_spec(tied.config), "here")
+    held = {each: total_bytes(target_held(tied.config, None, to, each)) for each in ("cpu", "gpu")}
+    assert held["cpu"] == sum(leaf.nbytes for leaf in jax.tree.leaves(tied.params))
+    spread = load(folders[0], mesh=mesh.make_mesh(tensor=2)).params
+    with mesh.made_for("gpu"):
+        elsewhere = load(folders[0], is_served=to != "int4").params
+    assert spread.head is elsewhere.head is None
+    assert held["gpu"] == sum(leaf.nbytes for leaf in jax.tree.leaves(elsewhere))
 
 
 def test_a_gpu_that_serves_keeps_matrices_of_4_bits_in_4(tmp_path: Path) -> None:

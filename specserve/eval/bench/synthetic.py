@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from specserve.checkpoints.configs import find_config
-from specserve.checkpoints.load import Quantization, Target, in_few_bits, rounded
+from specserve.checkpoints.load import Quantization, Target, has_own_head, in_few_bits, rounded
 from specserve.checkpoints.source import BUNDLED
 from specserve.checkpoints.tensors import read_json
 from specserve.drafters.interface import Head
@@ -77,7 +77,7 @@ def draw_target(
     """The same of a config that is given, such as the first layers of what the name stands for."""
     dtype = default_dtype()
     config = dataclasses.replace(config, dtype=dtype)
-    spec = target_spec(config)
+    spec = target_spec(config, has_own_head=has_own_head(quantization, is_one_device=mesh is None))
     places = None if mesh is None else place_target(config, spec, mesh)
     check_fits(name, spec, places, mesh, dtype, None if quantization == "none" else "int8")
     leaves, structure = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)

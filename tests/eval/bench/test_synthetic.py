@@ -10,7 +10,7 @@ import pytest
 import tiny
 from typer.testing import CliRunner
 
-from specserve.checkpoints.load import Target, load_target
+from specserve.checkpoints.load import Quantization, load_target
 from specserve.checkpoints.tensors import write_json
 from specserve.cli.main import app
 from specserve.errors import ConfigError
@@ -29,10 +29,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_a_random_target_is_like_a_loaded_one(folder: Path, shallow_target: Target, quantization: str) -> None:
-    drawn = random_target(str(folder), quantization=quantization)  # type: ignore[arg-type]
-    loaded = load_target(shallow_target.folder, dtype="float32", quantization=quantization)  # type: ignore[arg-type]
+def test_a_random_target_is_like_a_loaded_one(folder: Path, quantization: Quantization, is_tied: bool) -> None:
+    (folder / "loaded").mkdir()
+    tiny.write_target(folder / "loaded", RAW | {"tie_word_embeddings": is_tied}, seed=0)
+    write_json(folder / "config.json", RAW | {"tie_word_embeddings": is_tied})
+    drawn = random_target(str(folder), quantization=quantization)
+    loaded = load_target(folder / "loaded", dtype="float32", quantization=quantization, is_served=True)
     assert drawn.config == loaded.config
     assert jax.tree.structure(drawn.params) == jax.tree.structure(loaded.params)
     for mine, other in zip(jax.tree.leaves(drawn.params), jax.tree.leaves(loaded.params), strict=True):
