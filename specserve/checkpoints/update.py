@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.checkpoints.load import Quantization, Target, check_weights, in_few_bits, load_target
+from specserve.checkpoints.load import Quantization, Target, check_weights, has_own_head, in_few_bits, load_target
 from specserve.checkpoints.tensors import TensorFolder, listed
 from specserve.errors import ConfigError
-from specserve.mesh import program_platform
 from specserve.models.params import is_spec
 from specserve.models.sharding import place_target
 from specserve.models.stacked import each_layer
-from specserve.models.target import TargetParams, target_spec
+from specserve.models.target import TargetParams, target_spec, with_own_head
 
 Tree = TypeVar("Tree")
 MOST_NAMED = 5  # parameters that an error names
@@ -62,8 +61,8 @@ def other_target(
     if mesh is not None:
         params = jax.device_put(params, place_target(config, spec, mesh))
     if quantization != "none":
-        if spec.head is None and mesh is None and program_platform() == "cpu":  # as `load_target` has it
-            params = dataclasses.replace(params, head=params.embedding.T)
+        if has_own_head(quantization, is_one_device=mesh is None):
+            params = with_own_head(params)
         params = in_few_bits(params, quantization)
     return dataclasses.replace(served, params=params)
 
