@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <functional>
@@ -121,6 +122,12 @@ std::atomic<const Kernels*>& chosen_kernels() {
 
 const Kernels* kernels() { return chosen_kernels().load(std::memory_order_relaxed); }
 
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
 // Units of work that threads take one after another, each from a range of its own while that lasts, so that it reads
 // memory in order, and then from the others'. The caller takes part, and waits only for units that another thread has
 // begun: a thread that wakes up late finds nothing left, so no call waits for the operating system. Each thread that finds
@@ -148,6 +155,7 @@ struct Shared {
 
   void work() {
     const size_t first = joined.fetch_add(1);
+    if (first >= ranges.size()) return;  // more come than the work is worth
     bool is_prepared = false;
     for (size_t i = 0; i < ranges.size(); ++i) {
       Range& range = ranges[(first + i) % ranges.size()];
@@ -167,11 +175,7 @@ struct Shared {
 
   void wait() {
     // what is left takes microseconds: look a while before sleeping
-    for (int i = 0; i < 20000 && done.load() < units; ++i) {
-#if defined(__x86_64__)
-      __builtin_ia32_pause();
-#endif
-    }
+    for (int i = 0; i < 20000 && done.load() < units; ++i) pause();
     std::unique_lock<std::mutex> lock(mutex);
     all_done.wait(lock, [&] { return done.load() == units; });
   }
@@ -179,12 +183,57 @@ struct Shared {
 
 constexpr int64_t kWorthAThread = 1 << 14;  // multiplications, some microseconds: what waking a thread costs
 
+// Threads that have helped with a call stay a while for the next one, which mostly comes within microseconds. One that
+// goes to sleep wakes up too late, by milliseconds where another process has its core. Nobody waits for them.
+class Helpers {
+ public:
+  // Has so many threads of the pool help with a call, if they come in time.
+  void help(ffi::ThreadPool& pool, int64_t threads, const std::shared_ptr<Shared>& shared) {
+    int64_t asked = 0;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      latest_ = shared;
+      calls_.fetch_add(1, std::memory_order_release);
+      asked = std::max<int64_t>(0, threads - staying_);
+      staying_ += asked;
+    }
+    for (; asked > 0; --asked) pool.Schedule([this] { stay(); });
+  }
+
+ private:
+  static constexpr auto kWhile = std::chrono::microseconds(100);
+
+  void stay() {
+    for (uint64_t seen = 0; true;) {
+      std::shared_ptr<Shared> shared;
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const uint64_t calls = calls_.load(std::memory_order_relaxed);
+        if (calls == seen) {
+          --staying_;
+          return;
+        }
+        seen = calls, shared = latest_;
+      }
+      shared->work();
+      const auto until = std::chrono::steady_clock::now() + kWhile;
+      while (calls_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < until) pause();
+    }
+  }
+
+  std::mutex mutex_;
+  std::shared_ptr<Shared> latest_;
+  std::atomic<uint64_t> calls_{0};
+  int64_t staying_ = 0;  // threads that stay, or were asked to come
+};
+
 void share(ffi::ThreadPool& pool, int64_t units, int64_t work_per_unit, std::function<void(int64_t, int64_t)> run,
            std::function<void()> prepare = [] {}) {
+  static Helpers& helpers = *new Helpers;  // never destroyed: a thread may be waiting when the process ends
   const int64_t threads = std::min({pool.num_threads(), units, units * work_per_unit / kWorthAThread});
   if (threads <= 1) return prepare(), run(0, units);
   auto shared = std::make_shared<Shared>(threads, units, std::move(run), std::move(prepare));
-  for (int64_t i = 1; i < threads; ++i) pool.Schedule([shared] { shared->work(); });
+  helpers.help(pool, threads - 1, shared);
   shared->work();
   shared->wait();
 }
