@@ -259,7 +259,10 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   call.panels = panels.untyped_data();
   call.scale = data_or_null<void>(scale);
   call.offset = data_or_null<void>(offset);
-  call.is_half = scale.element_type() == ffi::F16;
+  const auto scale_type = scale.element_type();
+  call.scales = scale_type == ffi::U8    ? Scales::kTwoLevels
+                : scale_type == ffi::F16 ? Scales::kFloat16
+                                         : Scales::kFloat32;
   call.add = data_or_null<float>(add);
   call.y = y->typed_data();
   call.rows = x_dims[0], call.d_in = x_dims[1], call.d_out = y_dims[1], call.groups = dims[0];
@@ -276,12 +279,14 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
     inputs = num_blocks * ((std::min(call.block, call.d_in) + tiles->inputs - 1) / tiles->inputs) * tiles->inputs;
   }
   const int64_t held = bits < 8 ? (inputs + 1) / 2 : inputs;  // bytes of 4-bit codes, else numbers
-  const size_t scales = call.groups * num_panels * num_blocks * width;
+  const int64_t of_output = call.scales == Scales::kTwoLevels ? (num_blocks + kTogether - 1) / kTogether * kSuperBytes
+                                                              : num_blocks;
+  const size_t scales = call.groups * num_panels * of_output * width;
   if (dims[1] != num_panels || dims[2] != held || dims[3] != width || y_dims[0] != call.rows ||
       panels.size_bytes() != static_cast<size_t>(call.groups * num_panels * held * width * std::max<int64_t>(bits, 8) / 8) ||
       (call.scale && scale.element_count() != scales) || (call.offset && offset.element_count() != scales) ||
-      (call.scale && scale.element_type() != (call.is_half ? ffi::F16 : ffi::F32)) || (bits < 16 && !call.scale) ||
-      (call.offset && offset.element_type() != scale.element_type()) ||
+      (call.scale && call.scales == Scales::kFloat32 && scale_type != ffi::F32) || (bits < 16 && !call.scale) ||
+      (call.offset && offset.element_type() != scale_type) ||
       (call.add && add.element_count() != y->element_count()) || (bits < 8 && num_blocks > 1 && call.block % 2)) {
     return refuse("shapes of a product");
   }
