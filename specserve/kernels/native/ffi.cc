@@ -184,7 +184,8 @@ struct Shared {
 constexpr int64_t kWorthAThread = 1 << 14;  // multiplications, some microseconds: what waking a thread costs
 
 // Threads that have helped with a call stay a while for the next one, which mostly comes within microseconds. One that
-// goes to sleep wakes up too late, by milliseconds where another process has its core. Nobody waits for them.
+// goes to sleep wakes up too late, by milliseconds where another process has its core. Nobody waits for them, and one
+// whose core was taken away while it stayed goes to sleep: others need the core more.
 class Helpers {
  public:
   // Has so many threads of the pool help with a call, if they come in time.
@@ -201,7 +202,9 @@ class Helpers {
   }
 
  private:
-  static constexpr auto kWhile = std::chrono::microseconds(100);
+  using Clock = std::chrono::steady_clock;
+  static constexpr auto kWhile = std::chrono::microseconds(50);
+  static constexpr auto kLost = std::chrono::microseconds(20);  // between two looks: another thread had the core
 
   void stay() {
     for (uint64_t seen = 0; true;) {
@@ -216,8 +219,12 @@ class Helpers {
         seen = calls, shared = latest_;
       }
       shared->work();
-      const auto until = std::chrono::steady_clock::now() + kWhile;
-      while (calls_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < until) pause();
+      const auto begin = Clock::now();
+      for (auto last = begin, now = begin; calls_.load(std::memory_order_acquire) == seen; last = now) {
+        pause();
+        now = Clock::now();
+        if (now - begin > kWhile || now - last > kLost) break;
+      }
     }
   }
 
