@@ -83,7 +83,7 @@ def _weight(rng: np.random.Generator, kind: str, d_in: int, d_out: int) -> jax.A
         scale = _two_levels(rng, scale.shape)
     offset = _normal(rng, *scale.shape) * np.float32(0.05) if "offset" in kind else None
     if offset is not None:
-        offset = jnp.asarray(-_two_levels(rng, scale.shape) if "two levels" in kind else offset)
+        offset = jnp.asarray(_two_levels(rng, scale.shape) if "two levels" in kind else offset)
     if "4" in kind:
         codes = rng.integers(0, 16, (d_in, d_out))
         middle = 0 if kind.startswith("uint4") else 8
@@ -98,13 +98,12 @@ def _weight(rng: np.random.Generator, kind: str, d_in: int, d_out: int) -> jax.A
 
 
 def _two_levels(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Scales as of Q4_K: of eight blocks a float16 number times whole ones of 6 bits. Some are all zero, of some the
-    largest common factor is more than float16 holds."""
+    """Scales as of Q4_K and Q6_K: of eight blocks a float16 number times whole ones of 7 bits with a sign. Some are all
+    zero, of some the largest common factor is more than float16 holds."""
     factors = rng.uniform(1e-5, 1e-4, (-(-shape[0] // 8), shape[1])).astype(np.float16)
-    whole = rng.integers(0, 64, shape)
+    whole = rng.integers(-64, 64, shape)
     whole[:8, ::5] = 0
-    whole[:, 1::5] //= 21
-    whole[:, 1::5] *= 21
+    whole[:, 1::5] = rng.integers(-3, 4, whole[:, 1::5].shape) * 21
     return np.repeat(factors.astype(np.float32), 8, axis=0)[: shape[0]] * whole.astype(np.float32)
 
 
