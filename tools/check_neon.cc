@@ -23,6 +23,7 @@ float* scratch(int64_t floats) {
 using specserve::Format;
 using specserve::Kernels;
 using specserve::Matmul;
+using specserve::Scales;
 
 namespace {
 
@@ -46,7 +47,8 @@ constexpr int64_t kBlock = 32;  // inputs that share a scale and an offset, wher
 // A weight in panels, as kernels.h says that it lies, and what it is in float32.
 struct Weight {
   std::vector<uint8_t> panels;
-  std::vector<__fp16> scale, offset;         // [panel, block, width]; empty: none
+  std::vector<uint8_t> scale, offset;        // as kernels.h says that they lie; empty: none
+  Scales scales;
   std::vector<float> plain, magnitudes;      // [d_in, d_out]
 };
 
@@ -57,16 +59,52 @@ float number(Format format, int code) {
   return static_cast<float>(format == Format::kInt4 ? code - 8 : code);
 }
 
+// Scales or offsets of so many panels and blocks as they lie, and what they are: [panel, block, width].
+std::vector<uint8_t> draw(Scales scales, int64_t panels, int64_t blocks, int64_t width, std::mt19937& random,
+                          std::vector<float>& numbers) {
+  std::uniform_real_distribution<float> factors(0.01f, 0.02f);
+  std::uniform_int_distribution<int> times(-128, 127);
+  numbers.resize(panels * blocks * width);
+  if (scales == Scales::kFloat16) {
+    std::vector<uint8_t> made(numbers.size() * 2);
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      const __fp16 half = static_cast<__fp16>(factors(random));
+      memcpy(&made[2 * i], &half, 2);
+      numbers[i] = half;
+    }
+    return made;
+  }
+  const int64_t supers = (blocks + specserve::kTogether - 1) / specserve::kTogether;
+  std::vector<uint8_t> made(panels * supers * specserve::kSuperBytes * width);
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    for (int64_t super = 0; super < supers; ++super) {
+      uint8_t* to = &made[(panel * supers + super) * specserve::kSuperBytes * width];
+      for (int64_t j = 0; j < width; ++j) {
+        const __fp16 factor = static_cast<__fp16>(factors(random) / 64);
+        memcpy(to + 2 * j, &factor, 2);
+        for (int64_t i = 0; i < specserve::kTogether; ++i) {
+          const int64_t block = super * specserve::kTogether + i;
+          if (block >= blocks) continue;
+          const int8_t whole = static_cast<int8_t>(times(random));
+          memcpy(to + (2 + i) * width + j, &whole, 1);
+          numbers[(panel * blocks + block) * width + j] = static_cast<float>(factor) * whole;
+        }
+      }
+    }
+  }
+  return made;
+}
+
 Weight make_coded(Format format, int64_t d_in, int64_t d_out, int64_t width, std::mt19937& random) {
   std::uniform_int_distribution<int> codes(0, 15);
-  std::uniform_real_distribution<float> scales(0.01f, 0.02f);
   const int64_t num_panels = (d_out + width - 1) / width, num_blocks = (d_in + kBlock - 1) / kBlock;
-  const int64_t pairs = (d_in + 1) / 2, held = num_panels * num_blocks * width;
-  Weight made{std::vector<uint8_t>(num_panels * pairs * width), std::vector<__fp16>(held), std::vector<__fp16>(held),
-              std::vector<float>(d_in * d_out), std::vector<float>(d_in * d_out)};
-  for (int64_t i = 0; i < held; ++i) {
-    made.scale[i] = static_cast<__fp16>(scales(random)), made.offset[i] = static_cast<__fp16>(scales(random));
-  }
+  const int64_t pairs = (d_in + 1) / 2;
+  const Scales scales = format == Format::kUint4 ? Scales::kTwoLevels : Scales::kFloat16;
+  std::vector<float> scale, offset;
+  std::vector<uint8_t> laid_out = draw(scales, num_panels, num_blocks, width, random, scale);
+  Weight made{std::vector<uint8_t>(num_panels * pairs * width), laid_out,
+              draw(scales, num_panels, num_blocks, width, random, offset), scales, std::vector<float>(d_in * d_out),
+              std::vector<float>(d_in * d_out)};
   for (int64_t i = 0; i < d_in; ++i) {
     for (int64_t j = 0; j < d_out; ++j) {
       const int code = codes(random);
@@ -75,9 +113,9 @@ Weight make_coded(Format format, int64_t d_in, int64_t d_out, int64_t width, std
       const int64_t nibble = ((panel * pairs + i / 2) * (width / 4) + lane) * 8 + i % 2 * 4 + output;
       made.panels[nibble / 2] |= static_cast<uint8_t>(code << nibble % 2 * 4);
       const int64_t place = (panel * num_blocks + i / kBlock) * width + j % width;
-      const float scaled = number(format, code) * made.scale[place], offset = made.offset[place];
-      made.plain[i * d_out + j] = scaled + offset;
-      made.magnitudes[i * d_out + j] = fabsf(scaled) + fabsf(offset);
+      const float scaled = number(format, code) * scale[place];
+      made.plain[i * d_out + j] = scaled + offset[place];
+      made.magnitudes[i * d_out + j] = fabsf(scaled) + fabsf(offset[place]);
     }
   }
   return made;
@@ -88,7 +126,8 @@ Weight make(Format format, int64_t d_in, int64_t d_out, int64_t width, std::mt19
   std::normal_distribution<float> normal;
   const int64_t num_panels = (d_out + width - 1) / width;
   const int64_t size = format == Format::kFloat32 ? 4 : format == Format::kBfloat16 ? 2 : 1, lanes = 4 / size;
-  Weight made{std::vector<uint8_t>(num_panels * d_in * width * size), {}, {}, std::vector<float>(d_in * d_out), {}};
+  Weight made{std::vector<uint8_t>(num_panels * d_in * width * size), {}, {}, Scales::kFloat32,
+              std::vector<float>(d_in * d_out), {}};
   for (int64_t i = 0; i < d_in; ++i) {
     for (int64_t j = 0; j < d_out; ++j) {
       float value = normal(random);
@@ -123,7 +162,8 @@ std::vector<float> multiply(const Kernels& kernels, Format format, const Weight&
   call.d_in = d_in, call.d_out = d_out, call.block = d_in, call.format = format, call.order = order.data();
   call.start = start;
   if (!weight.scale.empty()) {
-    call.scale = weight.scale.data(), call.offset = weight.offset.data(), call.is_half = true, call.block = kBlock;
+    call.scale = weight.scale.data(), call.offset = weight.offset.data(), call.scales = weight.scales;
+    call.block = kBlock;
   }
   const int64_t width = kernels.panel_width;
   for (int64_t panel = 0; panel < (d_out + width - 1) / width; ++panel) {
