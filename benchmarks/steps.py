@@ -212,7 +212,7 @@ def _describe(shape: str, opcode: str, rest: str) -> tuple[str, int] | None:
         return "XLA's own operations", 0
     if target[1] != "matmul":
         return target[1], 0
-    operands = re.findall(r"(\w+)\[([\d,]*)\]", re.search(r"operand_layout_constraints=\{(.*?\})\}", rest)[1])
+    operands = re.findall(r"(\w+)\[([\d,]*)\]", rest.partition("operand_layout_constraints={")[2].partition("}}")[0])
     (x, *_), weights = operands[0][1].split(",")[::-1], operands[2:5]
     sizes = [math.prod(map(int, dims.split(","))) * BITS.get(kind, 32) // 8 for kind, dims in weights if dims != "0"]
     outputs = re.findall(r",(\d+)", shape)[0]
