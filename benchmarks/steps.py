@@ -3,16 +3,25 @@
 Run from the checkout: `python benchmarks/steps.py`. The steps take turns, so that a noisy moment does not fall on one
 of them; then each is run again and again, as a server runs it. To compare two commits, run it in a checkout of each, in
 turns. With `--target` a preset's shapes are run, with random weights and a random EAGLE-3 head, so that nothing is
-downloaded: a step's time does not depend on their values. With `--mesh` they are spread over several devices.
+downloaded: a step's time does not depend on their values; or the model of a folder. With `--mesh` they are spread over
+several devices.
+
+With `--account ROWS` plain steps of so many sequences are accounted for in place of that: each operation of their
+program, by XLA's own profiler, beside the bytes of the weights that it reads. `--account 1 --target FOLDER
+--quantization int4`, for example.
 """
 
 import argparse
 import dataclasses
+import math
 import re
 import statistics
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +35,7 @@ from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.drafters.speculation import describe, parse_speculation
 from specserve.errors import ConfigError
+from specserve.eval.bench.step_times import bytes_read, fill, read_bandwidth
 from specserve.eval.bench.synthetic import draw_target
 from specserve.kernels.pages import default_page_size
 from specserve.mesh import SERVING_AXES, default_dtype, parse_mesh
@@ -38,10 +48,11 @@ from specserve.plan.compiled import SLICES
 from specserve.serve.launch import Models, load_models
 from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
-from specserve.serve.programs.shapes import make_batch_sizes, make_shapes
+from specserve.serve.programs.shapes import STEPS_AT_ONCE, make_batch_sizes, make_shapes
 from specserve.speculative.program import StepProgram
 
 DRAFT_VOCAB = 32_000
+BITS = {"u8": 8, "s8": 8, "f16": 16, "bf16": 16}  # of XLA's types, where not 32
 
 
 @dataclass
@@ -77,10 +88,7 @@ def measure_steps(
     `has_prompts` prefills are timed in place of steps, and, where a server has programs of both in one, those with the
     most sequences."""
     devices, page_size = parse_mesh(mesh, SERVING_AXES), page_size or default_page_size(jax.default_backend())
-    if target == BUNDLED:
-        models = load_models("", "", quantization=quantization, draft_quantization=quantization, mesh=devices)
-    else:
-        models = random_models(target, num_layers, devices, quantization)
+    models = _models(target, num_layers, devices, quantization)
     shapes = make_shapes(
         [parse_speculation(way) for way in ways],
         models.target.config,
@@ -102,6 +110,113 @@ def measure_steps(
     costs = [_compile(runner, program) for program in timed]
     _time(runner, costs, num_rounds)
     yield from costs
+
+
+def _models(target: str, num_layers: int, mesh: Mesh | None, quantization: Quantization) -> Models:
+    if target != BUNDLED and not Path(target).is_dir():
+        return random_models(target, num_layers, mesh, quantization)
+    name = "" if target == BUNDLED else target
+    return load_models(name, "", quantization=quantization, draft_quantization=quantization, mesh=mesh)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What one kind of operation takes of a step."""
+
+    name: str
+    calls: float
+    seconds: float  # the profiler's own time for each call among them
+    num_bytes: int  # of the weights that it multiplies by
+
+
+@dataclass(frozen=True)
+class Account:
+    """A plain step by its operations."""
+
+    operations: list[Operation]
+    seconds: float  # of a step, without the profiler
+    traced: float  # with it
+    num_bytes: int  # of all weights
+    bandwidth: float  # bytes that memory gives in a second, the median of measurements in between
+
+
+def account(
+    *, target: str, num_layers: int, quantization: Quantization, rows: int, context: int = 256, num_rounds: int = 20
+) -> Account:
+    """Account for plain steps of `rows` sequences, of `context` tokens each at first, as many to a call as a server
+    makes."""
+    models, page_size = _models(target, num_layers, None, quantization), default_page_size(jax.default_backend())
+    room = context + num_rounds + 2 * STEPS_AT_ONCE
+    sizes: Any = {"num_slots": rows, "max_model_len": room, "page_size": page_size}
+    shapes = make_shapes([None], models.target.config, None, num_pages=rows * -(-room // page_size), **sizes)
+    runner = Runner(models.target, models.head, shapes, has_constrained=False)
+    slots, at_once = runner.shapes.batches.spread(rows), runner.most_steps
+    number = -(-num_rounds // at_once)
+
+    def step() -> float:
+        begin, handle = time.perf_counter(), runner.step(slots, None, num_steps=at_once)
+        for _ in range(number - 1):
+            following = runner.step(slots, None, num_steps=at_once)
+            handle.read_each()
+            handle = following
+        handle.read_each()
+        return (time.perf_counter() - begin) / (number * at_once)
+
+    def afresh() -> None:
+        fill(runner, context, room - 1, rows)
+        runner.step(slots, None, num_steps=at_once).read_each()
+
+    times, bandwidths = [], []
+    for _ in range(5):
+        afresh()
+        times.append(step())
+        bandwidths.append(read_bandwidth())
+    program = StepProgram(len(runner.shapes.batches.pad(slots)), runner.bounds.width_of(slots), None)
+    text = runner.compiled.compile(runner.call(program)).as_text() or ""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    afresh()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            traced = step()
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        found = _operations(text, jax.profiler.ProfileData.from_file(str(file)), number * at_once)
+    num_bytes = bytes_read(runner.inputs.layout_for(len(slots), None).target)
+    return Account(found, statistics.median(times), traced, num_bytes, statistics.median(bandwidths))
+
+
+def _operations(text: str, profile: Any, num_steps: int) -> list[Operation]:
+    """The operations of a compiled program's text that a profile has times of, those first that take longest."""
+    named = {
+        name: _describe(*rest) for name, *rest in re.findall(r"^ +(?:ROOT )?%(\S+) = (.*?) ([\w-]+)\((.*)", text, re.M)
+    }
+    calls, nanoseconds = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    for event in (event for plane in profile.planes for line in plane.lines for event in line.events):
+        if kind := named.get(event.name):
+            calls[kind] += 1
+            nanoseconds[kind] += event.duration_ns
+    return [
+        Operation(
+            kind[0], calls[kind] / num_steps, duration / 1e9 / num_steps, round(calls[kind] / num_steps * kind[1])
+        )
+        for kind, duration in nanoseconds.most_common()
+    ]
+
+
+def _describe(shape: str, opcode: str, rest: str) -> tuple[str, int] | None:
+    """Return what an operation is called in an account, and the bytes of weights of a call; None if it holds others."""
+    if opcode in ("while", "conditional", "call"):
+        return None
+    target = re.search(r'custom_call_target="(?:specserve_)?(\w+)"', rest)
+    if target is None:
+        return "XLA's own operations", 0
+    if target[1] != "matmul":
+        return target[1], 0
+    operands = re.findall(r"(\w+)\[([\d,]*)\]", rest.partition("operand_layout_constraints={")[2].partition("}}")[0])
+    (x, *_), weights = operands[0][1].split(",")[::-1], operands[2:5]
+    sizes = [math.prod(map(int, dims.split(","))) * BITS.get(kind, 32) // 8 for kind, dims in weights if dims != "0"]
+    outputs = re.findall(r",(\d+)", shape)[0]
+    return f"matmul, {x} x {outputs}", sum(sizes)
 
 
 def preset_pair(name: str, num_layers: int, dtype: str) -> tuple[ModelConfig, TrainedDrafter]:
@@ -196,10 +311,22 @@ def _time(runner: Runner, costs: Sequence[StepCost], num_rounds: int) -> None:
         cost.queued = (time.perf_counter() - begin) / num_rounds
 
 
+def _print_account(found: Account) -> None:
+    bound = found.num_bytes / found.bandwidth
+    print(f"a step {1e3 * found.seconds:.2f} ms ({1e3 * found.traced:.2f} profiled); ", end="")
+    print(f"{found.num_bytes / 1e6:.1f} MB at {found.bandwidth / 1e9:.0f} GB/s: {1e3 * bound:.2f} ms, ", end="")
+    print(f"{bound / found.seconds:.0%} of it\n\n| operation | calls | us | MB | GB/s |\n|---|---|---|---|---|")
+    for each in found.operations:
+        rate = f"{each.num_bytes / 1e6:.1f} | {each.num_bytes / each.seconds / 1e9:.0f}" if each.num_bytes else " | "
+        print(f"| {each.name} | {each.calls:.0f} | {1e6 * each.seconds:.0f} | {rate} |")
+    rest = found.traced - sum(each.seconds for each in found.operations)
+    print(f"| between operations, and the host | | {1e6 * rest:.0f} | | |")
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=BUNDLED, help="the bundled one, or a preset, with random weights")
+    parser.add_argument("--target", default=BUNDLED, help="the bundled one, a folder, or a preset with random weights")
     parser.add_argument("--layers", type=int, default=0, help="the first of a preset; 0: all")
     parser.add_argument("--speculation", default="off,chain:3,tree:3x3x8", help="ways to make a step, with commas")
     formats = [each for each in QUANTIZATIONS if each != "stored"]
@@ -212,7 +339,12 @@ def main() -> None:
     parser.add_argument("--least-batch", type=int, default=0, help="the smallest batch; 0: as a server has it")
     parser.add_argument("--burst", type=int, default=0, help="steps that one call may make; 0: as a server has it")
     parser.add_argument("--prompts", action="store_true", help="time prefills instead, and steps beside them")
+    parser.add_argument("--account", type=int, default=0, help="sequences of a plain step to account for")
     given = parser.parse_args()
+    if given.account:
+        how = {"num_layers": given.layers, "quantization": given.quantization, "num_rounds": given.rounds}
+        _print_account(account(target=given.target, rows=given.account, **how))
+        return
     print("| step | sequences | ms, median | ms, least | ms, queued | making, s | fusions | calls |")
     print("|---" * 8 + "|")
     ways, sizes = given.speculation.split(","), {"num_slots": given.slots, "max_model_len": given.max_model_len}

@@ -23,6 +23,7 @@ float* scratch(int64_t floats) {
 using specserve::Format;
 using specserve::Kernels;
 using specserve::Matmul;
+using specserve::Scales;
 
 namespace {
 
@@ -41,19 +42,24 @@ float widened(uint16_t half) {
   return value;
 }
 
-// How the scales of numbers of 4 bits lie: those of Q4_1, NVFP4's widened, and groups of symmetric numbers.
+// How the scales of numbers of 4 bits lie: those of Q4_1, NVFP4's widened, groups of symmetric numbers, and K-quants.
 struct Blocks {
   int64_t inputs;  // that share a scale, and an offset where there are any
-  bool is_half, has_offset;
+  Scales scales;
+  bool has_offset;
 };
-constexpr Blocks kBlocks[] = {{32, true, true}, {16, false, false}, {128, true, false}, {32, false, true}};
+constexpr Blocks kBlocks[] = {{32, Scales::kFloat16, true},
+                              {16, Scales::kFloat32, false},
+                              {128, Scales::kFloat16, false},
+                              {32, Scales::kFloat32, true},
+                              {32, Scales::kTwoLevels, true}};
+constexpr int64_t kNumBlocks = sizeof kBlocks / sizeof *kBlocks;
 
 // A weight in panels, as kernels.h says that it lies, and what it is in float32.
 struct Weight {
   std::vector<uint8_t> panels;
   Blocks blocks;
-  std::vector<__fp16> scale, offset;         // [panel, block, width]; empty: none
-  std::vector<float> wide_scale, wide_offset;  // the same numbers
+  std::vector<uint8_t> scale, offset;        // as kernels.h says that they lie; empty: none
   std::vector<float> plain, magnitudes;      // [d_in, d_out]
 };
 
@@ -64,19 +70,53 @@ float number(Format format, int code) {
   return static_cast<float>(format == Format::kInt4 ? code - 8 : code);
 }
 
+// Scales or offsets of so many panels and blocks as they lie, and what they are: [panel, block, width].
+std::vector<uint8_t> draw(Scales scales, int64_t panels, int64_t blocks, int64_t width, std::mt19937& random,
+                          std::vector<float>& numbers) {
+  std::uniform_real_distribution<float> factors(0.01f, 0.02f);
+  std::uniform_int_distribution<int> times(-128, 127);
+  numbers.resize(panels * blocks * width);
+  if (scales != Scales::kTwoLevels) {
+    const size_t size = scales == Scales::kFloat16 ? 2 : 4;
+    std::vector<uint8_t> made(numbers.size() * size);
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      const __fp16 half = static_cast<__fp16>(factors(random));
+      numbers[i] = half;
+      memcpy(&made[size * i], size == 2 ? static_cast<const void*>(&half) : &numbers[i], size);
+    }
+    return made;
+  }
+  const int64_t supers = (blocks + specserve::kTogether - 1) / specserve::kTogether;
+  std::vector<uint8_t> made(panels * supers * specserve::kSuperBytes * width);
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    for (int64_t super = 0; super < supers; ++super) {
+      uint8_t* to = &made[(panel * supers + super) * specserve::kSuperBytes * width];
+      for (int64_t j = 0; j < width; ++j) {
+        const __fp16 factor = static_cast<__fp16>(factors(random) / 64);
+        memcpy(to + 2 * j, &factor, 2);
+        for (int64_t i = 0; i < specserve::kTogether; ++i) {
+          const int64_t block = super * specserve::kTogether + i;
+          if (block >= blocks) continue;
+          const int8_t whole = static_cast<int8_t>(times(random));
+          memcpy(to + (2 + i) * width + j, &whole, 1);
+          numbers[(panel * blocks + block) * width + j] = static_cast<float>(factor) * whole;
+        }
+      }
+    }
+  }
+  return made;
+}
+
 Weight make_coded(Format format, const Blocks& blocks, int64_t d_in, int64_t d_out, int64_t width,
                   std::mt19937& random) {
   std::uniform_int_distribution<int> codes(0, 15);
-  std::uniform_real_distribution<float> scales(0.01f, 0.02f);
   const int64_t num_panels = (d_out + width - 1) / width, num_blocks = (d_in + blocks.inputs - 1) / blocks.inputs;
-  const int64_t pairs = (d_in + 1) / 2, held = num_panels * num_blocks * width;
+  const int64_t pairs = (d_in + 1) / 2;
   Weight made{std::vector<uint8_t>(num_panels * pairs * width), blocks};
   made.plain.resize(d_in * d_out), made.magnitudes.resize(d_in * d_out);
-  for (int64_t i = 0; i < held; ++i) {
-    made.scale.push_back(static_cast<__fp16>(scales(random)));
-    made.offset.push_back(static_cast<__fp16>(blocks.has_offset ? scales(random) : 0.0f));
-    made.wide_scale.push_back(made.scale[i]), made.wide_offset.push_back(made.offset[i]);
-  }
+  std::vector<float> scale, offset(num_panels * num_blocks * width);
+  made.scale = draw(blocks.scales, num_panels, num_blocks, width, random, scale);
+  if (blocks.has_offset) made.offset = draw(blocks.scales, num_panels, num_blocks, width, random, offset);
   for (int64_t i = 0; i < d_in; ++i) {
     for (int64_t j = 0; j < d_out; ++j) {
       const int code = codes(random);
@@ -85,9 +125,9 @@ Weight make_coded(Format format, const Blocks& blocks, int64_t d_in, int64_t d_o
       const int64_t nibble = ((panel * pairs + i / 2) * (width / 4) + lane) * 8 + i % 2 * 4 + output;
       made.panels[nibble / 2] |= static_cast<uint8_t>(code << nibble % 2 * 4);
       const int64_t place = (panel * num_blocks + i / blocks.inputs) * width + j % width;
-      const float scaled = number(format, code) * made.scale[place], offset = made.offset[place];
-      made.plain[i * d_out + j] = scaled + offset;
-      made.magnitudes[i * d_out + j] = fabsf(scaled) + fabsf(offset);
+      const float scaled = number(format, code) * scale[place];
+      made.plain[i * d_out + j] = scaled + offset[place];
+      made.magnitudes[i * d_out + j] = fabsf(scaled) + fabsf(offset[place]);
     }
   }
   return made;
@@ -136,10 +176,8 @@ std::vector<float> multiply(const Kernels& kernels, Format format, const Weight&
   call.d_in = d_in, call.d_out = d_out, call.block = d_in, call.format = format, call.order = order.data();
   call.start = start;
   if (!weight.scale.empty()) {
-    call.is_half = weight.blocks.is_half, call.block = weight.blocks.inputs;
-    call.scale = weight.wide_scale.data(), call.offset = weight.wide_offset.data();
-    if (call.is_half) call.scale = weight.scale.data(), call.offset = weight.offset.data();
-    if (!weight.blocks.has_offset) call.offset = nullptr;
+    call.scale = weight.scale.data(), call.offset = weight.blocks.has_offset ? weight.offset.data() : nullptr;
+    call.scales = weight.blocks.scales, call.block = weight.blocks.inputs;
   }
   const int64_t width = kernels.panel_width;
   for (int64_t panel = 0; panel < (d_out + width - 1) / width; ++panel) {
@@ -162,7 +200,7 @@ int main() {
     const Format format = static_cast<Format>(number);
     for (int64_t d_in : {1, 5, 33, 512, 2100}) {
       for (int64_t d_out : {1, 15, 16, 17, 65, 200}) {
-        const Blocks& blocks = kBlocks[next_blocks++ % 4];
+        const Blocks& blocks = kBlocks[next_blocks++ % kNumBlocks];
         const Weight weight = make(format, blocks, d_in, d_out, kernels.panel_width, random);
         for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 12, 13, 49}) {
           std::vector<float> x(rows * d_in);

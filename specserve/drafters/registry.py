@@ -117,7 +117,7 @@ def outside_files() -> list[Path]:
     """Return the files of the kinds from outside, whose code programs are made of: all that is imported of their
     packages."""
     roots = {place.partition(":")[0].split(".")[0] for place in outside_kinds()}
-    loaded = list(sys.modules.items())  # other threads import meanwhile
+    loaded = list(sys.modules.copy().items())  # a copy at once: other threads import meanwhile
     modules = [module for name, module in loaded if name.split(".")[0] in roots]
     return sorted({Path(file) for module in modules if (file := getattr(module, "__file__", None))})
 

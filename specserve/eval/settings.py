@@ -115,7 +115,8 @@ class ThroughputRun(_OfflineRun):
 class QuantizationRun(HeadRun):
     """The settings of `specserve bench quantization`."""
 
-    quantization: tuple[Literal["none", "stored", "int8", "fp8", "int4"], ...] = setting(
+    # several in place of one
+    quantization: tuple[Literal["none", "stored", "int8", "fp8", "int4"], ...] = setting(  # type: ignore[assignment]
         ("int8", "int4"), help="forms of the target's weights to compare with floats, each as of `serve`"
     )
     speculation: str = setting("", help="anything that serve takes; empty: chain:3 where there is a head, else off")

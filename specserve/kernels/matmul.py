@@ -26,7 +26,7 @@ import numpy as np
 from specserve.kernels import native, nibbles
 from specserve.kernels.large_pages import empty_in_large_pages
 from specserve.kernels.nibbles import NibbleMatrix
-from specserve.kernels.panels import by_panel, four_bits, lay_out
+from specserve.kernels.panels import by_panel, four_bits, in_two_levels, lay_out
 from specserve.mesh import is_on_one_device, program_platform
 from specserve.pytree import pytree, static
 
@@ -50,7 +50,8 @@ class PackedMatrix:
     one)."""
 
     panels: jax.Array  # [..., panel, d_in, width], of 4 bits two inputs in a byte; d_in is filled up to whole tiles
-    scale: jax.Array | None  # [..., panel, d_in / block rounded up, width] float16 or float32
+    # [..., panel, d_in / block rounded up, width] float16 or float32, or uint8 of two levels (`panels.in_two_levels`)
+    scale: jax.Array | None
     offset: jax.Array | None  # like scale
     format: native.Format = static()
     d_in: int = static()
@@ -127,7 +128,7 @@ def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
             values = values.astype(ml_dtypes.bfloat16)
     of = coded.format if coded else _FORMATS[values.dtype.itemsize]
     made = lay_out(values, of, block or d_in)
-    scale, offset = _halved([each if each is None else by_panel(each, made.width) for each in (scale, offset)])
+    scale, offset = _in_few_bytes([scale, offset], made.width)
     return PackedMatrix(_in_large_pages(made.panels, made.shape), scale, offset, of, d_in, d_out, block)
 
 
@@ -139,14 +140,18 @@ def in_nibbles(weight: jax.Array | QuantizedMatrix) -> Weight:
     return nibbles.pack(weight.values, weight.scale, weight.offset, weight.block) or weight
 
 
-def _halved(of_blocks: list[np.ndarray | None]) -> list[jax.Array | None]:
-    """Scales and offsets in float16 where that holds all of them exactly, as most files do: of 32 numbers of 4 bits a
-    float32 scale is a fifth of what is read."""
+def _in_few_bytes(of_blocks: list[np.ndarray | None], width: int) -> list[jax.Array | None]:
+    """Scales and offsets panel by panel: in float16 where that holds all of them exactly, as of most files, or else in
+    two levels where that is what they are. Of 32 numbers of 4 bits a float32 scale is a fifth of what is read."""
     present = [each for each in of_blocks if each is not None]
     with np.errstate(over="ignore"):
         is_exact = all((each.astype(np.float16).astype(np.float32) == each).all() for each in present)
+    if not is_exact:
+        found = [in_two_levels(each, width) for each in present]
+        if all(each is not None for each in found):
+            return [None if each is None else jax.device_put(found.pop(0)) for each in of_blocks]
     dtype = np.float16 if is_exact else np.float32
-    return [each if each is None else jax.device_put(each.astype(dtype)) for each in of_blocks]
+    return [each if each is None else jax.device_put(by_panel(each.astype(dtype), width)) for each in of_blocks]
 
 
 def _in_large_pages(values: np.ndarray, shape: tuple[int, ...]) -> jax.Array:

@@ -1,5 +1,5 @@
-"""The order of a packed matrix's numbers in memory, as `native/kernels.h` states it, and numbers of 4 bits found among
-those of 8."""
+"""The order of a packed matrix's numbers in memory, as `native/kernels.h` states it. Numbers of 4 bits are found among
+those of 8, and scales of two levels among those of float32."""
 
 from typing import NamedTuple
 
@@ -12,6 +12,8 @@ FP4_DOUBLES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 FP4_CODES = np.full(256, 255, np.uint8)  # by the byte of a double; 255: no double
 FP4_CODES[FP4_DOUBLES[::-1].view(np.uint8)] = np.arange(16, dtype=np.uint8)[::-1]
 _MIDDLE = 8  # the code of zero
+_TOGETHER = 8  # blocks whose scales of two levels share a factor
+_LARGEST = 127  # of the numbers that are multiplied by it
 _BYTE_PAIRS = 8  # inputs of a 4-bit lane where tiles multiply; elsewhere the codes of four outputs and two inputs
 
 
@@ -96,6 +98,56 @@ def by_panel(of_outputs: np.ndarray, width: int) -> np.ndarray:
     d_out = of_outputs.shape[-1]
     padded = _fill_up(of_outputs, -1, -(-d_out // width) * width)
     return np.ascontiguousarray(np.moveaxis(padded.reshape(*padded.shape[:-1], -1, width), -2, -3))
+
+
+def in_two_levels(of_blocks: np.ndarray, width: int) -> np.ndarray | None:
+    """Return float32 scales or offsets [..., block, d_out] panel by panel as float16 factors of `_TOGETHER` blocks and
+    bytes that are multiplied by them, where that is exactly what they are, as in llama.cpp's K-quants. Else None.
+
+    The result is [..., panel, super-block, 2 + blocks, width] uint8."""
+    *stack, num_blocks, d_out = of_blocks.shape
+    if _as_products(of_blocks.reshape(-1, num_blocks, d_out)[:1, :_TOGETHER, :64]) is None:
+        return None  # most scales show it here
+    num_super = -(-num_blocks // _TOGETHER)
+    found = _as_products(_fill_up(of_blocks, -2, num_super * _TOGETHER).reshape(*stack, num_super, _TOGETHER, d_out))
+    if found is None:
+        return None
+    factors, numbers = (_fill_up(each, -1, -(-d_out // width) * width) for each in found)
+    factors, numbers = (each.reshape(*each.shape[:-1], -1, width) for each in (factors, numbers))
+    halves = np.moveaxis(factors, -2, -4)[..., 0, :]  # [..., panel, super-block, width]
+    as_bytes = np.ascontiguousarray(halves).view(np.uint8).reshape(*halves.shape[:-1], 2, width)
+    return np.concatenate([as_bytes, np.moveaxis(numbers, -2, -4).view(np.uint8)], axis=-2)
+
+
+def _as_products(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Scales [..., block, d_out] as float16 factors [..., 1, d_out] times int8 numbers [..., block, d_out], or None. A
+    factor is the greatest common divisor, or a part of it where float16 does not hold that."""
+    units = scales * 2.0**24  # float16 numbers are multiples of 2^-24
+    if not (np.abs(units) < 2.0**62).all() or (units != np.rint(units)).any():
+        return None
+    whole = units.astype(np.int64)
+    divisor = np.maximum(np.gcd.reduce(whole, axis=-2, keepdims=True), 1)
+    numbers = whole // divisor
+    largest = np.abs(numbers).max(axis=-2, keepdims=True)
+    if largest.max(initial=0) > _LARGEST:
+        return None
+    parts = np.ones_like(divisor)
+    left = np.nonzero(~_are_halves(divisor))
+    for count in range(2, _LARGEST + 1):
+        rest = divisor[left] // count
+        fits = (rest * count == divisor[left]) & (largest[left] * count <= _LARGEST) & _are_halves(rest)
+        parts[tuple(axis[fits] for axis in left)] = count
+        left = tuple(axis[~fits] for axis in left)
+    if left[0].size:
+        return None
+    return (divisor // parts * 2.0**-24).astype(np.float16), (numbers * parts).astype(np.int8)
+
+
+def _are_halves(units: np.ndarray) -> np.ndarray:
+    """Return whether float16 holds these multiples of 2^-24."""
+    numbers = units * 2.0**-24
+    with np.errstate(over="ignore"):
+        return numbers.astype(np.float16) == numbers
 
 
 def _fill_up(values: np.ndarray, axis: int, size: int) -> np.ndarray:

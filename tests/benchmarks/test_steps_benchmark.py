@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import pytest
 import steps
-from steps import measure_steps
+from steps import account, measure_steps
 
 from specserve.errors import ConfigError
+from specserve.kernels import native
 from specserve.serve.programs import shapes
 from specserve.serve.programs.shapes import Shapes
 
@@ -49,6 +50,18 @@ def test_prompts_are_timed_alone_and_beside_steps(monkeypatch: pytest.MonkeyPatc
     assert found >= {("prefill", True, 0), ("mixed", True, 1), ("mixed", False, most)}
     assert {cost.program.batch for cost in costs if cost.program.kind == "mixed"} == {2}
     assert all(cost.seconds[0] > 0 for cost in costs)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not native.is_available(), reason=native.describe())
+def test_an_account_has_every_weight_once() -> None:
+    found = account(target="smollm2-135m", num_layers=3, quantization="int4", rows=2, context=40, num_rounds=1)
+    calls = {each.name: each.calls for each in found.operations}
+    assert calls["attend"] == calls["heads"] == calls["gate"] == calls["matmul, 576 x 3072"] == 3
+    assert calls["norm"] == 2 * 3 + 1
+    norms = 4 * 576 * (2 * 3 + 1)
+    assert sum(each.num_bytes for each in found.operations) + norms == found.num_bytes
+    assert min(each.seconds for each in found.operations) > 0
 
 
 def test_an_accelerator_is_compared_with_one_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:

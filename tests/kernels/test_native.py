@@ -1,6 +1,7 @@
 """The native kernels compute what XLA's operations do, within what rounding explains, and a row of a result does not
 depend, to the bit, on the rows beside it. So a token gets the same numbers from a plain step, a tree and a prompt."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ from specserve.kernels.matmul import (
 from specserve.kernels.native import build
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.pages import Pages, write_pages
-from specserve.kernels.panels import FP4_DOUBLES
+from specserve.kernels.panels import FP4_DOUBLES, by_panel
 from specserve.kernels.rowwise import (
     ACTIVATIONS,
     Activation,
@@ -78,7 +79,11 @@ def _weight(rng: np.random.Generator, kind: str, d_in: int, d_out: int) -> jax.A
         return jnp.asarray(values.astype(ml_dtypes.bfloat16).astype(np.float32))
     block = BLOCKS.get(kind, d_in)
     scale = rng.uniform(0.001, 0.01, (-(-d_in // block), d_out)).astype(np.float32)
-    offset = jnp.asarray(_normal(rng, *scale.shape) * 0.05) if "offset" in kind else None
+    if "two levels" in kind:
+        scale = _two_levels(rng, scale.shape)
+    offset = _normal(rng, *scale.shape) * np.float32(0.05) if "offset" in kind else None
+    if offset is not None:
+        offset = jnp.asarray(_two_levels(rng, scale.shape) if "two levels" in kind else offset)
     if "4" in kind:
         codes = rng.integers(0, 16, (d_in, d_out))
         middle = 0 if kind.startswith("uint4") else 8
@@ -92,6 +97,16 @@ def _weight(rng: np.random.Generator, kind: str, d_in: int, d_out: int) -> jax.A
     return QuantizedMatrix(jnp.asarray(whole), jnp.asarray(scale), block, offset)
 
 
+def _two_levels(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Scales as of Q4_K and Q6_K: of eight blocks a float16 number times whole ones of 7 bits with a sign. Some are all
+    zero, of some the largest common factor is more than float16 holds."""
+    factors = rng.uniform(1e-5, 1e-4, (-(-shape[0] // 8), shape[1])).astype(np.float16)
+    whole = rng.integers(-64, 64, shape)
+    whole[:8, ::5] = 0
+    whole[:, 1::5] = rng.integers(-3, 4, whole[:, 1::5].shape) * 21
+    return np.repeat(factors.astype(np.float32), 8, axis=0)[: shape[0]] * whole.astype(np.float32)
+
+
 BLOCKS = {
     "int8 in blocks": 7,
     "int8, offset": 16,
@@ -100,6 +115,8 @@ BLOCKS = {
     "int4, offset": 40,
     "uint4, offset": 32,
     "fp4": 16,
+    "uint4, offset, two levels": 32,
+    "int8, two levels": 16,
 }
 KINDS = ["float32", "bfloat16", "int8", *BLOCKS, "int4"]
 
@@ -133,6 +150,31 @@ def test_a_packed_product_is_x_times_w(seed: int, kind: str, rows: int, d_in: in
     rounding.assert_within(got, x.astype(np.float64) @ plain.astype(np.float64), rounding.of_product(x, parts, block))
     assert all((alone[row] == got[row]).all() for row in chosen), "a row depends on its neighbours"
     assert (added == residual + got).all(), "a sum is more than the product and a sum"
+
+
+@pytest.mark.parametrize("kind", ["uint4, offset, two levels", "int8, two levels"])
+def test_scales_of_two_levels_are_those_of_one(rng: np.random.Generator, kind: str) -> None:
+    """To the bit what float32 scales give, in 10 bits of each block. 18 blocks are no whole super-blocks."""
+    weight = _weight(rng, kind, 18 * BLOCKS[kind], 70)
+    packed = pack(weight)
+    width = native.panel_width(packed.format)
+    assert packed.scale.shape[-4:] == (-(-70 // width), 3, 10, width)
+    scale, offset = (
+        None if each is None else jnp.asarray(by_panel(np.asarray(each), width))
+        for each in (weight.scale, weight.offset)
+    )
+    plain = dataclasses.replace(packed, scale=scale, offset=offset)
+    for rows in (1, 3, 60):
+        x = jnp.asarray(_normal(rng, rows, packed.d_in))
+        assert (np.asarray(matmul(x, packed)) == np.asarray(matmul(x, plain))).all(), f"{rows} rows"
+
+
+@pytest.mark.parametrize("at", [(0, 2), (17, 69)])
+def test_one_scale_that_is_no_product_keeps_float32(rng: np.random.Generator, at: tuple[int, int]) -> None:
+    weight = _weight(rng, "uint4, offset, two levels", 18 * 32, 70)
+    scale = np.array(weight.scale)
+    scale[at] *= 1 + 2**-20
+    assert pack(dataclasses.replace(weight, scale=jnp.asarray(scale))).scale.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4 in blocks", "uint4, offset"])

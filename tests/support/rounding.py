@@ -40,7 +40,7 @@ def magnitudes(weight: QuantizedMatrix) -> np.ndarray:  # [d_in, d_out]
     offset = shift * scale + (0.0 if weight.offset is None else np.asarray(weight.offset))
     shift = np.broadcast_to(shift, scale.shape)
     shift, scale, offset = (np.repeat(each, weight.block, axis=0)[: weight.shape[0]] for each in (shift, scale, offset))
-    return np.abs(np.asarray(weight.values) - shift) * scale + np.abs(offset)
+    return np.abs((np.asarray(weight.values) - shift) * scale) + np.abs(offset)
 
 
 def jittered(tree: Any, seed: int) -> Any:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <functional>
@@ -121,6 +122,12 @@ std::atomic<const Kernels*>& chosen_kernels() {
 
 const Kernels* kernels() { return chosen_kernels().load(std::memory_order_relaxed); }
 
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
 // Units of work that threads take one after another, each from a range of its own while that lasts, so that it reads
 // memory in order, and then from the others'. The caller takes part, and waits only for units that another thread has
 // begun: a thread that wakes up late finds nothing left, so no call waits for the operating system. Each thread that finds
@@ -148,6 +155,7 @@ struct Shared {
 
   void work() {
     const size_t first = joined.fetch_add(1);
+    if (first >= ranges.size()) return;  // more come than the work is worth
     bool is_prepared = false;
     for (size_t i = 0; i < ranges.size(); ++i) {
       Range& range = ranges[(first + i) % ranges.size()];
@@ -167,11 +175,7 @@ struct Shared {
 
   void wait() {
     // what is left takes microseconds: look a while before sleeping
-    for (int i = 0; i < 20000 && done.load() < units; ++i) {
-#if defined(__x86_64__)
-      __builtin_ia32_pause();
-#endif
-    }
+    for (int i = 0; i < 20000 && done.load() < units; ++i) pause();
     std::unique_lock<std::mutex> lock(mutex);
     all_done.wait(lock, [&] { return done.load() == units; });
   }
@@ -179,12 +183,64 @@ struct Shared {
 
 constexpr int64_t kWorthAThread = 1 << 14;  // multiplications, some microseconds: what waking a thread costs
 
+// Threads that have helped with a call stay a while for the next one, which mostly comes within microseconds. One that
+// goes to sleep wakes up too late, by milliseconds where another process has its core. Nobody waits for them, and one
+// whose core was taken away while it stayed goes to sleep: others need the core more.
+class Helpers {
+ public:
+  // Has so many threads of the pool help with a call, if they come in time.
+  void help(ffi::ThreadPool& pool, int64_t threads, const std::shared_ptr<Shared>& shared) {
+    int64_t asked = 0;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      latest_ = shared;
+      calls_.fetch_add(1, std::memory_order_release);
+      asked = std::max<int64_t>(0, threads - staying_);
+      staying_ += asked;
+    }
+    for (; asked > 0; --asked) pool.Schedule([this] { stay(); });
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr auto kWhile = std::chrono::microseconds(50);
+  static constexpr auto kLost = std::chrono::microseconds(20);  // between two looks: another thread had the core
+
+  void stay() {
+    for (uint64_t seen = 0; true;) {
+      std::shared_ptr<Shared> shared;
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const uint64_t calls = calls_.load(std::memory_order_relaxed);
+        if (calls == seen) {
+          --staying_;
+          return;
+        }
+        seen = calls, shared = latest_;
+      }
+      shared->work();
+      const auto begin = Clock::now();
+      for (auto last = begin, now = begin; calls_.load(std::memory_order_acquire) == seen; last = now) {
+        pause();
+        now = Clock::now();
+        if (now - begin > kWhile || now - last > kLost) break;
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  std::shared_ptr<Shared> latest_;
+  std::atomic<uint64_t> calls_{0};
+  int64_t staying_ = 0;  // threads that stay, or were asked to come
+};
+
 void share(ffi::ThreadPool& pool, int64_t units, int64_t work_per_unit, std::function<void(int64_t, int64_t)> run,
            std::function<void()> prepare = [] {}) {
+  static Helpers& helpers = *new Helpers;  // never destroyed: a thread may be waiting when the process ends
   const int64_t threads = std::min({pool.num_threads(), units, units * work_per_unit / kWorthAThread});
   if (threads <= 1) return prepare(), run(0, units);
   auto shared = std::make_shared<Shared>(threads, units, std::move(run), std::move(prepare));
-  for (int64_t i = 1; i < threads; ++i) pool.Schedule([shared] { shared->work(); });
+  helpers.help(pool, threads - 1, shared);
   shared->work();
   shared->wait();
 }
@@ -210,7 +266,10 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   call.panels = panels.untyped_data();
   call.scale = data_or_null<void>(scale);
   call.offset = data_or_null<void>(offset);
-  call.is_half = scale.element_type() == ffi::F16;
+  const auto scale_type = scale.element_type();
+  call.scales = scale_type == ffi::U8    ? Scales::kTwoLevels
+                : scale_type == ffi::F16 ? Scales::kFloat16
+                                         : Scales::kFloat32;
   call.add = data_or_null<float>(add);
   call.y = y->typed_data();
   call.rows = x_dims[0], call.d_in = x_dims[1], call.d_out = y_dims[1], call.groups = dims[0];
@@ -227,12 +286,14 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
     inputs = num_blocks * ((std::min(call.block, call.d_in) + tiles->inputs - 1) / tiles->inputs) * tiles->inputs;
   }
   const int64_t held = bits < 8 ? (inputs + 1) / 2 : inputs;  // bytes of 4-bit codes, else numbers
-  const size_t scales = call.groups * num_panels * num_blocks * width;
+  const int64_t of_output = call.scales == Scales::kTwoLevels ? (num_blocks + kTogether - 1) / kTogether * kSuperBytes
+                                                              : num_blocks;
+  const size_t scales = call.groups * num_panels * of_output * width;
   if (dims[1] != num_panels || dims[2] != held || dims[3] != width || y_dims[0] != call.rows ||
       panels.size_bytes() != static_cast<size_t>(call.groups * num_panels * held * width * std::max<int64_t>(bits, 8) / 8) ||
       (call.scale && scale.element_count() != scales) || (call.offset && offset.element_count() != scales) ||
-      (call.scale && scale.element_type() != (call.is_half ? ffi::F16 : ffi::F32)) || (bits < 16 && !call.scale) ||
-      (call.offset && offset.element_type() != scale.element_type()) ||
+      (call.scale && call.scales == Scales::kFloat32 && scale_type != ffi::F32) || (bits < 16 && !call.scale) ||
+      (call.offset && offset.element_type() != scale_type) ||
       (call.add && add.element_count() != y->element_count()) || (bits < 8 && num_blocks > 1 && call.block % 2)) {
     return refuse("shapes of a product");
   }

@@ -89,14 +89,14 @@ inline void bytes_of(__m512i line, __m512i (&bytes)[kParts]) {
 // Adds what a block's sums of integers come to, of 16 outputs. (A function for each half of a panel, since a loop that
 // is not unrolled would have the sums in memory.)
 template <int R>
-inline void add_block(const Matmul& call, int64_t of_block, const Head* const* heads, const Ints (&sums)[R][kDigits],
-                      Floats (&totals)[R]) {
-  const Floats scale = scales_at(call, call.scale, of_block);
+inline void add_block(const Matmul& call, int64_t panel, int64_t block, int64_t blocks, int64_t at,
+                      const Head* const* heads, const Ints (&sums)[R][kDigits], Floats (&totals)[R]) {
+  const Floats scale = scales_at<kPanel>(call, call.scale, panel, block, blocks, at);
   for (int r = 0; r < R; ++r) {
     Floats sum = floats_of((__m512i)sums[r][0]) * 256.0f + floats_of((__m512i)sums[r][1]);
     sum = sum * 256.0f + floats_of((__m512i)sums[r][2]);
     totals[r] += sum * heads[r]->unit * scale;
-    if (call.offset) totals[r] += scales_at(call, call.offset, of_block) * heads[r]->sum;
+    if (call.offset) totals[r] += scales_at<kPanel>(call, call.offset, panel, block, blocks, at) * heads[r]->sum;
   }
 }
 
@@ -136,9 +136,8 @@ void multiply(const Matmul& call, const Shape& shape, int64_t place, const int32
         }
       }
     }
-    const int64_t of_block = (place * shape.blocks + block) * kPanel;
-    add_block<R>(call, of_block, heads, sums[0], totals[0]);
-    add_block<R>(call, of_block + kOutputs, heads, sums[1], totals[1]);
+    add_block<R>(call, place, block, shape.blocks, 0, heads, sums[0], totals[0]);
+    add_block<R>(call, place, block, shape.blocks, kOutputs, heads, sums[1], totals[1]);
   }
   for (int r = 0; r < R; ++r) {
     for (int half = 0; half < 2; ++half) {

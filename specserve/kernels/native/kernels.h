@@ -18,6 +18,13 @@ enum class Format : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kUi
 constexpr int kFormats = 6;
 constexpr int kBits[kFormats] = {32, 16, 8, 4, 4, 4};
 
+// How scales and offsets lie in memory. Those of two levels, as Q4_K has them, lie by super-blocks of kTogether blocks,
+// the last filled up with zeros: float16 factors of all outputs of a panel, then the bytes with a sign of each block's
+// outputs that are multiplied by them. Such a product has 18 bits at most, so float32 holds it exactly.
+enum class Scales : int { kFloat32, kFloat16, kTwoLevels };
+constexpr int kTogether = 8;
+constexpr int kSuperBytes = 2 + kTogether;  // of a super-block, for each output
+
 // y[r] = x[r] @ weight[group[r]] (+ add[r]), summed in float32 over d_in in ascending order, whatever the number of rows.
 // A weight is values * scale + offset, of which each block of inputs has one for each output.
 //
@@ -33,12 +40,13 @@ struct Matmul {
   const float* x;        // [rows, d_in]
   const int32_t* group;  // [rows], which weight each row is multiplied by; null: the first. Out of range: y is 0
   const void* panels;    // [groups, d_out / width rounded up, d_in, width]
-  const void* scale;     // [groups, d_out / width rounded up, d_in / block rounded up, width]; null: none
+  const void* scale;     // [groups, d_out / width rounded up, d_in / block rounded up, width]; null: none. Of two levels:
+                         // [groups, d_out / width rounded up, super-block, kSuperBytes, width] bytes
   const void* offset;    // like scale; null: none
   const float* add;      // [rows, d_out], added to the finished sums; null: nothing
   float* y;              // [rows, d_out]
   int64_t rows, groups, d_in, d_out, block;
-  bool is_half;  // scales and offsets are float16 numbers; else float32
+  Scales scales;  // what scales and offsets are
   Format format;
   const int32_t* order;  // [rows], the rows sorted by group
   const int64_t* start;  // [groups + 1], where each group's rows begin in `order`

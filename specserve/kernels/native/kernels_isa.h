@@ -19,6 +19,7 @@ namespace {
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 constexpr int64_t kWidth = LANES * VECTORS;  // outputs of a panel
 // bytes of a panel that are read by all rows before the next, from L1; the fewer the sooner the second pass of a tile
@@ -56,9 +57,17 @@ inline Floats load_halves(const void* from) {
   return to;
 }
 
-// So many scales or offsets on from the first, a vector of them.
-inline Floats load_scales(const Matmul& call, const void* first, int64_t place) {
-  if (call.is_half) return load_halves(static_cast<const uint16_t*>(first) + place);
+// A vector of scales or offsets: of a panel's block (of so many), from the output `at` on.
+inline Floats load_scales(const Matmul& call, const void* first, int64_t panel, int64_t block, int64_t blocks,
+                          int64_t at) {
+  if (call.scales == Scales::kTwoLevels) {
+    const int64_t super = panel * ((blocks + kTogether - 1) / kTogether) + block / kTogether;
+    const char* from = static_cast<const char*>(first) + super * kSuperBytes * kWidth;
+    const Bytes whole = load<Bytes>(from + (2 + block % kTogether) * kWidth + at);
+    return load_halves(from + 2 * at) * __builtin_convertvector(whole, Floats);
+  }
+  const int64_t place = (panel * blocks + block) * kWidth + at;
+  if (call.scales == Scales::kFloat16) return load_halves(static_cast<const uint16_t*>(first) + place);
   return load_floats(static_cast<const float*>(first) + place);
 }
 
@@ -228,14 +237,13 @@ void matmul_as(const Matmul& call, int64_t group, int64_t panel, int64_t begin, 
       }
     }
     if (!call.scale) continue;
-    const int64_t of_block = (place * num_blocks + block) * kWidth;
     for (int64_t row = 0; row < rows; ++row) {
       float* sum = &sums[row * kWidth];
       float of_x = 0.0f;
       if (call.offset) of_x = sum_of(call.x + call.order[begin + row] * call.d_in + first, last - first);
       for (int64_t i = 0; i < kWidth; i += LANES) {
-        Floats scaled = load_floats(sum + i) * load_scales(call, call.scale, of_block + i);
-        if (call.offset) scaled += load_scales(call, call.offset, of_block + i) * of_x;
+        Floats scaled = load_floats(sum + i) * load_scales(call, call.scale, place, block, num_blocks, i);
+        if (call.offset) scaled += load_scales(call, call.offset, place, block, num_blocks, i) * of_x;
         if (num_blocks > 1) {
           float* total = &totals[row * kWidth + i];
           store(total, load_floats(total) + scaled);

@@ -45,11 +45,24 @@ inline Floats part(const float* from, int64_t count) {
   return to;
 }
 
-// 16 scales or offsets, so many on from the first.
-inline Floats scales_at(const Matmul& call, const void* first, int64_t place) {
-  if (!call.is_half) return whole(static_cast<const float*>(first) + place);
-  const void* from = static_cast<const uint16_t*>(first) + place;
+inline Floats halves_at(const void* from) {
   return reinterpret_cast<Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from))));
+}
+
+// 16 scales or offsets: of a block (of so many) of a panel of so many outputs, from the output `at` on.
+template <int width>
+inline Floats scales_at(const Matmul& call, const void* first, int64_t panel, int64_t block, int64_t blocks,
+                        int64_t at) {
+  if (call.scales == Scales::kTwoLevels) {
+    const int64_t super = panel * ((blocks + kTogether - 1) / kTogether) + block / kTogether;
+    const char* from = static_cast<const char*>(first) + super * kSuperBytes * width;
+    const char* numbers = from + (2 + block % kTogether) * width + at;
+    const __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers)));
+    return halves_at(from + 2 * at) * reinterpret_cast<Floats>(_mm512_cvtepi32_ps(wide));
+  }
+  const int64_t place = (panel * blocks + block) * width + at;
+  if (call.scales == Scales::kFloat16) return halves_at(static_cast<const uint16_t*>(first) + place);
+  return whole(static_cast<const float*>(first) + place);
 }
 
 inline void put(float* to, Floats from) { memcpy(to, &from, sizeof(from)); }
@@ -109,7 +122,9 @@ void multiply_chunk(const Matmul& call, int64_t group, int64_t panel, int64_t be
   for (int64_t block = 0; block < num_blocks; ++block) {
     Way::template multiply<is_first>(parts + block * rows * Way::row_bytes(steps), weights + block * steps * kStep, steps, rows, sums);
     if (!call.scale) continue;
-    const int64_t of_block = ((group * num_panels + panel) * num_blocks + block) * kWidth;
+    const auto at_block = [&](const void* first, int64_t at) {
+      return scales_at<kWidth>(call, first, group * num_panels + panel, block, num_blocks, at);
+    };
     for (int64_t row = 0; row < rows; ++row) {
       float of_x = 0.0f;
       if (call.offset) {
@@ -117,8 +132,8 @@ void multiply_chunk(const Matmul& call, int64_t group, int64_t panel, int64_t be
         of_x = sum_of(call.x + call.order[begin + row] * call.d_in + first, inputs);
       }
       for (int64_t at = 0; at < columns; at += 16) {
-        Floats sum = whole(sums + row * kWidth + at) * scales_at(call, call.scale, of_block + at);
-        if (call.offset) sum += scales_at(call, call.offset, of_block + at) * of_x;
+        Floats sum = whole(sums + row * kWidth + at) * at_block(call.scale, at);
+        if (call.offset) sum += at_block(call.offset, at) * of_x;
         put(totals + row * kWidth + at, block ? whole(totals + row * kWidth + at) + sum : sum);
       }
     }
