@@ -125,15 +125,15 @@ inline void add_products(const float* const* x, const void* panel, int64_t input
   }
 }
 
-// The part of what is multiplied next that the rows of a tile ask memory for, since memory would rest while all tiles but
-// the first multiply what the first has read: from here on so many bytes for each input (for two that share lanes).
+// The part of what is multiplied next that the rows of a tile ask memory for, from here on so many bytes for each input
+// (for two that share lanes). Else memory would rest while the tiles after the first multiply what that one has read.
 struct Ahead {
   const char* from;
   int64_t step;
 };
 
-// sums[r] += x[r][begin:end] @ panel[begin:end], for R rows, V vectors of a panel's VECTORS at a time. Each pass asks for
-// its share of what is `ahead`. Where these are all rows and there is one pass, it asks for the weights of the next
+// sums[r] += x[r][begin:end] @ panel[begin:end], for R rows, V vectors of a panel's VECTORS at a time. Each pass asks
+// for its share of what is `ahead`. Where these are all rows and there is one pass, it asks for the weights of the next
 // inputs, since a processor reads ahead too little while it multiplies many rows.
 template <Format format, int R, int V, bool is_all>
 void multiply(const float* const* x, const void* panel, int64_t begin, int64_t end, float* sums, Ahead ahead) {
