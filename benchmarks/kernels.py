@@ -3,23 +3,30 @@ take turns, and the share of what the machine can do.
 
 Run from the checkout: `python benchmarks/kernels.py --batch 1,8 --queries 1,16 --kv-cache-dtype int8`. The bound is the
 longer of two times: of the bytes that must be read and written, at the bandwidth of reductions over a large buffer, and
-of the operations, at the speed of a large matrix product. Of an empty list nothing is timed: `--rows ""` is without
-products. Mixtures of experts are timed by `experts.py`.
+of the operations, at the peak: on CPUs of multiply-adds of registers, by all cores at once, elsewhere of a large matrix
+product. Of an empty list nothing is timed: `--rows ""` is without products, `--batch ""` without attention.
+Mixtures of experts are timed by `experts.py`.
 """
 
 import argparse
+import ctypes
 import dataclasses
 import itertools
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specserve import host
 from specserve.checkpoints.configs import find_config
 from specserve.eval.bench.step_times import QUEUED, read_bandwidth
 from specserve.kernels import native
@@ -42,6 +49,29 @@ FORMATS: dict[str, tuple[Callable[[jax.Array], Any], float]] = {  # of bfloat16 
         0.5 + 4 / INT4_BLOCK,
     ),  # with a float16 scale and offset for each block
 }
+
+# as many chains of sums as registers hold, in the widest vectors, so that none waits for the sum before it
+MULTIPLY_ADDS = """
+#if defined(__AVX512F__)
+enum { kBytes = 64, kChains = 24 };
+#elif defined(__AVX__)
+enum { kBytes = 32, kChains = 12 };
+#else
+enum { kBytes = 16, kChains = 24 };
+#endif
+typedef float Vector __attribute__((vector_size(kBytes)));
+extern "C" double multiply_adds(long turns, float by) {
+  Vector sums[kChains], factor = by - Vector{}, all = {};
+  for (int i = 0; i < kChains; ++i) sums[i] = by * i - Vector{};  // equal chains would be computed once
+  for (long turn = 0; turn < turns; ++turn) {
+    #pragma GCC unroll 24
+    for (int i = 0; i < kChains; ++i) sums[i] = sums[i] * factor + factor;
+  }
+  #pragma GCC unroll 24
+  for (int i = 0; i < kChains; ++i) all += sums[i];
+  return all[0] ? 2.0 * turns * kChains * kBytes / 4 : 0.0;  // what was computed counts
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -135,22 +165,42 @@ def _in_a_row(x: jax.Array, weights: list[Any]) -> jax.Array:
     return x
 
 
-def milliseconds(work: KernelWork, seconds: float) -> dict[str, float]:
-    """Return the median times of both, which take turns for so many seconds each. An accelerator gets several calls at
-    once, so that it does not wait for the host in between."""
-    at_once = 1 if jax.default_backend() == "cpu" else QUEUED
-    with native.left_out():
-        programs = {"xla": (_compile(work.function, work.xla), work.xla)}
+def multiply_add_peak() -> float:
+    """Return the floating point operations per second of multiply-adds of registers by all cores at once: the best of
+    several short times, in which nothing is read from memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "peak.cc", Path(folder) / "peak.so"
+        source.write_text(MULTIPLY_ADDS)
+        how = ["-O3", "-march=native", "-ffp-contract=fast", "-Wno-psabi", "-fPIC", "-shared"]
+        subprocess.run([*native.build.find_compiler(), *how, str(source), "-o", str(library)], check=True)
+        function = ctypes.CDLL(str(library)).multiply_adds
+    function.restype, function.argtypes = ctypes.c_double, [ctypes.c_long, ctypes.c_float]
+    best, cores = 0.0, host.num_cores()
+    with ThreadPoolExecutor(cores) as pool:
+        for _ in range(20):
+            start = time.perf_counter()
+            operations = sum(pool.map(lambda _: function(2_000_000, 0.5), range(cores)))
+            best = max(best, operations / (time.perf_counter() - start))
+    return best
+
+
+def milliseconds(work: KernelWork, seconds: float, *, has_xla: bool) -> dict[str, list[float]]:
+    """Return the times of both, or of ours alone, which take turns for so many seconds each. An accelerator gets
+    several calls at once, so that it does not wait for the host in between."""
+    at_once, programs = 1 if jax.default_backend() == "cpu" else QUEUED, {}
+    if has_xla or work.own is None:
+        with native.left_out():
+            programs["xla"] = _compile(work.function, work.xla), work.xla
     if work.own is not None:
         programs["own"] = _compile(work.function, work.own), work.own
     found: dict[str, list[float]] = {name: [] for name in programs}
     begin = time.perf_counter()
-    while not found["xla"] or time.perf_counter() - begin < seconds * len(programs):
+    while not all(found.values()) or time.perf_counter() - begin < seconds * len(programs):
         for name, (program, arguments) in programs.items():
             start = time.perf_counter()
             jax.block_until_ready([program(*arguments) for _ in range(at_once)])
             found[name].append(1e3 * (time.perf_counter() - start) / at_once)
-    return {name: statistics.median(times) for name, times in found.items()}
+    return found
 
 
 def _compile(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -177,17 +227,23 @@ def main() -> None:
     )
     parser.add_argument("--formats", default=usual, type=lambda text: text.split(","), help="of weights")
     parser.add_argument("--seconds", default=0.3, type=float, help="of each kernel and shape")
+    parser.add_argument("--without-xla", action="store_true", help="where there is a kernel of ours")
     given = parser.parse_args()
     shape = AttentionShape(**{name: getattr(given, name) for name in vars(AttentionShape())})
-    bandwidth, peak = read_bandwidth(), matmul_peak(default_dtype())
-    print(f"{jax.devices()[0].device_kind}: {bandwidth / 1e9:,.0f} GB/s, {peak / 1e12:,.2f} TFLOP/s\n")
-    print("| shape | own, ms | XLA, ms | bound, ms |\n|---|---|---|---|")
+    on_cpu = jax.default_backend() == "cpu"
+    bandwidth, peak = read_bandwidth(), multiply_add_peak() if on_cpu else matmul_peak(default_dtype())
+    name = host.processor() if on_cpu else jax.devices()[0].device_kind
+    print(f"{name}: {bandwidth / 1e9:,.0f} GB/s, {peak / 1e12:,.2f} TFLOP/s\n")
+    print("| shape | own, ms | XLA, ms | bound, ms | own at best, GFLOP/s | of the peak |\n|---|---|---|---|---|---|")
     of_weights = products(given.target, given.rows, given.layers, given.formats)
     sizes = itertools.product(given.batch, given.entries, given.queries)
     for work in itertools.chain((attention(shape, *size) for size in sizes), of_weights):
-        found, bound = milliseconds(work, given.seconds), 1e3 * max(work.num_bytes / bandwidth, work.num_flops / peak)
-        own = f"{found['own']:.3f}" if "own" in found else ""
-        print(f"| {work.shape} | {own} | {found['xla']:.3f} | {bound:.3f} |", flush=True)
+        found = milliseconds(work, given.seconds, has_xla=not given.without_xla)
+        bound = 1e3 * max(work.num_bytes / bandwidth, work.num_flops / peak)
+        own, xla = (f"{statistics.median(found[name]):.3f}" if name in found else "" for name in ("own", "xla"))
+        rate = work.num_flops / min(found["own"]) * 1e3 if "own" in found else 0.0
+        speed = f"{rate / 1e9:,.0f} | {rate / peak:.0%}" if rate else " | "
+        print(f"| {work.shape} | {own} | {xla} | {bound:.3f} | {speed} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -81,12 +81,13 @@ def measure_steps(
     least_batch: int = 0,
     burst: int = 0,
     has_prompts: bool = False,
+    prompt_tokens: int = -1,
 ) -> Iterator[StepCost]:
     """Compile a step of each way to speculate, for each number of sequences at the longest contexts, and time them over
     sequences of padding. Of a preset the first layers are run; 0: all. `page_size`, `least_batch` and `burst` change
     the tokens of a page, the smallest batch and the steps that a call may make; 0: as a server has them. With
     `has_prompts` prefills are timed in place of steps, and, where a server has programs of both in one, those with the
-    most sequences."""
+    most sequences; `prompt_tokens` are those of prompts side by side in one program, -1: as a server has them."""
     devices, page_size = parse_mesh(mesh, SERVING_AXES), page_size or default_page_size(jax.default_backend())
     models = _models(target, num_layers, devices, quantization)
     shapes = make_shapes(
@@ -102,6 +103,8 @@ def measure_steps(
         shapes = dataclasses.replace(shapes, batch_sizes=make_batch_sizes(num_slots, shapes.num_ranks, least_batch))
     if burst:
         shapes = dataclasses.replace(shapes, most_steps=burst)
+    if prompt_tokens >= 0:
+        shapes = dataclasses.replace(shapes, prompt_tokens=prompt_tokens)
     runner = Runner(models.target, models.head, shapes, has_constrained=False, mesh=devices)
     kinds = ("prefill", "mixed") if has_prompts else ("step",)
     timed = [program for program in list_programs(runner) if program.kind in kinds and not program.is_scored]
@@ -340,6 +343,7 @@ def main() -> None:
     parser.add_argument("--burst", type=int, default=0, help="steps that one call may make; 0: as a server has it")
     parser.add_argument("--prompts", action="store_true", help="time prefills instead, and steps beside them")
     parser.add_argument("--account", type=int, default=0, help="sequences of a plain step to account for")
+    parser.add_argument("--prompt-tokens", type=int, default=-1, help="of prompts in one program; -1: as a server")
     given = parser.parse_args()
     if given.account:
         how = {"num_layers": given.layers, "quantization": given.quantization, "num_rounds": given.rounds}
@@ -350,7 +354,7 @@ def main() -> None:
     ways, sizes = given.speculation.split(","), {"num_slots": given.slots, "max_model_len": given.max_model_len}
     chosen = {"target": given.target, "num_layers": given.layers, "mesh": given.mesh, "num_rounds": given.rounds}
     changed = {"page_size": given.page_size, "least_batch": given.least_batch, "burst": given.burst}
-    changed |= {"has_prompts": given.prompts, "quantization": given.quantization}
+    changed |= {"has_prompts": given.prompts, "prompt_tokens": given.prompt_tokens, "quantization": given.quantization}
     for cost in measure_steps(ways, **chosen, **sizes, **changed):
         program = cost.program
         way = f"prefill of {program.chunk}" if program.kind == "prefill" else describe(program.tree)

@@ -134,30 +134,34 @@ inline void add_products(const float* const* x, const void* panel, int64_t input
   }
 }
 
-// sums[r] += x[r][begin:end] @ panel[begin:end], for R rows, V vectors of a panel's VECTORS at a time. The first pass
-// asks for the weights of the next inputs, since a processor reads ahead too little while it multiplies many rows. Where
-// these are all rows, in several passes, each pass asks for its share of the next block: else memory would rest while
-// the others multiply.
+// The part of what is multiplied next that the rows of a tile ask memory for, from here on so many bytes for each input
+// (for two that share lanes). Else memory would rest while the tiles after the first multiply what that one has read.
+struct Ahead {
+  const char* from;
+  int64_t step;
+};
+
+// sums[r] += x[r][begin:end] @ panel[begin:end], for R rows, V vectors of a panel's VECTORS at a time. Each pass asks
+// for its share of what is `ahead`. Where these are all rows and there is one pass, it asks for the weights of the next
+// inputs, since a processor reads ahead too little while it multiplies many rows.
 template <Format format, int R, int V, bool is_all>
-void multiply(const float* const* x, const void* panel, int64_t begin, int64_t end, float* sums) {
+void multiply(const float* const* x, const void* panel, int64_t begin, int64_t end, float* sums, Ahead ahead) {
   constexpr int kParts = VECTORS / V;
-  constexpr bool kShares = is_all && kParts > 1;
+  constexpr bool is_only = is_all && kParts == 1;
   constexpr int64_t kTogether = is_coded(format) ? 2 : 1;  // inputs that share lanes
-  constexpr int64_t kStride = bytes_of<format>(kTogether), kStep = kShares ? kStride / kParts : kStride;
-  constexpr int64_t kLines = kStep < 64 ? 64 : kStep;
+  constexpr int64_t kStride = bytes_of<format>(kTogether), kMost = is_only ? kStride : kStride / 2;  // of a step
+  constexpr int64_t kAsked = kMost < 64 ? 64 : kMost;
+  if (is_only) ahead.from = static_cast<const char*>(panel) + bytes_of<format>(begin) + kAhead;
+  const int64_t step = is_all ? kStride / kParts : (ahead.step + kParts - 1) / kParts;
   for (int part = 0; part < kParts; ++part) {
-    const char* ahead = static_cast<const char*>(panel) + bytes_of<format>(begin) + kAhead;
-    if (kShares) ahead += (end - begin) / kTogether * (kStride + part * kStep);
     Floats sum[R][V];
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < V; ++i) sum[r][i] = load_floats(sums + r * kWidth + (part + i * kParts) * LANES);
     }
     for (int64_t input = begin; input < end; input += kTogether) {
       add_products<format, R, V, 0>(x, panel, input, part, sum);
-      if (kShares || part == 0) {
-        for (int64_t line = 0; line < kLines; line += 64) __builtin_prefetch(ahead + line, 0, kShares ? 2 : 3);
-        ahead += kStep;
-      }
+      for (int64_t line = 0; line < kAsked; line += 64) __builtin_prefetch(ahead.from + line, 0, is_only ? 3 : 2);
+      ahead.from += step;
       if (kTogether == 2 && input + 1 < end) add_products<format, R, V, kTogether - 1>(x, panel, input, part, sum);
     }
     for (int r = 0; r < R; ++r) {
@@ -168,14 +172,14 @@ void multiply(const float* const* x, const void* panel, int64_t begin, int64_t e
 
 template <Format format, int R>
 void multiply_rows(int rows, const float* const* x, const void* panel, int64_t begin, int64_t end, float* sums,
-                   bool is_all) {
+                   bool is_all, Ahead ahead) {
   if constexpr (R > 1) {
-    if (rows < R) return multiply_rows<format, R - 1>(rows, x, panel, begin, end, sums, is_all);
+    if (rows < R) return multiply_rows<format, R - 1>(rows, x, panel, begin, end, sums, is_all, ahead);
   }
   // so many vectors that the sums, the weights and one value of x stay in registers
   constexpr int kVectors = (R + 1) * VECTORS < REGISTERS ? VECTORS : VECTORS / 2;
   auto* run = is_all ? multiply<format, R, kVectors, true> : multiply<format, R, kVectors, false>;
-  run(x, panel, begin, end, sums);
+  run(x, panel, begin, end, sums, ahead);
 }
 
 inline float sum_of(const float* x, int64_t size) {
@@ -222,18 +226,22 @@ void matmul_as(const Matmul& call, int64_t group, int64_t panel, int64_t begin, 
       if constexpr (is_coded(format)) {
         if (is_wide) widen_all<format>(weights, input, upto, wide);
       }
+      int64_t tiles = (rows + ROWS - 1) / ROWS;
+      const int64_t step = (bytes_of<format>(is_coded(format) ? 2 : 1) + tiles - 1) / tiles;
+      Ahead ahead = {weights + bytes_of<format>(upto) + kAhead, step};
       int tile;
-      for (int64_t row = 0, tiles = (rows + ROWS - 1) / ROWS; row < rows; row += tile, --tiles) {
+      for (int64_t row = 0; row < rows; row += tile, --tiles) {
         tile = static_cast<int>((rows - row + tiles - 1) / tiles);  // tiles of like size
         const float* x[ROWS];
         for (int r = 0; r < tile; ++r) x[r] = call.x + call.order[begin + row + r] * call.d_in;
         float* sum = &sums[row * kWidth];
         if (is_wide) {
           for (int r = 0; r < tile; ++r) x[r] += input;
-          multiply_rows<Format::kFloat32, ROWS>(tile, x, wide, 0, upto - input, sum, false);
+          multiply_rows<Format::kFloat32, ROWS>(tile, x, wide, 0, upto - input, sum, false, ahead);
         } else {
-          multiply_rows<format, ROWS>(tile, x, weights, input, upto, sum, tile == rows);
+          multiply_rows<format, ROWS>(tile, x, weights, input, upto, sum, tile == rows, ahead);
         }
+        ahead.from += (upto - input) * step;
       }
     }
     if (!call.scale) continue;
