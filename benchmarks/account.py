@@ -11,6 +11,7 @@ import itertools
 import statistics
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,6 +152,7 @@ def _prompts(models: Any, given: argparse.Namespace, count: int) -> list[list[in
 
 def _measure(number: int, engines: Any, watched: dict[str, Watched], prompts: Any, given: argparse.Namespace) -> None:
     arms, rates = {way: EngineArm(engine) for way, engine in engines.items()}, {way: [] for way in engines}
+    costs = {way: [] for way in engines}  # seconds of both cores, by token
     for each in watched.values():
         each.account = Account()
     for turn in range(given.rounds + 1):
@@ -158,13 +160,15 @@ def _measure(number: int, engines: Any, watched: dict[str, Watched], prompts: An
         params = [SamplingParams(max_tokens=given.max_tokens, temperature=0.0, ignore_eos=True)] * len(asked)
         for way in [*arms][turn % len(arms) :] + [*arms][: turn % len(arms)]:
             arms[way].forget()
-            watched[way].account.last = time.perf_counter()
+            watched[way].account.last, begin = time.perf_counter(), time.process_time()
             answers, seconds = arms[way].ask(asked, params, number)
-            rates[way].append(sum(answer.num_tokens for answer in answers) / seconds)
+            num_tokens = sum(answer.num_tokens for answer in answers)
+            rates[way].append(num_tokens / seconds)
+            costs[way].append((time.process_time() - begin) / num_tokens)
         if turn == 0:  # the controller's first steps, and first touches of memory
             for each in watched.values():
                 each.account = Account(last=time.perf_counter())
-            rates = {way: [] for way in engines}
+            rates, costs = {way: [] for way in engines}, {way: [] for way in engines}
     print(f"\n{number} clients, seconds of all rounds (steps or programs, tokens of each)\n")
     names = sorted({name for each in watched.values() for name in each.account.seconds})
     print("|", " | ".join(["", *watched]), "|\n" + "|---" * (1 + len(watched)) + "|")
@@ -179,9 +183,15 @@ def _measure(number: int, engines: Any, watched: dict[str, Watched], prompts: An
         print("|", " | ".join([name, *cells]), "|")
     print("|", " | ".join(["the host meanwhile", *(f"{each.account.host:.2f}" for each in watched.values())]), "|")
     print("|", " | ".join(["all", *(f"{sum(each.account.seconds.values()):.2f}" for each in watched.values())]), "|")
-    ratios = {way: statistics.median(a / b for a, b in zip(rates[way], rates[PLAIN], strict=True)) for way in watched}
     print("|", " | ".join(["tokens/s", *(f"{statistics.median(rates[way]):.0f}" for way in watched)]), "|")
-    print("|", " | ".join(["to plain", *(f"{ratios[way]:.2f}" for way in watched)]), "|")
+    for name, of_ways in (("to plain", rates), ("processor seconds of a token, to plain", costs)):
+        cells = [_spread([a / b for a, b in zip(of_ways[way], of_ways[PLAIN], strict=True)]) for way in watched]
+        print("|", " | ".join([name, *cells]), "|", flush=True)
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    """Write the median of a ratio over rounds, and its least and greatest."""
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 if __name__ == "__main__":

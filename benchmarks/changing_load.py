@@ -19,8 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import jax
-from over_http import CONTEXT, processor, questions
+from over_http import CONTEXT, MARGIN, processor, questions
 
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.drafters.speculation import parse_speculation
@@ -33,7 +32,9 @@ from specserve.speculative.program import StepProgram
 PHASES = (0, 1, 2, 0, 2, 1, 0)  # processes
 SECONDS, SETTLING = 10.0, 5.0  # of a phase, and those that are left out
 WAYS = ("off", "chain:3")
-PAIRS = 700  # of steps in a record, for each batch
+MAX_TOKENS = 128
+# of a record: seconds of a phase, the ways of calls that follow each other, and how many are kept of each kind
+RECORDED, TURNS, MOST = 5.0, "0000000010000000011111111101111111", 40
 
 
 def spin() -> None:
@@ -55,38 +56,57 @@ def load(number: int) -> Iterator[None]:
             each.join()
 
 
-def record(file: Path, batches: Sequence[int]) -> None:
-    """Time a step of each way in turns, under each phase of the load, and write pairs of seconds by batch and phase."""
+def record(file: Path, clients: Sequence[int]) -> None:
+    """Write the seconds of steps as the controller sees them in each phase of the load, where the ways take turns: for
+    each number of clients, phase and way, the calls behind one of the same way, and those behind one of the other, as
+    the seconds of a step and the number of steps."""
     found: dict[str, Any] = {"processor": processor(), "processes": PHASES, "seconds": SECONDS, "ways": WAYS}
-    runner = measured_engine(load_models("", ""), WAYS[1], num_slots=max(batches), max_model_len=CONTEXT).runner
-    trees = [parse_speculation(way) for way in WAYS]
-    for batch in batches:
-        programs = [StepProgram(batch, runner.shapes.widths[-1], tree) for tree in trees]
-        found[str(batch)] = [_phase(runner, programs, number) for number in PHASES]
+    asked = itertools.cycle(questions(BUNDLED_FOLDER, "pydoc", 60, CONTEXT - MAX_TOKENS - MARGIN))
+    with measured_engine(load_models("", ""), "auto", num_slots=max(clients), max_model_len=CONTEXT) as engine:
+        seen = _take_turns(engine)
+        for number in clients:
+            phases = play(engine, asked, number, MAX_TOKENS, RECORDED, settling=1.0)
+            found[str(number)] = [_calls(seen, number, begin, end) for _, begin, end in phases]
     file.write_text(json.dumps(found, separators=(",", ":")) + "\n")
 
 
-def _phase(runner: Any, programs: Sequence[StepProgram], number: int) -> list[list[float]]:
-    pairs = []
-    with load(number):
-        time.sleep(1.0)  # until the processes have begun
-        end = time.perf_counter() + SECONDS
-        while time.perf_counter() < end:
-            pairs.append([_seconds(runner, program) for program in programs])
-    return [[float(f"{each:.3g}") for each in pair] for pair in pairs[:: max(1, len(pairs) * len(PHASES) // PAIRS)]]
+def _take_turns(engine: Engine) -> list[Any]:
+    """Have the ways of an engine take TURNS, and return the list of what it observes, to which it adds."""
+    choice: Any = engine.rounds.choice
+    choose, observe, seen = choice.choose, choice.observe_seconds, []
+    chain = parse_speculation(WAYS[1])
+    tree = next(each for each in engine.runner.shapes.trees if each and chain and each.num_nodes == chain.num_nodes)
+    turns = itertools.cycle(map(int, TURNS))
+
+    def chosen(decode: Any, *rest: Any) -> Any:
+        choice.step_only((None, tree)[next(turns)])
+        return choose(decode, *rest)
+
+    def observed(program: StepProgram, seconds: float, num_steps: int, *, is_switch: bool) -> None:
+        seen.append((time.perf_counter(), program, float(f"{seconds:.3g}"), num_steps, is_switch))
+        observe(program, seconds, num_steps, is_switch=is_switch)
+
+    choice.choose, choice.observe_seconds = chosen, observed
+    return seen
 
 
-def _seconds(runner: Any, program: StepProgram) -> float:
-    runner.run(program)  # as what follows another program takes longer
-    jax.block_until_ready(runner.state)
-    begin = time.perf_counter()
-    runner.run(program)
-    jax.block_until_ready(runner.state)
-    return time.perf_counter() - begin
+def _calls(seen: list[Any], clients: int, begin: float, end: float) -> list[list[list[tuple[float, int]]]]:
+    """Return what was seen between two times of batches as large as the clients are many."""
+    of_phase = [each for each in seen if begin < each[0] < end and each[1].batch == clients]
+    return [
+        [
+            [(each[2], each[3]) for each in of_phase if (each[1].tree is not None, each[4]) == (way, behind)][:MOST]
+            for behind in (False, True)
+        ]
+        for way in (False, True)
+    ]
 
 
-def play(engine: Engine, prompts: Iterator[list[int]], clients: int, max_tokens: int) -> list[float]:
-    """Have clients ask all the time, and return the answers' tokens/s in each phase."""
+def play(
+    engine: Engine, prompts: Iterator[list[int]], clients: int, max_tokens: int, seconds: float, settling: float
+) -> list[tuple[float, float, float]]:
+    """Have clients ask all the time. Returns for each phase of so many seconds the answers' tokens/s once it has
+    settled, and when that part of it began and ended."""
     free, counts = queue.SimpleQueue[bool](), [0]  # whether to go on, for each client without a question
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
@@ -99,19 +119,20 @@ def play(engine: Engine, prompts: Iterator[list[int]], clients: int, max_tokens:
         while free.get():
             engine.submit(next(prompts), params, on_delta)
 
-    thread, rates = threading.Thread(target=ask), []
+    thread, found = threading.Thread(target=ask), []
     thread.start()
     for _ in range(clients):
         free.put(True)
     for number in PHASES:
         with load(number):
-            time.sleep(SETTLING)
+            time.sleep(settling)
             before, begin = counts[0], time.perf_counter()
-            time.sleep(SECONDS - SETTLING)
-            rates.append((counts[0] - before) / (time.perf_counter() - begin))
+            time.sleep(seconds - settling)
+            end = time.perf_counter()
+            found.append(((counts[0] - before) / (end - begin), begin, end))
     free.put(False)
     thread.join()
-    return rates
+    return found
 
 
 def main() -> None:
@@ -126,7 +147,7 @@ def main() -> None:
         record(given.record, clients)
         return
     models = load_models("", "")
-    asked = questions(BUNDLED_FOLDER, "pydoc", 60, CONTEXT - given.max_tokens - 32)
+    asked = questions(BUNDLED_FOLDER, "pydoc", 60, CONTEXT - given.max_tokens - MARGIN)
     print(f"{processor()}; tokens/s of answers, by the processes beside it")
     with ExitStack() as stack:
         engines = {
@@ -136,8 +157,8 @@ def main() -> None:
         for number in clients:
             print(f"\n| {number} clients |", " | ".join(map(str, PHASES)), "|\n" + "|---" * (1 + len(PHASES)) + "|")
             for way, engine in engines.items():
-                rates = play(engine, itertools.cycle(asked), number, given.max_tokens)
-                print("|", " | ".join([f"`{way}`", *(f"{rate:.0f}" for rate in rates)]), "|", flush=True)
+                phases = play(engine, itertools.cycle(asked), number, given.max_tokens, SECONDS, SETTLING)
+                print("|", " | ".join([f"`{way}`", *(f"{rate:.0f}" for rate, *_ in phases)]), "|", flush=True)
 
 
 if __name__ == "__main__":

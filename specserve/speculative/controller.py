@@ -237,9 +237,12 @@ class Controller:
                 own = confidence[i, :MAX_DEPTH]
                 estimate.surety = self.calibration.observe(estimate.surety, own, surprise, number, MAX_DEPTH)
 
-    def observe_seconds(self, program: StepProgram, seconds: float, *, is_switch: bool = False) -> None:
-        """Learn that a step took so many seconds in service, and whether it came behind one of another program."""
-        self._served.observe(program, seconds, is_switch=is_switch)
+    def observe_seconds(
+        self, program: StepProgram, seconds: float, num_steps: int = 1, *, is_switch: bool = False
+    ) -> None:
+        """Learn that each of so many steps in a row took so many seconds in service, and whether they came behind a
+        step of another program."""
+        self._served.observe(program, seconds, num_steps, is_switch=is_switch)
 
     def _promise(self, forecast: _Forecast, program: StepProgram) -> float:
         return self._tokens(forecast, program.tree) / self._served.seconds(program)

@@ -21,6 +21,8 @@ from specserve.speculative.tree import Tree
 # standard deviations of logarithms
 UNKNOWN = 0.4  # of a factor before anything is seen: half as much again is common, twice as much is rare
 STEP_NOISE = 0.15  # of a step's seconds around what is expected of it
+READ_NOISE = 0.002  # seconds, of when the host reads the result of a call: it may be busy, or wait for a core
+STRETCH = 0.02  # seconds: calls of one program that follow each other are taken together until they take so long
 MOMENT_DRIFT = 0.05  # of the moment, from one step to the next
 OWN_DRIFT = 0.02  # of a step's own factor, for each step of any kind
 MOST_SIGMAS = 3.0  # a step that is further off counts as if it were so far off
@@ -36,6 +38,16 @@ class _Factor:
 
 
 @dataclass(eq=False)
+class _Stretch:
+    """Calls of one program, one behind the other."""
+
+    program: StepProgram
+    is_switch: bool  # the first one came behind a call of another program
+    seconds: float = 0.0
+    num_steps: int = 0
+
+
+@dataclass(eq=False)
 class ServedCosts:
     """Seconds of steps in service, by what they cost when they were measured."""
 
@@ -44,6 +56,7 @@ class ServedCosts:
     _switch: _Factor = field(default_factory=_Factor)  # of a step behind one of another program
     _own: dict[tuple[int, Tree | None], _Factor] = field(default_factory=dict)  # by batch size and tree
     _num_seen: int = 0
+    _stretch: "_Stretch | None" = None  # the last calls, of which nothing is learned yet
 
     def has_seen(self, program: StepProgram) -> bool:
         """Return whether a step of this batch size and tree has run in service."""
@@ -63,25 +76,43 @@ class ServedCosts:
             off = min(own.mean, off)
         return self.measured[program] * math.exp(self._moment.mean + off)
 
-    def observe(self, program: StepProgram, seconds: float, *, is_switch: bool = False) -> None:
-        """Learn that a step took so many seconds; one that `is_switch` came behind a step of another program. Steps
-        that were never measured are ignored."""
-        cost = self.measured.get(program)
-        if cost is None or seconds <= 0:
+    def observe(self, program: StepProgram, seconds: float, num_steps: int = 1, *, is_switch: bool = False) -> None:
+        """Learn that each of so many steps in a row took so many seconds; those that `is_switch` came behind a step of
+        another program. Steps that were never measured are ignored."""
+        if program not in self.measured or seconds <= 0:
             return
+        stretch = self._stretch
+        if stretch is None or stretch.program != program or is_switch:
+            self._end_stretch()
+            stretch = self._stretch = _Stretch(program, is_switch)
+        stretch.seconds += seconds * num_steps
+        stretch.num_steps += num_steps
+        if stretch.seconds >= STRETCH:
+            self._end_stretch()
+
+    def _end_stretch(self) -> None:
+        """Learn what the steps of the last calls took together: one that is read late makes the next one seem as much
+        faster."""
+        stretch, self._stretch = self._stretch, None
+        if stretch is None:
+            return
+        program = stretch.program
         own = self._own.setdefault((program.batch, program.tree), _Factor(self._usual(program)))
-        self._num_seen += 1
+        self._num_seen += stretch.num_steps
         own.variance = min(own.variance + OWN_DRIFT**2 * (self._num_seen - own.last_seen), UNKNOWN**2)
         own.last_seen = self._num_seen
         moment = self._moment
-        moment.variance = min(moment.variance + MOMENT_DRIFT**2, UNKNOWN**2)
+        moment.variance = min(moment.variance + MOMENT_DRIFT**2 * stretch.num_steps, UNKNOWN**2)
         switch = self._switch
         switch.variance = min(switch.variance + OWN_DRIFT**2, UNKNOWN**2)
-        factors = (moment, own, switch) if is_switch else (moment, own)
-        variance = sum(factor.variance for factor in factors) + STEP_NOISE**2
-        bound = MOST_SIGMAS * math.sqrt(variance)
+        factors = (moment, own, switch) if stretch.is_switch else (moment, own)
         expected = sum(factor.mean for factor in factors)
-        surprise = min(max(math.log(seconds / cost) - expected, -bound), bound)
+        took = stretch.seconds / stretch.num_steps / self.measured[program]
+        usual = self.measured[program] * math.exp(expected) * stretch.num_steps
+        noise = STEP_NOISE**2 + (READ_NOISE / usual) ** 2
+        variance = sum(factor.variance for factor in factors) + noise
+        bound = MOST_SIGMAS * math.sqrt(variance)
+        surprise = min(max(math.log(took) - expected, -bound), bound)
         for factor in factors:
             gain = factor.variance / variance
             factor.mean += gain * surprise

@@ -430,27 +430,33 @@ def test_a_draft_far_from_paying_is_not_followed() -> None:
 
 LOAD = json.loads((Path(__file__).parent.parent / "goldens" / "changing_load.json").read_text())
 SETTLING = 5.0  # seconds
+Calls = Sequence[tuple[float, int]]  # seconds of a step, and the number of steps
 
 
-@pytest.mark.parametrize("speedup", [0.7, 1.05, 1.3])
+@pytest.mark.parametrize("speedup", [0.7, 0.95, 1.05, 1.3])
 @pytest.mark.parametrize("batch", [int(each) for each in LOAD if each.isdigit()])
 def test_beside_processes_that_come_and_go_it_is_as_good_as_the_better_of_two_fixed_ways(
     batch: int, speedup: float
 ) -> None:
-    """Seconds of steps recorded by `benchmarks/changing_load.py`, plain and of a chain of three, played again: five
-    seconds after the load has changed, tokens per second are within 5% of those of the way that is better then, for
-    heads that are worth this much when nothing else runs. (Single steps take half as much again by chance.)"""
-    trees, phases = (None, chain(3)), LOAD[str(batch)]
-    usual = [float(np.median([pair[i] for pair in phases[0]])) for i in (0, 1)]
+    """Calls of an engine recorded by `benchmarks/changing_load.py`, plain and of a chain of three, played again: five
+    seconds after the load has changed, the choices are worth within 5% of the way that is better then, by what its
+    steps take on average, for heads that are worth this much when nothing else runs. (What the engine sees of a single
+    call is off by a half: results are read early or late. The costs measured at start were a third too low, and not
+    the same for both.)"""
+    phases = LOAD[str(batch)]
+    usual = [_mean(phases[0][way][0]) for way in (0, 1)]
     head = _worth(speedup * usual[1] / usual[0])
-    programs = [StepProgram(batch, WIDTH, tree) for tree in trees]
+    programs = [StepProgram(batch, WIDTH, tree) for tree in (None, chain(3))]
     ratios = []
     for seed in range(2):
-        controller = Controller({program: min(pair[i] for pair in phases[0]) for i, program in enumerate(programs)})
+        controller = Controller(dict(zip(programs, (0.7 * usual[0], 0.6 * usual[1]), strict=True)), head.rates)
         rng, estimates = np.random.default_rng(seed), [controller.start(None) for _ in range(batch)]
-        chosen = [_play(controller, head, programs, pairs, estimates, rng) for pairs in phases]
-        ratios.append([a / _better(head, pairs) for a, pairs in zip(chosen, phases, strict=True)])
+        ratios.append([_play(controller, head, programs, phase, estimates, rng) for phase in phases])
     assert np.mean(ratios) > 0.95, np.mean(ratios, axis=0)
+
+
+def _mean(calls: Calls) -> float:
+    return sum(seconds * number for seconds, number in calls) / sum(number for _, number in calls)
 
 
 def _worth(tokens: float) -> Head:
@@ -459,30 +465,31 @@ def _worth(tokens: float) -> Head:
     return Head((float(rates[np.argmin(np.abs(1 + rates + rates**2 + rates**3 - tokens))]),))
 
 
-def _better(head: Head, pairs: Sequence[Sequence[float]]) -> float:
-    """The tokens per second of the better way in a phase."""
-    return float(max(head.expected_tokens(t) / np.mean(pairs, axis=0)[i] for i, t in enumerate((None, chain(3)))))
-
-
 def _play(
     controller: Controller,
     head: Head,
     programs: Sequence[StepProgram],
-    pairs: Sequence[Sequence[float]],
+    phase: Sequence[Sequence[Calls]],  # of each way: calls behind one of the same, and behind one of the other
     estimates: list[Estimate],
     rng: np.random.Generator,
 ) -> float:
-    """The expected tokens per second of a sequence in a phase of the load, once it has settled."""
-    now, tokens, seconds, order = 0.0, 0.0, 0.0, itertools.cycle(pairs)
+    """The expected tokens per second in a phase of the load, once it has settled, over those of the better way."""
+    usual = [_mean(calls[0]) for calls in phase]
+    worth = [head.expected_tokens(program.tree) for program in programs]
+    start = int(rng.integers(0, 4))
+    order = [[itertools.cycle([*calls[start:], *calls[:start]]) for calls in way] for way in phase]
+    now, tokens, seconds, last = 0.0, 0.0, 0.0, 0
     while now < LOAD["seconds"]:
         program = controller.choose(estimates, programs)
-        taken = next(order)[programs.index(program)]
-        controller.observe_seconds(program, taken)
-        if program.tree:
+        way = programs.index(program)
+        taken, number = next(order[way][way != last])
+        controller.observe_seconds(program, taken, number, is_switch=way != last)
+        last = way
+        for _ in range(number if program.tree else 0):
             controller.observe(estimates, program.tree, np.array([head.accept(rng, program.tree) for _ in estimates]))
-        now += taken
+        now += number * usual[way]
         if now > SETTLING:
-            tokens, seconds = tokens + head.expected_tokens(program.tree), seconds + taken
-        if rng.random() < 0.02:  # an answer ends
+            tokens, seconds = tokens + number * worth[way], seconds + number * usual[way]
+        if rng.random() < 0.02 * number:  # an answer ends
             estimates[rng.integers(len(estimates))] = controller.start(None)
-    return tokens / seconds
+    return tokens / seconds / max(a / b for a, b in zip(worth, usual, strict=True))

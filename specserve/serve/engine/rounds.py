@@ -284,19 +284,19 @@ class Rounds:
             if both := self._step_beside(decode, prefills[:1]):
                 dispatched, prefills = [*both], prefills[1:]
             else:
-                dispatched = [self._step(decode, work.most_steps)]
+                dispatched = [self._step(decode, work)]
         dispatched += [self._prefill(chunks) for chunks in prefills]
         for each in dispatched:
             for sequence, _ in each.rows.values():
                 sequence.dispatched(*each.tokens)
         self.in_flight.append(dispatched)
 
-    def _step(self, decode: list[Sequence], most_steps: int) -> InFlight:
+    def _step(self, decode: list[Sequence], work: Round) -> InFlight:
         slots, asked, num_steps = [sequence.slot for sequence in decode], _asked(decode), 1
         if any(sequence.request.token_mask is not None for sequence in decode):
             program, handle = self._constrained_step(decode, slots, asked)
         else:
-            program, num_steps = self.choice.choose(decode, slots, most_steps)
+            program, num_steps = self.choice.choose(decode, slots, work)
             is_following = self.choice.is_following
             handle = self.runner.step(slots, program.tree, num_steps=num_steps, **asked, is_following=is_following)
         return InFlight(handle, _awaiting(dict(enumerate(decode))), program, num_steps)
@@ -415,8 +415,8 @@ class Rounds:
             if not steps and each.awaited():
                 raise RuntimeError("the device takes sequences for ended that are not")
             if each.program and steps and len(of_round) == 1 and self._last_read:
-                is_switch = each.program != self._last_program
-                self.choice.observe_seconds(each.program, (now - self._last_read) / len(steps), is_switch=is_switch)
+                is_switch, seconds = each.program != self._last_program, (now - self._last_read) / len(steps)
+                self.choice.observe_seconds(each.program, seconds, len(steps), is_switch=is_switch)
             # the next step began when this one ended, if it was on its way already
             self._last_read = now if len(of_round) == 1 and self.in_flight else 0.0
             self._last_program = each.program

@@ -76,51 +76,54 @@ class Scheduler:
 
     def schedule(self, most_steps: int = 1, *, side_by_side: bool = True, begins: bool = True) -> Round:
         """Plan the next round, and take what it needs: pages for every sequence that decodes (from younger ones, if
-        there are no others), and slots and pages for those that leave the queue. They are pages for `most_steps` steps,
-        or for fewer where more would be in somebody's way. Several prompts of a data rank run `side_by_side` where
-        there are programs for that. Unless it `begins` sequences, those alone that had a slot before leave the
-        queue."""
+        there are no others), and slots and pages for those that leave the queue. They are pages for `most_steps` steps
+        of the way that emits most, or for fewer where more would be in somebody's way. Several prompts of a data rank
+        run `side_by_side` where there are programs for that. Unless it `begins` sequences, those alone that had a slot
+        before leave the queue."""
         self._begins = begins
         preempted: list[Sequence] = []
         decode: list[Sequence] = []
         new_pages: list[PageRow] = []
         ready = [each for each in self.running if not each.is_prefilling and each.num_left > 0]
-        most_steps = self._most_steps(ready, most_steps)
+        most_steps, most_tokens = self._most(ready, most_steps)
         for sequence in ready:  # the oldest takes pages first
-            rows = self._grow(sequence, most_steps, preempted) if sequence.is_running else None
+            rows = self._grow(sequence, max(most_tokens, self._max_step), preempted) if sequence.is_running else None
             if rows is not None:
                 new_pages += rows
                 decode.append(sequence)
-        return Round(preempted, decode, new_pages, self._prefills_of_round(not preempted, side_by_side), most_steps)
+        prefills = self._prefills_of_round(not preempted, side_by_side)
+        return Round(preempted, decode, new_pages, prefills, most_steps, most_tokens)
 
-    def _most_steps(self, ready: Seq[Sequence], most: int) -> int:
-        """Return how many steps these sequences may take in one round: one where a prompt runs or may be admitted next,
-        or where a token mask must see each token, and no more than end before any answer can, or than there are free
-        pages for."""
+    def _most(self, ready: Seq[Sequence], most: int) -> tuple[int, int]:
+        """Return how many steps these sequences may take in one round, and how many tokens these may emit for each: one
+        step where a prompt runs or may be admitted next, or where a token mask must see each token, and no more tokens
+        than end before any answer can, or than there are free pages for. How many steps that are depends on the way
+        that is chosen: a plain one emits a token, whatever the deepest tree does."""
+        one = 1, self._max_step
         if any(each.is_prefilling for each in self.running) or (self._candidates and any(self._free_slots)):
-            return 1
+            return one
         if any(each.request.token_mask is not None for each in ready):
-            return 1
-        most = min([most, *(each.num_left // self._max_step for each in ready)])
+            return one
+        num_tokens = min([most * self._max_step, *(each.num_left for each in ready)])
         missing: Counter[int] = Counter()
         for each in ready:
-            missing[each.data_rank] += self._num_missing(each, most)
+            missing[each.data_rank] += self._num_missing(each, max(num_tokens, self._max_step))
         if any(number > self.pool.available(rank) for rank, number in missing.items()):
-            return 1
-        return max(1, most)
+            return one
+        return most, num_tokens
 
-    def _num_missing(self, sequence: Sequence, num_steps: int) -> int:
-        """Pages that a sequence lacks for so many more steps."""
-        return max(0, self._num_needed(sequence, num_steps) - len(sequence.pages))
+    def _num_missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Pages that a sequence lacks for so many more tokens."""
+        return max(0, self._num_needed(sequence, num_tokens) - len(sequence.pages))
 
-    def _num_needed(self, sequence: Sequence, num_steps: int) -> int:
-        """Pages that a sequence needs for so many more steps, with those that it has."""
-        return self.pool.pages_for(sequence.entries_after(sequence.most_in_flight + num_steps * self._max_step))
+    def _num_needed(self, sequence: Sequence, num_tokens: int) -> int:
+        """Pages that a sequence needs for so many more tokens, with those that it has."""
+        return self.pool.pages_for(sequence.entries_after(sequence.most_in_flight + num_tokens))
 
-    def _grow(self, sequence: Sequence, num_steps: int, preempted: list[Sequence]) -> list[PageRow] | None:
-        """Pages for so many more steps, taken from younger sequences of its data rank if it must; None when it had to
+    def _grow(self, sequence: Sequence, num_tokens: int, preempted: list[Sequence]) -> list[PageRow] | None:
+        """Pages for so many more tokens, taken from younger sequences of its data rank if it must; None when it had to
         give up its own."""
-        missing, rank = self._num_missing(sequence, num_steps), sequence.data_rank
+        missing, rank = self._num_missing(sequence, num_tokens), sequence.data_rank
         while missing > self.pool.available(rank):
             beside = (other for other in self.running if other.data_rank == rank)
             victim = max(beside, key=lambda other: other.rank)
@@ -134,7 +137,7 @@ class Scheduler:
         # be hit together with a window before its end
         committed = max(0, sequence.entries_after(sequence.num_in_flight) - self._cache_lag)
         self._leave_behind(sequence, committed // self.pool.page_size * self.pool.page_size)
-        return self._rows(sequence, begin, self._num_needed(sequence, num_steps))
+        return self._rows(sequence, begin, self._num_needed(sequence, num_tokens))
 
     def _rows(self, sequence: Sequence, begin: int, end: int) -> list[PageRow]:
         """The pages of a sequence from `begin` on that are new, and those up to `end` that get window pages now."""

@@ -143,7 +143,13 @@ class Round:
     decode: list[Sequence]
     new_pages: list[PageRow]  # for `decode`
     prefills: list[tuple[Chunk, ...]]  # of each prefill program: chunks of prompts of the data ranks that have some
-    most_steps: int = 1  # steps that `decode` has pages for
+    most_steps: int = 1  # of `decode`, at once
+    most_tokens: int = 1  # that they may emit for a sequence; `decode` has pages for these
+
+    def num_steps(self, size: int) -> int:
+        """Return how many steps, each of which emits so many tokens for a sequence at most, `decode` may make at
+        once."""
+        return max(1, min(self.most_steps, self.most_tokens // size))
 
     @property
     def chunks(self) -> list[Chunk]:

@@ -7,13 +7,13 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from specserve.drafters.speculation import describe
-from specserve.serve.engine.sequence import Sequence
+from specserve.serve.engine.sequence import Round, Sequence
 from specserve.serve.programs import program_list
 from specserve.serve.programs.runner import PromptPart, Runner
 from specserve.speculative.controller import Controller, Estimate
 from specserve.speculative.program import StepProgram
 from specserve.speculative.slot_state import StepResult
-from specserve.speculative.tree import Tree
+from specserve.speculative.tree import Tree, depth_of
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +108,10 @@ class StepChoice:
             sequence.estimate = self.controller.start(sequence.request.params.speculation)
         return sequence.estimate
 
-    def choose(self, decode: Seq[Sequence], slots: Seq[int], most_steps: int) -> tuple[StepProgram, int]:
-        """Return the next step of these sequences, and how many of them to make at once."""
+    def choose(self, decode: Seq[Sequence], slots: Seq[int], work: Round) -> tuple[StepProgram, int]:
+        """Return the next step of these sequences, and how many of them to make at once in this round."""
         program = self._program(decode, self._choices(slots))
-        num_steps = self._bursts.num_steps(program, most_steps)
+        num_steps = self._bursts.num_steps(program, work.num_steps(1 + depth_of(program.tree)))
         num_steps = self._runner.bounds.num_alike(slots, program.tree, num_steps)
         if self.is_choosing and self.only is None:
             estimates = [self.estimate(sequence) for sequence in decode]
@@ -166,9 +166,10 @@ class StepChoice:
             tree = shapes.only_tree(program.batch)
         return self._runner.mixed_program(slots, tree, parts)
 
-    def observe_seconds(self, program: StepProgram, seconds: float, *, is_switch: bool) -> None:
-        """Learn that a step took so many seconds in service, and whether it came behind one of another program."""
-        self.controller.observe_seconds(program, seconds, is_switch=is_switch)
+    def observe_seconds(self, program: StepProgram, seconds: float, num_steps: int, *, is_switch: bool) -> None:
+        """Learn that each of so many steps of one call took so many seconds in service, and whether they came behind
+        one of another program."""
+        self.controller.observe_seconds(program, seconds, num_steps, is_switch=is_switch)
         self._bursts.observe(program, seconds)
 
     def observe(self, tree: Tree | None, result: StepResult, sequences: dict[int, Sequence]) -> None:

@@ -85,12 +85,14 @@ class Device:
         waiting, ranks = list(scheduler.waiting), {each: self._rank(each) for each in before}
         plan = scheduler.schedule(self.most_steps)
         self._check(plan, before, waiting, ranks)
-        steps, rows = self.rng.randint(1, plan.most_steps), []
+        # of a way, in tokens: some emit fewer than others
+        size = self.rng.randint(1, MAX_STEP) if self.most_steps > 1 else MAX_STEP
+        steps, rows = self.rng.randint(1, plan.num_steps(size)), []
         groups = scheduler.pool.windows.groups
         self.windows.extend(groups, plan.new_pages)
         for sequence in plan.decode:
-            numbers = [self.rng.randint(1, MAX_STEP) for _ in range(steps)]
-            rows.append((sequence, sequence.epoch, steps, steps * MAX_STEP, sum(numbers)))
+            numbers = [self.rng.randint(1, size) for _ in range(steps)]
+            rows.append((sequence, sequence.epoch, steps, steps * size, sum(numbers)))
             for number in numbers:
                 self.windows.commit(groups, sequence, number)
         for side in plan.prefills:
@@ -161,7 +163,7 @@ class Device:
             request = sequence.request
             committed = len(sequence.token_ids) + sequence.most_in_flight - 1
             if sequence in plan.decode:
-                committed += plan.most_steps * MAX_STEP
+                committed += max(plan.most_tokens, MAX_STEP)
                 assert sequence not in plan.preempted
             most = len(request.prompt_ids) + request.max_new_tokens - 1
             assert len(sequence.pages) * PAGE_SIZE >= min(committed, most), "a step would write beside its pages"
@@ -171,11 +173,13 @@ class Device:
             assert own == {self._rank(sequence)}, "a sequence has pages of its data rank alone"
         assert scheduler.pool.num_available == scheduler.pool.num_pages - len(pages)
         assert 1 <= plan.most_steps <= self.most_steps
-        if plan.most_steps > 1:
+        if plan.most_steps > 1 and plan.decode:
             assert not plan.preempted, "pages for more than one step are nobody else's"
             assert not plan.prefills, "a prompt does not wait for more than one step"
-            left = (sequence.num_left for sequence in plan.decode)
-            assert all(plan.most_steps * MAX_STEP <= each for each in left), "all of the steps may count"
+            left = min(sequence.num_left for sequence in plan.decode)
+            for size in range(1, MAX_STEP + 1):  # tokens of a step, of each way
+                most = min(self.most_steps, left // size)
+                assert plan.num_steps(size) == max(1, most), "as many as may count, by what its way can emit"
         for victim in plan.preempted:  # the youngest go first
             beside = [other for other in plan.decode if ranks[other] == ranks[victim]]
             assert all(victim.rank > other.rank for other in beside)
