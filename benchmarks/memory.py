@@ -3,8 +3,8 @@ and of prompts as long as the context, by its resident memory, which is read fro
 
 Run from the checkout: `python benchmarks/memory.py --minutes 10`. What a body costs must be gone when it is answered,
 refused or hung up on. Growth counts from what the server holds when it has seen one of everything: a cache full of
-prompts as long as the context, whose pages take memory from their first use on, and one grammar, for which it compiles
-programs that no server holds before. Linux only.
+prompts as long as the context, whose pages take memory from their first use on, and batches of each size, with a
+grammar and without, whose programs are read when they are used. Linux only.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from server_process import ServerProcess
 
 SAMPLE_SECONDS = 5.0
-SETTLE_SECONDS = 60.0  # in which the programs for grammars are compiled
+SETTLE_SECONDS = 60.0  # in which the programs for grammars are compiled, if no earlier start has
 IDLE_SECONDS = 30.0
 CLIENT_SECONDS = 120.0  # of silence, after which a client gives up
 VOCABULARY = 8000  # token ids below it
@@ -120,6 +120,14 @@ def storm(url: str, rng: random.Random, is_over: threading.Event, seen: Counter[
                 seen[type(error).__name__] += 1
 
 
+def ask_side_by_side(server: ServerProcess) -> None:
+    """Ask as many requests at once as each batch has, with a grammar among them and without."""
+    for number in (1, 2, 4, 8):
+        for form in ({"ignore_eos": True}, {"guided_regex": "(a|b){90}"}):
+            body = {"prompt": ["x"] * number, "max_tokens": 90, **form}
+            server.client.json("/v1/completions", body)
+
+
 def main() -> None:
     """Print what the server held."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -136,10 +144,11 @@ def main() -> None:
         time.sleep(SAMPLE_SECONDS)
         print(f"at start, with its programs: {server.resident_bytes / 1e6:,.0f} MB", flush=True)
         rng = random.Random(options.seed)
-        prompts = [{"prompt": _ids(rng, 3900)} for _ in range(FILLING)]
-        for body in (*prompts, {"prompt": "x", "guided_regex": "(a|b){9}"}):
-            server.client.json("/v1/completions", {"max_tokens": 16, **body})
+        for _ in range(FILLING):
+            server.client.json("/v1/completions", {"max_tokens": 16, "prompt": _ids(rng, 3900)})
+        ask_side_by_side(server)
         time.sleep(SETTLE_SECONDS)
+        ask_side_by_side(server)
         start = server.resident_bytes
         print(f"after one of everything: {start / 1e6:,.0f} MB", flush=True)
         is_over = threading.Event()

@@ -34,7 +34,7 @@ from specserve.serve.engine.pages import Watcher
 from specserve.serve.engine.swap import DraftWeights, HeadForm, LoadedHead, ServedWeights, TargetWeights
 from specserve.serve.fleet.ranks import Follower, Leader, LeadingRunner
 from specserve.serve.programs import program_list
-from specserve.serve.programs.calibrate import cost_file, describe_costs, finish, step_costs
+from specserve.serve.programs.calibrate import Between, cost_file, describe_costs, finish, step_costs
 from specserve.serve.programs.compile_queue import ProgressLog, compile_all
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH
@@ -250,11 +250,11 @@ def make_engine(
 
 def _controller_maker(
     run: ServeRun, target_fingerprint: str, head_fingerprint: str, acceptance: Sequence[float]
-) -> Callable[[Runner], Generator[object, None, Controller | None]]:
+) -> Callable[[Runner], Generator[Between, None, Controller | None]]:
     """Return a function that makes the controller of a runner whose programs are compiled, where the settings leave it
     a choice. It keeps no reference to the models."""
 
-    def make_controller(runner: Runner) -> Generator[object, None, Controller | None]:
+    def make_controller(runner: Runner) -> Generator[Between, None, Controller | None]:
         """Make a controller from the costs of each step on this machine, and from the acceptance of the head's own
         evaluation."""
         if run.speculation != "auto":

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,11 @@ from specserve.speculative.program import StepProgram
 
 logger = logging.getLogger(__name__)
 
-Finish = Iterator[object]  # a generator; what it returns is the controller to go on with, if it is another
+UNUSED_SECONDS = 60.0  # after which a program is let go, of those that are in files
+LOOK_SECONDS = 10.0  # from one look for such programs to the next
+# A generator, which yields between two runs, and the programs of the runs to come, if they must be here by then; what
+# it returns is the controller to go on with, if it is another.
+Finish = Iterator[Sequence[StepProgram] | None]
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,11 @@ class LateWork:
 
 class LatePrograms:
     """The compiling of programs beside an engine that serves. `wake` is called when there is something to `go_on`
-    with. The other methods belong to the engine's thread."""
+    with. The other methods belong to the engine's thread.
+
+    What a process of its own compiles goes into files, and is read when a step would use it; until then the step is
+    made as if the program were still compiled. Each takes about 20 MB, so those that no step has used for a minute are
+    let go."""
 
     def __init__(self, runner: Runner, work: LateWork, wake: Callable[[], None]) -> None:
         self.num_left = len(work.programs)
@@ -37,13 +46,15 @@ class LatePrograms:
         self._has_failed = False  # a program that failed is never used
         self._mask_programs, self._on_compiled = tuple(work.mask_programs), work.on_compiled
         self._finish: Finish | None = None
+        self._reader: Compiler | None = None  # of programs that are away
+        self._next_look = time.monotonic() + LOOK_SECONDS
         self._wake, self._lock = wake, threading.Lock()
         self._compiler = self._in_background(runner, work.programs, self._count)
 
     @property
     def is_finishing(self) -> bool:
-        """Return whether work is left that is done bit by bit."""
-        return self._finish is not None
+        """Return whether work is left that is done bit by bit, and nothing to wait for before it."""
+        return self._finish is not None and not self._is_reading
 
     @property
     def has_masks(self) -> bool:
@@ -57,6 +68,8 @@ class LatePrograms:
 
     def stop(self) -> None:
         self._compiler.stop()
+        if self._reader is not None:
+            self._reader.stop()
 
     def use(self, runner: Runner, on_compiled: Callable[[Runner], Finish] | None, *, has_others: bool) -> None:
         """Go on with a runner of other weights, whose programs are compiled but for those of token masks. With
@@ -68,7 +81,8 @@ class LatePrograms:
 
     def go_on(self, rounds: Rounds) -> None:
         """Do what there is to do between two rounds."""
-        if not self.is_complete and not self.num_left:
+        self._read(rounds.runner)
+        if not self.is_complete and not self.num_left and not self._is_reading:
             self._complete(rounds)
         if self._mask_programs and self.is_complete:  # not while steps are timed
             self._look_for_masks(rounds)
@@ -80,11 +94,24 @@ class LatePrograms:
             if self._on_compiled:
                 self._finish = self._on_compiled(rounds.runner)
         try:
-            next(self._finish)
+            rounds.runner.compiled.require(next(self._finish) or ())
         except StopIteration as end:
             rounds.choice.complete(end.value, is_partial=self._has_failed)
             self.is_complete, self._finish = True, None
             logger.info("all programs are compiled")
+
+    @property
+    def _is_reading(self) -> bool:
+        return self._reader is not None and not self._reader.has_ended
+
+    def _read(self, runner: Runner) -> None:
+        """Begin to read the programs that are away and that steps would use, and let go of those that none uses."""
+        if not self._is_reading and (programs := runner.compiled.to_read()):
+            self._reader = self._in_background(runner, programs).start()
+        if (now := time.monotonic()) >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            if runner.compiled.let_go(UNUSED_SECONDS):
+                host.give_back_freed_memory()
 
     def _look_for_masks(self, rounds: Rounds) -> None:
         """The first request with a token mask is decoded plainly, and has the programs compiled by which it and later
@@ -100,23 +127,32 @@ class LatePrograms:
         programs: Sequence[StepProgram],
         count: Callable[[Exception | None], None] = lambda _error: None,
     ) -> Compiler:
-        """Make a compiler of these programs that works while the engine serves, first at what would be used now.
-        `count` is called on its threads after each."""
+        """Make a compiler of these programs that works while the engine serves, first at what would be used now. Of
+        what is in files it reads nothing else. `count` is called on its threads after each."""
         log, process = ProgressLog(len(programs), "while serving"), CompilingProcess(runner)
 
+        def make(program: StepProgram) -> None:
+            if not process.keep(program) or runner.compiled.is_required(program):
+                process.compile(program)
+                host.give_back_freed_memory()
+
         def on_compiled(program: StepProgram, error: Exception | None) -> None:
-            host.give_back_freed_memory()
             label = runner.shapes.label(program)
             log(label)
             if error is not None:
+                runner.compiled.drop(program)
                 logger.error("%s could not be compiled, so it is never used", label, exc_info=error)
             count(error)
 
+        def on_end() -> None:
+            process.close()
+            self._wake()
+
         return Compiler(
-            process.compile,
+            make,
             programs,
             on_compiled=on_compiled,
-            on_end=process.close,
+            on_end=on_end,
             is_urgent=runner.compiled.is_required,
         )
 

@@ -297,7 +297,7 @@ class Rounds:
             program, handle = self._constrained_step(decode, slots, asked)
         else:
             program, num_steps = self.choice.choose(decode, slots, work)
-            is_following = self.choice.is_following
+            is_following = self.choice.is_following(slots, num_steps)
             handle = self.runner.step(slots, program.tree, num_steps=num_steps, **asked, is_following=is_following)
         return InFlight(handle, _awaiting(dict(enumerate(decode))), program, num_steps)
 
@@ -311,7 +311,7 @@ class Rounds:
         if program is None:
             return None
         self._admit_new(chunks)
-        asked, is_following = _asked(sequences), self.choice.is_following
+        asked, is_following = _asked(sequences), self.choice.is_following(slots)
         step, prompts = self.runner.mixed(program, slots, parts, **asked, is_following=is_following)
         return InFlight(step, _awaiting(dict(enumerate(decode))), program), _prompts_in_flight(prompts, chunks)
 

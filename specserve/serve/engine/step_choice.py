@@ -90,11 +90,13 @@ class StepChoice:
         """Make every step over this tree from now on (None: plainly); without one, as the server chooses."""
         self.only = (tree[0],) if tree else None
 
-    @property
-    def is_following(self) -> bool:
-        """Return whether the draft is to keep up with plain steps. While programs are missing, that by which it would
-        catch up may be one of them."""
-        return not self.is_partial and (not self.is_choosing or self.controller.is_following)
+    def is_following(self, slots: Seq[int], num_steps: int = 1) -> bool:
+        """Return whether the draft is to keep up with so many plain steps of these slots. The program by which it
+        would catch up before them may be missing."""
+        if self.is_partial or (self.is_choosing and not self.controller.is_following):
+            return False
+        program = self._runner.catch_up_before(slots, None, num_steps)
+        return program is None or self._are_ready((program,))
 
     @property
     def estimated_speedup(self) -> float:
@@ -125,13 +127,29 @@ class StepChoice:
         return shapes.step_programs[shapes.batches.size_for(slots), self._runner.bounds.width_of(slots)]
 
     def _program(self, decode: Seq[Sequence], choices: Seq[StepProgram]) -> StepProgram:
+        """Return the best of the choices, or of those that are here: a program that is missing is compiled or read from
+        its file meanwhile."""
+        runner = self._runner
+        if self.is_partial:  # each of them is worth compiling
+            runner.compiled.require(itertools.chain(*(program_list.needed(runner, each) for each in choices)))
+        else:
+            best = self._best(decode, choices)
+            if self._are_ready(program_list.needed(runner, best)):
+                return best
+        plain = StepProgram(choices[0].batch, choices[0].width, runner.shapes.plain)
+        ready = [each for each in choices if program_list.is_compiled(runner, each)]
+        if plain not in ready and (self.is_choosing or not ready):
+            return runner.ready_step(plain)  # a larger one
+        return self._best(decode, ready)
+
+    def _are_ready(self, programs: Seq[StepProgram]) -> bool:
+        """Return whether none of these programs is away. One that is away is required from now on."""
+        away = list(filter(self._runner.compiled.is_away, programs))
+        self._runner.compiled.require(away)
+        return not away
+
+    def _best(self, decode: Seq[Sequence], choices: Seq[StepProgram]) -> StepProgram:
         plain = StepProgram(choices[0].batch, choices[0].width, self._runner.shapes.plain)
-        if self.is_partial:
-            needed = [program_list.needed(self._runner, each) for each in choices]
-            self._runner.compiled.require(itertools.chain(*needed))
-            choices = [each for each in choices if program_list.is_compiled(self._runner, each)]
-            if plain not in choices and (self.is_choosing or not choices):  # a larger plain one is
-                return plain
         if self.only is not None:  # large batches are stepped plainly, where its programs are not compiled for them
             return next((each for each in choices if each.tree == self.only[0]), plain)
         if not self.is_choosing:
@@ -146,10 +164,11 @@ class StepChoice:
         if tree is None or None not in shapes.trees:
             return speculative
         if self.only == (None,):
-            return plain
-        needed = shapes.constrained_step(sizes.batch, tree)
-        if self.is_partial or not all(program in self._runner.compiled for program in needed):
-            return plain
+            return self._runner.ready_step(plain)
+        needed = *program_list.needed(self._runner, speculative)[:-1], *shapes.constrained_step(sizes.batch, tree)
+        is_ready = self._are_ready(needed) and all(program in self._runner.compiled for program in needed)
+        if self.is_partial or not is_ready:
+            return self._runner.ready_step(plain)
         if not self.is_choosing:
             return speculative
         return self.controller.choose([self.estimate(sequence) for sequence in decode], (plain, speculative))

@@ -9,7 +9,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,12 +60,13 @@ def _arrays(params: Any) -> tuple[str, ...]:
 
 
 Costs = dict[StepProgram, float]  # seconds of each step
-Timing = Generator[object, None, Costs]  # yields between two runs
+Between = Sequence[StepProgram] | None  # yielded between two runs: programs that must be here for those to come
+Timing = Generator[Between, None, Costs]
 
 
 def step_costs(runner: Runner, file: Path | None) -> Timing:
-    """Measure the seconds of every compiled step, in a generator that runs two at a time, so that others can run in
-    between.
+    """Measure the seconds of every step, in a generator that runs two at a time, so that others can run in between.
+    Steps that failed to compile are left out, and those in files are read for it.
 
     Noise only ever adds to what a step takes, so the file keeps the least that was seen of each. Where it has all, some
     steps are timed again for about a second: if one takes clearly less than in the file, then that was made on a busy
@@ -73,27 +74,30 @@ def step_costs(runner: Runner, file: Path | None) -> Timing:
     programs = {
         runner.shapes.label(program): program
         for program in program_list.list_programs(runner)
-        if program.kind == "step" and program_list.is_compiled(runner, program)
+        if program.kind == "step" and program_list.is_there(runner, program)
     }
     known = _read(file, programs) if file is not None and file.is_file() else {}
     if known is None:
         logger.warning("%s is damaged; the costs of steps are measured again", file)
     least = dict(known or {})
     if known:
-        cheapest = {label: programs[label] for label in _cheapest(known)}
+        here = {name: known[name] for name, each in programs.items() if program_list.is_compiled(runner, each)}
+        cheapest = {label: programs[label] for label in _cheapest(here)}
         again = yield from _time(runner, cheapest, AGAIN_ROUNDS)
         _keep_least(least, again)
         if any(seconds < BUSY_RATIO * known[name] for name, seconds in again.items()):
             logger.info("steps take less than %s says: it was made on a busy machine, and is made again", file)
             known = {}
     if not known:
+        yield list(programs.values())
+        programs = {label: each for label, each in programs.items() if program_list.is_compiled(runner, each)}
         _keep_least(least, (yield from _time(runner, programs, ROUNDS)))
     if file is not None:
         _write(file, least)
     return {program: least[label] for label, program in programs.items()}
 
 
-def finish(timing: Generator[object, None, Result]) -> Result:
+def finish(timing: Generator[Between, None, Result]) -> Result:
     """Run a generator to its end, and return its result."""
     while True:
         try:
@@ -104,7 +108,7 @@ def finish(timing: Generator[object, None, Result]) -> Result:
 
 def _time(
     runner: Runner, programs: Mapping[str, StepProgram], num_rounds: int
-) -> Generator[object, None, dict[str, float]]:
+) -> Generator[None, None, dict[str, float]]:
     """Time the programs over nothing but padding, in turns, and return the least time of each, by label."""
     seconds: dict[str, list[float]] = {label: [] for label in programs}
     timed = 1 if jax.default_backend() == "cpu" else QUEUED

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from specserve.kernels import native
 from specserve.mesh import on_mesh
 from specserve.pytree import pytree
 from specserve.serve.programs.placement import Placement
@@ -28,6 +29,9 @@ _STATIC: Mapping[Kind, tuple[str, ...]] = {  # the fields of a program that its 
     "proposal": ("tree", "width"),
     "verification": ("tree", "width"),
 }
+# XLA's older code generation and LLVM's first level take half of the time, and steps are as fast where native kernels
+# make their products (docs/log)
+_QUICK: Mapping[str, Any] = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 1}
 
 
 @pytree
@@ -47,10 +51,15 @@ class Call:
     function: Any  # jitted
     arguments: tuple[Any, ...]  # pytrees of arrays, or of their shapes
     static: dict[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # of XLA's compiler
 
     def lower(self) -> jax.stages.Lowered:
         """Trace the function for arguments of these shapes. Their values are not read, so donated arrays will do."""
         return self.function.lower(*jax.tree.map(shape_of, self.arguments), **self.static)
+
+    def compile(self) -> jax.stages.Compiled:
+        """Trace the function, and compile it."""
+        return self.lower().compile(dict(self.options))
 
 
 def shape_of(x: jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic) -> jax.ShapeDtypeStruct:
@@ -83,6 +92,8 @@ class Calls:
             bound = functools.partial(on_mesh(place.mesh, function), config)
             return jax.jit(bound, donate_argnums=donated, static_argnames=static, out_shardings=outputs)
 
+        is_native = native.is_available() and place.mesh is None and not config.target.is_recurrent
+        self._options = _quick_options() if is_native else {}
         self._always: Mapping[Kind, Mapping[str, Any]] = {"empty state": sizes, "step": {"most": most_steps}}
         self._functions: Mapping[Kind, Any] = {
             # one program: the cache must not be whole on one device of a mesh, not for a moment
@@ -104,7 +115,20 @@ class Calls:
         kind = program.kind
         static = {name: getattr(program, name) for name in _STATIC.get(kind, ())}
         static.update(self._always.get(kind, {}))
-        return Call(program, self._functions[kind], arguments, static)
+        return Call(program, self._functions[kind], arguments, static, self._options)
+
+
+@functools.cache
+def _quick_options() -> Mapping[str, Any]:
+    """Return the options by which XLA compiles quickly; none where this XLA has no such options, or where JAX's own
+    settings say how much to optimise."""
+    if jax.config.values["jax_disable_most_optimizations"]:  # type: ignore[attr-defined]
+        return {}
+    try:
+        jax.jit(lambda: 0).lower().compile(dict(_QUICK))
+    except jax.errors.JaxRuntimeError:
+        return {}
+    return _QUICK
 
 
 def _steps(

@@ -41,8 +41,10 @@ class CompiledPrograms:
         self._compiled: dict[StepProgram, Any] = {}
         self._in_progress: dict[StepProgram, Future[Any]] = {}
         self._required: dict[StepProgram, float] = {}  # when a step would last have used it
+        self._used: dict[StepProgram, float] = {}  # when each compiled one was last called, or came
+        self._set_aside: set[StepProgram] = set()
         self._lock = threading.Lock()
-        self.num_missed = 0  # compiled because a call needed them
+        self.num_missed = 0  # compiled, and not only read from a file, because a call needed them
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -62,6 +64,34 @@ class CompiledPrograms:
     def require(self, programs: Iterable[StepProgram]) -> None:
         """Note that the steps of this moment would use these programs if they were compiled."""
         self._required.update(dict.fromkeys(programs, time.monotonic()))
+
+    def set_aside(self, program: StepProgram) -> None:
+        """Note that the program is in its file, and need be here only while steps use it."""
+        self._set_aside.add(program)
+
+    def drop(self, program: StepProgram) -> None:
+        """Note that the program can be neither read nor made, so that no step waits for it."""
+        self._set_aside.discard(program)
+
+    def is_away(self, program: StepProgram) -> bool:
+        """Return whether the program is set aside and not here: it is to be read before a step uses it."""
+        return program not in self._compiled and program in self._set_aside
+
+    def to_read(self) -> list[StepProgram]:
+        """List the programs that are away and that steps of late would have used."""
+        for program in list(self._required):
+            if program in self._compiled:
+                self._required.pop(program, None)
+        return [program for program in list(self._required) if self.is_away(program) and self.is_required(program)]
+
+    def let_go(self, seconds: float) -> int:
+        """Let go of the programs that are set aside and that no step has used for so long. Returns how many."""
+        before = time.monotonic() - seconds
+        gone = [program for program in list(self._set_aside) if self._used.get(program, math.inf) < before]
+        with self._lock:
+            for program in gone:
+                del self._compiled[program], self._used[program]
+        return len(gone)
 
     def is_required(self, program: StepProgram) -> bool:
         """Return whether steps of late would have used the program."""
@@ -85,8 +115,9 @@ class CompiledPrograms:
         """Call the program, which is compiled first if it is missing."""
         compiled = self._compiled.get(call.program)
         if compiled is None:
-            self.num_missed += 1
+            self.num_missed += not self.is_kept(call)
             compiled = self.compile(call)
+        self._used[call.program] = time.monotonic()
         jax.monitoring.record_event(DISPATCH_EVENT, program=repr(call.program))
         return compiled(*call.arguments)
 
@@ -110,11 +141,12 @@ class CompiledPrograms:
                 del self._in_progress[call.program]
                 if future.exception() is None:
                     self._compiled[call.program] = future.result()
+                    self._used[call.program] = time.monotonic()
         return future.result()
 
     def _make(self, call: Call) -> Any:
         if self._cache is None:
-            return call.lower().compile()
+            return call.compile()
         found = self._cache.load(call)
         return self._cache.compile(call) if found is None else found
 
@@ -155,6 +187,11 @@ class Compiler:
             if thread.ident is not None:
                 thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether every program is done."""
+        return not self._num_left
 
     def stop(self) -> None:
         """Begin no other program. What is being compiled on these threads cannot be interrupted."""

@@ -37,18 +37,28 @@ class CompilingProcess:
     def __init__(self, runner: Runner) -> None:
         self._runner, self._lock = runner, threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._waiting: dict[StepProgram, Future[str]] = {}  # the failure, or an empty text
+        self._waiting: dict[StepProgram, Future[str]] = {}  # as `_ask` returns or raises
         self._is_closed = self._has_failed = False
         self._is_useful = runner.compiled.is_keeping and _can_be_kept(runner)
 
-    def compile(self, program: StepProgram) -> None:
-        """Do what `Runner.compile` does, without taking time from what this process serves. After `close` nothing is
-        compiled any more."""
+    def keep(self, program: StepProgram) -> bool:
+        """Have the process compile a program into its file, if there is none yet. Returns whether it can be read from
+        there: not where there can be no such process, nor after `close`. What can be read is set aside, unless
+        everything depends on it. Raises JaxRuntimeError where the program cannot be compiled."""
         call = self._runner.call(program)
         if self._is_useful and not self._runner.compiled.is_kept(call):
             failure = self._ask(program)
             if not self._is_closed and not self._runner.compiled.is_kept(call):
                 self._give_up(failure or "it has kept no file")
+        is_kept = self._is_useful and not self._is_closed
+        if is_kept and not self._runner.shapes.is_plain(program):
+            self._runner.compiled.set_aside(program)
+        return is_kept
+
+    def compile(self, program: StepProgram) -> None:
+        """Do what `Runner.compile` does, without taking time from what this process serves. After `close` nothing is
+        compiled any more. Raises what `keep` and `Runner.compile` raise."""
+        self.keep(program)
         if self._is_closed:
             return
         if not self._is_useful:
@@ -63,7 +73,8 @@ class CompilingProcess:
                 self._process.kill()
 
     def _ask(self, program: StepProgram) -> str:
-        """Have the process keep a program. Returns what went wrong, or an empty text."""
+        """Have the process keep a program. Returns what is wrong with the process, or an empty text. Raises
+        JaxRuntimeError where the program is at fault."""
         with self._lock:
             try:
                 if self._is_closed:
@@ -106,7 +117,11 @@ class CompilingProcess:
         with contextlib.suppress(EOFError, pickle.UnpicklingError, KeyError):
             while True:
                 program, failure = pickle.load(process.stdout)
-                self._waiting.pop(program).set_result(failure)
+                answer = self._waiting.pop(program)
+                if failure:
+                    answer.set_exception(jax.errors.JaxRuntimeError(failure))
+                else:
+                    answer.set_result("")
         process.kill()
         with process, said:
             status = process.wait()

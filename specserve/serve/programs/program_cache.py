@@ -85,8 +85,8 @@ class ProgramCache:
 
     def compile(self, call: Call) -> Any:
         """Compile a program, and keep it in a file."""
-        lowered, hits = call.lower(), _of_jax.num_hits
-        compiled = lowered.compile()
+        hits = _of_jax.num_hits
+        compiled = call.compile()
         # XLA writes only a part of what it has itself read from a file, so what a compilation cache of JAX's had stays
         # there
         if _of_jax.num_hits == hits:

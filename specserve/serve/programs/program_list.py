@@ -58,6 +58,11 @@ def is_compiled(runner: Runner, program: StepProgram) -> bool:
     return all(each in runner.compiled for each in needed(runner, program))
 
 
+def is_there(runner: Runner, program: StepProgram) -> bool:
+    """Return whether a step could run now or once its programs have been read from their files."""
+    return all(each in runner.compiled or runner.compiled.is_away(each) for each in needed(runner, program))
+
+
 def mask_programs(runner: Runner) -> tuple[StepProgram, ...]:
     """List the programs that requests with token masks need, and that are not compiled yet."""
     return tuple(each for each in list_programs(runner) if each.is_for_masks and each not in runner.compiled)

@@ -228,7 +228,7 @@ class Runner:
         try:
             self.reset()
             for tree in self.shapes.trees_for(1):
-                self.run(self._step_program((), tree, self.shapes.widths[0]))
+                self.run(self.ready_step(StepProgram(min(self.shapes.batch_sizes), self.shapes.widths[0], tree)))
             jax.block_until_ready(self.state)
         except Exception as error:
             self.state = None
@@ -365,7 +365,8 @@ class Runner:
         if tree is not None or is_following:
             self._catch_up(slots, tree, num_steps)
         batches = self.shapes.batches
-        program = self._step_program(slots, tree, self.bounds.width_of(slots, (num_steps - 1) * (1 + depth_of(tree))))
+        width = self.bounds.width_of(slots, (num_steps - 1) * (1 + depth_of(tree)))
+        program = self.ready_step(StepProgram(batches.size_for(slots), width, tree))
         bits = batches.fill_masks(slots, allowed, program.batch)
         result = self.run(program, batches.pad(slots, program.batch), num_steps, bits)
         rows, on_read = batches.rows(slots, program.batch), self.bounds.stepped(slots, tree, num_steps)
@@ -413,18 +414,23 @@ class Runner:
             draft = self.config.drafter.forget(self.state.draft)
             self.state = dataclasses.replace(self.state, draft=draft)
 
+    def catch_up_before(self, slots: Sequence[int], tree: Tree | None, num_steps: int) -> StepProgram | None:
+        """Return the program by which the drafter reads what is pending, where it must before so many steps."""
+        if not self.bounds.must_catch_up(slots, tree, num_steps):
+            return None
+        return self.inputs.catch_up_for(self.shapes.batches.size_for(slots), tree)
+
     def _catch_up(self, slots: Sequence[int], tree: Tree | None, num_steps: int) -> None:
-        if self.bounds.must_catch_up(slots, tree, num_steps):
-            padded = self.shapes.batches.pad(slots)
-            self.run(self.inputs.catch_up_for(len(padded), tree), padded)
+        if program := self.catch_up_before(slots, tree, num_steps):
+            self.run(program, self.shapes.batches.pad(slots))
             self.bounds.caught_up(slots)
 
-    def _step_program(self, slots: Sequence[int], tree: Tree | None, width: int) -> StepProgram:
-        """Return the smallest program that is compiled of those that make a step of these slots over so many pages."""
-        least = self.shapes.batches.size_for(slots)
-        widths = [each for each in self.shapes.widths if each >= width]
-        sizes = [size for size in self.shapes.batch_sizes if size >= least]
-        return self.compiled.first(StepProgram(size, each, tree) for each, size in itertools.product(widths, sizes))
+    def ready_step(self, least: StepProgram) -> StepProgram:
+        """Return the smallest step that is here of those that do what this one does; itself where there is none."""
+        widths = [width for width in self.shapes.widths if width >= least.width]
+        sizes = [size for size in self.shapes.batch_sizes if size >= least.batch]
+        programs = (StepProgram(size, width, least.tree) for width, size in itertools.product(widths, sizes))
+        return self.compiled.first(programs)
 
 
 def _drafter(shapes: Shapes, head: Head | None) -> Drafter | None:

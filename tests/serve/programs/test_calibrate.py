@@ -26,13 +26,16 @@ class _FakeRunner(SimpleNamespace):
     def __init__(self, seconds: dict[StepProgram, float], clock: list[float]) -> None:
         super().__init__(state=jnp.zeros(1), shapes=_Names("shapes"), config="config", place="here")
         self.inputs = _inputs(Weights(jnp.zeros(1), None))
-        self.seconds, self.clock, self.ran = seconds, clock, []
+        self.seconds, self.clock, self.ran, self.away = seconds, clock, list[StepProgram](), set[StepProgram]()
 
     def programs(self) -> list[StepProgram]:
         return [StepProgram(kind="admission"), *self.seconds, MISSING]
 
-    def is_compiled(self, program: StepProgram) -> bool:
+    def is_there(self, program: StepProgram) -> bool:
         return program != MISSING
+
+    def is_compiled(self, program: StepProgram) -> bool:
+        return program not in (MISSING, *self.away)
 
     def run(self, program: StepProgram) -> None:
         self.ran.append(program)
@@ -68,6 +71,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> _FakeRunner:
     clock = [0.0]
     monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(program_list, "list_programs", _FakeRunner.programs)
+    monkeypatch.setattr(program_list, "is_there", _FakeRunner.is_there)
     monkeypatch.setattr(program_list, "is_compiled", _FakeRunner.is_compiled)
     return _FakeRunner(SECONDS, clock)
 
@@ -100,6 +104,32 @@ def test_looking_again_takes_about_a_second(runner: Any, tmp_path: Path, monkeyp
     monkeypatch.setattr(calibrate, "AGAIN_SECONDS", IN_A_ROW * AGAIN_ROUNDS * (0.010 + 0.011) + 1e-6)
     assert _costs(runner, tmp_path / "x.json") == pytest.approx(costs)
     assert runner.ran == _in_a_row([StepProgram(1, 8), StepProgram(2, 8)]) * AGAIN_ROUNDS, "the cheapest"
+
+
+def test_steps_in_files_are_read_only_where_all_are_timed(runner: Any, tmp_path: Path) -> None:
+    """What is known of them holds; where nothing is, they are here before they are timed, but for one that fails."""
+    file, [first, *others], asked = tmp_path / "x.json", list(SECONDS), list[Any]()
+
+    def costs() -> dict[Any, float]:
+        timing = step_costs(runner, file)
+        while True:
+            try:
+                if (programs := next(timing)) is not None:
+                    asked.append(programs)
+                    runner.away = {others[-1]}
+            except StopIteration as end:
+                return end.value
+
+    runner.away = {*others}
+    assert costs() == pytest.approx({shape: SECONDS[shape] for shape in SECONDS if shape != others[-1]})
+    file.unlink()
+    runner.ran.clear()
+    runner.away = set()
+    _costs(runner, file)
+    runner.ran.clear()
+    runner.away = {*others}
+    assert costs() == pytest.approx(SECONDS)
+    assert (asked, set(runner.ran)) == ([list(SECONDS)], {first})
 
 
 def test_costs_of_a_busy_machine_do_not_stay(runner: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

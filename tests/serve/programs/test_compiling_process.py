@@ -19,6 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from specserve import host
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
+from specserve.serve.engine import late as late_module
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.interface import EngineStats
 from specserve.serve.engine.late import LateWork
@@ -29,6 +30,7 @@ from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import ADMISSION, PAGE_TABLE, Runner
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.program import StepProgram
+from specserve.speculative.tree import chain
 
 LET_WAIT = host.let_wait
 
@@ -62,15 +64,28 @@ def _refuse(call: Call) -> Any:
     raise AssertionError(f"{call.program} was traced")
 
 
-def _answers(runner: Runner, late: Sequence[StepProgram]) -> tuple[list[list[int]], EngineStats]:
-    """Serve once the late programs are there; it returns the answers, and what is counted then."""
-    work, counts = LateWork(late), list[int]()
+def _answers(runner: Runner, late: Sequence[StepProgram]) -> tuple[list[list[list[int]]], EngineStats]:
+    """Serve once the late programs are in files, once they are read, and once they are let go at every look; it returns
+    the answers of each time, and what is counted then."""
+    work, counts, num_before = LateWork(late), list[int](), len(runner.compiled)
     engine = Engine(runner, None, model_name="tiny", eos_ids=(2,), late=work)
     with serving(engine) if not late else engine:
         wait_until(lambda: counts.append(engine.stats().num_programs_left) or counts[-1] == 0)
         wait_until(lambda: engine._late.is_complete)
         assert counts == sorted(counts, reverse=True)
-        return [inbox.token_ids for inbox in run(engine, ASKS)], engine.stats()
+        assert len(runner.compiled) == num_before, "nothing has asked for what is in files"
+        answers = [[inbox.token_ids for inbox in run(engine, ASKS)]]
+        wait_until(lambda: not runner.compiled.to_read())
+        before = engine.stats().num_steps_by_speculation
+        answers.append([inbox.token_ids for inbox in run(engine, ASKS)])
+        assert set(engine.stats().num_steps_by_speculation - before) == {"chain:3"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(late_module, "UNUSED_SECONDS", 0.0)
+            patch.setattr(late_module, "LOOK_SECONDS", 0.0)
+            engine._late._next_look = 0.0
+            answers.append([inbox.token_ids for inbox in run(engine, ASKS)])
+            wait_until(lambda: len(runner.compiled) == num_before)
+        return answers, engine.stats()
 
 
 def test_what_the_process_compiles_is_what_this_one_would(
@@ -85,12 +100,31 @@ def test_what_the_process_compiles_is_what_this_one_would(
         patch.setattr(Call, "lower", _refuse)
         tokens, stats = _answers(runner, [program for program in programs if program not in first])
     assert (stats.num_late_compiles, stats.num_programs_left) == (0, 0)
-    assert set(stats.num_steps_by_speculation) == {"chain:3"}
     assert not caplog.records
     jax.config.update("jax_enable_compilation_cache", True)  # quicker
     alone = make(None)
     compile_all(alone.compile, programs)
-    assert _answers(alone, ())[0] == tokens
+    with serving(Engine(alone, None, model_name="tiny", eos_ids=(2,))) as engine:
+        assert tokens == [[inbox.token_ids for inbox in run(engine, ASKS)]] * 3
+
+
+def test_a_program_that_fails_is_named_and_the_others_are_kept(
+    make: Callable[..., Runner], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that no compiler takes, in the process: it is told once, what comes behind it is compiled there, and nothing
+    here."""
+    runner = make()
+    fails = StepProgram(1, runner.shapes.max_pages, kind="proposal")  # of no tree
+    programs = [PAGE_TABLE, fails, ADMISSION, StepProgram(1, runner.shapes.max_pages, chain(3))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Call, "lower", _refuse)
+        engine = Engine(runner, None, model_name="tiny", eos_ids=(2,), late=LateWork(programs))
+        with serving(engine):
+            wait_until(lambda: engine._late.is_complete)
+    [record] = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "could not be compiled" in record.getMessage()
+    assert all(runner.compiled.is_kept(runner.call(program)) for program in programs if program is not fails)
 
 
 @pytest.mark.parametrize("end", [lambda child: child.kill(), lambda child: child.stdin.close()], ids=["killed", "left"])

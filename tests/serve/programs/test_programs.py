@@ -4,6 +4,7 @@ import logging
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from specserve import host
 from specserve.serve.programs import compile_queue
 from specserve.serve.programs.calls import Call
 from specserve.serve.programs.compile_queue import CompiledPrograms, Compiler, ProgressLog, compile_all
+from specserve.serve.programs.program_cache import ProgramCache
 from specserve.speculative.program import StepProgram
 
 SCALE = StepProgram(7)
@@ -34,7 +36,7 @@ class _Function:
             raise self.error
         return self
 
-    def compile(self) -> Any:
+    def compile(self, _options: Any = None) -> Any:
         return lambda x: x + 1
 
 
@@ -94,9 +96,9 @@ def test_compiling_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     barrier = threading.Barrier(3, timeout=60)
 
     class Together(_Function):
-        def compile(self) -> Any:
+        def compile(self, _options: Any = None) -> Any:
             barrier.wait()
-            return super().compile()
+            return super().compile(_options)
 
     compiled = CompiledPrograms()
     _compile_all(compiled, [Together() for _ in range(6)])
@@ -145,6 +147,36 @@ def test_what_steps_would_use_now_is_compiled_first(monkeypatch: pytest.MonkeyPa
     compiled.require([StepProgram(5)])
     assert Compiler(compile_one, programs, is_urgent=compiled.is_required).start().join(60)
     assert order == [5, 4, 7, 1, 2, 3, 6], "what was asked for long ago is not"
+
+
+def test_what_is_in_files_is_here_while_steps_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read again, which is no compile while serving; what is not set aside stays."""
+    clock = [0.0]
+    monkeypatch.setattr(compile_queue.time, "monotonic", lambda: clock[0])
+    compiled = CompiledPrograms(ProgramCache(tmp_path, (), jax.devices()[:1]))
+    stays, used, unused = (Call(StepProgram(i), jax.jit(lambda x: x + 1), (jnp.zeros(2 + i),)) for i in range(3))
+    for call in (stays, used, unused):
+        compiled.compile(call)
+    for call in (used, unused):
+        compiled.set_aside(call.program)
+    clock[0] = 9.0
+    compiled.run(used)
+    clock[0] = 11.0
+    assert compiled.let_go(10.0) == 1
+    assert [call.program in compiled for call in (stays, used, unused)] == [True, True, False]
+    assert [compiled.is_away(call.program) for call in (stays, used, unused)] == [False, False, True]
+    assert not compiled.to_read(), "no step has asked for it"
+    assert compiled.first(iter([unused.program, used.program])) == used.program
+    assert compiled.to_read() == [unused.program]
+    compiled.compile(unused)
+    assert not compiled.to_read()
+    clock[0] = 40.0
+    assert compiled.let_go(10.0) == 2
+    assert compiled.run(unused).tolist() == [1.0] * 4
+    assert compiled.num_missed == 0
+    compiled.require([used.program])
+    compiled.drop(used.program)  # its file could not be read, nor made
+    assert not compiled.to_read()
 
 
 def test_a_compiler_that_is_stopped_ends_after_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
