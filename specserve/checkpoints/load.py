@@ -149,9 +149,8 @@ def load_target(
 
 
 def has_own_head(quantization: str, platform: str = "", *, is_one_device: bool) -> bool:
-    """Return whether a tied output head is a matrix of its own, in few bits as an untied one is: on one CPU, whose
-    steps multiply by such a matrix. What is trained and captured there is what serves there. Without a platform it is
-    that of this process's programs."""
+    """Return whether a tied output head is a matrix of its own, in few bits as an untied one is: on one CPU, where
+    steps multiply by it, and training and captures too. Without a platform it is that of this process's programs."""
     return quantization != "none" and is_one_device and (platform or program_platform()) == "cpu"
 
 

@@ -57,9 +57,8 @@ def other_target(
     params = dataclasses.replace(given, layers=tuple(each_layer(given.layers)))
     if params.head is not None and spec.head is None:
         raise ConfigError("target: it has an output head, and the one that is served is tied to the embedding")
-    params = checked(params, spec, "target", config.dtype)
-    if mesh is not None:
-        params = jax.device_put(params, place_target(config, spec, mesh))
+    place = None if mesh is None else place_target(config, spec, mesh)
+    params = checked(params, spec, "target", config.dtype, place)
     if quantization != "none":
         if has_own_head(quantization, is_one_device=mesh is None):
             params = with_own_head(params)
@@ -67,8 +66,9 @@ def other_target(
     return dataclasses.replace(served, params=params)
 
 
-def checked(given: Tree, spec: Tree, what: str, dtype: str) -> Tree:
-    """Return parameters as arrays in the dtypes that their specs have in a model of this one. Raises ConfigError or
+def checked(given: Tree, spec: Tree, what: str, dtype: str, place: Any | None) -> Tree:
+    """Return parameters as arrays in the dtypes that their specs have in a model of this one, on the default device or
+    where they are to be placed. Raises ConfigError or
     CheckpointError, which name what is missing, has another shape or is not a number."""
     expected, structure = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)
     found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(given)}
@@ -83,7 +83,7 @@ def checked(given: Tree, spec: Tree, what: str, dtype: str) -> Tree:
         more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
         raise ConfigError(f"{what}: {listed(wrong[:MOST_NAMED])}{more}")
     arrays = [jnp.asarray(leaf).astype(each.dtype(dtype)) for (_, each), leaf in zip(expected, leaves, strict=True)]
-    params = jax.tree.unflatten(structure, arrays)
+    params = jax.device_put(jax.tree.unflatten(structure, arrays), place or jax.devices()[0])
     check_weights(params, spec, what)
     return params
 

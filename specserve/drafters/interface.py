@@ -155,9 +155,8 @@ def other_head(served: Head, params: Any, *, quantization: Quantization, mesh: M
     """Return a head with other parameters in so many bits, as `checkpoints.update.other_target` does a target."""
     if quantization == "stored":
         raise ConfigError("the head is served as its files store it, so give the folder of the new version")
-    params = checked(params, served.drafter.spec(), "draft", served.drafter.dtype)
-    if mesh is not None:
-        params = jax.device_put(params, served.drafter.place(mesh))
+    place = None if mesh is None else served.drafter.place(mesh)
+    params = checked(params, served.drafter.spec(), "draft", served.drafter.dtype, place)
     if quantization != "none":
         params = in_few_bits(params, quantization)
     return dataclasses.replace(served, params=params)

@@ -13,7 +13,7 @@ FP4_CODES = np.full(256, 255, np.uint8)  # by the byte of a double; 255: no doub
 FP4_CODES[FP4_DOUBLES[::-1].view(np.uint8)] = np.arange(16, dtype=np.uint8)[::-1]
 _MIDDLE = 8  # the code of zero
 _TOGETHER = 8  # blocks whose scales of two levels share a factor
-_LARGEST = 127  # of the numbers that are multiplied by it
+_LEAST, _LARGEST = -128, 127  # of the numbers that are multiplied by it
 _BYTE_PAIRS = 8  # inputs of a 4-bit lane where tiles multiply; elsewhere the codes of four outputs and two inputs
 
 
@@ -128,14 +128,15 @@ def _as_products(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     whole = units.astype(np.int64)
     divisor = np.maximum(np.gcd.reduce(whole, axis=-2, keepdims=True), 1)
     numbers = whole // divisor
-    largest = np.abs(numbers).max(axis=-2, keepdims=True)
-    if largest.max(initial=0) > _LARGEST:
+    least, largest = numbers.min(axis=-2, keepdims=True), numbers.max(axis=-2, keepdims=True)
+    if least.min(initial=0) < _LEAST or largest.max(initial=0) > _LARGEST:
         return None
     parts = np.ones_like(divisor)
     left = np.nonzero(~_are_halves(divisor))
-    for count in range(2, _LARGEST + 1):
+    for count in range(2, -_LEAST + 1):
         rest = divisor[left] // count
-        fits = (rest * count == divisor[left]) & (largest[left] * count <= _LARGEST) & _are_halves(rest)
+        fits = (least[left] * count >= _LEAST) & (largest[left] * count <= _LARGEST)
+        fits &= (rest * count == divisor[left]) & _are_halves(rest)
         parts[tuple(axis[fits] for axis in left)] = count
         left = tuple(axis[~fits] for axis in left)
     if left[0].size:

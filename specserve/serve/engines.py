@@ -79,7 +79,7 @@ def answering_engine(
         speculation=speculation or ("auto" if may_pay else "off"),
         max_slots=num_slots,
         max_model_len=max_model_len,
-        max_queue=2 * num_slots,
+        max_queue=max(8, 2 * num_slots),  # two calls at once are sent ahead of one slot too
         constrained=False,
         early_ready=False,
     )

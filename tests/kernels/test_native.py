@@ -98,10 +98,11 @@ def _weight(rng: np.random.Generator, kind: str, d_in: int, d_out: int) -> jax.A
 
 
 def _two_levels(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Scales as of Q4_K and Q6_K: of eight blocks a float16 number times whole ones of 7 bits with a sign. Some are all
-    zero, of some the largest common factor is more than float16 holds."""
+    """Scales as of Q4_K and Q6_K: of eight blocks a float16 number times whole ones of 7 bits, or of 8 with a sign,
+    whose largest is then -128. Some are all zero, of some the largest common factor is more than float16 holds."""
     factors = rng.uniform(1e-5, 1e-4, (-(-shape[0] // 8), shape[1])).astype(np.float16)
     whole = rng.integers(-64, 64, shape)
+    whole[::8, 2::5] = -128
     whole[:8, ::5] = 0
     whole[:, 1::5] = rng.integers(-3, 4, whole[:, 1::5].shape) * 21
     return np.repeat(factors.astype(np.float32), 8, axis=0)[: shape[0]] * whole.astype(np.float32)

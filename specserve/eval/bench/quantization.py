@@ -113,12 +113,10 @@ def measure_losses(
 ) -> list[QuantizationLoss]:
     """Measure each quantisation of the settings, one after the other, behind the floats themselves. `load` loads the
     target in a form. Raises ConfigError, DataError, CheckpointError or SpecServeError."""
-    floats: _Served | None = None
+    floats = _serve(run, load(FLOATS), FLOATS, prompts, None, on_progress)
     losses = []
-    for quantization in dict.fromkeys((FLOATS, *run.quantization)):
-        served = _serve(run, load(quantization), quantization, prompts, floats, on_progress)
-        floats = floats or served
-        losses.append(_compare(floats, served))
+    for quantization in dict.fromkeys((FLOATS, *run.quantization)):  # the floats once more, as the others
+        losses.append(_compare(floats, _serve(run, load(quantization), quantization, prompts, floats, on_progress)))
     return losses
 
 

@@ -153,9 +153,10 @@ struct Shared {
   std::mutex mutex;
   std::condition_variable all_done;
 
-  void work() {
+  // Returns whether there was a place for the thread: no more help than the work is worth.
+  bool work() {
     const size_t first = joined.fetch_add(1);
-    if (first >= ranges.size()) return;  // more come than the work is worth
+    if (first >= ranges.size()) return false;
     bool is_prepared = false;
     for (size_t i = 0; i < ranges.size(); ++i) {
       Range& range = ranges[(first + i) % ranges.size()];
@@ -171,6 +172,7 @@ struct Shared {
         }
       }
     }
+    return true;
   }
 
   void wait() {
@@ -191,14 +193,15 @@ class Helpers {
   // Has so many threads of the pool help with a call, if they come in time.
   void help(ffi::ThreadPool& pool, int64_t threads, const std::shared_ptr<Shared>& shared) {
     int64_t asked = 0;
+    uint64_t call = 0;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       latest_ = shared;
-      calls_.fetch_add(1, std::memory_order_release);
+      call = calls_.fetch_add(1, std::memory_order_release) + 1;
       asked = std::max<int64_t>(0, threads - staying_);
       staying_ += asked;
     }
-    for (; asked > 0; --asked) pool.Schedule([this] { stay(); });
+    for (; asked > 0; --asked) pool.Schedule([this, shared, call] { stay(shared, call); });
   }
 
  private:
@@ -206,25 +209,24 @@ class Helpers {
   static constexpr auto kWhile = std::chrono::microseconds(50);
   static constexpr auto kLost = std::chrono::microseconds(20);  // between two looks: another thread had the core
 
-  void stay() {
-    for (uint64_t seen = 0; true;) {
-      std::shared_ptr<Shared> shared;
-      {
-        std::lock_guard<std::mutex> lock(mutex_);
-        const uint64_t calls = calls_.load(std::memory_order_relaxed);
-        if (calls == seen) {
-          --staying_;
-          return;
-        }
-        seen = calls, shared = latest_;
-      }
-      shared->work();
+  // Helps with a call, then with the ones that come meanwhile, and leaves when one has no place for it.
+  void stay(std::shared_ptr<Shared> shared, uint64_t seen) {
+    while (true) {
+      const bool had_place = shared->work();
+      shared.reset();
       const auto begin = Clock::now();
-      for (auto last = begin, now = begin; calls_.load(std::memory_order_acquire) == seen; last = now) {
+      for (auto last = begin, now = begin; had_place && calls_.load(std::memory_order_acquire) == seen; last = now) {
         pause();
         now = Clock::now();
         if (now - begin > kWhile || now - last > kLost) break;
       }
+      std::lock_guard<std::mutex> lock(mutex_);
+      const uint64_t calls = calls_.load(std::memory_order_relaxed);
+      if (calls == seen) {
+        --staying_;
+        return;
+      }
+      seen = calls, shared = latest_;
     }
   }
 

@@ -44,13 +44,17 @@ class Changes:
             self._next = self._asked.get_nowait()
         return self._next is not None and self._next.is_patient
 
-    def make_next(self, is_at_rest: Callable[[], bool]) -> bool:
+    def make_next(self, is_at_rest: Callable[[], bool], *, is_paused: bool) -> bool:
         """Make the oldest change, if there is one that need not wait for what has begun to end. Returns whether there
-        was. Raises what the change raises, but for a ConfigError, which only the thread that asked gets."""
-        if (self.holds_back and not is_at_rest()) or self._next is None:
+        was. Raises what the change raises, but for a ConfigError, which only the thread that asked gets; it gets one
+        too where the change would wait in vain, because the engine is paused."""
+        is_waiting = self.holds_back and not is_at_rest()
+        if self._next is None or (is_waiting and not is_paused):
             return False
         change, self._next = self._next, None
         try:
+            if is_waiting:
+                raise ConfigError("the engine is paused, so nothing that has begun will end; let it go on first")
             change.make()
         except Exception as error:
             change.done.set_exception(error)

@@ -20,8 +20,8 @@ from specserve.serve.engine.input_processor import InputProcessor
 from specserve.serve.engine.interface import DraftInfo, EngineStats
 from specserve.serve.engine.late import LatePrograms, LateWork
 from specserve.serve.engine.options import EngineOptions
-from specserve.serve.engine.rest import PARTS, Part, PauseMode, Rest
-from specserve.serve.engine.rounds import Rounds
+from specserve.serve.engine.rest import PauseMode, Rest
+from specserve.serve.engine.rounds import PARTS, Part, Rounds
 from specserve.serve.engine.scheduler import Scheduler
 from specserve.serve.engine.swap import DraftWeights, ServedWeights, Swaps, TargetWeights, UpdateMode
 from specserve.serve.programs.runner import Runner
@@ -88,7 +88,7 @@ class Engine:
         self._late = LatePrograms(runner, late, self._wake.set)
         self._changes = Changes(self._wake.set, self._check_ready)
         self._swaps = Swaps(weights, self.rounds, self._late, self._changes, self._check_ready)
-        self._rest = Rest(self.rounds, self._changes, self._swaps.wait_for_programs)
+        self._rest = Rest(self.rounds, self._changes, self._swaps)
         self._has_died = self._is_stopping = self._is_flushing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -194,10 +194,6 @@ class Engine:
         stay. May be called from any thread, and returns the version's name (`version`, or a number) when it serves.
         Raises ConfigError or CheckpointError where anything is wrong with it, and then nothing has changed;
         CapacityError when the engine stops meanwhile."""
-        if "weights" in self._rest.asleep:
-            raise ConfigError("the weights are off the device; wake them up first")
-        if mode == "drain" and self.is_paused and not self.rounds.is_at_rest():
-            raise ConfigError("the engine is paused, so nothing that has begun will end; update it with mode continue")
         return self._swaps.update(target, draft, version=version, mode=mode)
 
     @property
@@ -206,7 +202,7 @@ class Engine:
 
     @property
     def is_sleeping(self) -> bool:
-        return bool(self._rest.asleep)
+        return bool(self.rounds.asleep)
 
     def pause(self, mode: PauseMode = "abort") -> None:
         self._rest.pause(mode)
@@ -293,7 +289,7 @@ class Engine:
             self._is_flushing = False
             self.rounds.flush_cache()
         try:
-            while self._changes.make_next(self.rounds.is_at_rest):
+            while self._changes.make_next(self.rounds.is_at_rest, is_paused=self._rest.is_paused):
                 self.runner = self.rounds.runner
             if self._rest.is_paused:
                 self.rounds.drop_cancelled()

@@ -74,7 +74,9 @@ class LatePrograms:
     def use(self, runner: Runner, on_compiled: Callable[[Runner], Finish] | None, *, has_others: bool) -> None:
         """Go on with a runner of other weights, whose programs are compiled but for those of token masks. With
         `has_others` they are other ones than those before, and `on_compiled` has what is left to do."""
-        self._compiler.stop()
+        self.stop()
+        # the ones before hold the runner before, with its weights
+        self._compiler, self._reader = self._in_background(runner, ()), None
         self._mask_programs = mask_programs(runner)
         if has_others:
             self.is_complete, self._has_failed, self._on_compiled = False, False, on_compiled
@@ -106,8 +108,9 @@ class LatePrograms:
 
     def _read(self, runner: Runner) -> None:
         """Begin to read the programs that are away and that steps would use, and let go of those that none uses."""
-        if not self._is_reading and (programs := runner.compiled.to_read()):
-            self._reader = self._in_background(runner, programs).start()
+        if not self._is_reading:
+            programs = runner.compiled.to_read()
+            self._reader = self._in_background(runner, programs, reads=True).start() if programs else None
         if (now := time.monotonic()) >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             if runner.compiled.let_go(UNUSED_SECONDS):
@@ -126,13 +129,15 @@ class LatePrograms:
         runner: Runner,
         programs: Sequence[StepProgram],
         count: Callable[[Exception | None], None] = lambda _error: None,
+        *,
+        reads: bool = False,
     ) -> Compiler:
-        """Make a compiler of these programs that works while the engine serves, first at what would be used now. Of
-        what is in files it reads nothing else. `count` is called on its threads after each."""
+        """Make a compiler of these programs that works while the engine serves, first at what would be used now. Unless
+        it `reads` all that is in files, it reads nothing else of it. `count` is called on its threads after each."""
         log, process = ProgressLog(len(programs), "while serving"), CompilingProcess(runner)
 
         def make(program: StepProgram) -> None:
-            if not process.keep(program) or runner.compiled.is_required(program):
+            if reads or not process.keep(program) or runner.compiled.is_required(program):
                 process.compile(program)
                 host.give_back_freed_memory()
 

@@ -10,14 +10,16 @@ import functools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Literal, TypedDict
 
+import jax
 import numpy as np
 
 from specserve.drafters.speculation import describe
+from specserve.errors import ConfigError, first_line
 from specserve.serve.engine.delivery import Delivery, take_scores
 from specserve.serve.engine.interface import ROUND_SIZES, EngineStats
 from specserve.serve.engine.options import sampler_rows, token_rows
@@ -35,6 +37,8 @@ from specserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+Part = Literal["weights", "kv_cache"]
+PARTS: tuple[Part, ...] = ("weights", "kv_cache")  # of what an engine has on its device
 ROUNDS_AHEAD = 1  # dispatched and not read while the next one is made
 
 
@@ -138,6 +142,7 @@ class Rounds:
         self._num_missed = runner.compiled.num_missed
         self._most_steps, self._tokenizer = most_steps, tokenizer
         self.version, self._num_versions = "0", 1  # of the weights
+        self.asleep: frozenset[Part] = frozenset()  # the parts that are off the device
         # of the step before: when it was read, if the device went on without a pause (0: it did not), and its program
         self._last_read, self._last_program = 0.0, None
 
@@ -177,7 +182,8 @@ class Rounds:
         ones stay."""
         self._end_running(FinishReason.ERROR, f"the device failed: {error}")
         self.scheduler.pool.flush()
-        self.runner.reset()
+        if "kv_cache" not in self.asleep:
+            self.runner.reset()
         self._counters.num_rebuilds += 1
         self._wait_start = 0.0
 
@@ -194,6 +200,7 @@ class Rounds:
         self.land()
         self.retract()
         runner.take_over(self.runner)
+        runner.take_off(self.asleep)
         self.runner, self._num_missed, self._last_read = runner, runner.compiled.num_missed, 0.0
         self.delivery.use(runner)
         shapes, cache_lag = runner.shapes, runner.config.max_pending
@@ -216,6 +223,22 @@ class Rounds:
         flight."""
         self.scheduler.preempt_all()
         self.scheduler.pool.flush()
+
+    def lie_down(self, parts: Collection[Part]) -> None:
+        """Take these parts off the device. Nothing may run, and nothing may be cached."""
+        self.runner.take_off(set(parts) - self.asleep)
+        self.asleep |= frozenset(parts)
+
+    def get_up(self, parts: Collection[Part]) -> None:
+        """Bring these parts back, one after another. Raises ConfigError where the device has no room for one."""
+        for part in PARTS:
+            if part in self.asleep and part in parts:
+                try:
+                    self.runner.bring_back(part)
+                except jax.errors.JaxRuntimeError as error:
+                    self.runner.take_off((part,))
+                    raise ConfigError(f"{part} cannot be brought back to the device: {first_line(error)}") from error
+                self.asleep -= {part}
 
     def drop_cancelled(self) -> None:
         """End the sequences whose clients have left."""

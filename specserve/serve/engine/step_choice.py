@@ -143,10 +143,10 @@ class StepChoice:
         return self._best(decode, ready)
 
     def _are_ready(self, programs: Seq[StepProgram]) -> bool:
-        """Return whether none of these programs is away. One that is away is required from now on."""
+        """Return whether none of these programs is away or lost. One that is away is required from now on."""
         away = list(filter(self._runner.compiled.is_away, programs))
         self._runner.compiled.require(away)
-        return not away
+        return not away and not any(map(self._runner.compiled.is_lost, programs))
 
     def _best(self, decode: Seq[Sequence], choices: Seq[StepProgram]) -> StepProgram:
         plain = StepProgram(choices[0].batch, choices[0].width, self._runner.shapes.plain)

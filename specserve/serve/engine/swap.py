@@ -5,7 +5,8 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -93,8 +94,8 @@ class Swaps:
             raise ConfigError("this engine cannot replace its head; start another one with it")
         if self._rounds.runner.shapes.is_deterministic:
             raise ConfigError("a deterministic server never computes an answer's keys again, so its head stays")
-        with self._one:
-            self.wait_for_programs()
+        with self.alone():
+            self._check_awake()
             loaded, runner = self.weights.load_head(folder), self._rounds.runner
             beside = runner.with_head(loaded.head, loaded.trees)
             self._prepare(beside, f"for the head {loaded.info.name}")
@@ -122,8 +123,8 @@ class Swaps:
             raise ConfigError("this engine runs in several processes, so its weights stay; start another one with them")
         if mode == "continue" and self._rounds.runner.shapes.is_deterministic:
             raise ConfigError("a deterministic server never computes an answer's keys again; update it with mode drain")
-        with self._one:
-            self.wait_for_programs()
+        with self.alone():
+            self._check_awake()
             runner = self._rounds.runner
             other, head = self.weights.read(self._form if runner.shapes.uses_head else None, target, draft)
             beside = runner.with_weights(other and other.params, head)
@@ -138,11 +139,20 @@ class Swaps:
         logger.info("the weights are version %s now", name)
         return name
 
-    def wait_for_programs(self) -> None:
-        """Wait until none is compiled or timed that a change would be in the way of."""
-        while not self._late.is_complete:  # those of the weights before are still compiled or timed
-            self._check()
-            time.sleep(CHECK_SECONDS)
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let no other swap be made meanwhile, from when all programs are compiled and timed."""
+        with self._one:
+            while not self._late.is_complete:
+                self._check()
+                time.sleep(CHECK_SECONDS)
+            if self.weights.read is None and self.weights.load_head is None:
+                raise ConfigError("the weights of this engine, which may run in several processes, stay on its devices")
+            yield
+
+    def _check_awake(self) -> None:
+        if "weights" in self._rounds.asleep:
+            raise ConfigError("the weights are off the device; wake them up first")
 
     def _prepare(self, beside: Runner, why: str) -> None:
         """Compile the programs that other weights need and that are missing, beside a runner that is at work and at the

@@ -43,6 +43,7 @@ class CompiledPrograms:
         self._required: dict[StepProgram, float] = {}  # when a step would last have used it
         self._used: dict[StepProgram, float] = {}  # when each compiled one was last called, or came
         self._set_aside: set[StepProgram] = set()
+        self._dropped: set[StepProgram] = set()
         self._lock = threading.Lock()
         self.num_missed = 0  # compiled, and not only read from a file, because a call needed them
 
@@ -70,8 +71,13 @@ class CompiledPrograms:
         self._set_aside.add(program)
 
     def drop(self, program: StepProgram) -> None:
-        """Note that the program can be neither read nor made, so that no step waits for it."""
+        """Note that the program can be neither read nor made, so that no step waits for it, and none uses it."""
         self._set_aside.discard(program)
+        self._dropped.add(program)
+
+    def is_lost(self, program: StepProgram) -> bool:
+        """Return whether the program is not here, and will not be."""
+        return program in self._dropped and program not in self._compiled
 
     def is_away(self, program: StepProgram) -> bool:
         """Return whether the program is set aside and not here: it is to be read before a step uses it."""

@@ -39,17 +39,25 @@ TIMED_ROUNDS = 5
 
 @dataclass(frozen=True)
 class _OnHost:
-    """An array in the host's memory, and where it was."""
+    """An array in the host's memory; programs are still compiled for its shape."""
 
     values: np.ndarray
-    place: Sharding
+    sharding: Sharding  # where it was
 
     @classmethod
-    def of(cls, array: jax.Array) -> "_OnHost":
-        return cls(np.array(array), array.sharding)
+    def of(cls, array: "jax.Array | _OnHost") -> "_OnHost":
+        return cls(np.array(array), array.sharding) if isinstance(array, jax.Array) else array
 
-    def put(self) -> jax.Array:
-        return jax.device_put(self.values, self.place)
+    def put(self: "jax.Array | _OnHost") -> jax.Array:
+        return self if isinstance(self, jax.Array) else jax.device_put(self.values, self.sharding)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.values.dtype
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,10 @@ class Layouts:
         return self._changed(change)
 
     def on_host(self) -> "Layouts":
-        """Return the same weights in the host's memory, with what is needed to bring them back."""
+        """Return the same weights in the host's memory, with what is needed to bring them back. On one CPU they are
+        there already, in large pages."""
+        if _is_on_one_cpu(self.mesh):
+            return self
         return self._changed(lambda weights, _arrange: jax.tree.map(_OnHost.of, weights))
 
     def on_devices(self) -> "Layouts":

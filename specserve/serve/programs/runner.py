@@ -140,6 +140,7 @@ class Runner:
                     free,
                 )
             self.left_out.add(program)
+            self.compiled.drop(program)
             return
         self.compiled.compile(self.call(program))
 
@@ -174,12 +175,16 @@ class Runner:
         if "weights" in parts:
             self.inputs = self._inputs(self.inputs.layouts.on_host())
 
-    def bring_back(self, parts: Collection[str]) -> None:
-        """Bring back what was taken off: the weights as they were, and an empty state."""
-        if "weights" in parts:
-            self.inputs = self._inputs(self.inputs.layouts.on_devices())
-        if "kv_cache" in parts:
+    def bring_back(self, part: str) -> None:
+        """Bring back what was taken off: the weights as they were, or an empty state. Raises JaxRuntimeError where the
+        devices have no room."""
+        if part == "weights":
+            layouts = self.inputs.layouts.on_devices()
+            jax.block_until_ready(layouts.distinct)
+            self.inputs = self._inputs(layouts)
+        else:
             self.reset()
+            jax.block_until_ready(self.state)
 
     def beyond_repair(self, error: Exception | None = None) -> Exception | None:
         """Return why no `reset` can help any more, `error` being that of a step that has just failed. None: it can."""

@@ -2,7 +2,9 @@
 ran, was cached or was compiled before, and a version that does not fit changes nothing."""
 
 import dataclasses
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,17 +31,20 @@ from engines import (
 )
 from rounding import assert_within
 
-from specserve.checkpoints.load import Target, to_numpy
+from specserve.checkpoints.load import Target, load_target, to_numpy
 from specserve.checkpoints.tensors import write_tensors
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CheckpointError, ConfigError
+from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.models.target import target_spec
 from specserve.serve import launch
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.swap import HeadForm, ServedWeights
 from specserve.serve.launch import Models
+from specserve.serve.programs.layouts import make_layouts
 from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import make_shapes
 from specserve.serve.requests.request import FinishReason, SamplingParams
 
 PROMPT = tuple(int(i) for i in np.random.default_rng(2).integers(3, 64, 40))
@@ -114,15 +119,15 @@ def _whole(target: Target) -> dict[str, Callable[[Path], Any]]:
     }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("given", ["parameters", "of NumPy", "by name", "folder"])
+@pytest.mark.parametrize(
+    ("way", "given"),
+    [*((way, "parameters") for way in WAYS), *(("chain:3", given) for given in ("of NumPy", "by name", "folder"))],
+)
 def test_what_is_asked_after_an_update_is_answered_as_by_a_fresh_engine(
     runner: Runner, tiny_target: Target, tiny_head: Head, moved: Target, old: Reference, new: Reference,
     way: str, given: str, tmp_path: Path,
 ) -> None:  # fmt: skip
     """Also where the old version has cached the prompts, and back again; and nothing compiles."""
-    if given != "parameters" and way != "chain:3":
-        pytest.skip("how it is given has nothing to do with how is speculated")
     asks = _asks(old, new)
     with serving(_engine(runner, tiny_target, tiny_head, way)) as engine:
         assert engine.weight_version == "0"
@@ -348,7 +353,7 @@ def test_an_engine_that_sleeps_gives_the_device_back_and_answers_later(
 
         engine.sleep(parts)
         assert engine.is_sleeping
-        assert on_device() == ["weights" not in parts, "kv_cache" not in parts]
+        assert on_device() == [True, "kv_cache" not in parts], "a CPU's weights are in the host's memory already"
         with pytest.raises(ConfigError, match=f"off the device: {', '.join(sorted(parts))}; wake it up first"):
             engine.resume()
         _wait_in_vain(inboxes)
@@ -391,3 +396,81 @@ def test_log_probabilities_are_those_of_a_training_forward_of_the_same_version(
                 chosen = np.take_along_axis(expected, np.array(inbox.token_ids)[:, None], axis=-1)[:, 0]
                 bound = 2 * tiny.tolerance(target, ids).max()
                 assert_within(found, chosen, bound)
+
+
+def test_weights_of_a_mesh_come_back_where_they_were(tiny_target: Target) -> None:
+    mesh = parse_mesh("tensor=2", SERVING_AXES)
+    layouts = make_layouts(load_target(tiny_target.folder, dtype="float32", mesh=mesh, is_served=True), None, mesh)
+    away = layouts.on_host()
+    assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(away.distinct))
+    shapes, others = (jax.tree.leaves(each.described().distinct) for each in (layouts, away))
+    assert shapes == others, "programs are compiled for the same shapes"
+    for back in (away.on_devices(), away.on_host().on_devices().on_devices()):  # also where some are there already
+        for ours, before in zip(*map(jax.tree.leaves, (back.distinct, layouts.distinct)), strict=True):
+            assert ours.sharding == before.sharding
+            np.testing.assert_array_equal(ours, before)
+
+
+def test_nothing_waits_for_an_end_that_cannot_come(
+    runner: Runner, tiny_target: Target, tiny_head: Head, moved: Target, old: Reference, new: Reference
+) -> None:
+    """Of a paused engine: the change is refused, also where the pause came while it waited, and later ones are made."""
+    asks = _asks(old, new)
+    with serving(_engine(runner, tiny_target, tiny_head, "chain:3")) as engine, ThreadPoolExecutor(1) as pool:
+        inboxes = [submit(engine, ask)[1] for ask in asks]
+        inboxes[0].wait_for_first()
+        engine.pause("keep")
+        for wait in (lambda: engine.update_weights(moved.params, mode="drain"), lambda: engine.pause("wait")):
+            with pytest.raises(ConfigError, match="paused, so nothing that has begun will end"):
+                pool.submit(wait).result(PATIENCE)
+        engine.resume()
+        for ask, inbox in zip(asks, inboxes, strict=True):
+            old.check(ask, inbox)
+
+
+def test_the_version_before_is_let_go(tiny_target: Target, tiny_head: Head, moved: Target) -> None:
+    """An engine holds one version, whatever it has compiled, read or timed."""
+    own = dataclasses.replace(tiny_target, params=jax.tree.map(jnp.copy, tiny_target.params))
+    runner = make_runner(own, tiny_head, "chain:3", num_slots=1, has_constrained=False)
+    del own
+    compile_programs(runner)
+    with serving(_engine(runner, tiny_target, tiny_head, "chain:3")) as engine:
+        held = weakref.ref(runner.inputs.layouts.one.target.norm)
+        del runner
+        engine.update_weights(moved.params)
+        gc.collect()
+        assert held() is None
+
+
+def test_a_deterministic_engine_computes_no_keys_again(tiny_target: Target, tiny_head: Head, moved: Target) -> None:
+    shapes = make_shapes(
+        (parse_speculation("chain:3"),),
+        tiny_target.config,
+        num_slots=2,
+        max_model_len=96,
+        page_size=8,
+        num_pages=24,
+        is_deterministic=True,
+    )
+    runner = Runner(tiny_target, tiny_head, shapes, has_constrained=False)
+    compile_programs(runner)
+    ask = Ask(PROMPT[:20], greedy(40, ignore_eos=True))
+    with serving(_engine(runner, tiny_target, tiny_head, "chain:3")) as engine:
+        [expected] = run(engine, [ask])
+        _, inbox = submit(engine, ask)
+        inbox.wait_for_first()
+        engine.pause("keep")
+        for change in (
+            lambda: engine.pause("retract"),
+            engine.sleep,
+            lambda: engine.update_weights(moved.params, mode="continue"),
+        ):
+            with pytest.raises(ConfigError, match="never computes an answer's keys again"):
+                change()
+        engine.resume()
+        inbox.wait()
+        assert inbox.token_ids == expected.token_ids
+        engine.update_weights(moved.params, mode="drain")
+        engine.sleep()
+        engine.wake()
+        assert run(engine, [ask])[0].token_ids != expected.token_ids

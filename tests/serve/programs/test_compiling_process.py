@@ -111,7 +111,7 @@ def test_what_the_process_compiles_is_what_this_one_would(
 def test_a_program_that_fails_is_named_and_the_others_are_kept(
     make: Callable[..., Runner], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that no compiler takes, in the process: it is told once, what comes behind it is compiled there, and nothing
+    """One that no compiler takes, in the process: it is named once, what comes behind it is compiled there, and nothing
     here."""
     runner = make()
     fails = StepProgram(1, runner.shapes.max_pages, kind="proposal")  # of no tree

@@ -9,7 +9,8 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 
 from specserve.errors import CheckpointError, ConfigError, RequestError
-from specserve.serve.engine.rest import PARTS, Part, PauseMode
+from specserve.serve.engine.rest import PauseMode
+from specserve.serve.engine.rounds import PARTS, Part
 from specserve.serve.engine.swap import DraftWeights, TargetWeights, UpdateMode
 from specserve.serve.http.admin.routes import Status
 from specserve.serve.http.openai.fields import Body, UnsupportedFields
