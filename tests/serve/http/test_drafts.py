@@ -58,7 +58,13 @@ def _check_trees(inbox: Inbox) -> int:
 
 
 def test_origins_and_trees_say_what_the_steps_did(runner: Runner) -> None:
-    with serving(make_engine(runner, Dice(1))) as engine:
+    """Also where an answer ends within an accepted path, which depends on when requests come: so they come again."""
+    assert any(_ends_within_a_path(runner, seed) for seed in range(1, 9)), "none ended within a path"
+
+
+def _ends_within_a_path(runner: Runner, seed: int) -> bool:
+    """Check what is said of answers by steps of any kind, and return whether one of them ended within a path."""
+    with serving(make_engine(runner, Dice(seed))) as engine:
         inboxes = run(engine, [*_asks(), *_asks(speculation=0)])
     for inbox in inboxes:
         _check_origins(inbox)
@@ -68,7 +74,7 @@ def test_origins_and_trees_say_what_the_steps_did(runner: Runner) -> None:
     assert all(depth == 0 for inbox in plain for delta in inbox.deltas for depth in delta.draft_depths)
     assert any(delta.num_accepted > 1 for inbox in inboxes for delta in inbox.deltas)
     lasts = [inbox.deltas[-1] for inbox in spoken]
-    assert any(last.tree and last.num_accepted == len(last.token_ids) for last in lasts), "none ended within a path"
+    return any(last.tree and last.num_accepted == len(last.token_ids) for last in lasts)
 
 
 def test_the_accepted_path_is_that_of_the_tree_where_tokens_are_repeated() -> None:
