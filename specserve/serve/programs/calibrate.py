@@ -89,7 +89,7 @@ def step_costs(runner: Runner, file: Path | None) -> Timing:
             logger.info("steps take less than %s says: it was made on a busy machine, and is made again", file)
             known = {}
     if not known:
-        yield list(programs.values())
+        yield [each for program in programs.values() for each in program_list.needed(runner, program)]
         programs = {label: each for label, each in programs.items() if program_list.is_compiled(runner, each)}
         _keep_least(least, (yield from _time(runner, programs, ROUNDS)))
     if file is not None:

@@ -58,6 +58,7 @@ def _inputs(weights: Weights) -> SimpleNamespace:
 
 
 MISSING = StepProgram(2, 32, chain(7))  # could not be compiled
+CATCH_UP = StepProgram(2, kind="catch-up")
 SECONDS = {
     StepProgram(1, 8): 0.010,
     StepProgram(1, 8, chain(3)): 0.014,
@@ -73,6 +74,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> _FakeRunner:
     monkeypatch.setattr(program_list, "list_programs", _FakeRunner.programs)
     monkeypatch.setattr(program_list, "is_there", _FakeRunner.is_there)
     monkeypatch.setattr(program_list, "is_compiled", _FakeRunner.is_compiled)
+    monkeypatch.setattr(program_list, "needed", lambda _runner, program: [CATCH_UP, program])
     return _FakeRunner(SECONDS, clock)
 
 
@@ -107,7 +109,8 @@ def test_looking_again_takes_about_a_second(runner: Any, tmp_path: Path, monkeyp
 
 
 def test_steps_in_files_are_read_only_where_all_are_timed(runner: Any, tmp_path: Path) -> None:
-    """What is known of them holds; where nothing is, they are here before they are timed, but for one that fails."""
+    """What is known of them holds; where nothing is, they are here before they are timed, but for one that fails, and so
+    is what they need before them: else a step whose drafter must catch up is never timed, and never chosen."""
     file, [first, *others], asked = tmp_path / "x.json", list(SECONDS), list[Any]()
 
     def costs() -> dict[Any, float]:
@@ -129,7 +132,8 @@ def test_steps_in_files_are_read_only_where_all_are_timed(runner: Any, tmp_path:
     runner.ran.clear()
     runner.away = {*others}
     assert costs() == pytest.approx(SECONDS)
-    assert (asked, set(runner.ran)) == ([list(SECONDS)], {first})
+    needed = [each for shape in SECONDS for each in (CATCH_UP, shape)]
+    assert (asked, set(runner.ran)) == ([needed], {first})
 
 
 def test_costs_of_a_busy_machine_do_not_stay(runner: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
