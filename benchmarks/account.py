@@ -62,9 +62,9 @@ class Watched:
         rounds: Any = self._rounds
         rounds.run, rounds._read, rounds._dispatch = self._run, self._read, self._dispatch
 
-    def _run(self) -> bool:
+    def _run(self, **how: Any) -> bool:
         begin = time.thread_time()
-        found = self._run_round()
+        found = self._run_round(**how)
         self.account.host += time.thread_time() - begin
         return found
 

@@ -109,8 +109,8 @@ def test_looking_again_takes_about_a_second(runner: Any, tmp_path: Path, monkeyp
 
 
 def test_steps_in_files_are_read_only_where_all_are_timed(runner: Any, tmp_path: Path) -> None:
-    """What is known of them holds; where nothing is, they are here before they are timed, but for one that fails, and so
-    is what they need before them: else a step whose drafter must catch up is never timed, and never chosen."""
+    """What is known of them holds; where nothing is, they are here before they are timed, but for one that fails, and
+    so is what they need before them: else a step whose drafter must catch up is never timed, and never chosen."""
     file, [first, *others], asked = tmp_path / "x.json", list(SECONDS), list[Any]()
 
     def costs() -> dict[Any, float]:
