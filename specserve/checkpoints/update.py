@@ -68,8 +68,8 @@ def other_target(
 
 def checked(given: Tree, spec: Tree, what: str, dtype: str, place: Any | None) -> Tree:
     """Return parameters as arrays in the dtypes that their specs have in a model of this one, on the default device or
-    where they are to be placed. Raises ConfigError or
-    CheckpointError, which name what is missing, has another shape or is not a number."""
+    where they are to be placed. Raises ConfigError or CheckpointError, which name what is missing, has another shape or
+    is not a number."""
     expected, structure = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)
     found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(given)}
     leaves = [found.pop(jax.tree_util.keystr(path), None) for path, _ in expected]
