@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from specserve.drafters.interface import TrainedDrafter
-from specserve.kernels.gather import take_each, take_rows
+from specserve.kernels.gather import put_each, take_each, take_rows
 from specserve.kernels.pages import PageRows
 from specserve.models.cache import Cache
 from specserve.models.config import ModelConfig
@@ -143,12 +143,12 @@ def _observe_plain(state: Following, view: SlotView, committed: Committed) -> Fo
     the drafter catches up before. It then has no entry for that token, which costs acceptance and never changes
     a token."""
     pending, count = state.pending, take_rows(state.pending.count, view.slots)
-    place = view.slots, count % pending.token_ids.shape[1]
+    place = view.slots[:, None], (count % pending.token_ids.shape[1])[:, None]
     return dataclasses.replace(
         state,
         pending=Pending(
-            token_ids=pending.token_ids.at[place].set(committed.next_ids[:, 0], mode="drop"),
-            aux_hidden_states=pending.aux_hidden_states.at[place].set(_aux(committed)[:, 0], mode="drop"),
+            token_ids=pending.token_ids.at[place].set(committed.next_ids, mode="drop"),
+            aux_hidden_states=put_each(pending.aux_hidden_states, *place, _aux(committed)),
             count=pending.count.at[view.slots].set(count + 1, mode="drop"),
         ),
         page_aux=_kept_with_pages(state, view, committed),
@@ -184,11 +184,12 @@ def _put(
     state: Following, view: SlotView, token_ids: jax.Array, aux_hidden_states: jax.Array, count: jax.Array
 ) -> Pending:
     """Return the state with the pending tokens of the step's slots replaced. Padded slots are dropped."""
-    m = token_ids.shape[1]
+    m, pending = token_ids.shape[1], state.pending
+    place = jnp.broadcast_to(view.slots[:, None], token_ids.shape), jnp.broadcast_to(jnp.arange(m), token_ids.shape)
     return Pending(
-        token_ids=state.pending.token_ids.at[view.slots, :m].set(token_ids, mode="drop"),
-        aux_hidden_states=state.pending.aux_hidden_states.at[view.slots, :m].set(aux_hidden_states, mode="drop"),
-        count=state.pending.count.at[view.slots].set(count, mode="drop"),
+        token_ids=pending.token_ids.at[view.slots, :m].set(token_ids, mode="drop"),
+        aux_hidden_states=put_each(pending.aux_hidden_states, *place, aux_hidden_states),
+        count=pending.count.at[view.slots].set(count, mode="drop"),
     )
 
 

@@ -1,11 +1,14 @@
-"""The two gathers of a served step: rows of the state by slot, and entries of each sequence by node. The step knows
-its indices to be in range. So these gathers leave out what NumPy's rules add, negative indices and a filling for those
-out of range, which in a step of a few rows is most of a gather's work and of its compile time."""
+"""The gathers and the scatter of a served step: rows of the state by slot, and entries of each sequence by node. The
+step knows the indices of its gathers to be in range. So these leave out what NumPy's rules add, negative indices and a
+filling for those out of range, which in a step of a few rows is most of a gather's work and of its compile time."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from specserve.kernels import native
 
 
 def take_rows(tree: Any, slots: jax.Array) -> Any:
@@ -18,3 +21,20 @@ def take_each(x: jax.Array, index: jax.Array) -> jax.Array:  # [batch, n, ...], 
     """Return the entries at `index` of each sequence's n entries. Every index must be in [0, n)."""
     row = jnp.arange(x.shape[0], dtype=index.dtype)[:, None]
     return x.at[row, index].get(mode="clip", wrap_negative_indices=False)
+
+
+def put_each(
+    x: jax.Array,  # [n, m, size], or [n, size]
+    row: jax.Array,  # [batch, k] int32
+    place: jax.Array | None,  # [batch, k] int32; None where a row is one vector
+    new: jax.Array,  # [batch, k, size]
+) -> jax.Array:
+    """Return `x` with each new vector at its place of its row. Those that are out of range are dropped, and no two may
+    have one place. XLA's scatter on CPUs is a loop of several operations for each vector."""
+    if not native.serves(x, new):
+        return x.at[row if place is None else (row, place)].set(new, mode="drop")
+    place = jnp.zeros_like(row) if place is None else place
+    order = jnp.broadcast_to(jnp.arange(row.shape[1], dtype=row.dtype), row.shape)
+    result = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    write = jax.ffi.ffi_call("specserve_write", result, input_output_aliases={3: 0})
+    return write(order, row, place, x, new, num_keys=np.int64(0))[0]

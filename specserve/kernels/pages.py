@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specserve.kernels import native
-from specserve.kernels.gather import take_each
+from specserve.kernels.gather import put_each, take_each
 from specserve.mesh import (
     fitting_partition,
     over_parts,
@@ -148,7 +148,7 @@ class PageRows:
         """Write rows, [batch, m, n], of these pages, [batch, m] int32; ids out of range are dropped."""
 
         def write(old: jax.Array, page: jax.Array, rows: jax.Array) -> jax.Array:
-            return old.at[page].set(rows, mode="drop")
+            return put_each(old, page, None, rows)
 
         return dataclasses.replace(self, rows=in_ranks(write, self.num_ranks)(self.rows, page, rows))
 

@@ -17,6 +17,7 @@ from paging import make_prefix
 
 from specserve.kernels import native
 from specserve.kernels.attention import attend
+from specserve.kernels.gather import put_each
 from specserve.kernels.matmul import (
     MOST_BYTES,
     PackedMatrix,
@@ -444,14 +445,29 @@ def test_pages_are_written_as_xla_writes_them(rng: np.random.Generator, has_path
         v = _normal(rng, num_pages, kv_heads, page_size, v_dim), _normal(rng, batch, n, kv_heads, v_dim)
         layers.append((k, (None, None) if is_latent else v))
     pages, new = [Pages(k[0], v[0]) for k, v in layers], [(k[1], v[1]) for k, v in layers]
-    places = rng.permutation(num_pages * page_size)[: batch * count].reshape(batch, count).astype(np.int32)
-    page, offset = places // page_size, places % page_size
+    places = 2 * count + rng.permutation(num_pages * page_size - 2 * count)[: batch * count].reshape(batch, count)
+    places[1] = 1 + np.arange(count)  # one behind the other, over the end of a page
+    page, offset = (places // page_size).astype(np.int32), (places % page_size).astype(np.int32)
     page[0, 1], page[2, 3] = num_pages, num_pages + 7
     path = rng.integers(0, n, (batch, count)).astype(np.int32) if has_path else None
     got, expected = (jax.jit(run)(pages, new, page, offset, path) for run in (native.serving(write_pages), write_pages))
     for one, other, before in zip(*map(jax.tree.leaves, (got, expected, pages)), strict=True):
         assert (np.asarray(one) == np.asarray(other)).all()
         assert (np.asarray(one) != before).any()
+
+
+@pytest.mark.parametrize("has_places", [False, True])
+def test_vectors_are_put_where_xla_puts_them(rng: np.random.Generator, has_places: bool) -> None:
+    """Each at its place of its row, or in place of a row; those that are out of range are dropped."""
+    rows, room, batch, n, size = 9, 5, 3, 2, 19
+    x = _normal(rng, rows, room, size) if has_places else _normal(rng, rows, size)
+    new = _normal(rng, batch, n, size)
+    row = rng.permutation(rows)[: batch * n].reshape(batch, n).astype(np.int32)
+    row[1, 0], row[2, 1] = rows, rows + 3
+    place = rng.integers(0, room + 1, (batch, n)).astype(np.int32) if has_places else None
+    got, expected = (jax.jit(put)(x, row, place, new) for put in (native.serving(put_each), put_each))
+    assert (np.asarray(got) == np.asarray(expected)).all()
+    assert (np.asarray(got) != x).any()
 
 
 @pytest.mark.parametrize("size", [1, 15, 64, 517])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from specserve.drafters.lookup.search import MATCH_CLASSES, RECALL_LENGTH, RECALL_ROWS, Match, find, match_class
 from specserve.drafters.words import ALL_TEXT
-from specserve.kernels.gather import take_each, take_rows
+from specserve.kernels.gather import put_each, take_each, take_rows
 from specserve.models.config import ModelConfig
 from specserve.pytree import pytree
 from specserve.speculative.drafter import HEAD, After, Committed, Drafter, Sizes, SlotView, Weights, choose
@@ -106,7 +106,8 @@ class Mixed(Drafter):
         if isinstance(after, str) or not after.lookup:
             return dataclasses.replace(state, head=head)
         gains = update_gains(take_rows(state.gains, view.slots), committed.source, committed.n_accepted)
-        return dataclasses.replace(state, head=head, gains=state.gains.at[view.slots].set(gains, mode="drop"))
+        gains = put_each(state.gains, view.slots[:, None], None, gains[:, None])
+        return dataclasses.replace(state, head=head, gains=gains)
 
     def catch_up(self, weights: Weights, state: MixedState, view: SlotView) -> MixedState:
         return dataclasses.replace(state, head=self.head.catch_up(weights, state.head, view))

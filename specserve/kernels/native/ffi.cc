@@ -496,37 +496,85 @@ ffi::Error heads(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ff
   return ffi::Error::Success();
 }
 
+// One array of pages and the new entries for it.
+struct PageArray {
+  const float* entries;  // [batch, n, head, dim]
+  float* pages;  // [page, head, dim, size] of keys, [page, head, size, dim] of values
+  bool is_key;
+  int64_t n, heads, dim, num_pages, size;
+};
+
+// Writes entries of one sequence, of which the places that follow one another in a page are written together: keys lie
+// in columns, so that one at a time would touch a line of the cache for every number.
+void write_sequence(const PageArray& into, int64_t sequence, int64_t count, const int32_t* path, const int32_t* page,
+                    const int32_t* offset) {
+  constexpr int64_t kMost = 32;
+  const int64_t width = into.heads * into.dim;
+  const float* const first = into.entries + sequence * into.n * width;
+  const auto is_somewhere = [&](int64_t i) {
+    return page[i] >= 0 && page[i] < into.num_pages && offset[i] >= 0 && offset[i] < into.size && path[i] >= 0 &&
+           path[i] < into.n;
+  };
+  for (int64_t i = 0, run; i < count; i += run) {
+    run = 1;
+    if (!is_somewhere(i)) continue;
+    const float* from[kMost] = {first + path[i] * width};
+    while (run < kMost && i + run < count && is_somewhere(i + run) && page[i + run] == page[i] &&
+           offset[i + run] == offset[i] + run) {
+      from[run] = first + path[i + run] * width;
+      ++run;
+    }
+    float* to = into.pages + page[i] * width * into.size + offset[i] * (into.is_key ? 1 : into.dim);
+    for (int64_t head = 0; head < into.heads; ++head, to += into.dim * into.size) {
+      if (into.is_key) {
+        for (int64_t channel = 0; channel < into.dim; ++channel) {
+          for (int64_t j = 0; j < run; ++j) to[channel * into.size + j] = from[j][head * into.dim + channel];
+        }
+      } else {
+        for (int64_t j = 0; j < run; ++j) std::copy_n(from[j] + head * into.dim, into.dim, to + j * into.dim);
+      }
+    }
+  }
+}
+
 // Writes entries into the pages of every layer: the path[b][i]-th of the new ones of sequence b goes to page[b][i],
 // offset[b][i]; a page out of range is nowhere. The operands after these three are the pages, keys of all layers and then
 // values, and after them the new entries in the same order, [batch, n, head, dim]. The results are the pages, in place.
-ffi::Error write(ffi::Buffer<ffi::S32> path, ffi::Buffer<ffi::S32> page, ffi::Buffer<ffi::S32> offset,
-                 ffi::RemainingArgs arguments, ffi::RemainingRets results, int64_t num_keys) {
+// Values without heads, [page, size, dim] or [page, dim], have entries [batch, n, dim].
+ffi::Error write(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> path, ffi::Buffer<ffi::S32> page,
+                 ffi::Buffer<ffi::S32> offset, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                 int64_t num_keys) {
   const int64_t num_arrays = results.size(), batch = page.dimensions()[0], count = page.dimensions()[1];
   if (static_cast<int64_t>(arguments.size()) != 2 * num_arrays) return refuse("arrays of a write");
+  std::vector<PageArray> arrays;
   for (int64_t i = 0; i < num_arrays; ++i) {
     auto entries = arguments.get<ffi::Buffer<ffi::F32>>(num_arrays + i);
     auto pages = results.get<ffi::Buffer<ffi::F32>>(i);
     if (!entries.has_value() || !pages.has_value()) return refuse("dtype of pages");
     const auto dims = entries->dimensions(), page_dims = (*pages)->dimensions();
-    const int64_t n = dims[1], heads = dims[2], dim = dims[3], num_pages = page_dims[0];
-    const bool is_key = i < num_keys;  // [page, head, dim, size]; a value: [page, head, size, dim]
-    const int64_t size = page_dims[is_key ? 3 : 2];
-    if (dims[0] != batch || page_dims[1] != heads || page_dims[is_key ? 2 : 3] != dim) return refuse("shapes of a write");
-    for (int64_t place = 0; place < batch * count; ++place) {
-      const int64_t to_page = page.typed_data()[place], at = offset.typed_data()[place];
-      const int64_t entry = path.typed_data()[place];
-      if (to_page < 0 || to_page >= num_pages || at < 0 || at >= size || entry < 0 || entry >= n) continue;
-      const float* from = entries->typed_data() + (place / count * n + entry) * heads * dim;
-      float* to = (*pages)->typed_data() + to_page * heads * dim * size;
-      for (int64_t head = 0; head < heads; ++head, from += dim, to += dim * size) {
-        if (is_key) {
-          for (int64_t channel = 0; channel < dim; ++channel) to[channel * size + at] = from[channel];
-        } else {
-          std::copy_n(from, dim, to + at * dim);
-        }
-      }
+    const size_t rank = page_dims.size();
+    const bool is_key = i < num_keys;
+    if (rank < 2 || rank > 4 || dims.size() != (rank == 4 ? 4 : 3) || (is_key && rank != 4)) {
+      return refuse("ranks of a write");
     }
+    const int64_t heads = rank == 4 ? dims[2] : 1, size = rank == 2 ? 1 : page_dims[is_key ? rank - 1 : rank - 2];
+    if (dims[0] != batch || (rank == 4 && page_dims[1] != heads) ||
+        page_dims[is_key ? rank - 2 : rank - 1] != dims.back()) {
+      return refuse("shapes of a write");
+    }
+    arrays.push_back(
+        {entries->typed_data(), (*pages)->typed_data(), is_key, dims[1], heads, dims.back(), page_dims[0], size});
   }
+  if (arrays.empty()) return ffi::Error::Success();
+  const auto run = [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t sequence = unit % batch, at = sequence * count;
+      write_sequence(arrays[unit / batch], sequence, count, path.typed_data() + at, page.typed_data() + at,
+                     offset.typed_data() + at);
+    }
+  };
+  // a number of a key is a line of the cache, where a product's is a multiply-add
+  share(pool, num_arrays * batch, 16 * count * arrays[0].heads * arrays[0].dim, run);
   return ffi::Error::Success();
 }
 
@@ -677,6 +725,7 @@ SPECSERVE_HANDLER(specserve_heads, specserve::heads,
 
 SPECSERVE_HANDLER(specserve_write, specserve::write,
                   ffi::Ffi::Bind()
+                      .Ctx<ffi::ThreadPool>()
                       .Arg<ffi::Buffer<ffi::S32>>()
                       .Arg<ffi::Buffer<ffi::S32>>()
                       .Arg<ffi::Buffer<ffi::S32>>()
