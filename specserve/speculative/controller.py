@@ -24,7 +24,7 @@ from typing import Self
 import numpy as np
 
 from specserve.speculative.confidence import Calibration, Surety
-from specserve.speculative.costs import ServedCosts
+from specserve.speculative.costs import STRETCH, ServedCosts
 from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import StaticTree, Tree
 
@@ -34,6 +34,7 @@ SLOT_RATE, PRIOR_RATE, LIFT_RATE = 0.08, 0.01, 0.02  # how fast estimates follow
 LOOK_STEPS = 64  # after so many steps, one looks whether another way would pay more by now
 FIRST_LOOK_STEPS = 8  # the same after speculation has begun or ended; then twice as many, up to that
 LOOK_SHARE = 0.005  # of the time: what looks at a way may lose once its cost has been seen in service
+WORTH = 1.05  # a batch speculates where that promises more than so much of plain decoding
 LOYALTY = 1.02  # another way must promise more than this much of what the current one does
 
 
@@ -148,9 +149,9 @@ class Controller:
         present.num_steps += bool(speculative)
         if present.num_steps >= present.patience:
             look = self._look(forecast, known, present)
-            wait = math.ceil(self._loss(forecast, known[look], known[best]) / LOOK_SHARE)
+            wait = self._loss(forecast, known[look], known[best]) / LOOK_SHARE
             if present.num_steps < wait:
-                present.patience = wait
+                present.patience = math.ceil(wait)
             else:
                 present.num_steps, present.patience = 0, min(2 * present.patience, LOOK_STEPS)
                 present.num_looks += 1
@@ -175,12 +176,17 @@ class Controller:
         return max(others, key=hope, default=present.tree)
 
     def _loss(self, forecast: _Forecast, look: StepProgram, best: StepProgram) -> float:
-        """Return the steps of the best way that a step of the other one loses. 0 where the other has not been seen in
-        service: its measured cost may be wrong."""
+        """Return the calls of the best way that a call of the other one loses, where a call is as many steps as end
+        within STRETCH, or one. 0 where the other has not been seen in service: its measured cost may be wrong."""
         if not self._served.has_seen(look):
             return 0.0
-        taken = self._served.seconds(look) / self._served.seconds(best)
-        return max(0.0, taken - self._tokens(forecast, look.tree) / self._tokens(forecast, best.tree))
+        promised = self._promise(forecast, look) / self._promise(forecast, best)
+        taken = max(self._served.seconds(look), STRETCH) / max(self._served.seconds(best), STRETCH)
+        return max(0.0, (1.0 - promised) * taken)
+
+    def seconds(self, program: StepProgram) -> float | None:
+        """Return what a step takes by all that is known. None where its cost was never measured."""
+        return self._served.seconds(program) if program in self.costs else None
 
     def speedup(self, estimates: Sequence[Estimate], program: StepProgram) -> float:
         """The tokens per second that the step promises, over those of a plain step. 1 where either cost is unknown."""
@@ -245,7 +251,10 @@ class Controller:
         self._served.observe(program, seconds, num_steps, is_switch=is_switch)
 
     def _promise(self, forecast: _Forecast, program: StepProgram) -> float:
-        return self._tokens(forecast, program.tree) / self._served.seconds(program)
+        """Return the tokens per second that a step promises. Sequences of a batch that speculates do not end together,
+        so that some of its rows stand empty while the next prompts run, and each step gives the host more to do."""
+        worth = 1.0 if program.tree is None or len(forecast.rates) < 2 else WORTH
+        return self._tokens(forecast, program.tree) / self._served.seconds(program) / worth
 
     def _tokens(self, forecast: _Forecast, tree: Tree | None) -> float:
         return float(len(forecast.rates)) if tree is None else forecast.tokens(tree.depth, self._lift_of(tree))

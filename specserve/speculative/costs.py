@@ -105,18 +105,19 @@ class ServedCosts:
         moment.variance = min(moment.variance + MOMENT_DRIFT**2 * stretch.num_steps, UNKNOWN**2)
         switch = self._switch
         switch.variance = min(switch.variance + OWN_DRIFT**2, UNKNOWN**2)
-        factors = (moment, own, switch) if stretch.is_switch else (moment, own)
-        expected = sum(factor.mean for factor in factors)
+        # of the mean step: only the first one comes behind another program
+        shares = [(moment, 1.0), (own, 1.0), (switch, stretch.is_switch / stretch.num_steps)]
+        expected = sum(share * factor.mean for factor, share in shares)
         took = stretch.seconds / stretch.num_steps / self.measured[program]
         usual = self.measured[program] * math.exp(expected) * stretch.num_steps
         noise = STEP_NOISE**2 + (READ_NOISE / usual) ** 2
-        variance = sum(factor.variance for factor in factors) + noise
+        variance = sum(share**2 * factor.variance for factor, share in shares) + noise
         bound = MOST_SIGMAS * math.sqrt(variance)
         surprise = min(max(math.log(took) - expected, -bound), bound)
-        for factor in factors:
-            gain = factor.variance / variance
+        for factor, share in shares:
+            gain = share * factor.variance / variance
             factor.mean += gain * surprise
-            factor.variance *= 1.0 - gain
+            factor.variance *= 1.0 - share * gain
 
     def _usual(self, program: StepProgram) -> float:
         """Return the logarithm of the factor that is expected of a step that has not run in service: the mean of

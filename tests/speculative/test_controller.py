@@ -17,6 +17,7 @@ from specserve.speculative.controller import (
     LOOK_STEPS,
     LOYALTY,
     MAX_DEPTH,
+    WORTH,
     Controller,
     Estimate,
 )
@@ -176,14 +177,16 @@ _rates = st.lists(st.floats(0.02, 0.98), min_size=1, max_size=5)
 def test_the_choice_is_within_its_loyalty_of_the_best(
     rounds: list[list[tuple[list[float], int]]], cost: tuple[float, float], known: set[Tree | None]
 ) -> None:
-    """Whatever it chose before; and of what has a cost only. (So few rounds hold no look from plain decoding.)"""
+    """Whatever it chose before; and of what has a cost only. In a batch speculation must be worth some more than its
+    promise. (So few rounds hold no look from plain decoding.)"""
     costs = {shape: seconds for shape, seconds in _costs(*cost, TREES).items() if shape.tree in known}
     controller = Controller(costs)
     for round_ in rounds:
         estimates = _estimates(*zip(*round_, strict=True))
 
         def rate(tree: Tree | None, estimates: list[Estimate] = estimates) -> float:
-            return controller.expected_tokens(estimates, tree) / costs[StepProgram(1, WIDTH, tree)]
+            worth = WORTH if tree and len(estimates) > 1 else 1.0
+            return controller.expected_tokens(estimates, tree) / costs[StepProgram(1, WIDTH, tree)] / worth
 
         chosen = _choose(controller, estimates, TREES, 1)
         assert chosen in known

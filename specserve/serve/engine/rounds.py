@@ -143,8 +143,9 @@ class Rounds:
         self._most_steps, self._tokenizer = most_steps, tokenizer
         self.version, self._num_versions = "0", 1  # of the weights
         self.asleep: frozenset[Part] = frozenset()  # the parts that are off the device
-        # of the step before: when it was read, if the device went on without a pause (0: it did not), and its program
-        self._last_read, self._last_program = 0.0, None
+        # of the step before: when it was read, if the device went on without a pause (0: it did not), whether the
+        # device had made it before the host came to read it, and its program
+        self._last_read, self._was_done, self._last_program = 0.0, False, None
 
     @property
     def running(self) -> Seq[Sequence]:
@@ -427,7 +428,7 @@ class Rounds:
         num_tokens = [sum(each.num_prompt for each in of_round)]  # of each step; chunks run beside the only one
         for each in of_round:
             self._wait_start = time.monotonic()
-            start = time.perf_counter()
+            start, is_done = time.perf_counter(), each.handle.is_done
             steps = each.handle.read_each()
             now = time.perf_counter()
             self._counters.wait_seconds += now - start
@@ -437,12 +438,13 @@ class Rounds:
                 self._counters.steps[describe(tree)] += len(steps)
             if not steps and each.awaited():
                 raise RuntimeError("the device takes sequences for ended that are not")
-            if each.program and steps and len(of_round) == 1 and self._last_read:
+            # read late where it had long been made, a step would seem slower than it was, and the next one faster
+            if each.program and steps and len(of_round) == 1 and self._last_read and is_done == self._was_done:
                 is_switch, seconds = each.program != self._last_program, (now - self._last_read) / len(steps)
                 self.choice.observe_seconds(each.program, seconds, len(steps), is_switch=is_switch)
             # the next step began when this one ended, if it was on its way already
             self._last_read = now if len(of_round) == 1 and self.in_flight else 0.0
-            self._last_program = each.program
+            self._was_done, self._last_program = is_done, each.program
             for row, (sequence, epoch, number) in each.scored.items():
                 if sequence.epoch == epoch:
                     take_scores(sequence, number, steps[0], row)

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -30,8 +31,10 @@ class Bursts:
     steps as end within BURST_SECONDS.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Callable[[StepProgram], float | None] = lambda _program: None) -> None:
+        """`expected` gives the seconds of a step that has not been seen yet; None: nothing is known."""
         self._seconds: dict[StepProgram, float] = {}
+        self._expected = expected
 
     def observe(self, program: StepProgram, seconds: float) -> None:
         """Learn that a step took so many seconds."""
@@ -39,8 +42,8 @@ class Bursts:
         self._seconds[program] = known + _RATE * (seconds - known)
 
     def num_steps(self, program: StepProgram, most: int) -> int:
-        """Return how many such steps to dispatch at once: 1 to `most`, and 1 where none has been seen."""
-        seconds = self._seconds.get(program)
+        """Return how many such steps to dispatch at once: 1 to `most`, and 1 where nothing is known of them."""
+        seconds = self._seconds.get(program) or self._expected(program)
         return 1 if seconds is None else within_burst(seconds, most)
 
 
@@ -59,7 +62,7 @@ class StepChoice:
         self.is_choosing = controller is not None
         self.only: tuple[Tree | None] | None = None  # the one tree that the operator wants; None: any
         self.is_partial = is_partial  # not every program is compiled, so that steps are made of those that are
-        self._runner, self._bursts = runner, Bursts()
+        self._runner, self._bursts = runner, Bursts(self._expected_seconds)
         self._prior: Seq[float] | None = None  # acceptance by depth of a head that took the first one's place
         self._num_tokens = self._plain_tokens = (
             0.0  # tokens that steps were expected to emit, and plain ones in their time
@@ -80,7 +83,7 @@ class StepChoice:
         self._runner = runner
         if prior is None:
             return
-        self._bursts, self._prior = Bursts(), prior
+        self._bursts, self._prior = Bursts(self._expected_seconds), prior
         if self.only and self.only[0] not in runner.shapes.trees:
             logger.warning("the new head has no programs for %s: the server's own choice holds", describe(*self.only))
             self.only = None
@@ -121,6 +124,9 @@ class StepChoice:
             self._num_tokens += tokens
             self._plain_tokens += tokens / max(self.controller.speedup(estimates, program), 1e-9)
         return program, num_steps
+
+    def _expected_seconds(self, program: StepProgram) -> float | None:
+        return self.controller.seconds(program)
 
     def _choices(self, slots: Seq[int]) -> Seq[StepProgram]:
         shapes = self._runner.shapes

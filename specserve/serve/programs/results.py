@@ -21,6 +21,12 @@ class StepHandle:
     on_read: Callable[[np.ndarray], None] = lambda _n_accepted: None  # called with what all steps accepted, [slot]
     num_steps: int = 0  # steps that the result has an axis of, before all others; 0: it has no such axis
 
+    @property
+    def is_done(self) -> bool:
+        """Return whether the device has made them, so that to read them is not to wait."""
+        counts = self.result.counts
+        return not isinstance(counts, jax.Array) or counts.is_ready()
+
     def read(self) -> StepResult:
         """Wait for the only step, and copy its result to the host. It is one copy, and others where the drafter gives
         a confidence, or where log-probabilities or the proposed tree were asked for. Raises what the device raises."""

@@ -18,7 +18,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval.bench.step_times import prefill
 from specserve.serve.engine.options import blank_token_rows, sampler_rows
-from specserve.serve.engine.step_choice import BURST_SECONDS, Bursts
+from specserve.serve.engine.step_choice import BURST_SECONDS, Bursts, within_burst
 from specserve.serve.programs.results import StepHandle
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import STEPS_AT_ONCE
@@ -128,9 +128,10 @@ def test_a_burst_stays_in_the_program_of_its_first_step(tiny_target: Target, mon
 
 @given(seconds=st.lists(st.floats(0.001, 0.03), min_size=1, max_size=4), most=st.integers(1, STEPS_AT_ONCE))
 def test_a_burst_is_over_soon(seconds: list[float], most: int) -> None:
-    """Steps of which nothing is known, and those that take long, run alone."""
+    """Steps of which nothing is known, and those that take long, run alone; others as is expected, then as seen."""
     bursts, shape = Bursts(), StepProgram(1, 8)
     assert bursts.num_steps(shape, most) == 1
+    assert Bursts(lambda _program: seconds[0]).num_steps(shape, most) == within_burst(seconds[0], most)
     for each in seconds:
         bursts.observe(shape, each)
     number = bursts.num_steps(shape, most)
@@ -138,6 +139,32 @@ def test_a_burst_is_over_soon(seconds: list[float], most: int) -> None:
     assert number == 1 or number * min(seconds) <= BURST_SECONDS * (1 + 1e-9)
     assert number == most or (number + 1) * max(seconds) >= BURST_SECONDS * (1 - 1e-9)
     assert bursts.num_steps(StepProgram(2, 8), most) == 1, "steps of another shape take another time"
+
+
+def test_what_is_read_late_teaches_nothing_of_what_steps_take(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that is busy when a step is made comes late to read it: the step seems slow, and the next one quick."""
+    late, seen, pattern = [], [], itertools.cycle([False, False, True, False, True, True, True, False])
+
+    def is_done(_handle: StepHandle) -> bool:
+        late.append(next(pattern))
+        return late[-1]
+
+    monkeypatch.setattr(StepHandle, "is_done", property(is_done))
+    with make_engine(make_runner(tiny_target, None, "off")) as engine:
+        observe = engine.rounds.choice.observe_seconds
+
+        def observed(*args: Any, **how: Any) -> None:
+            seen.append(len(late) - 1)
+            observe(*args, **how)
+
+        monkeypatch.setattr(engine.rounds.choice, "observe_seconds", observed)
+        params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        for number in range(12):
+            engine.generate([[5, 6, number]], params)
+    assert {late[at] for at in seen} == {False, True}
+    assert all(late[at] == late[at - 1] for at in seen)
 
 
 @given(
