@@ -135,7 +135,7 @@ inline void add_products(const float* const* x, const void* panel, int64_t input
 }
 
 // The part of what is multiplied next that the rows of a tile ask memory for, from here on so many bytes for each input
-// (for two that share lanes). Else memory would rest while the tiles after the first multiply what that one has read.
+// (for two of those that share lanes as they are multiplied). Else memory would rest while the tiles after the first multiply what that one has read.
 struct Ahead {
   const char* from;
   int64_t step;
@@ -143,13 +143,14 @@ struct Ahead {
 
 // sums[r] += x[r][begin:end] @ panel[begin:end], for R rows, V vectors of a panel's VECTORS at a time. Each pass asks
 // for its share of what is `ahead`. Where these are all rows and there is one pass, it asks for the weights of the next
-// inputs, since a processor reads ahead too little while it multiplies many rows.
-template <Format format, int R, int V, bool is_all>
+// inputs, since a processor reads ahead too little while it multiplies many rows. Memory holds weights in the format
+// `stored`, of which these may have been widened.
+template <Format format, Format stored, int R, int V, bool is_all>
 void multiply(const float* const* x, const void* panel, int64_t begin, int64_t end, float* sums, Ahead ahead) {
   constexpr int kParts = VECTORS / V;
   constexpr bool is_only = is_all && kParts == 1;
   constexpr int64_t kTogether = is_coded(format) ? 2 : 1;  // inputs that share lanes
-  constexpr int64_t kStride = bytes_of<format>(kTogether), kMost = is_only ? kStride : kStride / 2;  // of a step
+  constexpr int64_t kStride = bytes_of<stored>(kTogether), kMost = is_only ? kStride : kStride / 2;  // of a step
   constexpr int64_t kAsked = kMost < 64 ? 64 : kMost;
   if (is_only) ahead.from = static_cast<const char*>(panel) + bytes_of<format>(begin) + kAhead;
   const int64_t step = is_all ? kStride / kParts : (ahead.step + kParts - 1) / kParts;
@@ -170,15 +171,15 @@ void multiply(const float* const* x, const void* panel, int64_t begin, int64_t e
   }
 }
 
-template <Format format, int R>
+template <Format format, Format stored, int R>
 void multiply_rows(int rows, const float* const* x, const void* panel, int64_t begin, int64_t end, float* sums,
                    bool is_all, Ahead ahead) {
   if constexpr (R > 1) {
-    if (rows < R) return multiply_rows<format, R - 1>(rows, x, panel, begin, end, sums, is_all, ahead);
+    if (rows < R) return multiply_rows<format, stored, R - 1>(rows, x, panel, begin, end, sums, is_all, ahead);
   }
   // so many vectors that the sums, the weights and one value of x stay in registers
   constexpr int kVectors = (R + 1) * VECTORS < REGISTERS ? VECTORS : VECTORS / 2;
-  auto* run = is_all ? multiply<format, R, kVectors, true> : multiply<format, R, kVectors, false>;
+  auto* run = is_all ? multiply<format, stored, R, kVectors, true> : multiply<format, stored, R, kVectors, false>;
   run(x, panel, begin, end, sums, ahead);
 }
 
@@ -227,7 +228,9 @@ void matmul_as(const Matmul& call, int64_t group, int64_t panel, int64_t begin, 
         if (is_wide) widen_all<format>(weights, input, upto, wide);
       }
       int64_t tiles = (rows + ROWS - 1) / ROWS;
-      const int64_t step = (bytes_of<format>(is_coded(format) ? 2 : 1) + tiles - 1) / tiles;
+      // many rows are multiplied by an input at a time, of which 4 bits share lanes with another
+      const int64_t of_input = is_coded(format) ? bytes_of<format>(2) / 2 : bytes_of<format>(1);
+      const int64_t step = (of_input + tiles - 1) / tiles;
       Ahead ahead = {weights + bytes_of<format>(upto) + kAhead, step};
       int tile;
       for (int64_t row = 0; row < rows; row += tile, --tiles) {
@@ -237,9 +240,9 @@ void matmul_as(const Matmul& call, int64_t group, int64_t panel, int64_t begin, 
         float* sum = &sums[row * kWidth];
         if (is_wide) {
           for (int r = 0; r < tile; ++r) x[r] += input;
-          multiply_rows<Format::kFloat32, ROWS>(tile, x, wide, 0, upto - input, sum, false, ahead);
+          multiply_rows<Format::kFloat32, format, ROWS>(tile, x, wide, 0, upto - input, sum, false, ahead);
         } else {
-          multiply_rows<format, ROWS>(tile, x, weights, input, upto, sum, tile == rows, ahead);
+          multiply_rows<format, format, ROWS>(tile, x, weights, input, upto, sum, tile == rows, ahead);
         }
         ahead.from += (upto - input) * step;
       }
