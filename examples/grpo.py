@@ -9,6 +9,7 @@ answers without a head and with one that stays, every few steps: speculation cha
 policy. Copy what you need: `policy_step` for another loss, `reward` for another task, `Follower` for your own trainer.
 """
 
+import dataclasses
 import json
 import re
 import shutil
@@ -31,18 +32,21 @@ from specserve.checkpoints.source import resolve_target
 from specserve.checkpoints.tensors import write_tensors
 from specserve.drafters.interface import Head
 from specserve.drafters.learning import Rows
+from specserve.drafters.speculation import parse_speculation
 from specserve.interop.bundled import resolve_head
 from specserve.interop.head import load_head, save_head
 from specserve.kernels.rows import Documents
-from specserve.mesh import default_dtype, on_mesh, parse_mesh, whole
+from specserve.mesh import default_dtype, fitting, on_mesh, parse_mesh, whole
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams, forward, logits, target_spec
 from specserve.pytree import pytree
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.vocab import DraftVocab
+from specserve.train.chunked_loss import HiddenStates
 from specserve.train.optimizer import make_optimizer
 from specserve.train.settings import TrainSettings
 from specserve.train.step import TrainState, loss_config, make_step, place_state
+from specserve.train.target_states import Outputs
 
 NAMES = """json.dumps json.load os.path.join os.walk re.sub re.compile shutil.copyfile random.choice math.gcd ast.parse
 itertools.chain functools.partial copy.deepcopy glob.glob csv.reader heapq.merge bisect.insort textwrap.wrap
@@ -77,48 +81,58 @@ class PolicyState:
 
 
 def in_bfloat16(params: Any, dtype: str) -> Any:
-    """A version of the weights: new arrays of a dtype whose numbers are bfloat16's. A CPU's engine packs these into half
-    of the memory as it does a checkpoint's, so an update compiles nothing; the trainer computes with them too, so that
-    both sides have one distribution."""
+    """A version of the weights: new arrays of a dtype, whose numbers are bfloat16's. A CPU's engine packs these in half
+    of the memory, as it does a checkpoint's, so an update compiles nothing. The trainer computes with them too, so both
+    sides have one distribution."""
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(dtype), params)
 
 
-def token_logprobs(params: TargetParams, config: ModelConfig, rows: Rows) -> jax.Array:  # [answer, seq] float32
-    """The log-probability of each token given those before it in its row, 0 of the first: what the engine returns."""
-    out = forward(params, config, rows.token_ids, rows.position_ids, Documents(rows.document_ids))
+def token_logprobs(params: TargetParams, config: ModelConfig, rows: Rows, taps: tuple[int, ...]) -> tuple[Any, Any]:
+    """The log-probability of each token given those before it in its row, [answer, seq] float32, 0 of the first: what
+    the engine returns. Also the hidden states that the head with these taps learns from."""
+    places = rows.position_ids, Documents(rows.document_ids)
+    out = forward(params, config, rows.token_ids, *places, aux_layers=taps)
     scores = jax.nn.log_softmax(logits(params, config, out.hidden_states[:, :-1]))  # of a large vocabulary: in chunks
     own = jnp.take_along_axis(scores, rows.token_ids[:, 1:, None], axis=-1)[..., 0]
-    return jnp.pad(own, ((0, 0), (1, 0)))
+    assert out.aux_hidden_states is not None
+    return jnp.pad(own, ((0, 0), (1, 0))), Outputs(out.aux_hidden_states, HiddenStates(out.hidden_states))
 
 
-def grpo_loss(params: TargetParams, config: ModelConfig, given: Rollouts) -> tuple[jax.Array, jax.Array]:
-    """The clipped surrogate, a mean over the answers' tokens (GRPO, arXiv 2402.03300, without its KL term), and the most
-    that a log-probability differs from the sampler's."""
-    mask = given.rows.loss_mask
-    apart = jnp.where(mask, token_logprobs(params, config, given.rows) - given.logprobs, 0.0)
+def grpo_loss(
+    params: TargetParams, config: ModelConfig, given: Rollouts, taps: tuple[int, ...]
+) -> tuple[jax.Array, tuple[jax.Array, Outputs]]:
+    """The clipped surrogate, a mean over the answers' tokens (GRPO, arXiv 2402.03300, without its KL term); the most
+    that a log-probability differs from the sampler's; and the hidden states."""
+    mask = given.rows.loss_mask  # [answer, seq]
+    own, states = token_logprobs(params, config, given.rows, taps)
+    apart = jnp.where(mask, own - given.logprobs, 0.0)
     ratio, advantages = jnp.exp(apart), given.advantages[:, None]
     gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantages)
-    return -jnp.sum(jnp.where(mask, gain, 0.0)) / jnp.sum(mask), jnp.max(jnp.abs(apart))
+    loss = -jnp.sum(jnp.where(mask, gain, 0.0)) / jnp.sum(mask, dtype=jnp.float32)
+    return loss, (jnp.max(jnp.abs(apart)), states)
 
 
-def make_policy_step(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> Any:
-    """Make the jitted step: (state, version, rollouts) -> state, version, loss, greatest difference. The state is
-    donated; a version is not, because the engine may hold its arrays."""
+def make_policy_step(
+    config: ModelConfig, optimizer: optax.GradientTransformation, taps: tuple[int, ...], mesh: Mesh | None
+) -> Any:
+    """Make the jitted step: (state, version, rollouts) -> state, version, metrics, hidden states. The state is donated;
+    a version is not, because the engine may hold its arrays."""
 
     def step(state: PolicyState, version: TargetParams, given: Rollouts) -> tuple[Any, ...]:
-        (loss, apart), gradient = jax.value_and_grad(grpo_loss, has_aux=True)(version, config, given)
+        (loss, (apart, states)), gradient = jax.value_and_grad(grpo_loss, has_aux=True)(version, config, given, taps)
         gradient = jax.tree.map(lambda x: x.astype(jnp.float32), gradient)
         params: Any = state.params
         updates, moments = optimizer.update(gradient, state.optimizer, params)
         params = optax.apply_updates(params, updates)
-        return PolicyState(params, moments), in_bfloat16(params, config.dtype), loss, apart
+        metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradient), "most_apart": apart}
+        return PolicyState(params, moments), in_bfloat16(params, config.dtype), metrics, states
 
     return jax.jit(on_mesh(mesh, step), donate_argnums=0)
 
 
 class Follower:
-    """A head that learns beside the policy, on rows of its rollouts: the hidden states are those of the version that
-    the head will be served with."""
+    """A head that learns beside the policy, on some of its rollouts. Their hidden states are those that the policy's
+    own step has computed, so the target runs no second time."""
 
     def __init__(self, head: Head, target: Target, settings: TrainSettings, mesh: Mesh | None) -> None:
         self.head, optimizer = head, make_optimizer(settings)
@@ -128,12 +142,51 @@ class Follower:
         state = TrainState(params, optimizer.init(params), jnp.int32(0))
         self.state = jax.device_put(state, place_state(head.drafter, optimizer, mesh))
 
-    def learn(self, version: TargetParams, rows: Rows) -> None:
+    def learn(self, version: TargetParams, rows: Rows, states: Outputs) -> None:
+        """Make a step on rows and their hidden states, which are of this version of the policy."""
+        rows = dataclasses.replace(rows, features=states)
         self.state, _ = self._step(self.state, version, self._vocab, rows, jnp.float32(1.0))
 
     def version(self) -> Any:
         """Parameters for the engine; those of the state are donated at the next step."""
         return in_bfloat16(self.state.params, self.head.drafter.dtype)
+
+
+class Trainer:
+    """The policy with its optimiser, and the head that follows it, or none."""
+
+    def __init__(self, target: Target, follower: Follower | None, taps: tuple[int, ...], lr: float, mesh: Any) -> None:
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr, b2=0.95, weight_decay=0.0))
+        params: Any = jax.tree.map(lambda x: jnp.array(x, jnp.float32), target.params)
+        self.version, self.follower, self._mesh = target.params, follower, mesh
+        self._state = PolicyState(params, optimizer.init(params))
+        self._step = make_policy_step(target.config, optimizer, taps, mesh)
+
+    def update(self, rollouts: Rollouts, inner_steps: int) -> dict[str, float]:
+        """Update the policy so many times on answers of its present version."""
+        rollouts = jax.tree.map(self._place, rollouts)
+        sampled = self.version
+        self._state, self.version, metrics, states = self._step(self._state, sampled, rollouts)
+        if (apart := float(metrics["most_apart"])) > MOST_APART:
+            raise RuntimeError(f"a token's log-probability is {apart:.3g} nats from the sampler's: another version?")
+        for _ in range(inner_steps - 1):
+            self._state, self.version, *_ = self._step(self._state, self.version, rollouts)
+        jax.block_until_ready(self.version)
+        self._seen = sampled, rollouts.rows, states
+        return {name: float(value) for name, value in metrics.items()}
+
+    def follow(self, number: int, offset: int) -> Any:
+        """Have the head learn from so many of these answers, spread over the groups; return its parameters."""
+        if self.follower is None:
+            return None
+        sampled, rows, states = self._seen
+        every = max(1, len(rows.token_ids) // number)
+        some = jax.tree.map(lambda x: x[offset % every :: every][:number], (rows, states))
+        self.follower.learn(sampled, *some)
+        return jax.block_until_ready(self.follower.version())
+
+    def _place(self, x: jax.Array) -> jax.Array:
+        return x if self._mesh is None else jax.device_put(x, fitting(self._mesh, ("batch", None)[: x.ndim], x.shape))
 
 
 @dataclass(frozen=True)
@@ -146,14 +199,20 @@ class Sampled:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(answer.token_ids) for output in self.outputs for answer in output.outputs)
+        return sum(map(len, self.token_ids))
 
     @property
     def acceptance(self) -> Acceptance:
         return sum((answer.stats for output in self.outputs for answer in output.outputs), Acceptance())
 
-    def row(self) -> dict[str, float]:
+    @property
+    def token_ids(self) -> list[tuple[int, ...]]:
+        return [answer.token_ids for output in self.outputs for answer in output.outputs]
+
+    def row(self, own: "Sampled") -> dict[str, float]:
+        """What is logged, with the number of answers that differ from those of another arm."""
         return {
+            "differ": sum(a != b for a, b in zip(self.token_ids, own.token_ids, strict=True)),
             "tau": round(self.acceptance.tau, 3),
             "tokens_per_second": round(self.num_tokens / self.seconds, 1),
             "processor_milliseconds_per_token": round(1000 * self.processor_seconds / self.num_tokens, 3),
@@ -184,23 +243,17 @@ def to_rollouts(outputs: Sequence[RequestOutput], rewards: np.ndarray, seq_len: 
         token_ids[i, :end], documents[i, :end], mask[i, start:end] = (*prompt, *answer.token_ids), 1, True
         logprobs[i, start:end] = [each.logprob for each in answer.logprobs or ()]
     positions = np.broadcast_to(np.arange(seq_len, dtype=np.int32), token_ids.shape)
-    rows = Rows(*map(jnp.asarray, (token_ids, mask, documents, positions)))
-    return Rollouts(rows, jnp.asarray(logprobs), jnp.asarray(advantages.ravel(), jnp.float32))
+    arrays = Rows(token_ids, mask, documents, positions), logprobs, advantages.ravel().astype(np.float32)
+    return Rollouts(*jax.tree.map(jnp.asarray, arrays))
 
 
 def save(folder: Path, target: Target, version: TargetParams, head: Head) -> None:
-    """Write both as `specserve serve --target folder/policy --draft folder/head` reads them."""
-    shutil.copytree(
-        target.folder, folder / "policy", ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True
-    )
+    """Write both as `specserve serve --target FOLDER/policy --draft FOLDER/head` reads them."""
+    ignored = shutil.ignore_patterns("*.safetensors*")
+    shutil.copytree(target.folder, folder / "policy", ignore=ignored, dirs_exist_ok=True)
     tensors = to_numpy(version, target_spec(target.config), "bfloat16")
     write_tensors(folder / "policy" / "model.safetensors", tensors)
     save_head(folder / "head", head, target, dtype="bfloat16", notes={})
-
-
-def same_answers(one: Sampled, other: Sampled) -> int:
-    pairs = zip(one.outputs, other.outputs, strict=True)
-    return sum(a.token_ids == b.token_ids for x, y in pairs for a, b in zip(x.outputs, y.outputs, strict=True))
 
 
 @app.command()
@@ -225,77 +278,57 @@ def main(
     output: Path = Path("rl"),
     seed: int = 0,
 ) -> None:
-    """Train, print a line for each step, and write OUTPUT/metrics.jsonl and saved versions."""
+    """Train, print a line for each step, and write OUTPUT/metrics.jsonl and the versions that are saved."""
     on = parse_mesh(mesh)
     policy = load_target(resolve_target(target).folder, dtype=default_dtype(), mesh=on)
     head = load_head(resolve_head(draft, "--draft"), policy, dtype=default_dtype(), mesh=on)
-    depth = int(speculation.partition(":")[2][:1] or 3)
-    follower = Follower(head, policy, TrainSettings(rollout=depth, lr=head_lr), on)
-    ways = {name: "off" if name == "plain" else speculation for name in arms.split(",")}
-    shape = {"max_slots": slots, "max_model_len": 512, "mesh": sampler_mesh, "progress": False}
-    engines = {name: LLM(target, draft, speculation=way, **shape) for name, way in ways.items()}
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr, b2=0.95, weight_decay=0.0))
-    params: Any = jax.tree.map(lambda x: jnp.array(x, jnp.float32), policy.params)
-    state, version = PolicyState(params, optimizer.init(params)), policy.params
-    policy_step = make_policy_step(policy.config, optimizer, on)
-    chosen, rng = list(engines)[-1], np.random.default_rng(seed)
+    tree = parse_speculation(speculation)
+    assert tree is not None
+    *_, chosen = names = arms.split(",")
+    follows = (
+        Follower(head, policy, TrainSettings(rollout=tree.depth, lr=head_lr), on) if chosen == "co-trained" else None
+    )
+    trainer = Trainer(policy, follows, head.drafter.aux_layers, lr, on)
+    shape: Any = {"max_slots": slots, "max_model_len": 512, "mesh": sampler_mesh, "progress": False}
+    engines = {
+        name: LLM(target, draft, speculation="off" if name == "plain" else speculation, **shape) for name in names
+    }
     read = engines[chosen].tokenizer.render_chat
     seq_len = max(len(read([{"role": "user", "content": each}])) for each in QUESTIONS) + max_tokens
     output.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
     for step in range(steps):
         asked = [QUESTIONS[i] for i in rng.choice(len(QUESTIONS), questions, replace=False)]
-        own_seed = seed + step * questions * group
         found: dict[str, Sampled] = {}
-        for name, llm in engines.items():
-            if name != chosen and step % compare_every:
-                continue
+        for name in names if step % compare_every == 0 else [chosen]:
             if name != chosen and step:
-                llm.update_weights(target=version)  # with the head as it was
-            found[name] = sample(llm, asked, group, max_tokens, own_seed)
+                engines[name].update_weights(target=trainer.version)  # with the head as it was
+            found[name] = sample(engines[name], asked, group, max_tokens, seed + step * questions * group)
         own = found[chosen]
         rewards = np.array([[reward(answer.text) for answer in output.outputs] for output in own.outputs])
         rollouts = to_rollouts(own.outputs, rewards, seq_len)
-
         clock = [time.perf_counter()]
-        trained = version
-        for inner in range(inner_steps):
-            state, trained, loss, apart = policy_step(state, trained, rollouts)
-            if not inner and (difference := float(apart)) > MOST_APART:
-                raise RuntimeError(f"step {step}: a token's log-probability differs by {difference:.3g} nats")
-        version = jax.block_until_ready(trained)
+        metrics = trainer.update(rollouts, inner_steps)
         clock.append(time.perf_counter())
-        every = max(1, len(rollouts.advantages) // head_rows)
-        new_head = None
-        if chosen == "co-trained":
-            follower.learn(version, jax.tree.map(lambda x: x[step % every :: every][:head_rows], rollouts.rows))
-            new_head = jax.block_until_ready(follower.version())
+        draft_params = trainer.follow(head_rows, step)
         clock.append(time.perf_counter())
-        engines[chosen].update_weights(target=version, draft=new_head)
+        engines[chosen].update_weights(target=trainer.version, draft=draft_params, version=f"step-{step + 1}")
         clock.append(time.perf_counter())
-
-        policy_seconds, head_seconds, update_seconds = np.diff(clock).tolist()
-        total = own.seconds + clock[-1] - clock[0]
+        parts = dict(zip(("policy", "head", "update"), np.diff(clock).round(3).tolist(), strict=True))
         row = {
             "step": step,
-            "reward": round(float(rewards.mean()), 3),
+            "reward": float(rewards.mean()),
             "tokens": own.num_tokens,
-            "most_apart": difference,
-            "loss": float(loss),
-            "seconds": {
-                "rollouts": round(own.seconds, 2),
-                "policy": round(policy_seconds, 2),
-                "head": round(head_seconds, 3),
-                "update": round(update_seconds, 3),
-            },
-            "head_share": round(head_seconds / total, 4),
-            "arms": {name: each.row() | {"same": same_answers(own, each)} for name, each in found.items()},
+            **metrics,
+            "seconds": {"rollouts": round(own.seconds, 3), **parts},
+            "arms": {name: each.row(own) for name, each in found.items()},
         }
         print(json.dumps(row), flush=True)
         with (output / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
-        if save_every and (step + 1) % save_every == 0:
-            learnt = Head(head.drafter, follower.version(), head.target_ids, head.draft_ids)
-            save(output / f"step-{step + 1}", policy, version, learnt)
+        if follows and save_every and (step + 1) % save_every == 0:
+            learnt = dataclasses.replace(head, params=draft_params)
+            save(output / f"step-{step + 1}", policy, trainer.version, learnt)
     for llm in engines.values():
         llm.close()
 
