@@ -1,6 +1,6 @@
 """GRPO in plain optax on a small policy, whose rollouts are sampled with a draft head that learns beside it.
 
-    python examples/grpo.py --steps 60
+    python examples/grpo.py --steps 40
 
 The policy is the bundled target, which writes docstrings. It is rewarded for different words that begin with one
 letter, by a rule that anybody can check. A step is: answers from the engine with their log-probabilities, the policy's
@@ -262,19 +262,19 @@ def main(
     draft: str = "pydoc-eagle3",
     arms: str = "plain,frozen,co-trained",  # the last one's answers train the policy
     compare_every: int = 5,  # steps between samples of the other arms
-    steps: int = 60,
+    steps: int = 40,
     questions: int = 8,  # of a step
     group: int = 8,  # answers to each
     max_tokens: int = 48,
     inner_steps: int = 1,  # updates of the policy on one step's answers
-    lr: float = 1e-4,
+    lr: float = 3e-4,
     head_lr: float = 1e-3,
     head_rows: int = 8,  # answers of a step that the head learns from
     speculation: str = "chain:3",
     slots: int = 4,  # answers at once
     mesh: str = "",  # of the trainer, such as data=4,tensor=2
     sampler_mesh: str = "",
-    save_every: int = 20,
+    save_every: int = 10,
     output: Path = Path("rl"),
     seed: int = 0,
 ) -> None:
