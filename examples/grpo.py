@@ -42,6 +42,7 @@ from specserve.models.target import TargetParams, forward, logits, target_spec
 from specserve.pytree import pytree
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.vocab import DraftVocab
+from specserve.tokenizer import Tokenizer
 from specserve.train.chunked_loss import HiddenStates
 from specserve.train.optimizer import make_optimizer
 from specserve.train.settings import TrainSettings
@@ -289,12 +290,13 @@ def main(
         Follower(head, policy, TrainSettings(rollout=tree.depth, lr=head_lr), on) if chosen == "co-trained" else None
     )
     trainer = Trainer(policy, follows, head.drafter.aux_layers, lr, on)
-    shape: Any = {"max_slots": slots, "max_model_len": 512, "mesh": sampler_mesh, "progress": False}
+    tokenizer = Tokenizer.load(policy.folder)
+    prompts = [tokenizer.render_chat([{"role": "user", "content": each}]) for each in QUESTIONS]
+    seq_len = max(map(len, prompts)) + max_tokens
+    shape: Any = {"max_slots": slots, "max_model_len": seq_len + 16, "mesh": sampler_mesh, "progress": False}
     engines = {
         name: LLM(target, draft, speculation="off" if name == "plain" else speculation, **shape) for name in names
     }
-    read = engines[chosen].tokenizer.render_chat
-    seq_len = max(len(read([{"role": "user", "content": each}])) for each in QUESTIONS) + max_tokens
     output.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     for step in range(steps):
@@ -317,6 +319,7 @@ def main(
         parts = dict(zip(("policy", "head", "update"), np.diff(clock).round(3).tolist(), strict=True))
         row = {
             "step": step,
+            "version": own.outputs[0].outputs[0].weight_versions[-1],
             "reward": float(rewards.mean()),
             "tokens": own.num_tokens,
             **metrics,
