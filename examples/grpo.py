@@ -244,8 +244,8 @@ def to_rollouts(outputs: Sequence[RequestOutput], rewards: np.ndarray, seq_len: 
         token_ids[i, :end], documents[i, :end], mask[i, start:end] = (*prompt, *answer.token_ids), 1, True
         logprobs[i, start:end] = [each.logprob for each in answer.logprobs or ()]
     positions = np.broadcast_to(np.arange(seq_len, dtype=np.int32), token_ids.shape)
-    arrays = Rows(token_ids, mask, documents, positions), logprobs, advantages.ravel().astype(np.float32)
-    return Rollouts(*jax.tree.map(jnp.asarray, arrays))
+    rows = Rows(*map(jnp.asarray, (token_ids, mask, documents, positions)))
+    return Rollouts(rows, jnp.asarray(logprobs), jnp.asarray(advantages.ravel(), jnp.float32))
 
 
 def save(folder: Path, target: Target, version: TargetParams, head: Head) -> None:
