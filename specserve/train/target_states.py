@@ -29,7 +29,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams, head_columns
 from specserve.pytree import pytree
 from specserve.speculative.vocab import DraftVocab
-from specserve.train.chunked_loss import HiddenStates
+from specserve.train.chunked_loss import HiddenStates, Teacher
 from specserve.train.features import by_chunk, states_of_rows
 from specserve.train.step import place_rows
 
@@ -55,7 +55,7 @@ class Outputs:
     """The target's outputs on a batch of rows."""
 
     taps: jax.Array  # [batch, seq, taps * d_model], in the target's dtype
-    teacher: Normalised
+    teacher: Teacher
 
     def aux_hidden_states(self) -> jax.Array:
         return self.taps
