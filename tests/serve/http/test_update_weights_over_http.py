@@ -36,6 +36,8 @@ ROUTES = (
     "resume_memory_occupation", "pause", "resume", "sleep", "wake_up",
 )  # fmt: skip
 
+VLLMS = {"/pause", "/resume", "/sleep", "/wake_up"}  # their options are in the query
+
 
 @pytest.fixture(scope="module")
 def moved(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -104,6 +106,7 @@ def test_the_steps_of_an_rl_driver(
     reply = _do(rl, "/update_weights_from_disk", body)
     assert (reply["success"], reply["weight_version"]) == (True, "step-7")
     _do(rl, "/resume_memory_occupation", {})
+    assert rl.get("/is_paused").json() == {"is_paused": True}
     _do(rl, "/continue_generation", {})
     new = _answers(rl)
     assert {version for _, version in new} == {"step-7"}
@@ -134,6 +137,38 @@ def test_requests_wait_while_the_server_rests(rl: httpx.Client, moved: Path) -> 
     _do(rl, "/continue_generation", {})
     asking.join(600)
     assert found[0][0] == expected
+
+
+HOLDS = {"sglang": ("/pause_generation", "/continue_generation"), "vllm": ("/pause?mode=keep", "/resume")}
+SLEEPS = {
+    "sglang": ("/release_memory_occupation", "/resume_memory_occupation"),
+    "vllm": ("/sleep?mode=keep", "/wake_up"),
+    "vllm that ends answers": ("/sleep", "/wake_up"),
+    "vllm that waits": ("/sleep?mode=wait", "/wake_up"),
+}
+
+
+def test_a_pause_and_a_sleep_end_by_their_own_routes_alone(rl: httpx.Client) -> None:
+    """Under any names, and whichever began first: the server goes on when neither is left."""
+
+    def ask(path: str) -> httpx.Response:
+        return rl.post(path) if path.partition("?")[0] in VLLMS else rl.post(path, json={})
+
+    def is_paused(path: str) -> bool:
+        assert ask(path).status_code == 200
+        return rl.get("/is_paused").json()["is_paused"]
+
+    expected = _answers(rl)
+    for hold, go_on in HOLDS.values():
+        for sleep, wake in SLEEPS.values():
+            assert [is_paused(each) for each in (hold, sleep, wake, go_on)] == [True, True, True, False]
+            assert [is_paused(each) for each in (sleep, hold, wake, go_on)] == [True, True, True, False]
+            assert [is_paused(each) for each in (sleep, wake)] == [True, False]
+            assert [is_paused(each) for each in (hold, sleep, sleep, wake)] == [True] * 4
+            assert [is_paused(each) for each in (go_on, sleep)] == [False, True]
+            assert_refused(ask(go_on))
+            assert is_paused(wake) is False
+    assert _answers(rl) == expected
 
 
 def test_what_is_wrong_is_said_and_changes_nothing(rl: httpx.Client, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 
 from specserve.errors import CheckpointError, ConfigError, RequestError
-from specserve.serve.engine.rest import PauseMode
+from specserve.serve.engine.rest import PauseMode, SleepMode
 from specserve.serve.engine.rounds import PARTS, Part
 from specserve.serve.engine.swap import DraftWeights, TargetWeights, UpdateMode
 from specserve.serve.http.admin.routes import Status
@@ -46,7 +46,7 @@ class UpdatableEngine(Protocol):
 
     def resume(self) -> None: ...
 
-    def sleep(self, parts: tuple[Part, ...] = PARTS) -> None: ...
+    def sleep(self, parts: tuple[Part, ...] = PARTS, mode: SleepMode = "retract") -> None: ...
 
     def wake(self, parts: tuple[Part, ...] = PARTS) -> None: ...
 
@@ -228,12 +228,7 @@ def _add_rest_routes(app: FastAPI, engine: UpdatableEngine) -> None:
     def sleep(http: Request) -> Callable[[], None]:
         # level 2 drops the weights elsewhere, and here the host keeps them at either
         mode = _options(http, level=("1", "2"), mode=("abort", "wait", "keep"))["mode"]
-
-        def lie_down() -> None:
-            engine.pause("retract" if mode == "keep" else cast(PauseMode, mode))
-            engine.sleep()
-
-        return lie_down
+        return lambda: engine.sleep(mode=cast(SleepMode, "retract" if mode == "keep" else mode))
 
     def wake_up(http: Request) -> Callable[[], None]:
         _options(http, tags=PARTS)
