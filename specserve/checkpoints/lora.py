@@ -38,7 +38,7 @@ _BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class LoraPair:
-    """What an adapter adds to a matrix W [out, in]: scale * B A."""
+    """A pair that adds scale * B A to a matrix W [out, in]."""
 
     a: Any  # [rank, in], an array of JAX or NumPy of any float dtype
     b: Any  # [out, rank]
@@ -100,9 +100,9 @@ def _check_settings(config: Mapping[str, Any], where: str) -> None:
             "path_initial_model_for_weight_conversion"
         )
     known = _TRAINED | _READ | {"init_lora_weights"}
-    neutral = {"bias": "none", "runtime_config": {"ephemeral_gpu_offload": False}}
+    inactive = {"bias": "none", "runtime_config": {"ephemeral_gpu_offload": False}}
     for name, value in config.items():
-        if name not in known and value and value != neutral.get(name):
+        if name not in known and value and value != inactive.get(name):
             raise CheckpointError(
                 f"{where}: {name} is {value!r:.100}; only pairs of LoRA for whole matrices are read. Train without it, "
                 "or merge the adapter with PEFT and give the whole model"

@@ -40,17 +40,20 @@ def other_target(
     mesh: Mesh | None,
 ) -> Target:
     """Return the target with other weights, in the form that `load_target` gives to what is served: from its
-    parameters, stacked or not, from arrays by the checkpoint's names, or from a model folder; or those of its own
-    folder with LoRA's pairs by the names of matrices, or PEFT's folder of them, merged into it. Arrays may be JAX's or
-    NumPy's, of any float dtype; they are rounded to the target's. Those that are where they are needed are not copied,
-    so they must not be donated afterwards. Raises ConfigError or CheckpointError, which name what is missing, has
-    another shape or is not a number."""
+    parameters, stacked or not, from arrays by the checkpoint's names, from a file of them, or from a model folder; or
+    those of its own folder with LoRA's pairs by the names of matrices, or PEFT's folder of them, merged into it. Arrays
+    may be JAX's or NumPy's, of any float dtype; they are rounded to the target's. Those that are where they are needed
+    are not copied, so they must not be donated afterwards. Raises ConfigError or CheckpointError, which name what is
+    missing, has another shape or is not a number."""
     config = served.config
     how: dict[str, Any] = {"quantization": quantization, "mesh": mesh, "is_served": True, "is_checked": True}
     if isinstance(given, str | Path) and is_adapter(Path(given)):
         given = read_adapter(Path(given))
     if isinstance(given, str | Path):
-        found = load_target(Path(given), dtype=config.dtype, **how)
+        tensors = TensorFolder.of_file(Path(given)) if Path(given).suffix == ".safetensors" else None
+        found = load_target(
+            Path(given) if tensors is None else served.folder, dtype=config.dtype, tensors=tensors, **how
+        )
         if dataclasses.replace(found.config, cache_dtype=config.cache_dtype) != config:
             raise ConfigError(
                 f"{given}: another model than the one that is served; an update changes its weights alone"

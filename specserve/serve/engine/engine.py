@@ -82,6 +82,7 @@ class Engine:
             controller,
             is_partial=bool(late.programs),
             most_steps=options.most_steps,
+            version=weights.version,
             on_end=lambda request: self._queue.give_back(request.client),
         )
         self._wake = threading.Event()

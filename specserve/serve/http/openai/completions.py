@@ -61,7 +61,7 @@ class ChoiceEnd(ReplyObject):
     tree: NotRequired[LastTree]
 
 
-class WeightVersion(ReplyObject):
+class NamedVersion(ReplyObject):
     """The version of the weights in SGLang's words."""
 
     weight_version: str
@@ -70,7 +70,7 @@ class WeightVersion(ReplyObject):
 class ReplyVersions(ReplyVersion):
     """The same also under SGLang's name."""
 
-    metadata: NotRequired[WeightVersion]
+    metadata: NotRequired[NamedVersion]
 
 
 class ReplyHead(ReplyVersions):
