@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 from rich.markup import escape
@@ -14,7 +15,7 @@ from rich.markup import escape
 from specserve import processes
 from specserve.cli.options import report_error
 from specserve.cli.progress import console, warmup_bar
-from specserve.errors import ConfigError
+from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.processes import ProcessError
 from specserve.serve.fleet import ranks, replicas
@@ -41,6 +42,8 @@ def serve(run: ServeRun) -> None:
         _serve_replicas(run)
         return
     replicas.check_none(run)
+    if run.update_folder and (run.coordinator or not run.allow_update_weights):
+        raise ConfigError("--update-folder: with --allow-update-weights alone, in one process; give both or neither")
     processes.join(run.coordinator, run.num_processes, run.process_id, run.join_seconds)
     if not run.coordinator:
         _serve(run, None)
@@ -105,6 +108,24 @@ def _load(run: ServeRun, *, has_tokenizer: bool) -> Models:
     )
 
 
+def _as_kept(models: Models, folder: str) -> Models:
+    """The models with the last whole version of their weights, if one is kept there."""
+    from specserve.serve.launch import with_version
+    from specserve.serve.update_folder import VERSION_FILE, UpdateFolder  # no other server needs it
+
+    kept = UpdateFolder(Path(folder).expanduser()).read()
+    if kept is None:
+        return models
+    remedy = f"remove {folder}/{VERSION_FILE} to begin with those of the command"
+    try:
+        models = with_version(models, kept.name, kept.target, kept.draft)
+    except (ConfigError, CheckpointError) as error:
+        raise ConfigError(f"the weights of version {kept.name} cannot be read: {error}; {remedy}") from error
+    of_what = " and ".join(filter(None, (kept.target, kept.draft)))
+    console.print(escape(f"the weights are version {kept.name}, of {of_what}; {remedy}"))
+    return models
+
+
 def _follow(run: ServeRun, follower: Follower) -> None:
     """Run what the first process broadcasts, until it ends. A signal to this process asks the first one to end."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -127,6 +148,8 @@ def _serve_requests(run: ServeRun, leader: Leader | None, kv_events: Publisher |
     tracing = Tracing(run.otlp_endpoint) if run.otlp_endpoint else None
     listener = bind_listener(run.host, run.port)  # a taken port is reported before minutes of loading
     models = _load(run, has_tokenizer=True)
+    if run.update_folder:
+        models = _as_kept(models, run.update_folder)
     with warmup_bar() as on_warmup:
         engine = make_engine(models, run, on_warmup, leader=leader, watcher=kv_events)
     del models  # the engine has packed what it needs of them

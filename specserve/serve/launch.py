@@ -72,6 +72,7 @@ class Models:
     quantization: str = "none"  # of the target's weights, as `load_target` takes it
     draft_quantization: Quantization | Literal[""] = ""  # asked for; empty: as a head's notes say
     head_quantization: Quantization = "none"  # of the head
+    version: str = "0"  # of the weights
 
     @property
     def head_form(self) -> HeadForm | None:
@@ -170,6 +171,13 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
     )
 
 
+def with_version(models: Models, name: str, target: str, draft: str) -> Models:
+    """The models with the weights of another version, in folders or files; empty: these stay. Raises ConfigError or
+    CheckpointError."""
+    other, head = _weights_reader(models)(models.head_form, target or None, draft or None)
+    return dataclasses.replace(models, target=other or models.target, head=head or models.head, version=name)
+
+
 def find_names(target: str, draft: str) -> tuple[str, Path | None]:
     """Return the target that is meant, as `resolve_target` takes it, and the folder of the head. That is None where
     there is no head, or where the target carries it. Raises ConfigError or CheckpointError."""
@@ -232,7 +240,7 @@ def make_engine(
     if not late:
         on_warmup(len(programs), len(programs), "timing the steps")
         controller = finish(make_controller(runner))
-    served = ServedWeights(models.draft, form=models.head_form)
+    served = ServedWeights(models.version, models.draft, form=models.head_form)
     if leader is None:  # else the other processes would need them as well
         load, read = _head_loader(models, run), _weights_reader(models)
         served = dataclasses.replace(served, load_head=load, read=read)

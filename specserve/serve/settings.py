@@ -207,6 +207,12 @@ class ServeRun:
     allow_update_weights: bool = setting(
         False, help="let clients that have a key change the weights, let the server rest and free the device (RL)"
     )
+    update_folder: str = setting(
+        "",
+        help="with --allow-update-weights: keep the last whole version of the weights in this folder, which no other "
+        "server has, begin with it again, and take weights that clients send",
+    )
+    update_max_gb: float = setting(64.0, help="size of the weights that a client may send", gt=0)
     allow_priority: bool = setting(False, help="let requests choose their priority; else it must be 0")
     deterministic: bool = setting(
         False,

@@ -20,7 +20,7 @@ from specserve.serve.engine.input_processor import InputProcessor
 from specserve.serve.engine.interface import DraftInfo, EngineStats
 from specserve.serve.engine.late import LatePrograms, LateWork
 from specserve.serve.engine.options import EngineOptions
-from specserve.serve.engine.rest import PauseMode, Rest
+from specserve.serve.engine.rest import PauseMode, Rest, SleepMode
 from specserve.serve.engine.rounds import PARTS, Part, Rounds
 from specserve.serve.engine.scheduler import Scheduler
 from specserve.serve.engine.swap import DraftWeights, ServedWeights, Swaps, TargetWeights, UpdateMode
@@ -82,6 +82,7 @@ class Engine:
             controller,
             is_partial=bool(late.programs),
             most_steps=options.most_steps,
+            version=weights.version,
             on_end=lambda request: self._queue.give_back(request.client),
         )
         self._wake = threading.Event()
@@ -210,8 +211,8 @@ class Engine:
     def resume(self) -> None:
         self._rest.resume()
 
-    def sleep(self, parts: Collection[Part] = PARTS) -> None:
-        self._rest.sleep(parts)
+    def sleep(self, parts: Collection[Part] = PARTS, mode: SleepMode = "retract") -> None:
+        self._rest.sleep(parts, mode)
 
     def wake(self, parts: Collection[Part] = PARTS) -> None:
         self._rest.wake(parts)

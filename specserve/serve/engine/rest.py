@@ -12,6 +12,7 @@ from specserve.serve.requests.request import FinishReason
 # the sequences that have begun: they end as cancelled (as all that wait), end first, go on later with the pages that
 # they have, or go on later with keys and values that are computed anew
 PauseMode = Literal["abort", "wait", "keep", "retract"]
+SleepMode = Literal["abort", "wait", "retract"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep", "retract")
 
 
@@ -21,7 +22,11 @@ class Rest:
 
     def __init__(self, rounds: Rounds, changes: Changes, swaps: Swaps) -> None:
         self._rounds, self._changes, self._swaps = rounds, changes, swaps
-        self.is_paused = False
+        self._is_held = False  # by `pause`, until `resume`, whatever sleeps and wakes meanwhile
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_held or bool(self._rounds.asleep)
 
     def pause(self, mode: PauseMode) -> None:
         """Make no more steps. Requests are still taken, and wait."""
@@ -31,10 +36,10 @@ class Rest:
         def rest() -> None:
             self._rounds.land()
             if mode == "abort":
-                self._rounds.end_all(FinishReason.CANCELLED, "the server was paused")
+                self._end_all()
             elif mode == "retract":
                 self._retract()
-            self.is_paused = True
+            self._is_held = True
 
         self._changes.ask(rest, is_patient=mode == "wait")
 
@@ -44,35 +49,38 @@ class Rest:
         def go_on() -> None:
             if self._rounds.asleep:
                 raise ConfigError(f"off the device: {', '.join(sorted(self._rounds.asleep))}; wake it up first")
-            self.is_paused = False
+            self._is_held = False
 
         self._changes.ask(go_on)
 
-    def sleep(self, parts: Collection[Part] = PARTS) -> None:
-        """Pause, and take these parts off the device: of the weights the host keeps a copy; keys and values are
-        forgotten, and computed anew after `wake`."""
+    def sleep(self, parts: Collection[Part] = PARTS, mode: SleepMode = "retract") -> None:
+        """Take these parts off the device, and make no more steps until `wake`: of the weights the host keeps a copy;
+        keys and values are forgotten, and computed anew then."""
         _check_parts(parts)
 
         def lie_down() -> None:
             self._rounds.land()
+            if mode == "abort":
+                self._end_all()
             self._retract()
-            self.is_paused = True
             self._rounds.lie_down(parts)
 
         with self._swaps.alone():
-            self._changes.ask(lie_down)
+            self._changes.ask(lie_down, is_patient=mode == "wait")
 
     def wake(self, parts: Collection[Part] = PARTS) -> None:
-        """Bring these parts back to the device. When all are there, the engine goes on. Raises ConfigError where the
-        device has no room for one, which may be asked for again."""
+        """Bring these parts back to the device. When all are there, the engine goes on, unless it is paused too. Raises
+        ConfigError where the device has no room for one, which may be asked for again."""
         _check_parts(parts)
 
         def get_up() -> None:
             if self._rounds.asleep:
                 self._rounds.get_up(parts)
-                self.is_paused = bool(self._rounds.asleep)
 
         self._changes.ask(get_up)
+
+    def _end_all(self) -> None:
+        self._rounds.end_all(FinishReason.CANCELLED, "the server was paused")
 
     def _retract(self) -> None:
         if self._rounds.runner.shapes.is_deterministic and not self._rounds.is_at_rest():

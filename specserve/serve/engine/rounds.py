@@ -131,6 +131,7 @@ class Rounds:
         *,
         is_partial: bool,
         most_steps: int | None,  # see `EngineOptions`
+        version: str,  # of the weights
         on_end: Callable[[Request], None],
     ) -> None:
         self.runner, self.scheduler = runner, scheduler
@@ -141,7 +142,8 @@ class Rounds:
         self._counters = _Counters()
         self._num_missed = runner.compiled.num_missed
         self._most_steps, self._tokenizer = most_steps, tokenizer
-        self.version, self._num_versions = "0", 1  # of the weights
+        # the name of the next one follows a number's
+        self.version, self._num_versions = version, 1 + int(version) if version.isdecimal() else 1
         self.asleep: frozenset[Part] = frozenset()  # the parts that are off the device
         # of the step before: when it was read, if the device went on without a pause (0: it did not), whether the
         # device had made it before the host came to read it, and its program

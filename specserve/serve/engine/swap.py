@@ -64,8 +64,9 @@ class LoadedHead:
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """The head that an engine begins with, and the functions that read other weights."""
+    """The version and the head that an engine begins with, and the functions that read other weights."""
 
+    version: str = "0"
     info: DraftInfo | None = None  # None: there is no head
     load_head: Callable[[str], LoadedHead] | None = None  # from a folder; None: it stays
     form: HeadForm | None = None

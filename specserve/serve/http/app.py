@@ -46,9 +46,9 @@ def create_app(
     add_states_route(app, service, run.hidden_states)
     add_draft_routes(app, service, is_allowed=run.allow_load_draft)
     if run.allow_update_weights:
-        from specserve.serve.http.admin.weights import add_weight_routes  # no other server needs it
+        from specserve.serve.http.admin.sent_weights import add_update_routes  # no other server needs it
 
-        add_weight_routes(app, service)
+        add_update_routes(app, service, run)
     add_status_routes(app, engine, metrics)
     add_page_routes(app, engine, needs_key=bool(api_keys))
     add_openapi_routes(app, has_key=bool(api_keys), has_docs=run.docs)

@@ -53,6 +53,7 @@ class Service:
         self.texts = TokenTexts(engine.tokenizer)
         self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if run.allow_unknown_fields else None
         self._tracing, self._allows_priority = tracing, run.allow_priority
+        self._names_version = run.allow_update_weights
         self._call_queue: CallQueue | None = None  # of the event loop, which is not there yet
         self._request_metrics = RequestMetrics(run.enable_per_request_metrics, run.per_request_spec_decode_metrics)
 
@@ -137,6 +138,7 @@ class Service:
                 work,
                 calls=self._calls(),
                 request_metrics=self._request_metrics,
+                names_version=self._names_version,
                 tracing=self._tracing,
             )
             await generation.submit()

@@ -1,6 +1,7 @@
 """Weights that change over HTTP, under the names that RL code calls: SGLang's and vLLM's."""
 
 import dataclasses
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from described import check_reply
 from engines import Fixed, Letters, make_engine, serving
-from fakes import FakeEngine, assert_refused
+from fakes import FakeEngine, FakeTemplate, assert_refused
 
 from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import write_tensors
@@ -37,6 +39,21 @@ ROUTES = (
 )  # fmt: skip
 
 
+class ServedLetters(Letters):
+    """A tokenizer of whole chats too, whose template is the text of the last message."""
+
+    has_chat_template, template = True, FakeTemplate()  # type: ignore[assignment]
+
+    def token_id(self, _token: str) -> None:
+        return None
+
+    def render_chat(self, messages: Any, **_options: Any) -> list[int]:
+        return self.encode("".join(each for each in messages[-1]["content"] if each in self.alphabet))
+
+
+VLLMS = {"/pause", "/resume", "/sleep", "/wake_up"}  # their options are in the query
+
+
 @pytest.fixture(scope="module")
 def moved(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of another version."""
@@ -56,7 +73,7 @@ def moved(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path
 def rl(runner: Runner, tiny_target: Target, tiny_head: Head) -> Iterator[httpx.Client]:
     """A client of a server whose weights it may change."""
     engine = make_engine(runner, Fixed(parse_speculation("chain:3")))
-    engine._tokenizer = type("ServedLetters", (Letters,), {"token_id": lambda _self, _token: None})()
+    engine._tokenizer = ServedLetters()
     engine._swaps._form = HeadForm(dataclasses.replace(tiny_head, params=None), "none")
     engine._swaps.weights = ServedWeights(read=launch._weights_reader(Models("tiny", tiny_target, tiny_head, None)))
     server = HttpServer(create_app(engine, run=ServeRun(allow_update_weights=True)), port=0)
@@ -104,6 +121,7 @@ def test_the_steps_of_an_rl_driver(
     reply = _do(rl, "/update_weights_from_disk", body)
     assert (reply["success"], reply["weight_version"]) == (True, "step-7")
     _do(rl, "/resume_memory_occupation", {})
+    assert rl.get("/is_paused").json() == {"is_paused": True}
     _do(rl, "/continue_generation", {})
     new = _answers(rl)
     assert {version for _, version in new} == {"step-7"}
@@ -122,6 +140,60 @@ def test_the_steps_of_an_rl_driver(
     assert [ids for ids, _ in _answers(rl)] == [ids for ids, _ in old]
 
 
+APIS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "abcdef", "max_tokens": 4},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "abcdef"}], "max_tokens": 4},
+    "/v1/responses": {"input": "abcdef", "max_output_tokens": 4},
+    "/v1/messages": {"messages": [{"role": "user", "content": "abcdef"}], "max_tokens": 4},
+}
+
+
+def _named(reply: httpx.Response) -> list[Any]:
+    """The versions that a reply names, under each name of them."""
+    assert reply.status_code == 200, reply.text
+    events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+    found = []
+    for each in [json.loads(text) for text in events or [reply.text] if text != "[DONE]"]:
+        own = each.get("response", each)
+        found += [own[name] for name in ("system_fingerprint",) if name in own]
+        found += [own["metadata"]["weight_version"]] if "weight_version" in own.get("metadata", {}) else []
+    return found
+
+
+def test_every_reply_names_the_version(rl: httpx.Client, moved: Path, http: httpx.Client) -> None:
+    """That of its last token, whole and streamed; the client's own metadata stay. A server whose weights stay names
+    none, as its replies have always been."""
+    for version in ("0", "step-7"):
+        if version != "0":
+            _do(rl, "/update_weights_from_disk", {"model_path": str(moved), "weight_version": version})
+        for path, body in APIS.items():
+            sglangs = 1 + ("completions" in path)
+            for options in ({"stream": False}, {"stream": True}):
+                reply = rl.post(path, json=body | options)
+                check_reply(reply)
+                assert _named(reply) == [version] * sglangs, (path, options)
+        both = APIS["/v1/completions"] | {"prompt": ["abcdef", "fedcba"], "n": 2}
+        assert _named(rl.post("/v1/completions", json=both)) == [version] * 2
+        own = rl.post("/v1/responses", json=APIS["/v1/responses"] | {"metadata": {"mine": "1"}}).json()
+        assert (own["metadata"], own["system_fingerprint"]) == ({"mine": "1"}, version)
+    for path, body in APIS.items():
+        for options in ({"stream": False}, {"stream": True}):
+            assert _named(http.post(path, json=body | options)) == []
+
+
+def test_an_answer_that_spans_an_update_names_the_last(rl: httpx.Client, moved: Path) -> None:
+    body = {"prompt": "abcdef", "max_tokens": 80, "temperature": 0.0, "ignore_eos": True, "stream": True}
+    with rl.stream("POST", "/v1/completions", json=body) as reply:
+        lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
+        first = next(lines)
+        _do(rl, "/pause?mode=keep")
+        _do(rl, "/update_weights_from_disk", {"model_path": str(moved)})
+        _do(rl, "/resume")
+        *_, last = lines
+    assert "system_fingerprint" not in first
+    assert json.loads(last.removeprefix("data: "))["system_fingerprint"] == "1"
+
+
 def test_requests_wait_while_the_server_rests(rl: httpx.Client, moved: Path) -> None:
     expected = _answer(rl, PROMPTS[0])[0]
     _do(rl, "/pause_generation", {"mode": "in_place"})
@@ -134,6 +206,38 @@ def test_requests_wait_while_the_server_rests(rl: httpx.Client, moved: Path) -> 
     _do(rl, "/continue_generation", {})
     asking.join(600)
     assert found[0][0] == expected
+
+
+HOLDS = {"sglang": ("/pause_generation", "/continue_generation"), "vllm": ("/pause?mode=keep", "/resume")}
+SLEEPS = {
+    "sglang": ("/release_memory_occupation", "/resume_memory_occupation"),
+    "vllm": ("/sleep?mode=keep", "/wake_up"),
+    "vllm that ends answers": ("/sleep", "/wake_up"),
+    "vllm that waits": ("/sleep?mode=wait", "/wake_up"),
+}
+
+
+def test_a_pause_and_a_sleep_end_by_their_own_routes_alone(rl: httpx.Client) -> None:
+    """Under any names, and whichever began first: the server goes on when neither is left."""
+
+    def ask(path: str) -> httpx.Response:
+        return rl.post(path) if path.partition("?")[0] in VLLMS else rl.post(path, json={})
+
+    def is_paused(path: str) -> bool:
+        assert ask(path).status_code == 200
+        return rl.get("/is_paused").json()["is_paused"]
+
+    expected = _answers(rl)
+    for hold, go_on in HOLDS.values():
+        for sleep, wake in SLEEPS.values():
+            assert [is_paused(each) for each in (hold, sleep, wake, go_on)] == [True, True, True, False]
+            assert [is_paused(each) for each in (sleep, hold, wake, go_on)] == [True, True, True, False]
+            assert [is_paused(each) for each in (sleep, wake)] == [True, False]
+            assert [is_paused(each) for each in (hold, sleep, sleep, wake)] == [True] * 4
+            assert [is_paused(each) for each in (go_on, sleep)] == [False, True]
+            assert_refused(ask(go_on))
+            assert is_paused(wake) is False
+    assert _answers(rl) == expected
 
 
 def test_what_is_wrong_is_said_and_changes_nothing(rl: httpx.Client, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Discriminator, with_config
 
 from specserve.serve.http.adapters.translation import Block, BlockEvent, Blocks
-from specserve.serve.http.openai.replies import Answer, ReplyFormat, Usage, event
+from specserve.serve.http.openai.replies import Answer, ReplyFormat, ReplyVersion, Usage, event, version_of
 from specserve.serve.http.transport.errors import Error
 from specserve.serve.http.transport.json_codec import Json, ReplyObject
 
@@ -68,7 +68,7 @@ class MessageEnd(ReplyObject):
     stop_sequence: str | None
 
 
-class AnthropicMessage(MessageHead, MessageEnd):
+class AnthropicMessage(MessageHead, MessageEnd, ReplyVersion):
     """POST /v1/messages."""
 
     content: list[Annotated[SaidText | SaidThinking | SaidToolUse, Discriminator("type")]]
@@ -88,6 +88,7 @@ class MessagesFormat(ReplyFormat):
 
     def __init__(self, model_name: str, request_id: str | None) -> None:
         self._blocks = Blocks()
+        self._version: ReplyVersion = {}  # at its end
         self._end: MessageEnd = {"stop_reason": None, "stop_sequence": None}
         self._head: MessageHead = {
             "id": f"msg_{request_id or uuid.uuid4().hex}",
@@ -100,7 +101,7 @@ class MessagesFormat(ReplyFormat):
         for _ in self._grow(answers[0]):
             pass
         content = [_content(block) for block in self._blocks.blocks]
-        return {**self._head, "content": content, **self._end, "usage": _usage(usage)}
+        return {**self._head, "content": content, **self._end, "usage": _usage(usage), **self._version}
 
     def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
         message: AnthropicMessage = {**self._head, "content": [], **self._end, "usage": _usage(usage())}
@@ -117,7 +118,7 @@ class MessagesFormat(ReplyFormat):
                 yield _event("content_block_stop", index=block.index)
 
     def end(self, usage: Usage) -> Iterable[bytes]:
-        yield _event("message_delta", delta=self._end, usage=_usage(usage))
+        yield _event("message_delta", delta=self._end, usage=_usage(usage), **self._version)
         yield _event("message_stop")
 
     def failure(self, error: Error) -> Iterable[bytes]:
@@ -129,6 +130,7 @@ class MessagesFormat(ReplyFormat):
         yield from self._blocks.push(answer.part)
         if answer.finish_reason is not None:
             yield from self._blocks.finish()
+            self._version = version_of([answer])
             self._end = {"stop_reason": self._reason(answer), "stop_sequence": None}
             if isinstance(answer.stop_reason, str):
                 self._end["stop_sequence"] = answer.stop_reason

@@ -10,7 +10,16 @@ from pydantic import ConfigDict, Discriminator, with_config
 from specserve.serve.http.adapters.responses_bodies import ResponsesBody
 from specserve.serve.http.adapters.translation import Block, BlockEvent, Blocks
 from specserve.serve.http.openai.logprobs import ChosenLogprob, TokenTexts, chat_logprobs
-from specserve.serve.http.openai.replies import Answer, CompletionDetails, PromptDetails, ReplyFormat, Usage, event
+from specserve.serve.http.openai.replies import (
+    Answer,
+    CompletionDetails,
+    PromptDetails,
+    ReplyFormat,
+    ReplyVersion,
+    Usage,
+    event,
+    version_of,
+)
 from specserve.serve.http.transport.errors import Error
 from specserve.serve.http.transport.json_codec import Json, ReplyObject
 
@@ -89,8 +98,8 @@ class ResponseError(ReplyObject):
     message: str
 
 
-class ResponseHead(ReplyObject):
-    """The members of a response that never change."""
+class ResponseHead(ReplyVersion):
+    """The members of a response that never change, and the version of the weights at its end."""
 
     id: str
     object: Literal["response"]
@@ -189,6 +198,7 @@ class ResponsesFormat(ReplyFormat):
                 self._ids.append(f"{_ID_PREFIX[block.kind]}_{uuid.uuid4().hex}")
             yield kind, block, text
         if answer.finish_reason is not None:
+            self._head = {**self._head, **version_of([answer])}
             if answer.finish_reason == "length":
                 self._status = "incomplete"
             yield from self._blocks.finish()

@@ -2,20 +2,26 @@
 device meanwhile: under SGLang's names and vLLM's, so that their drivers work."""
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Protocol, TypeVar, cast
 
 from fastapi import FastAPI, Request
 from pydantic import Field
+from starlette.exceptions import HTTPException
 
 from specserve.errors import CheckpointError, ConfigError, RequestError
-from specserve.serve.engine.rest import PauseMode
+from specserve.serve.engine.rest import PauseMode, SleepMode
 from specserve.serve.engine.rounds import PARTS, Part
 from specserve.serve.engine.swap import DraftWeights, TargetWeights, UpdateMode
 from specserve.serve.http.admin.routes import Status
 from specserve.serve.http.openai.fields import Body, UnsupportedFields
 from specserve.serve.http.service import Service
+from specserve.serve.http.transport.errors import EngineFailureError
 from specserve.serve.http.transport.json_codec import ReplyObject
+from specserve.serve.update_folder import UpdateFolder
 
 BodyT = TypeVar("BodyT", bound=Body)
 _MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "retract", "in_place": "keep"}  # SGLang's
@@ -46,7 +52,7 @@ class UpdatableEngine(Protocol):
 
     def resume(self) -> None: ...
 
-    def sleep(self, parts: tuple[Part, ...] = PARTS) -> None: ...
+    def sleep(self, parts: tuple[Part, ...] = PARTS, mode: SleepMode = "retract") -> None: ...
 
     def wake(self, parts: tuple[Part, ...] = PARTS) -> None: ...
 
@@ -127,25 +133,63 @@ class MemoryBody(Body):
     tags: list[Literal["weights", "kv_cache"]] | None = None
 
 
-def add_weight_routes(app: FastAPI, service: Service) -> None:
+class WeightUpdates:
+    """The updates of the weights that clients ask for, one at a time. The last one is kept where there is a folder for
+    it."""
+
+    def __init__(self, service: Service, folder: UpdateFolder | None) -> None:
+        self._service, self._folder = service, folder
+        self._engine = cast(UpdatableEngine, service.engine)
+        self._one = threading.Lock()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Raises HTTPException where another update is under way."""
+        if not self._one.acquire(blocking=False):
+            raise HTTPException(409, "another update of the weights is under way; send this one when it has ended")
+        try:
+            yield
+        finally:
+            self._one.release()
+
+    def use_named(self, body: UpdateBody) -> Updated:
+        """Serve the weights in the folders that a body names."""
+        engine, was_paused = self._engine, self._engine.is_paused
+        with self.alone():
+            if body.abort_all_requests:
+                engine.pause("abort")
+            try:
+                updated = self._use(body.model_path, body.draft_path, body.weight_version or "", body.mode)
+            finally:
+                if body.abort_all_requests and not was_paused:
+                    engine.resume()
+            if body.keep_pause:
+                engine.pause("keep")
+        return updated
+
+    def use_sent(self, path: Path, *, version: str, mode: str) -> Updated:
+        """Serve the target's weights in a file that a client has sent, which goes where they do not serve."""
+        try:
+            return self._use(str(path), None, version, cast(UpdateMode, mode))
+        except (ConfigError, CheckpointError):
+            path.unlink(missing_ok=True)
+            raise
+
+    def _use(self, target: str | None, draft: str | None, version: str, mode: UpdateMode) -> Updated:
+        running = self._service.engine.stats().num_running
+        name = self._engine.update_weights(target, draft, version=version, mode=mode)
+        if self._folder is not None:
+            try:
+                self._folder.keep(name, target, draft)
+            except OSError as error:
+                raise EngineFailureError(f"version {name} serves, but cannot be kept: {error}") from error
+        message = f"the weights are version {name} now"
+        return {"success": True, "message": message, "weight_version": name, "num_paused_requests": running}
+
+
+def add_weight_routes(app: FastAPI, service: Service, updates: WeightUpdates) -> None:
     """Add the routes; the engine's weights may change (`UpdatableEngine`)."""
     engine = cast(UpdatableEngine, service.engine)
-
-    def update(body: UpdateBody) -> Updated:
-        running, was_paused = service.engine.stats().num_running, engine.is_paused
-        if body.abort_all_requests:
-            engine.pause("abort")
-        try:
-            version = engine.update_weights(
-                body.model_path, body.draft_path, version=body.weight_version or "", mode=body.mode
-            )
-        finally:
-            if body.abort_all_requests and not was_paused:
-                engine.resume()
-        if body.keep_pause:
-            engine.pause("keep")
-        message = f"the weights are version {version} now"
-        return {"success": True, "message": message, "weight_version": version, "num_paused_requests": running}
 
     def done(what: str) -> Done:
         return {"success": True, "message": what}
@@ -166,7 +210,7 @@ def add_weight_routes(app: FastAPI, service: Service) -> None:
         engine.wake(tuple(body.tags or PARTS))
         return done("on the device")
 
-    _add_change(app, service, "/update_weights_from_disk", UpdateBody, update, Updated)
+    _add_change(app, service, "/update_weights_from_disk", UpdateBody, updates.use_named, Updated)
     _add_change(app, service, "/pause_generation", PauseBody, pause, Done)
     _add_change(app, service, "/continue_generation", ContinueBody, go_on, Done)
     _add_change(app, service, "/release_memory_occupation", MemoryBody, release, Done)
@@ -179,12 +223,12 @@ def _add_change(
 ) -> None:
     async def route(http: Request) -> object:
         body = await service.read(body_type, http, lambda body: body)
-        return await _changed(lambda: change(body))
+        return await changed(lambda: change(body))
 
     app.post(path, response_model=None, openapi_extra={"body": body_type, "reply": reply})(route)
 
 
-async def _changed(change: Callable[[], object]) -> object:
+async def changed(change: Callable[[], object]) -> object:
     """Make a change in a thread of its own, as it takes as long as loading does, for which no other client may wait."""
 
     def make() -> object:
@@ -213,13 +257,13 @@ def _add_rest_routes(app: FastAPI, engine: UpdatableEngine) -> None:
 
     def add(path: str, make: Callable[[Request], Callable[[], None]]) -> None:
         async def route(http: Request) -> object:
-            await _changed(make(http))
+            await changed(make(http))
             return {"status": "ok"}
 
         app.post(path, response_model=None, openapi_extra={"reply": Status})(route)
 
     def pause(http: Request) -> Callable[[], None]:
-        asked = _options(http, mode=("abort", "wait", "keep"), clear_cache=("true", "false"))
+        asked = options_of(http, mode=("abort", "wait", "keep"), clear_cache=("true", "false"))
         mode = asked["mode"]
         if mode == "keep" and asked["clear_cache"] == "true":
             mode = "retract"
@@ -227,33 +271,29 @@ def _add_rest_routes(app: FastAPI, engine: UpdatableEngine) -> None:
 
     def sleep(http: Request) -> Callable[[], None]:
         # level 2 drops the weights elsewhere, and here the host keeps them at either
-        mode = _options(http, level=("1", "2"), mode=("abort", "wait", "keep"))["mode"]
-
-        def lie_down() -> None:
-            engine.pause("retract" if mode == "keep" else cast(PauseMode, mode))
-            engine.sleep()
-
-        return lie_down
+        mode = options_of(http, level=("1", "2"), mode=("abort", "wait", "keep"))["mode"]
+        return lambda: engine.sleep(mode=cast(SleepMode, "retract" if mode == "keep" else mode))
 
     def wake_up(http: Request) -> Callable[[], None]:
-        _options(http, tags=PARTS)
+        options_of(http, tags=PARTS)
         tags = http.query_params.getlist("tags")
         return lambda: engine.wake(cast("tuple[Part, ...]", tuple(tags)) or PARTS)
 
     def resume(http: Request) -> Callable[[], None]:
-        _options(http)
+        options_of(http)
         return engine.resume
 
     for path, make in (("/pause", pause), ("/resume", resume), ("/sleep", sleep), ("/wake_up", wake_up)):
         add(path, make)
 
 
-def _options(http: Request, **allowed: tuple[str, ...]) -> dict[str, str]:
-    """Return the options in the query of a request, the first of their values where one is left out. Raises
-    RequestError."""
+def options_of(http: Request, **allowed: tuple[str, ...] | None) -> dict[str, str]:
+    """Return the options in the query of a request, the first of their values where one is left out; None: any text,
+    which may be empty. Raises RequestError."""
     for name, value in http.query_params.multi_items():
         if name not in allowed:
             raise RequestError(f"unknown option; known are {', '.join(allowed) or 'none'}", param=name[:200])
-        if value not in allowed[name]:
-            raise RequestError(f"expected one of {', '.join(allowed[name])}, got {value[:200]!r}", param=name)
-    return {name: http.query_params.get(name, values[0]) for name, values in allowed.items()}
+        known = allowed[name]
+        if known is not None and value not in known:
+            raise RequestError(f"expected one of {', '.join(known)}, got {value[:200]!r}", param=name)
+    return {name: http.query_params.get(name, values[0] if values else "") for name, values in allowed.items()}

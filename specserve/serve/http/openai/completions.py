@@ -24,10 +24,12 @@ from specserve.serve.http.openai.replies import (
     Ending,
     ReplyFormat,
     ReplyMetrics,
+    ReplyVersion,
     TokenCounts,
     TokenUsage,
     Usage,
     event,
+    version_of,
 )
 from specserve.serve.http.transport.json_codec import ENCODER, ReplyObject, encoded
 
@@ -59,7 +61,19 @@ class ChoiceEnd(ReplyObject):
     tree: NotRequired[LastTree]
 
 
-class ReplyHead(ReplyObject):
+class NamedVersion(ReplyObject):
+    """The version of the weights in SGLang's words."""
+
+    weight_version: str
+
+
+class ReplyVersions(ReplyVersion):
+    """The same also under SGLang's name."""
+
+    metadata: NotRequired[NamedVersion]
+
+
+class ReplyHead(ReplyVersions):
     """The head of a reply, or of a chunk."""
 
     id: str
@@ -235,13 +249,17 @@ class OpenAIFormat(ReplyFormat):
         yield event("[DONE]")
 
     def _chunk(
-        self, choice: CompletionChoice | ChatChunkChoice, usage: Callable[[], Usage], prompt: ChatPrompt | None = None
+        self,
+        answer: Answer,
+        choice: CompletionChoice | ChatChunkChoice,
+        usage: Callable[[], Usage],
+        prompt: ChatPrompt | None = None,
     ) -> bytes:
         """Return a chunk about one choice. The first one of a stream has the fields about the prompt."""
         counts: ChunkUsage = {}
         if self._stream_options.include_usage:
             counts["usage"] = usage().counts() if self._stream_options.continuous_usage_stats else None
-        tail = {"choices": [choice], **counts, **(prompt or {})}
+        tail = {"choices": [choice], **counts, **(prompt or {}), **_versions([answer])}
         return event(
             f"{self._chunk_head},{encoded(tail, is_long=self.is_long or prompt is not None).removeprefix('{')}"
         )
@@ -257,6 +275,11 @@ class OpenAIFormat(ReplyFormat):
             tokens = [self._texts[token_id] for token_id in tree.token_ids]
             end["tree"] = {"tokens": tokens, "parents": tree.parents, "accepted": tree.accepted}
         return end
+
+
+def _versions(answers: Sequence[Answer]) -> ReplyVersions:
+    name = version_of(answers).get("system_fingerprint")
+    return {"system_fingerprint": name, "metadata": {"weight_version": name}} if name else {}
 
 
 def _counted(usage: Usage) -> ReplyUsage:
@@ -284,10 +307,11 @@ class CompletionFormat(OpenAIFormat):
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Completion:
         choices = [self._choice(answer) for answer in answers]
-        return {**self._head, "object": "text_completion", "choices": choices, **_counted(self._shown(usage))}
+        counted = _counted(self._shown(usage))
+        return {**self._head, "object": "text_completion", "choices": choices, **counted, **_versions(answers)}
 
     def _piece(self, answer: Answer, usage: Callable[[], Usage]) -> bytes:
-        return self._chunk(self._choice(answer), lambda: self._shown(usage()))
+        return self._chunk(answer, self._choice(answer), lambda: self._shown(usage()))
 
     def end(self, usage: Usage) -> Iterable[bytes]:
         return super().end(self._shown(usage))
@@ -332,6 +356,7 @@ class ChatFormat(OpenAIFormat):
             "choices": [self._choice(answer) for answer in answers],
             **_counted(usage),
             **self._prompt(answers[0]),
+            **_versions(answers),
         }
         if self._body.prompt_logprobs is not None:
             whole["prompt_logprobs"] = prompt_logprobs(self._texts, answers[0].prompt)
@@ -339,7 +364,7 @@ class ChatFormat(OpenAIFormat):
 
     def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         choice = self._delta(start, {"role": "assistant", "content": ""})
-        return (self._chunk(choice, usage, self._prompt(start) if start.index == 0 else {}),)
+        return (self._chunk(start, choice, usage, self._prompt(start) if start.index == 0 else {}),)
 
     def _piece(self, answer: Answer, usage: Callable[[], Usage]) -> bytes:
         part = answer.part
@@ -350,7 +375,7 @@ class ChatFormat(OpenAIFormat):
         delta = {**delta, **_reasoning(part)}
         if part.tool_calls:
             delta["tool_calls"] = [_call_delta(call) for call in part.tool_calls]
-        return self._chunk(self._delta(answer, delta), usage)
+        return self._chunk(answer, self._delta(answer, delta), usage)
 
     def _prompt(self, answer: Answer) -> ChatPrompt:
         return {"prompt_token_ids": list(answer.prompt_ids)} if self._body.return_token_ids else {}

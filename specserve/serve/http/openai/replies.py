@@ -38,6 +38,7 @@ class Answer:
     token_ids: Sequence[int] = ()
     prompt_ids: Sequence[int] = ()
     stats: SpeculationStats | None = None  # when it has ended
+    version: str = ""  # of the weights that its last token is of, when it has ended and the server names it
     origins: Sequence[TokenOrigin] = ()  # of the tokens at hand, none unless they were asked for
     tree: DraftTree | None = None  # of the last step, None unless it was asked for
 
@@ -46,6 +47,18 @@ class Answer:
         """Return whether it goes on and has content alone, without reasoning, calls, scores, origins or trees."""
         part, others = self.part, (self.finish_reason, self.logprobs, self.prompt, self.origins, self.tree)
         return bool(part.content) and not (part.reasoning or part.tool_calls or any(others))
+
+
+class ReplyVersion(ReplyObject):
+    """The version of the weights that the last token is of, on a server whose weights may change."""
+
+    system_fingerprint: NotRequired[str]
+
+
+def version_of(answers: Sequence[Answer]) -> ReplyVersion:
+    """Return the version of the weights of some answers; where they differ, all of them, joined by commas."""
+    names = dict.fromkeys(answer.version for answer in answers if answer.version)
+    return {"system_fingerprint": ", ".join(names)} if names else {}
 
 
 # --- token counts, times and speculation ----------------------------------------------------------------------------

@@ -93,6 +93,7 @@ class _Choice:
     is_first: bool  # of its prompt's
     parser: AnswerParser
     has_origins: bool
+    names_version: bool
     has_calls: bool = False
     num_tokens: int = 0
     waiting_ids: Sequence[int] = ()  # of tokens that a stream has not sent yet
@@ -118,6 +119,7 @@ class _Choice:
             token_ids=(*self.waiting_ids, *delta.token_ids),
             prompt_ids=self.request.prompt_ids,
             stats=delta.stats,
+            version=delta.stats.version if delta.stats is not None and self.names_version else "",
             origins=self._origins([delta]),
             tree=delta.tree,
         )
@@ -154,11 +156,13 @@ class Generation:
         *,
         calls: CallQueue,
         request_metrics: RequestMetrics,
+        names_version: bool,
         tracing: Tracing | None = None,
     ) -> None:
-        """Prepare the work of one HTTP request. `request_metrics`: what the reply reports of its one sequence."""
+        """Prepare the work of one HTTP request. `request_metrics`: what the reply reports of its one sequence;
+        `names_version`: whether it names the version of the weights."""
         self._engine, self._metrics, self._http, self._work = engine, metrics, http, work
-        self._request_metrics = request_metrics
+        self._request_metrics, self._names_version = request_metrics, names_version
         self._tracing, self._parent = tracing, tracing.parent(http.headers) if tracing else None
         self._request_id = current_request_id()
         self._loop, self._calls = asyncio.get_running_loop(), calls
@@ -205,7 +209,8 @@ class Generation:
             )
             counted = self._metrics.start_sequence(len(token_ids))
             is_first, parser = number % len(each) == 0, self._work.make_parser()
-            self._choices.append(_Choice(number, request, counted, is_first, parser, self._work.has_origins))
+            named = self._work.has_origins, self._names_version
+            self._choices.append(_Choice(number, request, counted, is_first, parser, *named))
             self._check_client()
 
     def _check_client(self) -> None:

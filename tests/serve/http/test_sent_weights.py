@@ -1,0 +1,292 @@
+"""Weights that a client sends, and the version that a server which was killed begins with again: a version is whole, or
+nothing has changed."""
+
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jax
+import numpy as np
+import pytest
+import served
+from engines import PATIENCE, Fixed, Letters, make_engine, serving
+from fakes import assert_refused, wait_for
+
+from specserve.checkpoints.load import Target, to_numpy
+from specserve.checkpoints.tensors import write_tensors
+from specserve.drafters.speculation import parse_speculation
+from specserve.errors import CheckpointError
+from specserve.models.target import target_spec
+from specserve.serve import launch
+from specserve.serve.engine.swap import ServedWeights
+from specserve.serve.http.app import create_app
+from specserve.serve.http.transport.server import HttpServer
+from specserve.serve.launch import Models
+from specserve.serve.programs.runner import Runner
+from specserve.serve.settings import ServeRun
+from specserve.serve.update_folder import KeptVersion, UpdateFolder
+
+ROUTE = "/update_weights_from_safetensors"
+ASK: dict[str, Any] = {"input_ids": list(range(3, 23)), "sampling_params": {"temperature": 0.0, "max_new_tokens": 20}}
+HEADERS = {"content-type": "application/octet-stream"}
+
+
+def _moved(target: Target, seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    moved = jax.tree.map(lambda leaf: rng.permutation(np.asarray(leaf).ravel()).reshape(leaf.shape), target.params)
+    return to_numpy(moved, target_spec(target.config), "float32")
+
+
+@pytest.fixture(scope="module")
+def sent(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A version of the target as one file."""
+    path = tmp_path_factory.mktemp("sent") / "x.safetensors"
+    write_tensors(path, _moved(tiny_target, 1))
+    return path.read_bytes()
+
+
+@contextmanager
+def _client(runner: Runner, models: Models, folder: Path) -> Iterator[httpx.Client]:
+    engine = make_engine(runner.with_weights(models.target.params, None), Fixed(parse_speculation("chain:3")))
+    engine._tokenizer = type("ServedLetters", (Letters,), {"token_id": lambda _self, _token: None})()
+    engine._swaps.weights = ServedWeights(models.version, read=launch._weights_reader(models))
+    run = ServeRun(allow_update_weights=True, update_folder=str(folder), update_max_gb=0.001)
+    server = HttpServer(create_app(engine, run=run), port=0)
+    with serving(engine):
+        server.start()
+        try:
+            with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+                yield http
+        finally:
+            server.stop()
+
+
+def _answer(http: httpx.Client) -> list[int]:
+    return http.post("/generate", json=ASK).json()["output_ids"]
+
+
+def test_what_is_sent_serves_and_is_what_a_server_begins_with_again(
+    runner: Runner, tiny_target: Target, sent: bytes, tmp_path: Path
+) -> None:
+    models, folder = Models("tiny", tiny_target, None, None), tmp_path / "kept"
+    with _client(runner, models, folder) as http:
+        old = _answer(http)
+        query = {"weight_version": "step-1", "sha256": hashlib.sha256(sent).hexdigest(), "mode": "drain"}
+        reply = http.post(ROUTE, params=query, content=sent, headers=HEADERS)
+        assert (reply.status_code, reply.json()["weight_version"]) == (200, "step-1"), reply.text
+        new = _answer(http)
+        assert new != old
+        assert http.post(ROUTE, content=sent, headers=HEADERS).json()["weight_version"] == "2"
+        assert _answer(http) == new
+        assert len(list(folder.glob("*.safetensors"))) == 1, "the version before needs none"
+        kept = UpdateFolder(folder).read()
+        assert kept is not None
+        assert (kept.name, Path(kept.target).read_bytes()) == ("2", sent)
+    with _client(runner, launch.with_version(models, kept.name, kept.target, kept.draft), folder) as http:
+        assert _answer(http) == new
+        reply = http.post("/update_weights_from_disk", json={"model_path": str(tiny_target.folder)})
+        assert reply.status_code == 200
+        assert _answer(http) == old
+        assert not list(folder.glob("*.safetensors"))
+
+
+def _header(sent: bytes, **change: Any) -> bytes:
+    length = int.from_bytes(sent[:8], "little")
+    header = json.loads(sent[8 : 8 + length])
+    header["model.norm.weight"] |= change
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + sent[8 + length :]
+
+
+WRONG: dict[str, tuple[Any, dict[str, str], int, str]] = {  # body of the right one, options, status, words
+    "empty": (lambda _: b"", {}, 400, "not a whole safetensors file"),
+    "cut": (lambda sent: sent[:-1], {}, 400, "not a whole safetensors file"),
+    "longer": (lambda sent: sent + b"x", {}, 400, "the file holds"),
+    "lying shape": (lambda sent: _header(sent, shape=[33]), {}, 400, "its data_offsets span"),
+    "lying offsets": (lambda sent: _header(sent, data_offsets=[0, 128]), {}, 400, "overlaps"),
+    "absurd header": (lambda sent: (2**62).to_bytes(8, "little") + sent[8:], {}, 400, "its header claims"),
+    "a pickle": (lambda _: b"\x80\x04\x95" + bytes(100), {}, 400, "not a whole safetensors file"),
+    "other model": (lambda sent: _header(sent, dtype="U32"), {}, 400, "model.norm.weight is uint32"),
+    "another's digest": (lambda sent: sent, {"sha256": "0" * 64}, 400, "the body's sha256 is"),
+    "no digest": (lambda sent: sent, {"sha256": "xyz"}, 400, "expected 64 hexadecimal digits"),
+    "unknown option": (lambda sent: sent, {"colour": "red"}, 400, "unknown option; known are mode, weight_version"),
+    "no mode": (lambda sent: sent, {"mode": "abort"}, 400, "expected one of continue, drain"),
+    "long name": (lambda sent: sent, {"weight_version": "x" * 201}, 400, "at most 200 characters"),
+    "too large": (lambda _: bytes(1_000_001), {}, 413, "--update-max-gb allows 1,000,000"),
+}
+
+
+def test_what_is_wrong_with_what_is_sent_is_named_and_changes_nothing(
+    runner: Runner, tiny_target: Target, sent: bytes, tmp_path: Path
+) -> None:
+    """Also a client that leaves in the middle, one that does not say how much it sends, and a second one."""
+    models, folder = Models("tiny", tiny_target, None, None), tmp_path / "kept"
+    with _client(runner, models, folder) as http:
+        before = _answer(http)
+        for case, (make, options, status, words) in WRONG.items():
+            reply = http.post(ROUTE, params=options, content=make(sent), headers=HEADERS)
+            assert words in assert_refused(reply, status)["message"], case
+        assert_refused(http.post(ROUTE, content=iter([sent]), headers=HEADERS), 411)
+        assert_refused(http.post(ROUTE, content=sent, headers={"content-type": "application/json"}), 415)
+        address = http.base_url.host, http.base_url.port
+        with socket.create_connection(address) as torn:  # type: ignore[arg-type]
+            head = f"POST {ROUTE} HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stream\r\n"
+            torn.sendall(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent[:5000])
+            wait_for(lambda: bool(list(folder.glob("*.safetensors"))), PATIENCE)
+            for second in (
+                lambda: http.post(ROUTE, content=sent, headers=HEADERS),
+                lambda: http.post("/update_weights_from_disk", json={"model_path": str(tiny_target.folder)}),
+            ):
+                assert "another update of the weights is under way" in assert_refused(second(), 409)["message"]
+        wait_for(lambda: not list(folder.iterdir()), PATIENCE)
+        assert http.get("/weight_version").json() == {"weight_version": "0"}
+        assert _answer(http) == before
+        assert http.post(ROUTE, content=sent, headers=HEADERS).status_code == 200
+
+
+def test_a_kept_version_is_the_old_one_or_the_new_one_wherever_a_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each call that changes the disk, before it and after it; its file is there, and no other is after a start."""
+
+    class Killed(BaseException):
+        pass
+
+    calls = ("replace", "fsync", "unlink", "open")
+    for number in range(40):
+        folder = UpdateFolder(tmp_path / str(number))
+        files = [folder.new_file() for _ in range(2)]
+        files[0].write_text("old")
+        folder.keep("old", str(files[0]), "/drafts/old")
+        files[1].write_text("new")
+        left = [number]
+
+        def killing(call: Any, left: list[int] = left) -> Any:
+            def stop() -> None:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+
+            def either(*args: Any, **named: Any) -> Any:
+                stop()
+                found = call(*args, **named)
+                stop()
+                return found
+
+            return either
+
+        with monkeypatch.context() as patch:
+            for name in calls:
+                patch.setattr(os, name, killing(getattr(os, name)))
+            try:
+                folder.keep("new", str(files[1]), None)
+                ended = True
+            except Killed:
+                ended = False
+        again = UpdateFolder(folder.folder)
+        kept = again.read()
+        assert kept in (
+            KeptVersion("old", str(files[0]), "/drafts/old"),
+            KeptVersion("new", str(files[1]), "/drafts/old"),
+        )
+        assert Path(kept.target).read_text() == kept.name  # type: ignore[union-attr]
+        assert [path.name for path in again.folder.glob("*.safetensors")] == [Path(kept.target).name]  # type: ignore[union-attr]
+        if ended:
+            assert number > 4, "few calls were seen"
+            return
+    raise AssertionError("it never ended")
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"name": "", "target": "", "draft": ""}', '{"name": 1}'])
+def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "version.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"version\.json"):
+        UpdateFolder(tmp_path).read()
+
+
+@contextmanager
+def _process(target: Path, folder: Path, cache: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    flags = ["--target", str(target), "--speculation", "off", "--max-model-len", "64", "--max-slots", "1"]
+    flags += ["--port", "0", "--allow-update-weights", "--api-key", "k", "--update-folder", str(folder)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", served.SCRIPT, "serve", *flags],
+        env=served.environment(cache),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        urls = (re.search(r"on (http://[\d.:]+)/v1", line) for line in process.stdout)
+        url = next(filter(None, urls))[1]
+        with httpx.Client(base_url=url, timeout=PATIENCE, headers={"authorization": "Bearer k"}) as http:
+            wait_for(lambda: _is_up(http), PATIENCE)
+            yield process, http
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _is_up(http: httpx.Client) -> bool:
+    try:
+        return http.get("/ready").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_in_an_update_begins_with_a_whole_version(tiny_target: Target, tmp_path: Path) -> None:
+    """The one before or the one after, as it names them, by folders and by what is sent."""
+    target, folder = served.write_folder(tiny_target, tmp_path / "model"), tmp_path / "kept"
+    bodies: list[bytes] = []
+    for i in range(2):
+        version = tmp_path / f"v{i}"
+        version.mkdir()
+        (version / "config.json").symlink_to(target / "config.json")
+        write_tensors(version / "model.safetensors", _moved(tiny_target, i))
+        bodies.append((version / "model.safetensors").read_bytes())
+    rng, expected = random.Random(0), {}
+
+    def update(http: httpx.Client, i: int) -> str:
+        try:
+            if rng.random() < 0.5:
+                body = {"model_path": str(tmp_path / f"v{i}"), "weight_version": f"v{i}"}
+                reply = http.post("/update_weights_from_disk", json=body)
+            else:
+                options = {"weight_version": f"v{i}"}
+                reply = http.post(ROUTE, params=options, content=bodies[i], headers=HEADERS)
+        except httpx.HTTPError:
+            return ""  # it was killed
+        assert reply.status_code == 200, reply.text
+        return f"v{i}"
+
+    version = "0"
+    with _process(target, folder, tmp_path / "cache") as (_, http):
+        expected[version] = _answer(http)
+        for i in range(2):
+            version = update(http, i)
+            expected[version] = _answer(http)
+    assert len({tuple(answer) for answer in expected.values()}) == 3
+    possible = {version}
+    for delay in (None, 0.05, 0.1, 0.2, 0.3, None):
+        with _process(target, folder, tmp_path / "cache") as (process, http):
+            version = http.get("/weight_version").json()["weight_version"]
+            assert version in possible
+            assert _answer(http) == expected[version]
+            other = int(version == "v0")
+            timer = threading.Timer(delay or rng.random(), process.send_signal, [signal.SIGKILL])
+            timer.start()
+            done = update(http, other)
+            timer.join()
+            possible = {done} if done else {version, f"v{other}"}
