@@ -213,7 +213,16 @@ def make_engine(
             f"--kv-events-endpoint tells which pages can be hit, and those of {models.name} need the state of its "
             "recurrent layers besides"
         )
+    loras = None
+    if run.lora or run.max_loras:
+        from specserve.serve.loras import read_loras  # no other server needs it
+
+        if leader is not None:
+            raise ConfigError("--lora and --max-loras: not with several processes yet; merge the adapter into the target")
+        loras, run = read_loras(models.target.config, run)
     runner = _make_runner(models, run, leader, is_coupled=is_coupled)
+    if loras is not None and loras.adapters:
+        runner.use(runner.with_adapters([*loras.adapters, *[None] * (run.max_loras - len(loras.adapters))]))
     programs = program_list.list_programs(runner, has_scoring=has_scoring)
     first = [program for program in programs if runner.shapes.is_plain(program) or not _is_early(run)]
     late = [program for program in programs[len(first) :] if not program.is_for_masks]
@@ -245,6 +254,7 @@ def make_engine(
         controller=controller,
         options=_options(run, watcher),
         late=LateWork(late, programs[len(first) + len(late) :], make_controller),
+        loras=loras,
     )
 
 

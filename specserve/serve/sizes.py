@@ -88,6 +88,8 @@ class Served:
             kept_layers=run.hidden_states,
             kept_states=num_kept_states(self.target, sizes.num_slots, run.kept_states) if run.prefix_cache else 0,
         )
+        if run.max_loras:
+            shapes = dataclasses.replace(shapes, max_loras=run.max_loras, max_lora_rank=run.max_lora_rank)
         return shapes.with_windows(self.target, drafter_for(self.trees, self.drafter))
 
 

@@ -138,6 +138,11 @@ class EngineLike(Protocol):
         ...
 
     @property
+    def loras(self) -> Mapping[str, str]:
+        """The LoRA adapters that requests may name as their `lora`, and the names of their folders."""
+        ...
+
+    @property
     def is_healthy(self) -> bool: ...
 
     @property

@@ -416,6 +416,7 @@ class Rounds:
             promise=self.choice.controller.expected_tokens([estimate], deepest) - 1.0,
             ends=self.runner.eos_ids <= request.stop_ids,
             kept=sequence.kept,
+            adapter_id=request.adapter_id,
         )
         if sequence.kept >= 0:
             assert self.scheduler.pool.kept is not None

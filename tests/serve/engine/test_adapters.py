@@ -1,0 +1,144 @@
+"""LoRA adapters of the target: their answers are those of a server whose weights are merged, whatever runs beside them,
+speculates, was cached or had their place before; and the target's own answers stay the same to the bit."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import (
+    MAX_LEN,
+    PATIENCE,
+    Ask,
+    Fixed,
+    Reference,
+    compile_programs,
+    greedy,
+    make_engine,
+    make_runner,
+    run,
+    serving,
+    submit,
+    wait_until,
+)
+
+from specserve.checkpoints.lora import LoraPair
+from specserve.checkpoints.load import Target, to_numpy
+from specserve.checkpoints.update import other_target
+from specserve.drafters.interface import Head
+from specserve.drafters.speculation import parse_speculation
+from specserve.errors import CheckpointError, ConfigError, RequestError
+from specserve.models.adapters import Adapter, adaptable, check_adapter
+from specserve.models.target import target_spec
+from specserve.serve import launch
+from specserve.serve.engine.adapters import ServedLoras
+from specserve.serve.engine.engine import Engine
+from specserve.serve.engine.swap import ServedWeights
+from specserve.serve.launch import Models
+from specserve.serve.programs.runner import Runner
+from specserve.serve.requests.request import SamplingParams
+
+WAYS = ("off", "chain:3", "tree:3x3x8")
+PROMPT = tuple(int(i) for i in np.random.default_rng(2).integers(3, 64, 40))
+
+
+def _adapter(target: Target, seed: int, rank: int, matrices: Sequence[str] = ()) -> Adapter:
+    """Random pairs for these matrices, or for all, strong enough to change what is said."""
+    rng, found = np.random.default_rng(seed), {}
+    for name, (d_out, d_in) in adaptable(target.config).items():
+        if not matrices or name.split(".")[-2] in matrices:
+            a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((rank, d_in), (d_out, rank)))
+            found[name] = LoraPair(a, b, float(0.4 / np.sqrt(d_in * rank)))
+    return found
+
+
+def _merged(target: Target, adapter: Adapter) -> Target:
+    tensors = dict(to_numpy(target.params, target_spec(target.config), "float32"))
+    for name, pair in adapter.items():
+        change = pair.scale * pair.b.astype(np.float64) @ pair.a
+        tensors[name] = tensors[name] + change.astype(np.float32)
+    return other_target(target, tensors, quantization="none", mesh=None)
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_target: Target) -> dict[str, Adapter]:
+    """Of other ranks, and one of some matrices alone."""
+    return {
+        "a": _adapter(tiny_target, 1, 4),
+        "b": _adapter(tiny_target, 2, 1, ("q_proj", "v_proj", "up_proj")),
+        "c": _adapter(tiny_target, 3, 3),
+    }
+
+
+@pytest.fixture(scope="module")
+def references(tiny_target: Target, adapters: dict[str, Adapter]) -> Iterator[dict[str, Reference]]:
+    """Plain decoding by merged weights, by the adapter's name."""
+    merged = {"": tiny_target} | {name: _merged(tiny_target, own) for name, own in adapters.items()}
+    made = {name: Reference(target) for name, target in merged.items()}
+    for reference in made.values():
+        compile_programs(reference.runner)
+        reference.engine.start()
+    yield made
+    for reference in made.values():
+        reference.engine.stop()
+
+
+@pytest.fixture(scope="module")
+def runner(tiny_target: Target, tiny_head: Head) -> Runner:
+    runner = make_runner(tiny_target, tiny_head, *WAYS, max_loras=2, has_constrained=False)
+    compile_programs(runner)
+    return runner
+
+
+def _engine(runner: Runner, target: Target, adapters: Mapping[str, Adapter], way: str, *names: str) -> Engine:
+    """An engine that begins with these, and may load the others."""
+
+    def read(folder: str) -> Adapter:
+        own = adapters[folder]
+        check_adapter(target.config, own, runner.shapes.max_lora_rank, folder)
+        return own
+
+    own = [adapters[name] for name in names]
+    runner.use(runner.with_adapters([*own, *[None] * (runner.shapes.max_loras - len(own))]))
+    served = ServedLoras({name: name for name in names}, own, read)
+    engine = make_engine(runner, Fixed(parse_speculation(way)), served)
+    engine._swaps.weights = ServedWeights(read=launch._weights_reader(Models("tiny", target, None, None)))
+    return engine
+
+
+def _asks(references: Mapping[str, Reference], *names: str, number: int = 3, max_tokens: int = 40) -> list[Ask]:
+    """Ragged prompts that begin alike, greedy and sampled, of firm answers by each of these, in turns."""
+    each: list[list[Ask]] = []
+    for name in names:
+        found: list[Ask] = []
+        for seed in itertools.count():
+            own = SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=seed, ignore_eos=True, logprobs=2)
+            own = own if seed % 2 else greedy(max_tokens, ignore_eos=True, logprobs=2)
+            ask = Ask(PROMPT[: 20 + seed % 20], own)
+            found += [dataclasses.replace(ask, lora=name)] if references[name].is_firm(ask) else []
+            if len(found) == number:
+                break
+        each.append(found)
+    return [ask for asks in zip(*each, strict=True) for ask in asks]
+
+
+def _check(references: Mapping[str, Reference], engine: Engine, asks: Sequence[Ask]) -> None:
+    for ask, inbox in zip(asks, run(engine, asks), strict=True):
+        references[ask.lora].check(dataclasses.replace(ask, lora=""), inbox)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_are_those_of_merged_weights_beside_others_and_from_the_prefix_cache(
+    runner: Runner, tiny_target: Target, adapters: Any, references: Any, way: str
+) -> None:
+    """Prompts begin alike, so that a page of another adapter would be hit. Nothing compiles."""
+    asks = _asks(references, "", "a", "b")
+    assert len({references[ask.lora].answer(dataclasses.replace(ask, lora="")).text for ask in asks}) == len(asks)
+    with serving(_engine(runner, tiny_target, adapters, way, "a", "b")) as engine:
+        for _ in range(2):  # the second time from the prefix cache
+            before = engine.stats().num_prefix_hits
+            _check(references, engine, asks)
+        assert engine.stats().num_prefix_hits > before
