@@ -46,12 +46,15 @@ class LazyQuantized:
 
 @dataclass(frozen=True)
 class RestoredEntry:
-    """A weight of few bits, read as the float32 numbers that it stands for."""
+    """A weight that is computed from what is stored, of few bits for instance, as float32 numbers."""
 
     file: Path
     weight: LazyTensor
     dtype = FLOAT32
-    is_widened = True
+
+    @property
+    def is_widened(self) -> bool:
+        return self.weight.is_widened
 
     @property
     def shape(self) -> tuple[int, ...]:

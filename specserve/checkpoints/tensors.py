@@ -151,6 +151,14 @@ class TensorFolder:
         made._entries = {name: ArrayEntry(folder / SINGLE_FILE, each) for name, each in arrays.items()}
         return made
 
+    @classmethod
+    def of_file(cls, path: Path) -> "TensorFolder":
+        """Return the tensors of one file. Raises CheckpointError as opening a folder does."""
+        made = cls.__new__(cls)
+        made.folder = path.parent
+        made._entries = {**_read_header(path)}
+        return made
+
     def names(self) -> frozenset[str]:
         return frozenset(self._entries)
 

@@ -10,8 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.checkpoints.load import Quantization, Target, check_weights, has_own_head, in_few_bits, load_target
-from specserve.checkpoints.tensors import TensorFolder, listed
+from specserve.checkpoints.load import (
+    Quantization,
+    Target,
+    check_weights,
+    has_own_head,
+    in_few_bits,
+    load_target,
+    renamer,
+)
+from specserve.checkpoints.lora import LoraPair, is_adapter, merged, read_adapter
+from specserve.checkpoints.quantized import read_storing
+from specserve.checkpoints.tensors import CONFIG, TensorFolder, listed, read_json
 from specserve.errors import ConfigError
 from specserve.models.params import is_spec
 from specserve.models.sharding import place_target
@@ -30,12 +40,15 @@ def other_target(
     mesh: Mesh | None,
 ) -> Target:
     """Return the target with other weights, in the form that `load_target` gives to what is served: from its
-    parameters, stacked or not, from arrays by the checkpoint's names, or from a model folder. Arrays may be JAX's or
+    parameters, stacked or not, from arrays by the checkpoint's names, or from a model folder; or those of its own
+    folder with LoRA's pairs by the names of matrices, or PEFT's folder of them, merged into it. Arrays may be JAX's or
     NumPy's, of any float dtype; they are rounded to the target's. Those that are where they are needed are not copied,
     so they must not be donated afterwards. Raises ConfigError or CheckpointError, which name what is missing, has
     another shape or is not a number."""
     config = served.config
     how: dict[str, Any] = {"quantization": quantization, "mesh": mesh, "is_served": True, "is_checked": True}
+    if isinstance(given, str | Path) and is_adapter(Path(given)):
+        given = read_adapter(Path(given))
     if isinstance(given, str | Path):
         found = load_target(Path(given), dtype=config.dtype, **how)
         if dataclasses.replace(found.config, cache_dtype=config.cache_dtype) != config:
@@ -48,7 +61,10 @@ def other_target(
             "the target is served as its files store it (--quantization stored), so give the folder of the new version"
         )
     if isinstance(given, Mapping):
-        tensors = TensorFolder.of_arrays(served.folder, given)
+        if given and all(isinstance(each, LoraPair) for each in given.values()):
+            tensors = _with_pairs(served.folder, given)
+        else:
+            tensors = TensorFolder.of_arrays(served.folder, given)
         found = load_target(served.folder, dtype=config.dtype, tensors=tensors, **how)
         return dataclasses.replace(served, params=found.params)
     if not isinstance(given, TargetParams):
@@ -64,6 +80,11 @@ def other_target(
             params = with_own_head(params)
         params = in_few_bits(params, quantization)
     return dataclasses.replace(served, params=params)
+
+
+def _with_pairs(folder: Path, pairs: Mapping[str, LoraPair]) -> TensorFolder:
+    tensors, where = TensorFolder(folder), folder / CONFIG
+    return merged(tensors, pairs, read_storing(read_json(where), str(where)), renamer(tensors.names()))
 
 
 def checked(given: Tree, spec: Tree, what: str, dtype: str, place: Any | None) -> Tree:

@@ -1,0 +1,174 @@
+"""LoRA adapters as PEFT keeps them, read as a pair of small matrices for each matrix of the model, and merged into it.
+
+PEFT's module `X` computes `W x + scale * B (A x)`: `X.lora_A.weight` is A [rank, in], `X.lora_B.weight` is B [out,
+rank], and scale is `lora_alpha / rank`, or `lora_alpha / sqrt(rank)` with `use_rslora`. The patterns of rank and alpha
+are regular expressions of the ends of module names, and the first that fits is taken (PEFT's `get_pattern_key`).
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specserve.checkpoints.lazy import Index, LazyTensor, RestoredEntry, as_floats
+from specserve.checkpoints.packed import Storing
+from specserve.checkpoints.quantized import open_weight
+from specserve.checkpoints.tensors import TensorFolder, listed, read_json
+from specserve.errors import CheckpointError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+_PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")  # perhaps with the adapter's name
+# PEFT's settings of how an adapter was trained, and of other kinds of adapters' details: no number follows from them
+_TRAINED = frozenset(
+    (
+        "auto_mapping", "base_model_name_or_path", "revision", "peft_type", "task_type", "inference_mode",
+        "peft_version", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout",
+        "megatron_config", "megatron_core", "eva_config", "qalora_group_size", "ensure_weight_tying",
+    )
+)  # fmt: skip
+_READ = frozenset(("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"))
+# how pairs began; others ("pissa", "olora", "loftq") begin by changing the model's own matrices
+_BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class LoraPair:
+    """What an adapter adds to a matrix W [out, in]: scale * B A."""
+
+    a: Any  # [rank, in], an array of JAX or NumPy of any float dtype
+    b: Any  # [out, rank]
+    scale: float
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds an adapter of PEFT and no whole model."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def read_adapter(folder: Path) -> dict[str, LoraPair]:
+    """Read PEFT's folder of an adapter. Raises CheckpointError, as `lora_pairs` does and where a file is missing or
+    damaged; a pickle is never read."""
+    if not (folder / ADAPTER_FILE).is_file():
+        raise CheckpointError(f"{folder}: no {ADAPTER_FILE}; save the adapter as safetensors, a pickle is never read")
+    tensors = TensorFolder.of_file(folder / ADAPTER_FILE)
+    arrays = {name: tensors.read(name) for name in sorted(tensors.names())}
+    return lora_pairs(arrays, read_json(folder / ADAPTER_CONFIG), str(folder))
+
+
+def lora_pairs(arrays: Mapping[str, Any], config: Mapping[str, Any], where: str = "LoRA") -> dict[str, LoraPair]:
+    """Return the pairs of an adapter from arrays by PEFT's names and its settings, of which `r` and `lora_alpha` must
+    be there: by the names of their matrices in a text model (`model.layers.0.mlp.up_proj.weight`). Raises
+    CheckpointError that names what is no pair, does not fit together, or is computed otherwise (DoRA, trained biases,
+    modules that are saved whole)."""
+    _check_settings(config, where)
+    found: dict[str, dict[str, Any]] = {}
+    problems: list[str] = []
+    for key, array in arrays.items():
+        match = _PAIR.fullmatch(key)
+        if match is None:
+            problems.append(f"{key} is no lora_A or lora_B of a matrix")
+        elif match[2] in (sides := found.setdefault(match[1], {})):
+            problems.append(f"lora_{match[2]} of {match[1]} is there twice")
+        else:
+            sides[match[2]] = array
+    for module, sides in found.items():
+        a, b = (getattr(sides.get(side), "shape", None) for side in "AB")
+        rank = _stated(config, "rank_pattern", module, "r")
+        if a is None or b is None or (len(a), len(b)) != (2, 2) or not a[0] == b[1] == rank:
+            problems.append(f"{module}: lora_A is {a or 'missing'} and lora_B {b or 'missing'}, expected rank {rank}")
+    if problems or not found:
+        raise CheckpointError(f"{where}: {listed(problems) or 'there are no LoRA pairs'}")
+    return {_matrix_name(module): LoraPair(s["A"], s["B"], _scale(config, module, s)) for module, s in found.items()}
+
+
+def _check_settings(config: Mapping[str, Any], where: str) -> None:
+    """Raises CheckpointError where a setting of PEFT means another sum than this one, or is not known."""
+    for name in ("r", "lora_alpha"):
+        if not _is_above_zero(value := config.get(name)):
+            raise CheckpointError(f"{where}: {name} is {value!r}, expected a number above 0")
+    kind, begun = config.get("peft_type", "LORA"), config.get("init_lora_weights")
+    if kind != "LORA":
+        raise CheckpointError(f"{where}: peft_type is {kind!r}, expected 'LORA'")
+    if begun not in _BEGUN:
+        raise CheckpointError(
+            f"{where}: init_lora_weights is {begun!r}, which changes the model's own matrices; save the adapter with "
+            "path_initial_model_for_weight_conversion"
+        )
+    known = _TRAINED | _READ | {"init_lora_weights"}
+    neutral = {"bias": "none", "runtime_config": {"ephemeral_gpu_offload": False}}
+    for name, value in config.items():
+        if name not in known and value and value != neutral.get(name):
+            raise CheckpointError(
+                f"{where}: {name} is {value!r:.100}; only pairs of LoRA for whole matrices are read. Train without it, "
+                "or merge the adapter with PEFT and give the whole model"
+            )
+    for name in ("rank_pattern", "alpha_pattern"):
+        stated = config.get(name) or {}
+        try:
+            is_sound = all(re.compile(key) and _is_above_zero(n) for key, n in stated.items())
+        except (AttributeError, TypeError, re.error):
+            is_sound = False
+        if not is_sound:
+            raise CheckpointError(f"{where}: {name} is {stated!r:.100}, expected module patterns with numbers above 0")
+
+
+def _is_above_zero(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _stated(config: Mapping[str, Any], patterns: str, module: str, default: str) -> float:
+    """Return the number of the first pattern that a module's name ends with, or the one of all modules."""
+    found = (n for key, n in (config.get(patterns) or {}).items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(found, config[default])
+
+
+def _scale(config: Mapping[str, Any], module: str, sides: Mapping[str, Any]) -> float:
+    rank, alpha = sides["A"].shape[0], _stated(config, "alpha_pattern", module, "lora_alpha")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _matrix_name(module: str) -> str:
+    """Return the name of a module's matrix in a text model, which may be held within one that also sees."""
+    return re.sub(r"(^|\.)language_model\.", r"\1", module) + ".weight"
+
+
+def merged(
+    tensors: TensorFolder, pairs: Mapping[str, LoraPair], storing: Storing, rename: Callable[[str], str]
+) -> TensorFolder:
+    """Return a model's tensors with W + scale * B A in the place of each W that has a pair, computed in float32 as it
+    is read. `rename` gives the checkpoint's names of a text model's. Raises CheckpointError that names each pair that
+    fits no matrix."""
+    entries: dict[str, RestoredEntry] = {}
+    used: set[str] = set()
+    problems: list[str] = []
+    for name, pair in pairs.items():
+        a, b = np.asarray(pair.a, np.float32), np.asarray(pair.b, np.float32)
+        shape = (*b.shape[:1], *a.shape[1:])
+        try:
+            opened, made_of = open_weight(tensors, rename(name), storing)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        weight = as_floats(opened)
+        if weight.shape != shape or a.shape[0] != b.shape[-1]:
+            problems.append(f"{name} is {weight.shape}, and its pair is B {b.shape} A {a.shape}")
+            continue
+        used.update(made_of)
+        summed = LazyTensor(shape, weight.dtype, _sum(weight, a, b, pair.scale), weight.is_widened)
+        entries[rename(name)] = RestoredEntry(tensors.file(made_of[0]), summed)
+    if problems:
+        raise CheckpointError(f"LoRA: {listed(problems)}")
+    return tensors.with_others(used, entries)
+
+
+def _sum(weight: LazyTensor, a: np.ndarray, b: np.ndarray, scale: float) -> Callable[[Index], np.ndarray]:
+    def read(index: Index) -> np.ndarray:
+        outputs, inputs = index
+        return weight.read(index).astype(np.float32) + np.float32(scale) * (b[outputs] @ a[:, inputs])
+
+    return read
