@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specserve.errors import CheckpointError
@@ -71,7 +72,6 @@ class _Place:
 
 def _places(config: ModelConfig) -> Iterator[_Place]:
     for i, layer in enumerate(target_spec(config).layers):
-        assert not hasattr(layer, "num_turns"), "specs are of separate layers"
         for block, kind in (("attention", Attention), ("mlp", Mlp)):
             own: Any = getattr(layer, block)
             if isinstance(own, kind):
@@ -83,6 +83,12 @@ def adaptable(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return the matrices of a target that may be adapted, by the checkpoint's names, with the shape [d_out, d_in] that
     each has there."""
     return {place.spec.name: place.spec.stored_shape for place in _places(config)}  # type: ignore[misc]
+
+
+def bytes_of(config: ModelConfig, max_loras: int, max_rank: int) -> int:
+    """Return the bytes of the pairs of so many adapters of a target, of this rank each."""
+    places = (place.spec.shape for place in _places(config))
+    return sum(map(sum, places)) * max_rank * max_loras * jnp.dtype(config.dtype).itemsize
 
 
 def check_adapter(config: ModelConfig, adapter: Adapter, max_rank: int, where: str) -> None:

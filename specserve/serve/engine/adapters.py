@@ -94,7 +94,8 @@ class Loras:
                 self._new_name(name)
                 place = self._free_place()
             adapter, runner = self._read(folder), self._rounds.runner
-            in_use = self._in_use()
+            with self._lock:
+                in_use = self._in_use()
             every = {number: own for number, own in self._adapters.items() if number in in_use} | {place: adapter}
             layouts = runner.with_adapters([every.get(number) for number in range(runner.shapes.max_loras)])
             self._changes.ask(lambda: self._rounds.runner.use(layouts))

@@ -4,14 +4,11 @@ speculates, was cached or had their place before; and the target's own answers s
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from engines import (
-    MAX_LEN,
-    PATIENCE,
     Ask,
     Fixed,
     Reference,
@@ -142,3 +139,124 @@ def test_answers_are_those_of_merged_weights_beside_others_and_from_the_prefix_c
             before = engine.stats().num_prefix_hits
             _check(references, engine, asks)
         assert engine.stats().num_prefix_hits > before
+
+
+def test_the_targets_own_answers_are_the_same_bits_as_without_adapters(
+    runner: Runner, tiny_target: Target, tiny_head: Head, adapters: Any, references: Any
+) -> None:
+    """Tokens, log-probabilities and what was accepted, beside sequences of adapters and beside none."""
+    asks = [ask for ask in _asks(references, "", "a", number=2) if not ask.lora]
+    others = [ask for ask in _asks(references, "", "a", number=2) if ask.lora]
+    bare = make_runner(tiny_target, tiny_head, "tree:3x3x8", has_constrained=False)
+    compile_programs(bare)
+
+    def said(engine: Engine, asked: Sequence[Ask]) -> list[Any]:
+        with serving(engine):
+            found = [(inbox.wait(), inbox) for inbox in run(engine, asked)]
+        ends = [(end.stats, inbox) for end, inbox in found][: len(asks)]
+        return [(box.token_ids, box.logprobs, stats and stats.accepted_per_depth) for stats, box in ends]
+
+    expected = said(make_engine(bare, is_caching=False), asks)
+    for names, beside in (((), []), (("a", "b"), others)):
+        engine = _engine(runner, tiny_target, adapters, "tree:3x3x8", *names)
+        assert said(engine, [*asks, *beside]) == expected
+
+
+def test_an_adapters_answer_depends_on_no_neighbour(
+    runner: Runner, tiny_target: Target, adapters: Any, references: Any
+) -> None:
+    """To the bit of its log-probabilities: alone, and beside others."""
+    asks = _asks(references, "", "a", "b", number=1)
+    with serving(_engine(runner, tiny_target, adapters, "chain:3", "a", "b")) as engine:
+        together = run(engine, asks)
+        for ask, inbox in zip(asks, together, strict=True):
+            engine.flush_cache()
+            [alone] = run(engine, [ask])
+            assert (alone.token_ids, alone.logprobs) == (inbox.token_ids, inbox.logprobs)
+
+
+def test_preempted_answers_are_computed_anew_by_their_adapter(
+    tiny_target: Target, tiny_head: Head, adapters: Any, references: Any
+) -> None:
+    small = make_runner(tiny_target, tiny_head, "chain:3", num_pages=18, has_constrained=False, max_loras=2)
+    compile_programs(small)
+    with serving(_engine(small, tiny_target, adapters, "chain:3", "a", "b")) as engine:
+        _check(references, engine, _asks(references, "", "a", "b"))
+        assert engine.stats().num_preemptions > 0
+
+
+def test_another_adapter_in_the_place_of_one_that_was_unloaded(
+    runner: Runner, tiny_target: Target, adapters: Any, references: Any
+) -> None:
+    """What has begun with the old one goes on with it, and its place is nobody else's until then. Its pages are hit by
+    no request of the new one, whatever its name; and nothing compiles."""
+    asks = {name: _asks(references, name) for name in ("", "a", "b", "c")}
+    with serving(_engine(runner, tiny_target, adapters, "chain:3", "a", "b")) as engine:
+        begun = [submit(engine, ask)[1] for ask in asks["a"]]
+        begun[0].wait_for_first()
+        engine.unload_lora("a")
+        assert list(engine.loras) == ["b"]
+        assert not begun[-1].is_done, "nothing goes on, so nothing is tested"
+        with pytest.raises(ConfigError, match="all 2 places .* are taken, by b, and by requests that go on"):
+            engine.load_lora("c", "c")
+        with pytest.raises(RequestError, match="no LoRA adapter 'a'; loaded are: b"):
+            submit(engine, asks["a"][0])
+        for ask, inbox in zip(asks["a"], begun, strict=True):
+            references["a"].check(dataclasses.replace(ask, lora=""), inbox)
+        wait_until(lambda: not engine.stats().num_running)
+        engine.load_lora("a", "c")  # of the same name
+        renamed = [dataclasses.replace(ask, lora="a") for ask in asks["c"]]
+        for _ in range(2):
+            for ask, inbox in zip(renamed, run(engine, renamed), strict=True):
+                references["c"].check(dataclasses.replace(ask, lora=""), inbox)
+            _check(references, engine, [*asks[""], *asks["b"]])
+
+
+def test_other_weights_of_the_target_keep_the_adapters(
+    runner: Runner, tiny_target: Target, adapters: Any, references: Any
+) -> None:
+    """An update of the weights replaces what they are beside: here by those of "a", so that "a" is what the target was
+    with its change twice, and none of it is what it was with it once."""
+    asks = [dataclasses.replace(ask, lora="") for ask in _asks(references, "a")]
+    with serving(_engine(runner, tiny_target, adapters, "chain:3", "b", "a")) as engine:
+        _check(references, engine, _asks(references, "b"))
+        engine.update_weights(adapters["a"])
+        for ask, inbox in zip(asks, run(engine, asks), strict=True):
+            references["a"].check(ask, inbox)
+        twice = [inbox.token_ids for inbox in run(engine, [dataclasses.replace(ask, lora="a") for ask in asks])]
+        assert twice != [references["a"].answer(ask).token_ids for ask in asks]
+        engine.update_weights(tiny_target.params)
+        _check(references, engine, _asks(references, "", "a", "b", number=1))
+
+
+def test_what_cannot_be_loaded_changes_nothing(
+    runner: Runner, tiny_target: Target, adapters: Any, references: Any
+) -> None:
+    wrong = {"large": _adapter(tiny_target, 5, 5), "other": {"lm_head.weight": next(iter(adapters["a"].values()))}}
+    with serving(_engine(runner, tiny_target, {**adapters, **wrong}, "chain:3", "a")) as engine:
+        for name, folder, error, message in (
+            ("a", "b", ConfigError, "'a' is loaded already"),
+            ("tiny", "b", ConfigError, "cannot be named 'tiny'"),
+            ("", "b", ConfigError, "cannot be named ''"),
+            ("x", "large", CheckpointError, "rank 5, over --max-lora-rank 4"),
+            ("x", "other", CheckpointError, "lm_head.weight, which this server cannot"),
+        ):
+            with pytest.raises(error, match=message):
+                engine.load_lora(name, folder)
+        with pytest.raises(ConfigError, match="no LoRA adapter 'x'; loaded are: a"):
+            engine.unload_lora("x")
+        assert list(engine.loras) == ["a"]
+        engine.load_lora("b", "b")  # nobody has taken its place
+        _check(references, engine, _asks(references, "", "a", "b", number=1))
+
+
+def test_an_engine_without_room_has_no_adapters(tiny_target: Target) -> None:
+    bare = make_runner(tiny_target, None, "off", has_constrained=False)
+    engine = make_engine(bare)
+    assert not bare.config.has_adapters
+    assert bare.state.adapter_ids is None
+    assert engine.loras == {}
+    with pytest.raises(RequestError, match="no LoRA adapters"):
+        submit(engine, Ask(PROMPT, greedy(4), lora="a"))
+    with pytest.raises(ConfigError, match="start it with max_loras"):
+        engine.load_lora("a", "a")

@@ -260,6 +260,12 @@ class EngineCollector(Collector):
         yield steps
         name, text = "vllm:iteration_tokens_total", "Prompt and new tokens of a step."
         yield _histogram(name, text, self._model_name, ROUND_SIZES, stats.round_sizes, stats.num_round_tokens)
+        if stats.max_loras:
+            loras = {"max_lora": str(stats.max_loras), "running_lora_adapters": ",".join(stats.running_loras)}
+            loras["waiting_lora_adapters"] = ",".join(stats.waiting_loras)
+            now = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use, at this time.", labels=[*loras])
+            now.add_metric([*loras.values()], time.time())
+            yield now
         facts = {"block_size": str(stats.page_size), "num_gpu_blocks": str(stats.num_pages)}
         facts |= {"cache_dtype": stats.cache_dtype, "enable_prefix_caching": str(stats.is_caching)}
         info = GaugeMetricFamily("vllm:cache_config_info", "The cache.", labels=["model_name", *facts])
