@@ -300,6 +300,7 @@ _logits.defvjp(_logits_forward, _logits_backward)
 
 
 def _product(x: jax.Array, weight: Weight, dtype: jnp.dtype) -> jax.Array:
+    assert not isinstance(weight, AdaptedMatrix), "`matmul` alone knows pairs"
     if isinstance(weight, PackedMatrix):
         return _packed(x, weight).astype(dtype)
     if isinstance(weight, BlockedMatrix):

@@ -107,8 +107,8 @@ def check_adapter(config: ModelConfig, adapter: Adapter, max_rank: int, where: s
         rank, (d_out, d_in) = len(a), shapes[name]
         if a.shape != (rank, d_in) or b.shape != (d_out, rank):
             raise CheckpointError(
-                f"{where}: the pair of {name} has shapes {list(a.shape)} and {list(b.shape)}; expected [{rank}, {d_in}] "
-                f"and [{d_out}, {rank}] for this target; it is an adapter of another one"
+                f"{where}: the pair of {name} has shapes {list(a.shape)} and {list(b.shape)}; expected [{rank}, "
+                f"{d_in}] and [{d_out}, {rank}] for this target; it is an adapter of another one"
             )
         if rank > max_rank:
             raise CheckpointError(f"{where}: {name} has rank {rank}, over --max-lora-rank {max_rank}; raise that")

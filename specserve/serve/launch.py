@@ -218,7 +218,9 @@ def make_engine(
         from specserve.serve.loras import read_loras  # no other server needs it
 
         if leader is not None:
-            raise ConfigError("--lora and --max-loras: not with several processes yet; merge the adapter into the target")
+            raise ConfigError(
+                "--lora and --max-loras: not with several processes yet; merge the adapter into the target"
+            )
         loras, run = read_loras(models.target.config, run)
     runner = _make_runner(models, run, leader, is_coupled=is_coupled)
     if loras is not None and loras.adapters:

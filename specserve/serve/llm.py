@@ -124,8 +124,8 @@ class LLM:
 
     def load_lora(self, name: str, folder: str | Path) -> None:
         """Load the LoRA adapter in a PEFT folder under a name by which `lora` finds it. There is room for `max_loras`
-        adapters, of `max_lora_rank` at most. Raises ConfigError or CheckpointError where anything is wrong with it; then
-        nothing has changed."""
+        adapters, of `max_lora_rank` at most. Raises ConfigError or CheckpointError where anything is wrong with it;
+        then nothing has changed."""
         self.engine.load_lora(name, str(folder))
 
     def unload_lora(self, name: str) -> None:

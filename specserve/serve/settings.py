@@ -114,7 +114,7 @@ class ServeRun:
     lora: tuple[str, ...] = setting(
         (),
         scope=PROGRAM,
-        help="LoRA adapters of the target, NAME=FOLDER each (PEFT's), which requests choose as their model; empty: none",
+        help="LoRA adapters of the target, NAME=FOLDER each (PEFT), which requests choose as their model; empty: none",
     )
     max_loras: int = setting(0, scope=PROGRAM, help="LoRA adapters that there is room for; 0: those of lora", ge=0)
     max_lora_rank: int = setting(

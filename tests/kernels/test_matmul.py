@@ -159,7 +159,9 @@ def test_outputs_side_by_side_and_picked_are_quantized_leaf_by_leaf(rng: np.rand
     assert_within(matmul(x, both[:, ids]), expected[:, ids], bound[:, ids])
 
 
-@pytest.mark.parametrize("is_packed", [False, pytest.param(True, marks=pytest.mark.skipif(not native.is_available(), reason="not built"))])
+@pytest.mark.parametrize(
+    "is_packed", [False, pytest.param(True, marks=pytest.mark.skipif(not native.is_available(), reason="not built"))]
+)
 @pytest.mark.parametrize("has_add", [False, True])
 def test_a_row_is_multiplied_by_its_own_pair(rng: np.random.Generator, is_packed: bool, has_add: bool) -> None:
     """Rows without a pair are those of the base to the bit, minus zeros among them. Packed, no row's bits depend on how
@@ -190,6 +192,10 @@ def test_a_row_is_multiplied_by_its_own_pair(rng: np.random.Generator, is_packed
             alone = multiply(x[row][None, None], ids[row][None, None], add[row][None, None])
             assert alone.tobytes() == got[row].tobytes()
     without = multiply(x, np.full_like(ids, -1), add)
-    plain = np.asarray(jax.jit(matmul)(jnp.asarray(x), pack(base) if is_packed else jnp.asarray(base), jnp.asarray(add) if has_add else None))
+    plain = np.asarray(
+        jax.jit(matmul)(
+            jnp.asarray(x), pack(base) if is_packed else jnp.asarray(base), jnp.asarray(add) if has_add else None
+        )
+    )
     assert without.tobytes() == plain.tobytes()
     assert got[ids < 0].tobytes() == without[ids < 0].tobytes()

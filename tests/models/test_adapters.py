@@ -42,8 +42,8 @@ def _adapter(target: Target, rank: int) -> Adapter:
 
 @pytest.mark.parametrize("case", ONE_OF_EACH)
 def test_pairs_are_what_merging_adds(case: str, tmp_path: Path) -> None:
-    """Of every matrix that may be adapted, alone and fused, in the place of the adapter and of the rank that it has; and
-    merging changes no other parameter."""
+    """Of every matrix that may be adapted, alone and fused, in the place of the adapter and of the rank that it has;
+    and merging changes no other parameter."""
     target = _target(case, tmp_path)
     adapter = _adapter(target, RANK - 1)
     if not adapter:
@@ -62,7 +62,9 @@ def test_pairs_are_what_merging_adds(case: str, tmp_path: Path) -> None:
             weight, sum_ = (np.asarray(getattr(getattr(of.layers[i], block), matrix)) for of in (base, expected))
             bound = of_product(a[1], b[1]) + 4 * UNIT * (np.abs(weight) + np.abs(sum_))
             assert_within(weight + a[1] @ b[1], sum_, bound)
-            own = dataclasses.replace(getattr(layers[i], block), **{matrix: getattr(getattr(base.layers[i], block), matrix)})
+            own = dataclasses.replace(
+                getattr(layers[i], block), **{matrix: getattr(getattr(base.layers[i], block), matrix)}
+            )
             layers[i] = dataclasses.replace(layers[i], **{block: own})
         rest = dataclasses.replace(expected, layers=tuple(layers))
         jax.tree.map(np.testing.assert_array_equal, rest, base)

@@ -51,14 +51,12 @@ class ServedLoras:
 class Loras:
     """The adapters of one engine. Every method may be called from any thread."""
 
-    def __init__(
-        self, served: ServedLoras, model_name: str, rounds: Rounds, changes: Changes, swaps: Swaps
-    ) -> None:
+    def __init__(self, served: ServedLoras, model_name: str, rounds: Rounds, changes: Changes, swaps: Swaps) -> None:
         self._read, self._model_name = served.read, model_name
         self._rounds, self._changes, self._swaps = rounds, changes, swaps
         self._numbers, self._lock = itertools.count(), threading.Lock()
         self._users: Counter[int] = Counter()  # requests that have not ended, by place
-        self._adapters: "dict[int, Adapter]" = dict(enumerate(served.adapters))  # by place
+        self._adapters: dict[int, Adapter] = dict(enumerate(served.adapters))  # by place
         self._loras: dict[str, Lora] = {}
         for place, (name, folder) in enumerate(served.folders.items()):
             self._loras[name] = Lora(self._new_name(name), folder, place, next(self._numbers))
@@ -116,7 +114,9 @@ class Loras:
         if not name or name == self._model_name:
             raise ConfigError(f"a LoRA adapter cannot be named {name!r}; the target is {self._model_name!r}")
         if name in self._loras:
-            raise ConfigError(f"the LoRA adapter {name[:200]!r} is loaded already; unload it first, or take another name")
+            raise ConfigError(
+                f"the LoRA adapter {name[:200]!r} is loaded already; unload it first, or take another name"
+            )
         return name
 
     def _in_use(self) -> set[int]:
@@ -126,8 +126,8 @@ class Loras:
         in_use, number = self._in_use(), self._rounds.runner.shapes.max_loras
         place = next((place for place in range(number) if place not in in_use), None)
         if place is None:
-            waits = ", and by requests that go on with adapters that were unloaded" if len(self._loras) < number else ""
-            raise ConfigError(
-                f"all {number} places of --max-loras are taken, by {', '.join(self._loras) or 'none'}{waits}; unload one"
-            )
+            takers = [*self._loras]
+            if len(takers) < number:
+                takers.append("requests that go on with adapters that were unloaded")
+            raise ConfigError(f"all {number} places of --max-loras are taken, by {', '.join(takers)}; unload one")
         return place

@@ -22,8 +22,8 @@ from engines import (
     wait_until,
 )
 
-from specserve.checkpoints.lora import LoraPair
 from specserve.checkpoints.load import Target, to_numpy
+from specserve.checkpoints.lora import LoraPair
 from specserve.checkpoints.update import other_target
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
@@ -197,7 +197,7 @@ def test_another_adapter_in_the_place_of_one_that_was_unloaded(
         engine.unload_lora("a")
         assert list(engine.loras) == ["b"]
         assert not begun[-1].is_done, "nothing goes on, so nothing is tested"
-        with pytest.raises(ConfigError, match="all 2 places .* are taken, by b, and by requests that go on"):
+        with pytest.raises(ConfigError, match=r"all 2 places .* are taken, by b, requests that go on"):
             engine.load_lora("c", "c")
         with pytest.raises(RequestError, match="no LoRA adapter 'a'; loaded are: b"):
             submit(engine, asks["a"][0])

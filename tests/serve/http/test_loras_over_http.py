@@ -163,9 +163,7 @@ def test_only_those_with_a_key_may_and_no_other_server_has_the_routes(
         server.stop()
 
 
-def test_settings_name_adapters_and_their_room(
-    tiny_target: Target, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_settings_name_adapters_and_their_room(tiny_target: Target, folders: dict[str, Path], tmp_path: Path) -> None:
     a, b = (f"{name}={folders[name]}" for name in "ab")
     _, run = read_loras(tiny_target.config, ServeRun(lora=(a, b)))
     assert (run.max_loras, run.max_lora_rank) == (2, 2)

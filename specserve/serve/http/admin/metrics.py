@@ -164,7 +164,7 @@ class LoraCollector(Collector):
             ("cut_steps", "Of an adapter's steps, those whose own token lay behind an answer's end.",
              lambda own: own.num_cut),
         )  # fmt: skip
-        found = sorted(self._of_loras.copy().items())
+        found = sorted(dict(self._of_loras).items())
         for name, text, read in series if found else ():
             family = CounterMetricFamily(f"specserve:adapter_{name}", text, labels=["model_name", "adapter"])
             for lora, own in found:
