@@ -254,9 +254,9 @@ def matmul(
 
 
 def _adapted(x: jax.Array, weight: AdaptedMatrix, add: jax.Array | None) -> jax.Array:
-    """Where a row has no pair its product is that of the base, to the bit. On CPUs the native kernel multiplies each
-    row by its own pair, in an order that depends on no other row, and reads no pair that no row has. Elsewhere all
-    pairs are multiplied by as one matrix, of whose results each row keeps those of its own."""
+    """Compute x @ weight and add it to `add`; a row without a pair gets the product of the base, to the bit. On CPUs
+    the native kernel multiplies each row by its own pair, in an order that depends on no other row, and reads no pair
+    that no row has. Elsewhere all pairs are multiplied by as one matrix, of whose results each row keeps its own."""
     y, pair_ids = matmul(x, weight.base, add), weight.pair_ids
     if isinstance(weight.a, PackedMatrix):
         assert isinstance(weight.b, PackedMatrix)

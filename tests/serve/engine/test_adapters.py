@@ -21,6 +21,7 @@ from engines import (
     submit,
     wait_until,
 )
+from spread import mesh_of, spread_head, spread_target, target_of
 
 from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.lora import LoraPair
@@ -28,7 +29,9 @@ from specserve.checkpoints.update import other_target
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CheckpointError, ConfigError, RequestError
-from specserve.models.adapters import Adapter, adaptable, check_adapter
+from specserve.kernels import native
+from specserve.kernels.matmul import PackedMatrix
+from specserve.models.adapters import Adapter, adaptable, check_adapter, side_by_side
 from specserve.models.target import target_spec
 from specserve.serve import launch
 from specserve.serve.engine.adapters import ServedLoras
@@ -260,3 +263,40 @@ def test_an_engine_without_room_has_no_adapters(tiny_target: Target) -> None:
         submit(engine, Ask(PROMPT, greedy(4), lora="a"))
     with pytest.raises(ConfigError, match="start it with max_loras"):
         engine.load_lora("a", "a")
+
+
+def test_answers_by_xlas_own_products_in_steps_beside_prompts(
+    tiny_target: Target, tiny_head: Head, adapters: Any, references: Any
+) -> None:
+    """As accelerators make them, which multiply by the pairs of all adapters at once."""
+    with native.left_out():
+        mixing = make_runner(
+            tiny_target, tiny_head, "chain:3", has_constrained=False, max_loras=2, is_mixing=True, num_slots=3
+        )
+        compile_programs(mixing)
+        with serving(_engine(mixing, tiny_target, adapters, "chain:3", "a", "b")) as engine:
+            assert not isinstance(mixing.inputs.layouts.many.adapters[0]["attention.q"].a, PackedMatrix)
+            _check(references, engine, _asks(references, "", "a", "b"))
+
+
+def test_a_mesh_changes_no_token_of_an_adapter(rng: np.random.Generator) -> None:
+    mesh, target = mesh_of("data=2,tensor=4"), target_of("dense")
+    spread, head = spread_target("dense", mesh), spread_head("dense", mesh, "eagle3")
+    adapters = {"a": _adapter(target, 1, 4)}
+    layers = list(target.params.layers)
+    for i, name, a, b in side_by_side(target.params, target.config, [adapters["a"]], 4):
+        block, matrix = name.split(".")
+        own = getattr(layers[i], block)
+        own = dataclasses.replace(own, **{matrix: getattr(own, matrix) + a[0] @ b[0]})
+        layers[i] = dataclasses.replace(layers[i], **{block: own})
+    merged = dataclasses.replace(target, params=dataclasses.replace(target.params, layers=tuple(layers)))
+    runner = make_runner(spread, head, "chain:2", has_constrained=False, mesh=mesh, max_loras=2)
+    compile_programs(runner)
+    references = {"": Reference(target), "a": Reference(merged)}
+    engine = _engine(runner, spread, adapters, "chain:2", "a")
+    with serving(engine), references[""].engine, references["a"].engine:
+        asks = [
+            dataclasses.replace(references[name].any_ask(rng, length, i % 2 == 1), lora=name)
+            for i, (name, length) in enumerate((("", 16), ("a", 20), ("a", 9), ("", 37)))
+        ]
+        _check(references, engine, asks)

@@ -179,6 +179,9 @@ def test_settings_name_adapters_and_their_room(tiny_target: Target, folders: dic
     ):
         with pytest.raises((ConfigError, CheckpointError), match=message):
             read_loras(tiny_target.config, dataclasses.replace(ServeRun(), **settings))
+    for settings in ({"max_lora_rank": 4}, {"allow_load_lora": True}):
+        with pytest.raises(ConfigError, match="give --max-loras or --lora"):
+            launch._read_loras(Models("tiny", tiny_target, None, None), ServeRun(**settings), None)
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ def check_model(engine: EngineLike, model: str | None) -> str:
         return ""
     if model in engine.loras:
         return model
-    known = ", ".join(map(repr, (engine.model_name, *engine.loras)))
-    raise ModelNotFoundError(f"the model {model[:200]!r} does not exist; {known} is served", param="model")
+    known, verb = ", ".join(map(repr, (engine.model_name, *engine.loras))), "are" if engine.loras else "is"
+    raise ModelNotFoundError(f"the model {model[:200]!r} does not exist; {known} {verb} served", param="model")
 
 
 def encode(engine: EngineLike, text: str, *, add_special_tokens: bool) -> list[int]:
