@@ -16,8 +16,6 @@ DEFAULT_RANK = 16  # as vLLM's
 def read_loras(config: ModelConfig, run: ServeRun) -> tuple[ServedLoras, ServeRun]:
     """Read the adapters of a target with this config, and return the settings with as much room as was asked for, or as
     these need. Raises ConfigError or CheckpointError."""
-    if run.mesh:
-        raise ConfigError("--lora: not with --mesh yet; merge the adapter into the target, or serve on one device")
     folders: dict[str, str] = {}
     for each in run.lora:
         name, _, folder = each.partition("=")

@@ -175,7 +175,6 @@ def test_settings_name_adapters_and_their_room(tiny_target: Target, folders: dic
         ({"lora": (a, b), "max_loras": 1}, "--max-loras 1: --lora names 2"),
         ({"lora": (a,), "max_lora_rank": 1}, "over --max-lora-rank 1"),
         ({"lora": (f"a={tmp_path / 'none'}",)}, "no such folder"),
-        ({"lora": (a,), "mesh": "tensor=2"}, "not with --mesh"),
     ):
         with pytest.raises((ConfigError, CheckpointError), match=message):
             read_loras(tiny_target.config, dataclasses.replace(ServeRun(), **settings))
