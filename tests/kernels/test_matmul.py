@@ -164,8 +164,8 @@ def test_outputs_side_by_side_and_picked_are_quantized_leaf_by_leaf(rng: np.rand
 )
 @pytest.mark.parametrize("has_add", [False, True])
 def test_a_row_is_multiplied_by_its_own_pair(rng: np.random.Generator, is_packed: bool, has_add: bool) -> None:
-    """A row without a pair is that of the base to the bit, whatever numbers the pairs have. Packed, no row's bits depend
-    on how many rows there are or on whose pairs they have."""
+    """A row without a pair is that of the base to the bit, whatever numbers the pairs have. Packed, no row's bits
+    depend on how many rows there are or on whose pairs they have."""
     base, a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((24, 40), (2, 24, 4), (2, 4, 40)))
     x, add = (rng.standard_normal((2, 9, width)).astype(np.float32) for width in (24, 40))
     ids = np.array([-1, 0, 1, 0, -1, 1, 1, 0, -1], np.int32)[None].repeat(2, axis=0)
