@@ -112,6 +112,7 @@ def test_a_model_is_the_target_or_an_adapter_that_is_loaded(served: httpx.Client
         body = {"input_ids": PROMPTS, "sampling_params": params, "lora_path": name}
         assert [each["text"] for each in served.post("/generate", json=body).json()] == texts[name or "tiny"]
     series = served.get("/metrics").text
+    assert 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""}' in series
     for name in "abc":
         for kind in ("steps", "accepted_tokens", "draft_tokens", "cut_steps"):
             assert f'specserve:adapter_{kind}_total{{adapter="{name}",model_name="tiny"}}' in series
