@@ -39,6 +39,8 @@ def serve(run: ServeRun) -> None:
     if run.ray:
         if run.allow_update_weights:
             raise ConfigError("--allow-update-weights: not with --ray, whose replicas would have to change as one")
+        if run.lora or run.max_loras or run.allow_load_lora:
+            raise ConfigError("--lora and --max-loras: not with --ray yet; merge the adapter into the target")
         _serve_replicas(run)
         return
     replicas.check_none(run)

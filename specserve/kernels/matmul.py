@@ -88,8 +88,23 @@ class QuantizedMatrix:
     __iter__ = None  # Python would take `__getitem__`, and JAX knows no index that is too large
 
 
+@pytree
+class AdaptedMatrix:
+    """A [d_in, d_out] matrix beside pairs of narrow ones, of which each row has one or none: x @ base + (x @ a) @ b
+    (LoRA, Hu et al. 2021, arXiv 2106.09685)."""
+
+    base: "Weight"
+    a: "jax.Array | PackedMatrix"  # [pair, d_in, rank]
+    b: "jax.Array | PackedMatrix"  # [pair, rank, d_out]
+    pair_ids: jax.Array  # int32, shaped as x without its last axis: the pair of each row, or -1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+
 MOST_BYTES = 2**16  # of int8 weights times digits from -128 to 127 (native/digits_isa.h): half of what 32 bits can hold
-Weight = jax.Array | BlockedMatrix | NibbleMatrix | PackedMatrix | QuantizedMatrix
+Weight = jax.Array | AdaptedMatrix | BlockedMatrix | NibbleMatrix | PackedMatrix | QuantizedMatrix
 Rounded = Literal["int8", "fp8", "int4"]  # how weights may be rounded when they are loaded
 INT4_BLOCK = 32  # inputs that share a scale
 _FORMATS: dict[int, native.Format] = {4: "float32", 2: "bfloat16", 1: "int8"}  # by a number's bytes
@@ -105,9 +120,10 @@ def block(weight: jax.Array, columns: int) -> Weight:
     return BlockedMatrix(_in_large_pages(blocks, blocks.shape))
 
 
-def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
+def pack(weight: jax.Array | np.ndarray | QuantizedMatrix, *, narrows: bool = True) -> PackedMatrix:
     """Lay a matrix [..., d_in, d_out] out for the native kernel without changing a value. Float32 values that are all
-    bfloat16 numbers, as those of published checkpoints are, are kept in bfloat16, which halves what a product reads.
+    bfloat16 numbers, as those of published checkpoints are, are kept in bfloat16, which halves what a product reads;
+    unless it `narrows`, they stay as they are, so that the form does not depend on them.
     Int8 values of quantised matrices that fit in 4 bits, block by block, are kept in 4 bits. Float8 ones are kept in
     bfloat16, and so are int8 ones of more inputs to a scale than sums of integers can hold."""
     d_in, d_out = weight.shape[-2:]
@@ -124,7 +140,7 @@ def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
                 offset = coded.shift * scale + (0 if offset is None else offset)
     else:
         values = np.asarray(weight)
-        if values.dtype == np.float32 and not _lower_halves(values).any():
+        if narrows and values.dtype == np.float32 and not _lower_halves(values).any():
             values = values.astype(ml_dtypes.bfloat16)
     of = coded.format if coded else _FORMATS[values.dtype.itemsize]
     made = lay_out(values, of, block or d_in)
@@ -228,11 +244,31 @@ def matmul(
 ) -> jax.Array:  # [..., d_in] @ [d_in, d_out] -> [..., d_out]
     """Compute x @ weight in x's dtype, and add it to `add` [..., d_out] where that is given. With a matrix for each
     expert, each has rows of its own: [expert, ..., d_in] @ [expert, d_in, d_out]."""
+    if isinstance(weight, AdaptedMatrix):
+        return _adapted(x, weight, add)
     if add is None:
         return _product(x, weight, x.dtype)
     if isinstance(weight, PackedMatrix) and len(weight.shape) == 2 and native.serves(x, add):
         return _packed(x, weight, add)
     return add + _product(x, weight, x.dtype)
+
+
+def _adapted(x: jax.Array, weight: AdaptedMatrix, add: jax.Array | None) -> jax.Array:
+    """Compute x @ weight and add it to `add`; a row without a pair gets the product of the base, to the bit. On CPUs
+    the native kernel multiplies each row by its own pair, in an order that depends on no other row, and reads no pair
+    that no row has. Elsewhere all pairs are multiplied by as one matrix, of whose results each row keeps its own."""
+    y, pair_ids = matmul(x, weight.base, add), weight.pair_ids
+    if isinstance(weight.a, PackedMatrix):
+        assert isinstance(weight.b, PackedMatrix)
+        ids = pair_ids.reshape(-1)
+        narrow = matmul_by_expert(x.reshape(-1, x.shape[-1]), weight.a, ids)
+        change = matmul_by_expert(narrow, weight.b, ids).reshape(y.shape)
+    else:
+        assert not isinstance(weight.b, PackedMatrix)
+        narrow = jnp.einsum("...i,pir->...pr", x, weight.a)
+        is_own = pair_ids[..., None] == jnp.arange(len(weight.a))
+        change = jnp.einsum("...pr,pro->...o", jnp.where(is_own[..., None], narrow, 0), weight.b)
+    return jnp.where((pair_ids >= 0)[..., None], y + change, y)
 
 
 def matmul_float32(x: jax.Array, weight: Weight) -> jax.Array:
@@ -264,6 +300,7 @@ _logits.defvjp(_logits_forward, _logits_backward)
 
 
 def _product(x: jax.Array, weight: Weight, dtype: jnp.dtype) -> jax.Array:
+    assert not isinstance(weight, AdaptedMatrix), "`matmul` alone knows pairs"
     if isinstance(weight, PackedMatrix):
         return _packed(x, weight).astype(dtype)
     if isinstance(weight, BlockedMatrix):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specserve.kernels.matmul import BlockedMatrix, PackedMatrix, Weight, dequantize, matmul_float32
+from specserve.kernels.matmul import AdaptedMatrix, BlockedMatrix, PackedMatrix, Weight, dequantize, matmul_float32
 from specserve.kernels.rows import Unrolled
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import RECURRENT, LayerKind, ModelConfig
@@ -450,10 +450,11 @@ def head_logits(params: TargetParams, hidden_states: jax.Array) -> jax.Array:  #
 
 def head_columns(params: TargetParams, token_ids: jax.Array) -> jax.Array:  # [d_model, len(token_ids)]
     """The columns of the output head for some tokens, with which a draft's head begins training."""
-    if params.head is None:
+    head = params.head
+    if head is None:
         return params.embedding[token_ids].T
-    assert not isinstance(params.head, BlockedMatrix | PackedMatrix), "blocked and packed parameters are for serving"
-    return dequantize(params.head[:, token_ids], params.embedding.dtype)
+    assert not isinstance(head, AdaptedMatrix | BlockedMatrix | PackedMatrix), "such parameters are for serving"
+    return dequantize(head[:, token_ids], params.embedding.dtype)
 
 
 def whole_norm(params: TargetParams, config: ModelConfig) -> jax.Array:  # [d_model]

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from jax.sharding import Mesh
@@ -38,13 +38,16 @@ from specserve.serve.programs.calibrate import Between, cost_file, describe_cost
 from specserve.serve.programs.compile_queue import ProgressLog, compile_all
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH
-from specserve.serve.settings import ServeRun
+from specserve.serve.settings import ServeRun, check_unset
 from specserve.serve.sizes import Served, ServerSizes, choose_sizes, is_filled, largest_programs
 from specserve.serve.startup import check_numbers, check_state_fits
 from specserve.speculative.controller import Controller
 from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import DynamicTree, Tree, chain
 from specserve.tokenizer import Tokenizer, check_files
+
+if TYPE_CHECKING:
+    from specserve.serve.engine.adapters import ServedLoras
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +224,10 @@ def make_engine(
             f"--kv-events-endpoint tells which pages can be hit, and those of {models.name} need the state of its "
             "recurrent layers besides"
         )
+    loras, run = _read_loras(models, run, leader)
     runner = _make_runner(models, run, leader, is_coupled=is_coupled)
+    if loras is not None:
+        runner.use(runner.with_adapters([*loras.adapters, *[None] * (run.max_loras - len(loras.adapters))]))
     programs = program_list.list_programs(runner, has_scoring=has_scoring)
     first = [program for program in programs if runner.shapes.is_plain(program) or not _is_early(run)]
     late = [program for program in programs[len(first) :] if not program.is_for_masks]
@@ -253,7 +259,21 @@ def make_engine(
         controller=controller,
         options=_options(run, watcher),
         late=LateWork(late, programs[len(first) + len(late) :], make_controller),
+        loras=loras,
     )
+
+
+def _read_loras(models: Models, run: ServeRun, leader: Leader | None) -> "tuple[ServedLoras | None, ServeRun]":
+    """Read the adapters that the settings name, and return the settings with the room that these have. Raises
+    ConfigError or CheckpointError."""
+    if not (run.lora or run.max_loras):
+        check_unset(run, ("max_lora_rank", "allow_load_lora"), "needs room for adapters: give --max-loras or --lora")
+        return None, run
+    if leader is not None:
+        raise ConfigError("--lora and --max-loras: not with several processes yet; merge the adapter into the target")
+    from specserve.serve.loras import read_loras  # no other server needs it
+
+    return read_loras(models.target.config, run)
 
 
 def _controller_maker(

@@ -122,22 +122,35 @@ class LLM:
         CheckpointError where anything is wrong with it; then nothing has changed."""
         return self.engine.update_weights(target, draft, version=version, mode=mode)
 
+    def load_lora(self, name: str, folder: str | Path) -> None:
+        """Load the LoRA adapter in a PEFT folder under a name by which `lora` finds it. There is room for `max_loras`
+        adapters, of `max_lora_rank` at most. Raises ConfigError or CheckpointError where anything is wrong with it;
+        then nothing has changed."""
+        self.engine.load_lora(name, str(folder))
+
+    def unload_lora(self, name: str) -> None:
+        """Let no more answers find a LoRA adapter; those that are being made go on. Raises ConfigError where there is
+        none of that name."""
+        self.engine.unload_lora(name)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora: str = "",
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one prompt or many and wait; results in order. A prompt is a text, token ids, `{"prompt": text}` or
-        `{"prompt_token_ids": [...]}`; `params` are those of all prompts, or one for each.
+        `{"prompt_token_ids": [...]}`; `params` are those of all prompts, or one for each. `lora` names the LoRA adapter
+        that answers; empty: the target alone.
 
         Every prompt is checked before any is run: RequestError names the first that cannot be run. An answer that
         fails later has finish_reason "error". An interrupt (Ctrl-C) cancels what is running, and the next call works.
         """
         every = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[arg-type]
         asked = [_at(i, len(every), lambda prompt=prompt: self._read(prompt)) for i, prompt in enumerate(every)]
-        return self._answer(asked, params, progress)
+        return self._answer(asked, params, progress, lora)
 
     def chat(
         self,
@@ -145,6 +158,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora: str = "",
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, as `generate` does, by the target's chat template."""
@@ -158,7 +172,7 @@ class LLM:
             return self.tokenizer.decode(token_ids, skip_special_tokens=False), tuple(token_ids)
 
         asked = [_at(i, len(every), lambda chat=chat: render(chat)) for i, chat in enumerate(every)]
-        return self._answer(asked, params, progress)
+        return self._answer(asked, params, progress, lora)
 
     def _read(self, prompt: Any) -> tuple[str | None, tuple[int, ...]]:
         """Return the text of a prompt, where there is one, and its token ids."""
@@ -177,6 +191,7 @@ class LLM:
         asked: Sequence[tuple[str | None, tuple[int, ...]]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool | None,
+        lora: str,
     ) -> list[RequestOutput]:
         if not self._stop.alive:
             raise CapacityError("this LLM is closed; make another one")
@@ -193,7 +208,7 @@ class LLM:
         prompts = [ids for (_, ids), own in zip(asked, choices, strict=True) for _ in own]
         flat = [choice for own in choices for choice in own]
         with answer_bar(len(flat), is_shown=self._progress if progress is None else progress) as on_done:
-            found = iter(self.engine.generate(prompts, flat, lambda _i, completion: on_done(completion)))
+            found = iter(self.engine.generate(prompts, flat, lambda _i, completion: on_done(completion), lora=lora))
         outputs = []
         for (text, ids), own in zip(asked, each, strict=True):
             has_logprobs = own.logprobs is not None

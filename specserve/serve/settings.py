@@ -111,6 +111,15 @@ class ServeRun:
     check_weights: bool = setting(
         False, scope=ENGINE, help="refuse a target with weights that are not numbers (reads them all)"
     )
+    lora: tuple[str, ...] = setting(
+        (),
+        scope=PROGRAM,
+        help="LoRA adapters of the target, NAME=FOLDER each (PEFT), which requests choose as their model; empty: none",
+    )
+    max_loras: int = setting(0, scope=PROGRAM, help="LoRA adapters that there is room for; 0: those of lora", ge=0)
+    max_lora_rank: int = setting(
+        0, scope=PROGRAM, help="largest rank that a LoRA adapter may have; 0: the largest of lora, or 16", ge=0
+    )
     speculation: str = setting(
         "auto",
         scope=PROGRAM,
@@ -213,6 +222,9 @@ class ServeRun:
         "server has, begin with it again, and take weights that clients send",
     )
     update_max_gb: float = setting(64.0, help="size of the weights that a client may send", gt=0)
+    allow_load_lora: bool = setting(
+        False, help="let clients that have a key load and unload LoRA adapters, within max_loras"
+    )
     allow_priority: bool = setting(False, help="let requests choose their priority; else it must be 0")
     deterministic: bool = setting(
         False,
@@ -273,6 +285,9 @@ class EngineSettings(TypedDict, total=False):
     kv_cache_dtype: Literal["auto", "int8", "fp8"]
     mesh: str
     check_weights: bool
+    lora: tuple[str, ...]
+    max_loras: int
+    max_lora_rank: int
     max_slots: int
     max_model_len: int
     page_size: int

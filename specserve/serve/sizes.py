@@ -6,6 +6,7 @@ the programs' intermediate results leave of its memory, there are as many slots 
 may be as long as the target allows.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -88,6 +89,8 @@ class Served:
             kept_layers=run.hidden_states,
             kept_states=num_kept_states(self.target, sizes.num_slots, run.kept_states) if run.prefix_cache else 0,
         )
+        if run.max_loras:
+            shapes = dataclasses.replace(shapes, max_loras=run.max_loras, max_lora_rank=run.max_lora_rank)
         return shapes.with_windows(self.target, drafter_for(self.trees, self.drafter))
 
 
@@ -181,10 +184,20 @@ def copied_width(target: ModelConfig) -> int:
     return max(found, default=0)
 
 
+def _free(served: Served, run: ServeRun) -> int:
+    """Return the bytes of each device that are free once adapters have theirs, twice while one is loaded."""
+    free = free_memory(served.mesh)
+    if not run.max_loras:
+        return free
+    from specserve.models.adapters import bytes_of  # no other server needs it
+
+    return free - 2 * bytes_of(served.target, run.max_loras, run.max_lora_rank)
+
+
 def _filled(served: Served, run: ServeRun, longest: int, set_aside: int | None) -> ServerSizes:
     """The most slots of which each has a share of the cache, and the cache in all the memory that is left."""
     ranks, tokens, target = served.num_ranks, page_size(run), served.target.for_length(longest)
-    whole, free = -(-longest // tokens), free_memory(served.mesh)
+    whole, free = -(-longest // tokens), _free(served, run)
     drafter, each = drafter_for(served.trees, served.drafter and served.drafter.for_length(longest)), MOST_SLOTS
     models = target, drafter, served.mesh
     while True:
@@ -219,7 +232,7 @@ def _num_pages(served: Served, run: ServeRun, num_slots: int, longest: int) -> i
     tokens, whole = page_size(run), in_equal_parts(served.mesh, "batch", num_slots * -(-longest // page_size(run)))
     if run.cache_tokens or not (run.cache_gb or run.cache_fraction):
         return in_equal_parts(served.mesh, "batch", -(-run.cache_tokens // tokens)) or whole
-    available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * free_memory(served.mesh))
+    available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * _free(served, run))
     target, drafter = served.target.for_length(longest), served.drafter and served.drafter.for_length(longest)
     per_page = bytes_per_page(target, drafter, tokens, served.mesh)
     slots, ranks = in_equal_parts(served.mesh, "batch", num_slots), served.num_ranks

@@ -86,6 +86,7 @@ class Weights:
 
     target: TargetParams
     draft: DraftWeights | None  # None: no head proposes
+    adapters: Any | None = None  # of the target, as `models.adapters.Adapters`; None: rows are the target's alone
 
 
 After = Literal["prompt", "plain"] | Tree  # committed tokens are a chunk, a plain step's token, or a path of a tree

@@ -36,6 +36,7 @@ class StepConfig:
     kept_layers: tuple[int, ...] = ()  # those behind which a scored prompt's residual stream is returned
     kept_states: int = 0  # recurrent states of prefixes that the state has room for beside those of its slots
     verified_depth: int = 0  # every step verifies a chain of this length, in one exact order of sums; 0: what it must
+    has_adapters: bool = False  # each slot may have an adapter of the target
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -59,6 +60,7 @@ class SlotState:
     tokens: TokenRows  # [slot]
     cache: Cache  # the target's
     draft: Any | None  # the drafter's, by slot and by page; None without one
+    adapter_ids: jax.Array | None = None  # [slot] int32, -1: none; None: no slot may have an adapter
 
 
 @pytree
@@ -100,6 +102,7 @@ class Admission:
     tokens: TokenRows  # [1]
     promise: jax.Array  # [] float32, accepted tokens per step that the drafter's head promises
     kept: jax.Array | None = None  # [] int32, the place of the recurrent state behind the cached entries; -1: zeros
+    adapter_id: jax.Array | None = None  # [] int32, see `SlotState`
 
 
 @pytree
@@ -141,6 +144,7 @@ def init_state(
             num_ranks=num_ranks,
         ),
         draft=config.drafter.init_state(config.target, sizes) if config.drafter else None,
+        adapter_ids=jnp.full(num_slots, -1, jnp.int32) if config.has_adapters else None,
     )
     return share_out(state, num_ranks)
 
@@ -162,6 +166,7 @@ def admit(config: StepConfig, state: SlotState, slot: jax.Array, new: Admission)
         tokens=jax.tree.map(put, state.tokens, new.tokens),
         cache=state.cache.reset(slot, new.kept),
         draft=draft,
+        adapter_ids=None if state.adapter_ids is None else state.adapter_ids.at[slot].set(new.adapter_id),
     )
 
 
@@ -218,6 +223,7 @@ class Now:
 
     view: SlotView
     tokens: TokenRows
+    adapter_ids: jax.Array | None  # [batch] int32
 
     @property
     def slots(self) -> jax.Array:
@@ -246,7 +252,10 @@ def gather(state: SlotState, slots: jax.Array, width: int) -> Now:
         rows=take_rows(state.rows, slots),
         cache=state.cache,
     )
-    return Now(view, take_rows(state.tokens, slots))
+    adapter_ids = None
+    if state.adapter_ids is not None:
+        adapter_ids = jnp.where(is_real, take_rows(state.adapter_ids, slots), -1)
+    return Now(view, take_rows(state.tokens, slots), adapter_ids)
 
 
 def emit(

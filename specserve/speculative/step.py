@@ -20,7 +20,7 @@ from specserve.kernels.rows import Documents
 from specserve.models import target as target_model
 from specserve.models.cache import Prefix
 from specserve.models.context import apart, side_by_side
-from specserve.models.target import TargetOutput, TokenGroup
+from specserve.models.target import TargetOutput, TargetParams, TokenGroup
 from specserve.speculative import sampling
 from specserve.speculative.drafter import After, Committed, Weights
 from specserve.speculative.sampling import Nodes, Scores
@@ -36,6 +36,7 @@ class _Work:
     """The tokens of some slots that the target runs over, and what is made of its outputs."""
 
     tokens: TokenGroup
+    adapter_ids: jax.Array | None  # [batch] int32, of the target's adapters
     sampled: jax.Array | None  # [batch, 1] int32, the token of each row whose logits are wanted; None: all
     # with the outputs and these logits: write what is to stay to the state
     finish: Callable[[SlotState, TargetOutput, jax.Array], tuple[SlotState, StepResult]]
@@ -50,7 +51,7 @@ def _run(
 ) -> tuple[SlotState, list[StepResult]]:
     """Run the target once over the tokens of all works, whose slots are different ones."""
     outs = target_model.forward_groups(
-        weights.target,
+        _adapted(weights, works),
         config.target,
         [work.tokens for work in works],
         cache=state.cache,
@@ -67,6 +68,19 @@ def _run(
         state, result = work.finish(state, out, own)
         results.append(result)
     return state, results
+
+
+def _adapted(weights: Weights, works: Sequence[_Work]) -> TargetParams:
+    """Return the target's parameters by which every token runs through the adapter of its slot."""
+    if weights.adapters is None:
+        return weights.target
+    from specserve.models.adapters import adapted  # no other server needs it
+
+    ids = []
+    for work in works:
+        assert work.adapter_ids is not None, "adapters in a state without places for them"
+        ids.append(jnp.broadcast_to(work.adapter_ids[:, None], work.tokens.token_ids.shape))
+    return adapted(weights.target, weights.adapters, side_by_side(ids))
 
 
 @native.serving
@@ -137,7 +151,7 @@ def _prompts(
     causal: Any = Documents(jnp.zeros((1, chunk), jnp.int32))
     if config.target.is_recurrent:  # to whose layers documents are texts that follow nothing
         causal = causal.dense()
-    return _Work(TokenGroup(token_ids, index, causal, _prefix(config, now)), last, finish)
+    return _Work(TokenGroup(token_ids, index, causal, _prefix(config, now)), now.adapter_ids, last, finish)
 
 
 @native.serving
@@ -184,7 +198,8 @@ def _plain(
         state = emit(state, slots, now.seq_lens + 1, drawn, jnp.ones_like(committed.is_kept))
         return state, _result(now, logits, drawn, none, none)
 
-    return _Work(TokenGroup(nodes.token_ids, index, jnp.ones((1, 1, 1), bool), _prefix(config, now)), None, finish)
+    tokens = TokenGroup(nodes.token_ids, index, jnp.ones((1, 1, 1), bool), _prefix(config, now))
+    return _Work(tokens, now.adapter_ids, None, finish)
 
 
 @native.serving
@@ -326,7 +341,8 @@ def _verification(
         proposed = {"node_ids": proposal.token_ids, "parents": parents, "confidence": proposal.confidence}
         return state, dataclasses.replace(result, **proposed)
 
-    return _Work(TokenGroup(proposal.token_ids, position_ids, mask, _prefix(config, now)), None, finish)
+    tokens = TokenGroup(proposal.token_ids, position_ids, mask, _prefix(config, now))
+    return _Work(tokens, now.adapter_ids, None, finish)
 
 
 def remember(

@@ -11,6 +11,7 @@ from rounding import UNIT, assert_within, of_product
 
 from specserve.kernels import native, reference
 from specserve.kernels.matmul import (
+    AdaptedMatrix,
     BlockedMatrix,
     QuantizedMatrix,
     Rounded,
@@ -156,3 +157,36 @@ def test_outputs_side_by_side_and_picked_are_quantized_leaf_by_leaf(rng: np.rand
     assert_within(matmul(x, both), expected, bound)
     ids = jnp.asarray([5, 0, 20])
     assert_within(matmul(x, both[:, ids]), expected[:, ids], bound[:, ids])
+
+
+@pytest.mark.parametrize(
+    "is_packed", [False, pytest.param(True, marks=pytest.mark.skipif(not native.is_available(), reason="not built"))]
+)
+@pytest.mark.parametrize("has_add", [False, True])
+def test_a_row_is_multiplied_by_its_own_pair(rng: np.random.Generator, is_packed: bool, has_add: bool) -> None:
+    """A row without a pair is that of the base to the bit, whatever numbers the pairs have. Packed, no row's bits
+    depend on how many rows there are or on whose pairs they have."""
+    base, a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((24, 40), (2, 24, 4), (2, 4, 40)))
+    x, add = (rng.standard_normal((2, 9, width)).astype(np.float32) for width in (24, 40))
+    ids = np.array([-1, 0, 1, 0, -1, 1, 1, 0, -1], np.int32)[None].repeat(2, axis=0)
+    plain = pack(base) if is_packed else jnp.asarray(base)
+    product = jax.jit(lambda x, weight, add: matmul(x, weight, add if has_add else None))
+
+    def multiply(x: np.ndarray, ids: np.ndarray, add: np.ndarray, *pairs: np.ndarray) -> np.ndarray:
+        own = [pack(each, narrows=False) if is_packed else jnp.asarray(each) for each in pairs or (a, b)]
+        weight = AdaptedMatrix(plain, *own, jnp.asarray(ids))
+        assert weight.shape == base.shape
+        return np.asarray(product(jnp.asarray(x), weight, jnp.asarray(add)))
+
+    got = multiply(x, ids, add)
+    for row in np.ndindex(ids.shape):
+        factors = (a[ids[row]], b[ids[row]]) if ids[row] >= 0 else (np.zeros((24, 1)), np.zeros((1, 40)))
+        expected = x[row] @ (base + factors[0].astype(np.float64) @ factors[1]) + (add[row] if has_add else 0)
+        bound = of_product(np.abs(x[row][None]), np.abs(base) + np.abs(factors[0]) @ np.abs(factors[1]))[0]
+        assert_within(got[row], expected, 4 * bound + UNIT * np.abs(add[row]))
+        if is_packed:
+            alone = multiply(x[row][None, None], ids[row][None, None], add[row][None, None])
+            assert alone.tobytes() == got[row].tobytes()
+    without = multiply(x, np.full_like(ids, -1), add, np.full_like(a, np.nan), np.full_like(b, np.nan))
+    assert without.tobytes() == np.asarray(product(jnp.asarray(x), plain, jnp.asarray(add))).tobytes()
+    assert got[ids < 0].tobytes() == without[ids < 0].tobytes()

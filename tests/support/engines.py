@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import tiny
@@ -102,6 +103,7 @@ class Ask:
     salt: str = ""
     priority: int = 0
     is_constrained: bool = False  # by `Grammar`
+    lora: str = ""
 
     @property
     def key(self) -> str:
@@ -190,6 +192,7 @@ def make_runner(
     kept_states: int = 0,  # recurrent ones, of prefixes
     windows: WindowSizes = (),  # with pages of their own, as many as these
     kept_layers: tuple[int, ...] = (),  # layers of which hidden states may be asked for
+    max_loras: int = 0,
     make: Callable[..., Runner] = Runner,
 ) -> Runner:
     """One batch size, one width and one chunk: every other costs programs, and programs are most of a test's time."""
@@ -208,6 +211,8 @@ def make_runner(
         shapes, batch_sizes=(num_slots,), widths=(*widths, shapes.widths[-1]), chunks=(chunk,), max_rows=1024
     )
     few = dataclasses.replace(few, is_mixing=is_mixing, windows=windows)
+    if max_loras:
+        few = dataclasses.replace(few, max_loras=max_loras, max_lora_rank=4)
     return make(target, head, few, has_constrained=has_constrained, mesh=mesh, folder=folder)
 
 
@@ -219,6 +224,7 @@ def compile_programs(runner: Runner) -> None:
 def make_engine(
     runner: Runner,
     controller: Controller | None = None,
+    loras: Any = None,
     **options: object,
 ) -> Engine:
     """A fresh engine with these `EngineOptions`, not started, on a runner that other tests have used."""
@@ -230,6 +236,7 @@ def make_engine(
         eos_ids=(EOS,),
         controller=controller,
         options=EngineOptions(**options),  # type: ignore[arg-type]
+        loras=loras,
     )
 
 
@@ -242,6 +249,7 @@ def submit(engine: Engine, ask: Ask) -> tuple[Request, Inbox]:
         priority=ask.priority,
         cache_salt=ask.salt,
         token_mask=Grammar() if ask.is_constrained else None,
+        lora=ask.lora,
     )
     return request, inbox
 

@@ -102,6 +102,7 @@ class FakeEngine:
     num_slots = 8
     speculation = "chain:3"
     draft: DraftInfo | None = None
+    loras: Mapping[str, str] = {}
 
     def __init__(self) -> None:
         self.tokenizer = FakeTokenizer()

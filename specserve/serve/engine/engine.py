@@ -7,8 +7,8 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Unpack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Unpack
 
 from specserve import host
 from specserve.drafters.speculation import describe
@@ -29,6 +29,9 @@ from specserve.serve.requests.completion import CompletionOutput, answer_all
 from specserve.serve.requests.request import Delta, FinishReason, GrammarSpec, Request, RequestOptions, SamplingParams
 from specserve.speculative.controller import Controller
 from specserve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from specserve.serve.engine.adapters import Loras, ServedLoras
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class Engine:
         controller: Controller | None = None,  # None: the first of the runner's trees, always
         options: EngineOptions | None = None,
         late: LateWork | None = None,  # None: everything is compiled
+        loras: "ServedLoras | None" = None,  # None: there is no room for adapters
     ) -> None:
         options, weights, late = options or EngineOptions(), weights or ServedWeights(), late or LateWork()
         if options.is_caching and runner.config.target.is_recurrent and not runner.shapes.kept_states:
@@ -83,13 +87,18 @@ class Engine:
             is_partial=bool(late.programs),
             most_steps=options.most_steps,
             version=weights.version,
-            on_end=lambda request: self._queue.give_back(request.client),
+            on_end=self._give_back,
         )
         self._wake = threading.Event()
         self._late = LatePrograms(runner, late, self._wake.set)
         self._changes = Changes(self._wake.set, self._check_ready)
         self._swaps = Swaps(weights, self.rounds, self._late, self._changes, self._check_ready)
         self._rest = Rest(self.rounds, self._changes, self._swaps)
+        self._loras = None
+        if loras is not None:
+            from specserve.serve.engine.adapters import Loras  # no other engine needs it
+
+            self._loras = Loras(loras, model_name, self.rounds, self._changes, self._swaps)
         self._has_died = self._is_stopping = self._is_flushing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -198,6 +207,32 @@ class Engine:
         return self._swaps.update(target, draft, version=version, mode=mode)
 
     @property
+    def loras(self) -> Mapping[str, str]:
+        return self._loras.roots if self._loras else {}
+
+    def load_lora(self, name: str, folder: str) -> None:
+        """Load the LoRA adapter in a PEFT folder, while requests run, and return when requests find it by this name.
+        May be called from any thread. Raises ConfigError or CheckpointError where anything is wrong with it, and then
+        nothing has changed; CapacityError when the engine stops meanwhile."""
+        self._with_room().load(name, folder)
+
+    def unload_lora(self, name: str) -> None:
+        """Let no more requests find a LoRA adapter. Those that were taken go on with it, and until they have ended its
+        place is taken. Raises ConfigError where there is none of that name."""
+        self._with_room().unload(name)
+
+    def _with_room(self) -> "Loras":
+        if self._loras is None:
+            raise ConfigError("this engine has no room for LoRA adapters: start it with max_loras")
+        return self._loras
+
+    def _give_back(self, request: Request) -> None:
+        """Take back what a request had that has ended, or was not taken."""
+        self._queue.give_back(request.client)
+        if self._loras and request.adapter_id >= 0:
+            self._loras.give_back(request.adapter_id)
+
+    @property
     def is_paused(self) -> bool:
         return self._rest.is_paused
 
@@ -234,8 +269,19 @@ class Engine:
         **options: Unpack[RequestOptions],
     ) -> Request:
         self._check_ready()
-        request = self.inputs.make_request(prompt_ids, params, on_delta, options)
-        self._queue.put(request, [sequence.request.client for sequence in self.rounds.running])
+        lora = None
+        if name := options.get("lora"):
+            if self._loras is None:
+                raise RequestError("lora: this engine has no LoRA adapters", param="lora")
+            lora = self._loras.take(name)
+            options["cache_salt"] = lora.salted(options.get("cache_salt", ""))
+        try:
+            request = self.inputs.make_request(prompt_ids, params, on_delta, options, lora.place if lora else -1)
+            self._queue.put(request, [sequence.request.client for sequence in self.rounds.running])
+        except BaseException:
+            if self._loras and lora is not None:
+                self._loras.give_back(lora.place)
+            raise
         self._wake.set()
         return request
 
@@ -247,13 +293,14 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
         on_done: Callable[[int, CompletionOutput], None] = lambda _i, _completion: None,
+        **options: Unpack[RequestOptions],
     ) -> list[CompletionOutput]:
         """Run many prompts and wait; results in order. `on_done` is called on the engine's thread as each ends."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         asked = list(zip(prompts, each, strict=True))
 
         def submit(i: int, on_delta: Callable[[Delta], None]) -> Request:
-            return self.submit(*asked[i], on_delta)
+            return self.submit(*asked[i], on_delta, **options)
 
         return answer_all(submit, len(asked), on_done, most=self.options.max_queue)
 

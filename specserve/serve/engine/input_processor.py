@@ -60,6 +60,7 @@ class InputProcessor:
         params: SamplingParams,
         on_delta: Callable[[Delta], None],
         options: RequestOptions,
+        adapter_id: int = -1,
     ) -> Request:
         """Make the request for one sequence. A grammar that is not known is compiled first. Raises what `check`
         raises."""
@@ -81,6 +82,7 @@ class InputProcessor:
             on_delta=on_delta,
             stop_ids=self._stop_ids(params),
             bad_sequences=self._bad_sequences(params.bad_words),
+            adapter_id=adapter_id,
             **own,
         )
 

@@ -42,6 +42,9 @@ class EngineStats:
     num_promised: float = 0.0  # draft tokens that a head's confidence expected to be accepted, where that was seen
     num_kept: int = 0  # of them, accepted
     confidence_trust: float = 0.0  # how much of what the confidence says of a row the choice of trees takes over
+    max_loras: int = 0  # adapters that there is room for
+    running_loras: tuple[str, ...] = ()  # adapters of sequences in a slot
+    waiting_loras: tuple[str, ...] = ()  # of other sequences
     seconds_in_step: float = 0.0  # how long the step that is being waited for has taken so far; 0: none
 
 
@@ -135,6 +138,11 @@ class EngineLike(Protocol):
     @property
     def draft(self) -> DraftInfo | None:
         """The head that speculates, or None where there is none."""
+        ...
+
+    @property
+    def loras(self) -> Mapping[str, str]:
+        """The LoRA adapters that requests may name as their `lora`, and the names of their folders."""
         ...
 
     @property

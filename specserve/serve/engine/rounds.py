@@ -96,6 +96,10 @@ def _asked(sequences: Iterable[Sequence]) -> _Asked:
     }
 
 
+def _loras_of(sequences: Iterable[Sequence]) -> tuple[str, ...]:
+    return tuple(sorted({each.request.lora for each in sequences} - {""}))
+
+
 def _parts(chunks: Seq[Chunk]) -> list[PromptPart]:
     return [(chunk.sequence.slot, chunk.num_tokens, chunk.is_last) for chunk in chunks]
 
@@ -286,6 +290,9 @@ class Rounds:
             num_promised=calibration.promised,
             num_kept=calibration.kept,
             confidence_trust=calibration.trust,
+            max_loras=self.runner.shapes.max_loras,
+            running_loras=_loras_of(self.running),
+            waiting_loras=_loras_of(tuple(scheduler.waiting)),
             seconds_in_step=time.monotonic() - start if start else 0.0,
         )
 
@@ -419,6 +426,7 @@ class Rounds:
             promise=self.choice.controller.expected_tokens([estimate], deepest) - 1.0,
             ends=self.runner.eos_ids <= request.stop_ids,
             kept=sequence.kept,
+            adapter_id=request.adapter_id,
         )
         if sequence.kept >= 0:
             assert self.scheduler.pool.kept is not None

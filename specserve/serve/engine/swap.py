@@ -96,7 +96,7 @@ class Swaps:
         if self._rounds.runner.shapes.is_deterministic:
             raise ConfigError("a deterministic server never computes an answer's keys again, so its head stays")
         with self.alone():
-            self._check_awake()
+            self.check_awake()
             loaded, runner = self.weights.load_head(folder), self._rounds.runner
             beside = runner.with_head(loaded.head, loaded.trees)
             self._prepare(beside, f"for the head {loaded.info.name}")
@@ -125,7 +125,7 @@ class Swaps:
         if mode == "continue" and self._rounds.runner.shapes.is_deterministic:
             raise ConfigError("a deterministic server never computes an answer's keys again; update it with mode drain")
         with self.alone():
-            self._check_awake()
+            self.check_awake()
             runner = self._rounds.runner
             other, head = self.weights.read(self._form if runner.shapes.uses_head else None, target, draft)
             beside = runner.with_weights(other and other.params, head)
@@ -151,7 +151,8 @@ class Swaps:
                 raise ConfigError("the weights of this engine, which may run in several processes, stay on its devices")
             yield
 
-    def _check_awake(self) -> None:
+    def check_awake(self) -> None:
+        """Raise ConfigError where the weights are off the device."""
         if "weights" in self._rounds.asleep:
             raise ConfigError("the weights are off the device; wake them up first")
 

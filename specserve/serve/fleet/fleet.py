@@ -4,7 +4,7 @@ Serve runs. `group` has the replicas and what they report, `heads` the swaps of 
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Unpack
 
 from specserve.errors import CapacityError, RequestError
@@ -58,6 +58,11 @@ class Fleet:
     def draft(self) -> DraftInfo | None:
         """The head of all replicas; during a swap the one before."""
         return self._head.draft
+
+    @property
+    def loras(self) -> Mapping[str, str]:
+        """Always empty: replicas have no adapters."""
+        return {}
 
     @property
     def is_healthy(self) -> bool:

@@ -49,6 +49,10 @@ def create_app(
         from specserve.serve.http.admin.sent_weights import add_update_routes  # no other server needs it
 
         add_update_routes(app, service, run)
+    if run.allow_load_lora:
+        from specserve.serve.http.admin.loras import add_lora_routes
+
+        add_lora_routes(app, service)
     add_status_routes(app, engine, metrics)
     add_page_routes(app, engine, needs_key=bool(api_keys))
     add_openapi_routes(app, has_key=bool(api_keys), has_docs=run.docs)

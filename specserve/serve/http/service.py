@@ -65,7 +65,7 @@ class Service:
         """Make the work of a body of /v1/completions; another route's `reply_format` may spell it. Raises
         RequestError."""
         engine = self.engine
-        check_model(engine, body.model)
+        lora = check_model(engine, body.model)
         params = body.sampling_params()
         if len(body.prompt) * params.n > MAX_CHOICES:
             raise RequestError(
@@ -90,14 +90,14 @@ class Service:
                 is_whole = len(prompts[-1]) == len(token_ids)
                 text = prompt if isinstance(prompt, str) and is_whole else decode(engine, prompts[-1])
                 echoes += [text] * params.n
-        spelled = reply_format or CompletionFormat(engine.model_name, body, self.texts, echoes)
-        return Work(body, params, prompts, spelled, has_origins=body.return_draft_depths)
+        spelled = reply_format or CompletionFormat(lora or engine.model_name, body, self.texts, echoes)
+        return Work(body, params, prompts, spelled, has_origins=body.return_draft_depths, lora=lora)
 
     def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None, *, thinks: bool | None = None) -> Work:
         """Make the work of a body of /v1/chat/completions; another route's `reply_format` may spell it. `thinks`:
         whether the model is to reason; None leaves it to the body. Raises RequestError."""
         engine = self.engine
-        check_model(engine, body.model)
+        lora = check_model(engine, body.model)
         params = body.sampling_params()
         question = self.syntax.question(body, thinks)
         token_ids = render_chat(
@@ -113,8 +113,8 @@ class Service:
             params, make_parser = self.syntax.reading(body, question, token_ids, params)
         except RequestError as error:
             raise body.reword(error) from None
-        spelled = reply_format or ChatFormat(engine.model_name, body, self.texts)
-        return Work(body, params, [token_ids], spelled, make_parser, has_origins=body.return_draft_depths)
+        spelled = reply_format or ChatFormat(lora or engine.model_name, body, self.texts)
+        return Work(body, params, [token_ids], spelled, make_parser, has_origins=body.return_draft_depths, lora=lora)
 
     def _calls(self) -> CallQueue:
         loop = asyncio.get_running_loop()

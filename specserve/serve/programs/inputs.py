@@ -80,6 +80,7 @@ class Inputs:
         promise: float = 0.0,
         ends: bool = False,
         kept: int = -1,
+        adapter_id: int = -1,
     ) -> tuple[Any, ...]:
         """Fill a slot; see `Runner.admit`."""
         shapes = self._shapes
@@ -94,7 +95,8 @@ class Inputs:
         cached: Any = np.int32(num_cached)
         promised: Any = np.float32(promise)
         place: Any = np.int32(kept) if shapes.kept_states else None
-        new = Admission(page_row, history, cached, rows, tokens or self._blank_tokens[ends], promised, place)
+        adapter: Any = np.int32(adapter_id) if shapes.max_loras else None
+        new = Admission(page_row, history, cached, rows, tokens or self._blank_tokens[ends], promised, place, adapter)
         return state, self._place.scalar(slot), self._place.put(new)
 
     def _page_table(

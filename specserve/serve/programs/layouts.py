@@ -5,9 +5,9 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,15 @@ from specserve.drafters.interface import Head
 from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, Weight, block, dequantize, in_nibbles, matmul, pack
 from specserve.mesh import program_platform, whole
+from specserve.models.config import ModelConfig
 from specserve.models.mixers.latent import LatentAttention, split_by_head
 from specserve.models.params import PRODUCTS, SMALL_PRODUCTS, is_product
 from specserve.models.target import TargetParams, fuse_for_cpu
 from specserve.serve.programs.calls import shape_of
 from specserve.speculative.drafter import DraftWeights, Weights
+
+if TYPE_CHECKING:
+    from specserve.models.adapters import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +84,27 @@ class Layouts:
             return Weights(
                 weights.target if params is None else arrange(params),
                 weights.draft if draft is None else arrange(draft),
+                weights.adapters,
             )
 
         return self._changed(change)
+
+    def with_adapters(self, config: ModelConfig, adapters: "Sequence[Adapter | None]", max_rank: int) -> "Layouts":
+        """Return the layouts of the same weights with these adapters of the target, which has this config; None: the
+        place of one. Their arrays have the same shapes whatever they are."""
+        from specserve.models.adapters import Pairs, side_by_side  # no other server needs it
+
+        is_packed = _is_on_one_cpu(self.mesh) and native.is_available()
+
+        def put(pairs: np.ndarray) -> Any:
+            if is_packed:
+                return pack(pairs, narrows=False)
+            return jax.device_put(pairs.astype(jnp.dtype(config.dtype)), whole(self.mesh))
+
+        made: tuple[dict[str, Pairs], ...] = tuple({} for _ in range(config.num_layers))
+        for layer, name, a, b in side_by_side(self.many.target, config, adapters, max_rank):
+            made[layer][name] = Pairs(put(a), put(b))
+        return self._changed(lambda weights, _arrange: dataclasses.replace(weights, adapters=made))
 
     def on_host(self) -> "Layouts":
         """Return the same weights in the host's memory, with what is needed to bring them back. On one CPU they are

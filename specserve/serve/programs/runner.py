@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -38,6 +38,9 @@ from specserve.speculative.program import StepProgram
 from specserve.speculative.sampling import SamplerRows, TokenRows
 from specserve.speculative.slot_state import PageTables, StepConfig, StepResult
 from specserve.speculative.tree import Proposal, Tree, depth_of
+
+if TYPE_CHECKING:
+    from specserve.models.adapters import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +79,15 @@ class Runner:
             kept_layers=shapes.kept_layers,
             kept_states=shapes.kept_states,
             verified_depth=shapes.verified_depth,
+            has_adapters=shapes.max_loras > 0,
         )
         if check is not None:
             check(self.config, shapes)
         self.has_constrained, self.place, self._folder = has_constrained, place or Placement(mesh), folder
         self.eos_ids = frozenset(target.eos_ids)
         layouts = make_layouts(target, head if shapes.uses_head else None, mesh)
+        if shapes.max_loras:
+            layouts = layouts.with_adapters(self.config.target, [None] * shapes.max_loras, shapes.max_lora_rank)
         self._bind(layouts)
         if place is None:
             self.compiled.compile(self.call(EMPTY_STATE))
@@ -222,6 +228,14 @@ class Runner:
             other._bind(layouts)
         return other
 
+    def with_adapters(self, adapters: "Sequence[Adapter | None]") -> Layouts:
+        """Return the weights beside these adapters of the target, as many as `shapes.max_loras`, for `use`."""
+        return self.inputs.layouts.with_adapters(self.config.target, adapters, self.shapes.max_lora_rank)
+
+    def use(self, layouts: Layouts) -> None:
+        """Go on with other weights of the same shapes, which change nothing that the state has of present sequences."""
+        self.inputs = self._inputs(layouts)
+
     def take_over(self, other: "Runner") -> None:
         """Go on in place of another runner, on whose cache nothing may depend any more: two states are never there at
         once. Where the programs are other ones, the state is empty, and the ways to step are tried over padding. Raises
@@ -253,10 +267,11 @@ class Runner:
         promise: float = 0.0,  # accepted tokens per step that the head promises
         ends: bool = False,  # with no `tokens`: the target's own ids end it, so that no step is made behind them
         kept: int = -1,  # the place of the recurrent state behind the cached tokens
+        adapter_id: int = -1,  # the target's adapter that it runs through; -1: none
     ) -> None:
         """Start a sequence, of which the first `num_cached` tokens are in its pages already."""
         ids, own_pages = (np.array(numbers, np.int32) for numbers in (token_ids, pages))  # sent faster than lists
-        self.run(ADMISSION, slot, ids, own_pages, num_cached, rows, tokens, promise, ends, kept)
+        self.run(ADMISSION, slot, ids, own_pages, num_cached, rows, tokens, promise, ends, kept, adapter_id)
         self.bounds.begin(slot, num_cached)
 
     def keep_state(self, slot: int, place: int) -> None:

@@ -62,6 +62,8 @@ class Shapes:
     kept_states: int = 0  # recurrent ones, of prefixes
     windows: WindowSizes = ()  # of the layers with a window that have pages of their own; none: no layer has
     is_mixing: bool = False  # there are programs that make a step and prefill prompts
+    max_loras: int = 0  # adapters of the target that there is room for
+    max_lora_rank: int = 0
 
     @property
     def is_deterministic(self) -> bool:

@@ -265,6 +265,7 @@ class RequestOptions(TypedDict, total=False):
     token_mask: TokenMask | None
     request_id: str  # as the log names it; empty: a number
     client: str  # the one that shares the queue with the others
+    lora: str  # the LoRA adapter that it is answered by; empty: the target alone
 
 
 @dataclass(eq=False)
@@ -283,6 +284,8 @@ class Request:
     token_mask: TokenMask | None = None
     stop_ids: frozenset[int] = frozenset()  # any of them ends it: its stop token ids, and the model's EOS ids
     bad_sequences: Sequence[tuple[int, ...]] = ()  # token ids that spell its bad words
+    lora: str = ""  # the LoRA adapter that it is answered by; empty: the target alone
+    adapter_id: int = -1  # the adapter's place
     submit_time: float = field(default_factory=time.monotonic)
     is_cancelled: bool = False  # set from any thread
 

@@ -13,6 +13,7 @@ from specserve.serve.http.admin.metrics import Metrics
 from specserve.serve.http.app import create_app
 from specserve.serve.http.page.routes import PAGE_PATHS
 from specserve.serve.http.transport.server import HttpServer
+from specserve.speculative.acceptance import Acceptance
 
 FOLDER = Path(next(iter(specserve.serve.http.__path__))) / "page"
 TEXTS = {path.name: path.read_text() for path in FOLDER.iterdir() if path.suffix not in ("", ".py")}
@@ -36,6 +37,7 @@ def test_the_series_that_it_draws_exist(fake_engine: FakeEngine) -> None:
     """By name, so that a series that is renamed takes its chart along."""
     engine_metrics = Metrics("m", fake_engine.stats)
     engine_metrics._num_accepted_per_pos.labels("m", "0").inc(0)
+    engine_metrics._of_loras["adapter"] = Acceptance()
     rendered = engine_metrics.render().decode()
     for series in re.findall(r'"((?:vllm|specserve):\w+)"', TEXTS["api.js"]):
         assert f"\n{series}{{" in rendered, series

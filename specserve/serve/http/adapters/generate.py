@@ -103,7 +103,7 @@ class GenerateBody(Body):
     UNSUPPORTED: ClassVar[UnsupportedFields] = {
         "audio_data": ([],), "bootstrap_host": (), "bootstrap_port": (), "bootstrap_room": (),
         "custom_logit_processor": (), "data_parallel_rank": (), "extra_key": (), "image_data": ([], ""),
-        "input_embeds": (), "log_metrics": (True,), "lora_path": ("",), "modalities": ([],),
+        "input_embeds": (), "log_metrics": (True,), "modalities": ([],),
         "return_hidden_states": (False,), "return_routed_experts": (False,), "session_params": ({},),
         "token_ids_logprob": ([],), "video_data": ([],),
     }
@@ -120,6 +120,7 @@ class GenerateBody(Body):
     return_text_in_logprobs: bool = False
     priority: Int64 = 0
     cache_salt: CacheSalt = ""
+    lora_path: str | None = None  # the name of a LoRA adapter that is loaded
 
     @property
     def is_batch(self) -> bool:
@@ -136,6 +137,7 @@ class GenerateBody(Body):
             "stream": self.stream,
             "return_token_ids": True,
             "request_id": self.rid,
+            "model": self.lora_path or None,
         }
         if self.return_logprob:
             fields["logprobs"] = self.top_logprobs_num
@@ -152,6 +154,8 @@ class GenerateBody(Body):
             ours = "text" if self.input_ids is None else "input_ids"
         elif name in ("logprobs", "prompt_logprobs"):
             ours = "top_logprobs_num"
+        elif name == "model":
+            return type(error)(str(error), param="lora_path")
         elif name == "structured_outputs":
             grammar = next(each for each in ("json_schema", "regex", "ebnf") if getattr(options, each) is not None)
             ours = f"sampling_params.{grammar}"

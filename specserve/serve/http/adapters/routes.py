@@ -71,10 +71,10 @@ def add_translated_routes(app: FastAPI, service: Service) -> None:
         return dataclasses.replace(work, body=body)
 
     def responses(body: ResponsesBody) -> Work:
-        return chat_work(body, ResponsesFormat(model_name, body, service.texts))
+        return chat_work(body, ResponsesFormat(body.model or model_name, body, service.texts))
 
     def messages(body: MessagesBody) -> Work:
-        return chat_work(body, MessagesFormat(model_name, body.request_id))
+        return chat_work(body, MessagesFormat(body.model or model_name, body.request_id))
 
     def count_tokens(body: CountTokensBody) -> TokenCount:
         return {"input_tokens": len(chat_work(body, None).prompts[0])}

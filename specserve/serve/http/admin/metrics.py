@@ -9,7 +9,7 @@ import bisect
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -45,6 +45,8 @@ class Metrics:
         self._num_prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of all sequences.")
         self._num_generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
         self.acceptance = Acceptance()  # of all sequences that have ended
+        self._of_loras: dict[str, Acceptance] = {}
+        self.registry.register(LoraCollector(model_name, self._of_loras))
         self.unknown_fields = self._counter("specserve:unknown_fields", "Fields of requests that were not read.")
         self._num_drafts = self._counter("vllm:spec_decode_num_drafts", "Steps that verified draft tokens.")
         self._num_sequence_steps = self._counter(
@@ -97,11 +99,16 @@ class Metrics:
         if params.max_tokens is not None:
             self._most_tokens.observe(params.max_tokens)
 
-    def start_sequence(self, num_prompt_tokens: int) -> "SequenceMetrics":
-        """Count one submitted sequence. Returns the meter that takes every delta of it."""
+    def of_lora(self, name: str) -> Acceptance:
+        """Return the acceptance of the sequences that a LoRA adapter has answered."""
+        return self._of_loras.get(name, Acceptance())
+
+    def start_sequence(self, num_prompt_tokens: int, lora: str = "") -> "SequenceMetrics":
+        """Count one submitted sequence, of the LoRA adapter `lora`; empty: of the target alone. Returns the meter that
+        takes every delta of it."""
         self._num_prompt_tokens.inc(num_prompt_tokens)
         self._prompt_sizes.observe(num_prompt_tokens)
-        return SequenceMetrics(self)
+        return SequenceMetrics(self, lora)
 
     def _observe_tokens(self, num_tokens: int, seconds: float, *, is_first: bool) -> None:
         self._num_generation_tokens.inc(num_tokens)
@@ -110,7 +117,7 @@ class Metrics:
         else:
             self._inter_token.observe(seconds, num_tokens)
 
-    def _observe_end(self, delta: Delta, num_tokens: int, seconds: float) -> None:
+    def _observe_end(self, delta: Delta, num_tokens: int, seconds: float, lora: str) -> None:
         self._num_finished.labels(self._model_name, str(delta.finish_reason)).inc()
         self._latency.observe(seconds)
         self._answer_sizes.observe(num_tokens)
@@ -119,10 +126,12 @@ class Metrics:
                 self._seconds[name].observe(read(delta.stats))
             if num_tokens > 1:
                 self._seconds_per_token.observe(delta.stats.decode_seconds / (num_tokens - 1))
-            self._observe_speculation(delta.stats)
+            self._observe_speculation(delta.stats, lora)
 
-    def _observe_speculation(self, stats: SpeculationStats) -> None:
+    def _observe_speculation(self, stats: SpeculationStats, lora: str) -> None:
         self.acceptance += stats
+        if lora:
+            self._of_loras[lora] = self.of_lora(lora) + stats
         self._num_sequence_steps.inc(stats.num_steps)
         self._num_cut_steps.inc(stats.num_cut)
         self._num_drafts.inc(stats.num_drafts)
@@ -139,6 +148,28 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry).labels(self._model_name)
+
+
+class LoraCollector(Collector):
+    """The acceptance of LoRA adapters that have answered something. Where none has, there are no series."""
+
+    def __init__(self, model_name: str, of_loras: Mapping[str, Acceptance]) -> None:
+        self._model_name, self._of_loras = model_name, of_loras
+
+    def collect(self) -> Iterator[Metric]:
+        series = (
+            ("steps", "Target forwards after prefill, of an adapter's sequences.", lambda own: own.num_steps),
+            ("accepted_tokens", "Proposed tokens accepted, of an adapter.", lambda own: own.num_accepted),
+            ("draft_tokens", "Tokens that the draft proposed to an adapter.", lambda own: own.num_draft_tokens),
+            ("cut_steps", "Of an adapter's steps, those whose own token lay behind an answer's end.",
+             lambda own: own.num_cut),
+        )  # fmt: skip
+        found = sorted(dict(self._of_loras).items())
+        for name, text, read in series if found else ():
+            family = CounterMetricFamily(f"specserve:adapter_{name}", text, labels=["model_name", "adapter"])
+            for lora, own in found:
+                family.add_metric([self._model_name, lora], read(own))
+            yield family
 
 
 class TokenGaps(Collector):
@@ -229,6 +260,12 @@ class EngineCollector(Collector):
         yield steps
         name, text = "vllm:iteration_tokens_total", "Prompt and new tokens of a step."
         yield _histogram(name, text, self._model_name, ROUND_SIZES, stats.round_sizes, stats.num_round_tokens)
+        if stats.max_loras:
+            loras = {"max_lora": str(stats.max_loras), "running_lora_adapters": ",".join(stats.running_loras)}
+            loras["waiting_lora_adapters"] = ",".join(stats.waiting_loras)
+            now = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use, at this time.", labels=[*loras])
+            now.add_metric([*loras.values()], time.time())
+            yield now
         facts = {"block_size": str(stats.page_size), "num_gpu_blocks": str(stats.num_pages)}
         facts |= {"cache_dtype": stats.cache_dtype, "enable_prefix_caching": str(stats.is_caching)}
         info = GaugeMetricFamily("vllm:cache_config_info", "The cache.", labels=["model_name", *facts])
@@ -239,8 +276,8 @@ class EngineCollector(Collector):
 class SequenceMetrics:
     """Measures the latencies of one sequence, and counts its tokens, from its deltas."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, lora: str) -> None:
+        self._metrics, self._lora = metrics, lora
         self._start_time = self._last_time = time.monotonic()
         self.num_tokens = 0  # so far
 
@@ -251,4 +288,4 @@ class SequenceMetrics:
             self._last_time = now
             self.num_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            self._metrics._observe_end(delta, self.num_tokens, now - self._start_time)
+            self._metrics._observe_end(delta, self.num_tokens, now - self._start_time, self._lora)

@@ -22,8 +22,8 @@ from specserve.serve.http.transport.json_codec import ReplyObject
 
 
 class ModelCard(ReplyObject):
-    """The target, or its draft head, whose parent is the target. `tau`: tokens per forward of the target; of the target
-    so far, of a head in its own evaluation."""
+    """The target, or its draft head or a LoRA adapter, whose parent is the target. `tau`: tokens per forward of the
+    target; of the target and of adapters so far, of a head in its own evaluation."""
 
     id: str
     object: Literal["model"]
@@ -31,6 +31,7 @@ class ModelCard(ReplyObject):
     owned_by: str
     max_model_len: int
     parent: NotRequired[str]
+    root: NotRequired[str]  # the name of an adapter's folder
     tau: float | None
 
 
@@ -148,10 +149,12 @@ def _cards(engine: EngineLike, metrics: Metrics, created: int) -> list[ModelCard
             "tau": tau,
         }
 
-    target = card(engine.model_name, metrics.acceptance.tau)
-    if engine.draft is None:
-        return [target]
-    return [target, {**card(engine.draft.name, engine.draft.tau), "parent": engine.model_name}]
+    cards = [card(engine.model_name, metrics.acceptance.tau)]
+    if engine.draft is not None:
+        cards.append({**card(engine.draft.name, engine.draft.tau), "parent": engine.model_name})
+    for name, root in engine.loras.items():
+        cards.append({**card(name, metrics.of_lora(name).tau), "parent": engine.model_name, "root": root})
+    return cards
 
 
 class LoadDraftBody(Body):

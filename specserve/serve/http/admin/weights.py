@@ -210,17 +210,19 @@ def add_weight_routes(app: FastAPI, service: Service, updates: WeightUpdates) ->
         engine.wake(tuple(body.tags or PARTS))
         return done("on the device")
 
-    _add_change(app, service, "/update_weights_from_disk", UpdateBody, updates.use_named, Updated)
-    _add_change(app, service, "/pause_generation", PauseBody, pause, Done)
-    _add_change(app, service, "/continue_generation", ContinueBody, go_on, Done)
-    _add_change(app, service, "/release_memory_occupation", MemoryBody, release, Done)
-    _add_change(app, service, "/resume_memory_occupation", MemoryBody, bring_back, Done)
+    add_change(app, service, "/update_weights_from_disk", UpdateBody, updates.use_named, Updated)
+    add_change(app, service, "/pause_generation", PauseBody, pause, Done)
+    add_change(app, service, "/continue_generation", ContinueBody, go_on, Done)
+    add_change(app, service, "/release_memory_occupation", MemoryBody, release, Done)
+    add_change(app, service, "/resume_memory_occupation", MemoryBody, bring_back, Done)
     _add_rest_routes(app, engine)
 
 
-def _add_change(
+def add_change(
     app: FastAPI, service: Service, path: str, body_type: type[BodyT], change: Callable[[BodyT], object], reply: object
 ) -> None:
+    """Add a route that makes a change, which takes as long as loading does, and replies with what it returns."""
+
     async def route(http: Request) -> object:
         body = await service.read(body_type, http, lambda body: body)
         return await changed(lambda: change(body))

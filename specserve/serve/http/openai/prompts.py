@@ -13,11 +13,15 @@ from specserve.serve.http.transport.errors import ModelNotFoundError
 MAX_CHARS_PER_TOKEN = 1024
 
 
-def check_model(engine: EngineLike, model: str | None) -> None:
-    if model is not None and model != engine.model_name:
-        raise ModelNotFoundError(
-            f"the model {model[:200]!r} does not exist; {engine.model_name!r} is served", param="model"
-        )
+def check_model(engine: EngineLike, model: str | None) -> str:
+    """Return the LoRA adapter that a request names as its model; empty: it names the target, or nothing. Raises
+    ModelNotFoundError."""
+    if model is None or model == engine.model_name:
+        return ""
+    if model in engine.loras:
+        return model
+    known, verb = ", ".join(map(repr, (engine.model_name, *engine.loras))), "are" if engine.loras else "is"
+    raise ModelNotFoundError(f"the model {model[:200]!r} does not exist; {known} {verb} served", param="model")
 
 
 def encode(engine: EngineLike, text: str, *, add_special_tokens: bool) -> list[int]:

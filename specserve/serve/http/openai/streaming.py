@@ -81,6 +81,7 @@ class Work:
     reply_format: ReplyFormat
     make_parser: MakeParser = PlainText  # one for each sequence
     has_origins: bool = False  # answers report where their tokens come from
+    lora: str = ""  # the adapter that answers; empty: the target alone
 
 
 @dataclass(eq=False)
@@ -206,8 +207,9 @@ class Generation:
                 cache_salt=body.cache_salt,
                 request_id=self._request_id and f"{self._request_id}-{number}",
                 client=self._client,
+                lora=self._work.lora,
             )
-            counted = self._metrics.start_sequence(len(token_ids))
+            counted = self._metrics.start_sequence(len(token_ids), self._work.lora)
             is_first, parser = number % len(each) == 0, self._work.make_parser()
             named = self._work.has_origins, self._names_version
             self._choices.append(_Choice(number, request, counted, is_first, parser, *named))
@@ -378,7 +380,7 @@ class Generation:
             self._tracing.end(
                 *(self._parent, self._request_id, choice.request, delta),
                 num_tokens=choice.metrics.num_tokens,
-                model=self._engine.model_name,
+                model=self._work.lora or self._engine.model_name,
             )
         self._arrivals.put_nowait((index, delta))
 

@@ -65,7 +65,7 @@ const stepOf = (choice) => ({
 
 // The series of /metrics that the page draws.
 export async function scrape() {
-  const found = { time: performance.now() / 1000, perDepth: [] };
+  const found = { time: performance.now() / 1000, perDepth: [], adapters: {} };
   const names = {
     "vllm:generation_tokens_total": "tokens",
     "vllm:spec_decode_num_drafts_total": "steps",
@@ -78,6 +78,11 @@ export async function scrape() {
     "specserve:pages_cached": "cached",
     "specserve:programs_left": "programsLeft",
   };
+  const ofAdapters = {
+    "specserve:adapter_steps_total": "steps",
+    "specserve:adapter_accepted_tokens_total": "accepted",
+    "specserve:adapter_cut_steps_total": "cut",
+  };
   const text = await (await call("metrics")).text();
   for (const line of text.split("\n")) {
     const match = /^([a-z][\w:]*)(?:\{(.*)\})? (\S+)$/i.exec(line);
@@ -86,6 +91,8 @@ export async function scrape() {
     if (names[name]) found[names[name]] = (found[names[name]] ?? 0) + Number(value);
     const position = name === "vllm:spec_decode_num_accepted_tokens_per_pos_total" && /position="(\d+)"/.exec(labels);
     if (position) found.perDepth[position[1]] = Number(value);
+    const adapter = ofAdapters[name] && /adapter="((?:[^"\\]|\\.)*)"/.exec(labels);
+    if (adapter) (found.adapters[adapter[1]] ??= {})[ofAdapters[name]] = Number(value);
   }
   return found;
 }

@@ -36,6 +36,13 @@ function bar(share, depth) {
   return fill;
 }
 
+// tau of each LoRA adapter since it began.
+function adapterTaus(adapters) {
+  const items = Object.entries(adapters).map(([name, counts]) => make("li", {},
+    make("span", { class: "name" }, name), " ", make("b", {}, number(1 + gained(counts) / counts.steps, 2))));
+  return make("ul", { "aria-label": "Tokens per forward of each adapter" }, ...items);
+}
+
 // Tokens beyond one for each step: the accepted ones, less those steps whose own token lay behind an answer's end.
 const gained = (sample) => sample.accepted - sample.cut;
 
@@ -92,6 +99,8 @@ export class Live {
         spark(usage, 1, `${number(100 * last.usage)}% of the pages are held`)),
       chart("Running", number(last.running), `${number(last.waiting)} waiting`,
         spark(running, Math.max(2, ...running.map(([, value]) => value)), plural(last.running, "running sequence"))),
+      ...(Object.keys(last.adapters).length
+        ? [chart("Adapters", plural(Object.keys(last.adapters).length, "adapter"), "tokens per forward since start", adapterTaus(last.adapters), true)] : []),
     );
   }
 }

@@ -29,6 +29,8 @@ def read_api_keys(run: ServeRun) -> tuple[str, ...]:
         keys += found
     if run.allow_update_weights and not keys:
         raise ConfigError("--allow-update-weights: whoever may change the weights needs a key; give --api-key-file")
+    if run.allow_load_lora and not keys:
+        raise ConfigError("--allow-load-lora: whoever may load adapters needs a key; give --api-key-file")
     if not keys and not run.host.startswith(_LOOPBACK):
         logger.warning(
             "NO API KEY: whoever reaches %s may use this server. Set --api-key-file or %s, or listen on 127.0.0.1",

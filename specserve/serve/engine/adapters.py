@@ -1,0 +1,133 @@
+"""The LoRA adapters of an engine: which has which place in the arrays of the programs, and which requests use it.
+
+An adapter that is unloaded is found by no request any more. Those that have been taken go on with it to their end, and
+until then nobody else gets its place.
+"""
+
+import itertools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specserve.errors import ConfigError, RequestError
+from specserve.serve.engine.changes import Changes
+from specserve.serve.engine.rounds import Rounds
+from specserve.serve.engine.swap import Swaps
+
+if TYPE_CHECKING:
+    from specserve.models.adapters import Adapter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """An adapter in its place."""
+
+    name: str
+    folder: str
+    place: int
+    number: int  # no two that an engine has loaded have the same, whatever their names
+
+    def salted(self, salt: str) -> str:
+        """Return the salt of the prefixes of its requests of this salt: nobody else's hit them."""
+        return f"lora {self.number}\n{salt}"
+
+
+@dataclass(frozen=True)
+class ServedLoras:
+    """The adapters that an engine begins with, by name, whose arrays its runner has in this order; and the function
+    that reads others from a folder."""
+
+    folders: Mapping[str, str]
+    adapters: Sequence["Adapter"]
+    read: "Callable[[str], Adapter]"
+
+
+class Loras:
+    """The adapters of one engine. Every method may be called from any thread."""
+
+    def __init__(self, served: ServedLoras, model_name: str, rounds: Rounds, changes: Changes, swaps: Swaps) -> None:
+        self._read, self._model_name = served.read, model_name
+        self._rounds, self._changes, self._swaps = rounds, changes, swaps
+        self._numbers, self._lock = itertools.count(), threading.Lock()
+        self._users: Counter[int] = Counter()  # requests that have not ended, by place
+        self._adapters: dict[int, Adapter] = dict(enumerate(served.adapters))  # by place
+        self._loras: dict[str, Lora] = {}
+        for place, (name, folder) in enumerate(served.folders.items()):
+            self._loras[name] = Lora(self._new_name(name), folder, place, next(self._numbers))
+
+    @property
+    def roots(self) -> Mapping[str, str]:
+        """The names of the folders of the adapters that requests find, by the adapters' names."""
+        with self._lock:
+            return {name: Path(lora.folder).name for name, lora in self._loras.items()}
+
+    def take(self, name: str) -> Lora:
+        """Return an adapter, and count a request that uses it. Raises RequestError where there is none."""
+        with self._lock:
+            lora = self._loras.get(name)
+            if lora is None:
+                known = ", ".join(self._loras) or "none"
+                raise RequestError(f"there is no LoRA adapter {name[:200]!r}; loaded are: {known}", param="lora")
+            self._users[lora.place] += 1
+            return lora
+
+    def give_back(self, place: int) -> None:
+        """Count one request less of the adapter in a place: it has ended."""
+        with self._lock:
+            self._users[place] -= 1
+
+    def load(self, name: str, folder: str) -> None:
+        """Read the adapter in a folder, and return when requests find it by this name. Nothing is compiled. Raises
+        ConfigError or CheckpointError where anything is wrong with it, and then nothing has changed; CapacityError
+        when the engine stops meanwhile."""
+        with self._swaps.alone():
+            self._swaps.check_awake()
+            with self._lock:
+                self._new_name(name)
+                place = self._free_place()
+            adapter, runner = self._read(folder), self._rounds.runner
+            with self._lock:
+                in_use = self._in_use()
+            every = {number: own for number, own in self._adapters.items() if number in in_use} | {place: adapter}
+            layouts = runner.with_adapters([every.get(number) for number in range(runner.shapes.max_loras)])
+            self._changes.ask(lambda: self._rounds.runner.use(layouts))
+            with self._lock:
+                self._adapters = every
+                self._loras[name] = Lora(name, folder, place, next(self._numbers))
+        logger.info("the LoRA adapter %s is loaded from %s", name, folder)
+
+    def unload(self, name: str) -> None:
+        """Let no more requests find an adapter. Those that use it go on. Raises ConfigError where there is none of that
+        name."""
+        with self._lock:
+            if self._loras.pop(name, None) is None:
+                raise ConfigError(f"there is no LoRA adapter {name[:200]!r}; loaded are: {', '.join(self._loras)}")
+        logger.info("the LoRA adapter %s is unloaded", name)
+
+    def _new_name(self, name: str) -> str:
+        if not name or name == self._model_name:
+            raise ConfigError(f"a LoRA adapter cannot be named {name!r}; the target is {self._model_name!r}")
+        if name in self._loras:
+            raise ConfigError(
+                f"the LoRA adapter {name[:200]!r} is loaded already; unload it first, or take another name"
+            )
+        return name
+
+    def _in_use(self) -> set[int]:
+        return {lora.place for lora in self._loras.values()} | {place for place, n in self._users.items() if n}
+
+    def _free_place(self) -> int:
+        in_use, number = self._in_use(), self._rounds.runner.shapes.max_loras
+        place = next((place for place in range(number) if place not in in_use), None)
+        if place is None:
+            takers = [*self._loras]
+            if len(takers) < number:
+                takers.append("requests that go on with adapters that were unloaded")
+            raise ConfigError(f"all {number} places of --max-loras are taken, by {', '.join(takers)}; unload one")
+        return place
