@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from specserve.checkpoints.load import Quantization, Target, in_few_bits
-from specserve.checkpoints.update import checked
 from specserve.drafters.learning import Costs, Learning, Rollout, costs_of_matrices
 from specserve.errors import ConfigError
 from specserve.mesh import gathered, put, shardings
@@ -153,6 +152,8 @@ class Head:
 
 def other_head(served: Head, params: Any, *, quantization: Quantization, mesh: Mesh | None) -> Head:
     """Return a head with other parameters in so many bits, as `checkpoints.update.other_target` does a target."""
+    from specserve.checkpoints.update import checked  # needed where weights change alone
+
     if quantization == "stored":
         raise ConfigError("the head is served as its files store it, so give the folder of the new version")
     place = None if mesh is None else served.drafter.place(mesh)

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from specserve import host
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_few_bits, load_target
 from specserve.checkpoints.source import BUNDLED, resolve_target
-from specserve.checkpoints.update import other_target
 from specserve.drafters.interface import Head, other_head
 from specserve.drafters.registry import CARRIED
 from specserve.drafters.speculation import parse_speculation, with_head, within_reach
@@ -363,6 +362,8 @@ def _weights_reader(
     ) -> tuple[Target | None, Head | None]:
         other = None
         if target is not None:
+            from specserve.checkpoints.update import other_target  # needed where weights change alone
+
             other = other_target(served, target, quantization=quantization, mesh=mesh)
         if draft is None:
             return other, None

@@ -205,7 +205,8 @@ from specserve.serve.requests.request import SamplingParams
 with LLM({str(tiny_target.folder)!r}, **{options!r}) as llm:
     found = llm.generate({PROMPTS!r}, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
 print([list(each.outputs[0].token_ids) for each in found])
-own = [name for name in sys.modules if name.startswith("specserve.") and name.endswith((".adapters", ".loras"))]
+endings = ".adapters", ".loras", ".lora", ".update"
+own = [name for name in sys.modules if name.startswith("specserve.") and name.endswith(endings)]
 print([name for name in own if name != "specserve.serve.http.adapters"])  # of APIs
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
