@@ -346,13 +346,18 @@ def _verification(
 
 
 def remember(
-    config: StepConfig, state: SlotState, slot: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array
-) -> SlotState:
+    config: StepConfig,
+    draft: Any,  # `SlotState.draft`
+    history: jax.Array,  # `SlotState.history`
+    slot: jax.Array,
+    start: jax.Array,
+    last: jax.Array,
+    number: jax.Array,
+) -> Any:
     """Let the drafter keep the `number`-th finished answer: the history of a slot from `start` to `last`, both
-    included. All four are [] int32."""
+    included. All four are [] int32. Returns the drafter's state alone: a call takes time for each array of it."""
     assert config.drafter is not None, "there is nobody to remember it"
-    draft = config.drafter.remember(state.draft, state.history[slot], start, last, number)
-    return dataclasses.replace(state, draft=draft)
+    return config.drafter.remember(draft, history[slot], start, last, number)
 
 
 def _commit(

@@ -137,7 +137,8 @@ def _recalls(slots: Slots, prompt: list[int], length: int) -> None:
     answer = list(slots.texts[1])
     last = len(answer) - 3
     places = (jnp.int32(i) for i in (1, len(prompt), last, 0))
-    slots.state = step.remember(slots.config, slots.state, *places)
+    draft = step.remember(slots.config, slots.state.draft, slots.state.history, *places)
+    slots.state = dataclasses.replace(slots.state, draft=draft)
     expected = [*answer[len(prompt) : last + 1], *[-1] * 512][:512]
     draft = slots.state.draft
     recall = draft.lookup if isinstance(draft, MixedState) else draft

@@ -100,7 +100,7 @@ class Calls:
             "empty state": jit(slot_state.init_state, None, state, *sizes),
             "admission": jit(slot_state.admit, 0, state),
             "page table": jit(slot_state.extend, 0, whole),
-            "recall": jit(step.remember, 0, state),
+            "recall": jit(step.remember, 0, state and state.draft),
             "kept state": jit(slot_state.keep, 0, state),
             "catch-up": jit(step.catch_up, 1, state),
             "prefill": jit(step.prefill, 1, both, *_STATIC["prefill"]),

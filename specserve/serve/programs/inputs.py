@@ -111,7 +111,7 @@ class Inputs:
         self, _program: StepProgram, state: SlotState, slot: int = 0, start: int = 0, last: int = 0, number: int = 0
     ) -> tuple[Any, ...]:
         """Have the drafter keep the answer in a slot, from `start` to `last`, as its `number`-th."""
-        return state, *map(self._place.scalar, (slot, start, last, number))
+        return state.draft, state.history, *map(self._place.scalar, (slot, start, last, number))
 
     def _kept_state(self, _program: StepProgram, state: SlotState, slot: int = 0, place: int = 0) -> tuple[Any, ...]:
         """Copy the recurrent state of a slot to a place."""

@@ -163,7 +163,10 @@ class Runner:
         results."""
         returned = self.compiled.run(self.call(program, *values))
         state, result = returned if isinstance(returned, tuple) else (returned, None)
-        self.state = state.put_into(self.state) if isinstance(state, PageTables) else state
+        if program.kind == "recall":
+            self.state = dataclasses.replace(self.state, draft=state)
+        else:
+            self.state = state.put_into(self.state) if isinstance(state, PageTables) else state
         return result
 
     def reset(self) -> None:
