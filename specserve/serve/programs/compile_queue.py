@@ -27,6 +27,7 @@ MAX_THREADS = 8  # threads side by side: tracing is Python, so more would wait f
 LOG_SECONDS = 10.0
 CHECK_SECONDS = 0.2
 REQUIRED_SECONDS = 5.0  # how long a program counts as required after a step would have used it
+BUSY_SECONDS = 1.0  # how long programs count as at work after one was called: more than most steps take
 # of JAX's monitoring, with the program's identity: JAX reports what it compiles and not what it dispatches, and devices
 # of several processes wait for each other where these do not dispatch the same programs in the same order
 DISPATCH_EVENT = "/specserve/dispatch"
@@ -42,6 +43,7 @@ class CompiledPrograms:
         self._in_progress: dict[StepProgram, Future[Any]] = {}
         self._required: dict[StepProgram, float] = {}  # when a step would last have used it
         self._used: dict[StepProgram, float] = {}  # when each compiled one was last called, or came
+        self._last_called = -math.inf  # when any was
         self._set_aside: set[StepProgram] = set()
         self._dropped: set[StepProgram] = set()
         self._lock = threading.Lock()
@@ -104,6 +106,11 @@ class CompiledPrograms:
         return time.monotonic() - self._required.get(program, -math.inf) < REQUIRED_SECONDS
 
     @property
+    def is_busy(self) -> bool:
+        """Return whether programs are at work."""
+        return time.monotonic() - self._last_called < BUSY_SECONDS
+
+    @property
     def is_keeping(self) -> bool:
         """Return whether there are files for programs."""
         return self._cache is not None
@@ -123,7 +130,7 @@ class CompiledPrograms:
         if compiled is None:
             self.num_missed += not self.is_kept(call)
             compiled = self.compile(call)
-        self._used[call.program] = time.monotonic()
+        self._used[call.program] = self._last_called = time.monotonic()
         jax.monitoring.record_event(DISPATCH_EVENT, program=repr(call.program))
         return compiled(*call.arguments)
 
