@@ -36,7 +36,6 @@ from specserve.serve.fleet.ranks import Follower, Leader, LeadingRunner
 from specserve.serve.programs import program_list
 from specserve.serve.programs.calibrate import Between, cost_file, describe_costs, finish, first_costs, step_costs
 from specserve.serve.programs.compile_queue import ProgressLog, compile_all
-from specserve.serve.programs.compiling_process import CompilingProcess
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH
 from specserve.serve.settings import ServeRun
@@ -218,12 +217,7 @@ def make_engine(
     programs = program_list.list_programs(runner, has_scoring=has_scoring)
     chosen = program_list.first_programs(runner) if _is_early(run) else programs
     first = [program for program in programs if program in chosen]
-    late, for_masks = (
-        [program for program in programs if program not in first and program.is_for_masks == is_for_masks]
-        for is_for_masks in (False, True)
-    )
-    process = CompilingProcess(runner)
-    process.prepare(late)
+    late = [program for program in programs if program not in first and not program.is_for_masks]
     done, log = itertools.count(1), ProgressLog(len(first), "before serving")
 
     def report(program: StepProgram) -> None:
@@ -233,13 +227,8 @@ def make_engine(
 
     logger.info("compiling %d programs before serving, and %d while serving", len(first), len(late))
     compile_all(runner.compile, first, on_compiled=report, meanwhile=lambda: models.tokenizer)
-    for program in first if late else ():
-        process.set_aside(program)
     check_numbers(runner, models.target)
     make_controller = _controller_maker(run, models.fingerprint, models.head_fingerprint, models.head_acceptance)
-    begin = (
-        functools.partial(_first_controller, acceptance=models.head_acceptance) if run.speculation == "auto" else None
-    )
     controller = Controller({}) if run.speculation == "auto" else None
     if not late:
         on_warmup(len(programs), len(programs), "timing the steps")
@@ -256,7 +245,13 @@ def make_engine(
         eos_ids=models.target.eos_ids,
         controller=controller,
         options=_options(run, watcher),
-        late=LateWork(late, for_masks, make_controller, begin, process),
+        late=LateWork(
+            late,
+            [program for program in programs if program not in (*first, *late)],
+            make_controller,
+            first if late else (),
+            _first_controller_maker(run, models.head_acceptance),
+        ),
     )
 
 
@@ -278,11 +273,19 @@ def _controller_maker(
     return make_controller
 
 
-def _first_controller(runner: Runner, *, acceptance: Sequence[float]) -> Generator[Between, None, Controller]:
-    """Make a controller that knows the steps of one sequence which are there first."""
-    alike = [program for program in program_list.first_speculation(runner) if program.kind == "step"]
-    plain = [dataclasses.replace(program, tree=runner.shapes.plain) for program in alike]
-    return Controller((yield from first_costs(runner, [*plain, *alike])), acceptance)
+def _first_controller_maker(
+    run: ServeRun, acceptance: Sequence[float]
+) -> Callable[[Runner], Generator[Between, None, Controller | None]]:
+    """Return a function as `_controller_maker` does, for the programs that a server begins with."""
+
+    def make_controller(runner: Runner) -> Generator[Between, None, Controller | None]:
+        if run.speculation != "auto":
+            return None
+        speculative = [program for program in program_list.first_speculation(runner) if program.kind == "step"]
+        plain = [dataclasses.replace(program, tree=runner.shapes.plain) for program in speculative]
+        return Controller((yield from first_costs(runner, plain + speculative)), acceptance)
+
+    return make_controller
 
 
 def make_follower(models: Models, run: ServeRun, follower: Follower) -> Runner:

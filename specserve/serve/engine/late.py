@@ -30,8 +30,8 @@ class LateWork:
     programs: Sequence[StepProgram] = ()  # to be compiled while plain decoding serves
     mask_programs: Sequence[StepProgram] = ()  # the same, once a request has a token mask
     on_compiled: Callable[[Runner], Finish] | None = None  # then: what is left to do on the engine's thread
-    on_begin: Callable[[Runner], Finish] | None = None  # before: what there is to do with the programs that are there
-    process: CompilingProcess | None = None  # for `programs`; None: one of their own
+    first: Sequence[StepProgram] = ()  # those that are compiled by now
+    on_begin: Callable[[Runner], Finish] | None = None  # what there is to do with them, in the same way
 
 
 class LatePrograms:
@@ -52,7 +52,9 @@ class LatePrograms:
         self._next_look = time.monotonic() + LOOK_SECONDS
         self._wake, self._lock = wake, threading.Lock()
         self._begin = work.on_begin(runner) if work.on_begin and work.programs else None
-        self._process = work.process or CompilingProcess(runner)
+        self._process = CompilingProcess(runner)
+        for program in work.first:
+            self._process.set_aside(program)
         self._compiler = self._in_background(runner, work.programs, self._count, process=self._process)
 
     @property

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import IO
 
@@ -48,14 +47,6 @@ class CompilingProcess:
         self._waiting: dict[StepProgram, Future[str]] = {}  # as `_ask` returns or raises
         self._is_closed = self._has_failed = self._is_hurried = False
         self._is_useful = runner.compiled.is_keeping and _can_be_kept(runner)
-
-    def prepare(self, programs: Iterable[StepProgram]) -> None:
-        """Start the process where one of these programs is in no file yet: it takes seconds to be ready."""
-        compiled = self._runner.compiled
-        if not self._is_useful or all(compiled.is_kept(self._runner.call(program)) for program in programs):
-            return
-        with self._lock, contextlib.suppress(Exception):  # it is reported by what asks for a program
-            self._process = self._process or self._start()
 
     def keep(self, program: StepProgram) -> bool:
         """Have the process compile a program into its file, if there is none yet. Returns whether it can be read from
