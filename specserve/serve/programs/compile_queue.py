@@ -101,9 +101,9 @@ class CompiledPrograms:
                 del self._compiled[program], self._used[program]
         return len(gone)
 
-    def is_required(self, program: StepProgram) -> bool:
-        """Return whether steps of late would have used the program."""
-        return time.monotonic() - self._required.get(program, -math.inf) < REQUIRED_SECONDS
+    def is_required(self, program: StepProgram, seconds: float = REQUIRED_SECONDS) -> bool:
+        """Return whether steps of the last seconds would have used the program."""
+        return time.monotonic() - self._required.get(program, -math.inf) < seconds
 
     @property
     def is_busy(self) -> bool:

@@ -144,7 +144,7 @@ class CompilingProcess:
         shapes, at_work = self._runner.shapes, self._at_work
         usual = shapes.trees[0], shapes.plain  # without its own program such a step takes the time of many rows
         is_urgent = any(
-            program.kind == "step" and program.tree in usual and at_work.is_required(program)
+            program.kind == "step" and program.tree in usual and at_work.is_required(program, RUN_SECONDS)
             for program in list(self._waiting)
         )
         return at_work.is_busy and not (is_urgent or self._is_hurried)
