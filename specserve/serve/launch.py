@@ -215,9 +215,9 @@ def make_engine(
         )
     runner = _make_runner(models, run, leader, is_coupled=is_coupled)
     programs = program_list.list_programs(runner, has_scoring=has_scoring)
-    chosen = program_list.first_programs(runner) if _is_early(run) else programs
-    first = [program for program in programs if program in chosen]
-    late = [program for program in programs if program not in first and not program.is_for_masks]
+    first = program_list.first_programs(runner, programs) if _is_early(run) else programs
+    left = [program for program in programs if program not in first]
+    late, for_masks = ([each for each in left if each.is_for_masks == is_for_masks] for is_for_masks in (False, True))
     done, log = itertools.count(1), ProgressLog(len(first), "before serving")
 
     def report(program: StepProgram) -> None:
@@ -229,6 +229,7 @@ def make_engine(
     compile_all(runner.compile, first, on_compiled=report, meanwhile=lambda: models.tokenizer)
     check_numbers(runner, models.target)
     make_controller = _controller_maker(run, models.fingerprint, models.head_fingerprint, models.head_acceptance)
+    begin = _first_controller_maker(run, models.head_acceptance)
     controller = Controller({}) if run.speculation == "auto" else None
     if not late:
         on_warmup(len(programs), len(programs), "timing the steps")
@@ -245,13 +246,7 @@ def make_engine(
         eos_ids=models.target.eos_ids,
         controller=controller,
         options=_options(run, watcher),
-        late=LateWork(
-            late,
-            [program for program in programs if program not in (*first, *late)],
-            make_controller,
-            first if late else (),
-            _first_controller_maker(run, models.head_acceptance),
-        ),
+        late=LateWork(late, for_masks, make_controller, first if late else (), begin),
     )
 
 

@@ -1,7 +1,7 @@
 """The programs that a server needs, in the order of need, and whether those of a step are compiled yet."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from specserve.mesh import program_platform
 from specserve.serve.programs.runner import Runner
@@ -35,11 +35,10 @@ def list_programs(runner: Runner, *, has_scoring: bool = True) -> list[StepProgr
     return [program for program in found if program not in runner.left_out]
 
 
-def first_programs(runner: Runner) -> list[StepProgram]:
-    """List the programs that a server makes before it serves, where it begins early: those of plain decoding, and what
+def first_programs(runner: Runner, programs: Iterable[StepProgram]) -> list[StepProgram]:
+    """List those of the programs that a server makes before it serves, where it begins early: plain decoding, and what
     scores prompts, for which a request could not wait. On a CPU also those of `first_speculation`."""
     chosen = first_speculation(runner)
-    programs = list_programs(runner)
     return [each for each in programs if runner.shapes.is_plain(each) or each.is_scored or each in chosen]
 
 
