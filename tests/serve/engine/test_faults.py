@@ -338,6 +338,7 @@ def test_one_client_speculates_while_the_rest_compiles(runner: Runner, monkeypat
         assert engine.stats().num_steps_by_speculation["chain:3"] >= 3 * 30 // 4
         together = run(engine, ASKS[:3])
         assert engine.rounds.choice.is_partial
+        assert alike in engine.rounds.choice.controller.costs
         assert len(partial) == len(first), "none that is late"
         released.set()
     assert [inbox.token_ids for inbox in alone] == [inbox.token_ids for inbox in together]
