@@ -52,10 +52,10 @@ class LatePrograms:
         self._next_look = time.monotonic() + LOOK_SECONDS
         self._wake, self._lock = wake, threading.Lock()
         self._begin = work.on_begin(runner) if work.on_begin and work.programs else None
-        self._process = CompilingProcess(runner)
+        process = CompilingProcess(runner)
         for program in work.first:
-            self._process.set_aside(program)
-        self._compiler = self._in_background(runner, work.programs, self._count, process=self._process)
+            process.set_aside(program)
+        self._compiler = self._in_background(runner, work.programs, self._count, process=process)
 
     @property
     def is_finishing(self) -> bool:
@@ -97,10 +97,6 @@ class LatePrograms:
             self._complete(rounds)
         if self._mask_programs and self.is_complete:  # not while steps are timed
             self._look_for_masks(rounds)
-
-    def hurry(self) -> None:
-        """Have the programs compiled at the cost of what is served: somebody waits for them."""
-        self._process.hurry()
 
     def _go_on_beginning(self, rounds: Rounds, work: Finish) -> None:
         try:

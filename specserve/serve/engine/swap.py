@@ -144,7 +144,6 @@ class Swaps:
         """Let no other swap be made meanwhile, from when all programs are compiled and timed."""
         with self._one:
             while not self._late.is_complete:
-                self._late.hurry()
                 self._check()
                 time.sleep(CHECK_SECONDS)
             if self.weights.read is None and self.weights.load_head is None:
@@ -170,7 +169,7 @@ class Swaps:
         def on_compiled(program: StepProgram) -> None:
             log(beside.shapes.label(program))
 
-        process = CompilingProcess(beside, runner.compiled)
+        process = CompilingProcess(beside)
         try:
             compile_all(process.compile, programs, on_compiled=on_compiled, check=self._check, on_end=process.close)
         except jax.errors.JaxRuntimeError as error:

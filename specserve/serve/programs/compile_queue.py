@@ -27,7 +27,6 @@ MAX_THREADS = 8  # threads side by side: tracing is Python, so more would wait f
 LOG_SECONDS = 10.0
 CHECK_SECONDS = 0.2
 REQUIRED_SECONDS = 5.0  # how long a program counts as required after a step would have used it
-BUSY_SECONDS = 1.0  # how long programs count as at work after one was called: more than most steps take
 # of JAX's monitoring, with the program's identity: JAX reports what it compiles and not what it dispatches, and devices
 # of several processes wait for each other where these do not dispatch the same programs in the same order
 DISPATCH_EVENT = "/specserve/dispatch"
@@ -43,7 +42,6 @@ class CompiledPrograms:
         self._in_progress: dict[StepProgram, Future[Any]] = {}
         self._required: dict[StepProgram, float] = {}  # when a step would last have used it
         self._used: dict[StepProgram, float] = {}  # when each compiled one was last called, or came
-        self._last_called = -math.inf  # when any was
         self._set_aside: set[StepProgram] = set()
         self._dropped: set[StepProgram] = set()
         self._lock = threading.Lock()
@@ -101,14 +99,9 @@ class CompiledPrograms:
                 del self._compiled[program], self._used[program]
         return len(gone)
 
-    def is_required(self, program: StepProgram, seconds: float = REQUIRED_SECONDS) -> bool:
-        """Return whether steps of the last seconds would have used the program."""
-        return time.monotonic() - self._required.get(program, -math.inf) < seconds
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether programs are at work."""
-        return time.monotonic() - self._last_called < BUSY_SECONDS
+    def is_required(self, program: StepProgram) -> bool:
+        """Return whether steps of late would have used the program."""
+        return time.monotonic() - self._required.get(program, -math.inf) < REQUIRED_SECONDS
 
     @property
     def is_keeping(self) -> bool:
@@ -130,7 +123,7 @@ class CompiledPrograms:
         if compiled is None:
             self.num_missed += not self.is_kept(call)
             compiled = self.compile(call)
-        self._used[call.program] = self._last_called = time.monotonic()
+        self._used[call.program] = time.monotonic()
         jax.monitoring.record_event(DISPATCH_EVENT, program=repr(call.program))
         return compiled(*call.arguments)
 

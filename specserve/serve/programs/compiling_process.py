@@ -3,21 +3,18 @@
 Tracing is Python, which runs on one thread of a process at a time, and compiling takes all cores: on threads of the
 serving process both cost it more than half of its tokens. So a child traces and compiles, in the time that nobody else
 wants, and keeps the programs in their files (`program_cache`). The server reads them, which takes a tenth of a second
-each. Beside steps the child is stopped most of the time, since it takes more from their threads, which wait for each
-other, than its own share. It gets shapes in place of weights. Where there can be no such process, or it has ended, the
-server compiles on threads of its own.
+each. The child gets shapes in place of weights. Where there can be no such process, or it has ended, the server
+compiles on threads of its own.
 """
 
 import contextlib
 import logging
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from concurrent.futures import Future
 from typing import IO
 
@@ -27,25 +24,21 @@ from specserve import host
 from specserve.drafters.registry import add_module, outside_kinds
 from specserve.errors import first_line
 from specserve.mesh import program_platform
-from specserve.serve.programs.compile_queue import CompiledPrograms
 from specserve.serve.programs.runner import Runner
 from specserve.speculative.program import StepProgram
 
 logger = logging.getLogger(__name__)
-
-RUN_SECONDS, STOP_SECONDS = 0.1, 0.3  # beside steps, in turns
 
 
 class CompilingProcess:
     """Compiles programs of one runner in a process of its own, which begins with the first program that is in no file
     yet. Every method may be called from any thread."""
 
-    def __init__(self, runner: Runner, at_work: CompiledPrograms | None = None) -> None:
-        """`at_work` are the programs that serve meanwhile; None: the runner's own."""
-        self._runner, self._lock, self._at_work = runner, threading.Lock(), at_work or runner.compiled
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self._lock = runner, threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: dict[StepProgram, Future[str]] = {}  # as `_ask` returns or raises
-        self._is_closed = self._has_failed = self._is_hurried = False
+        self._is_closed = self._has_failed = False
         self._is_useful = runner.compiled.is_keeping and _can_be_kept(runner)
 
     def keep(self, program: StepProgram) -> bool:
@@ -67,10 +60,6 @@ class CompilingProcess:
         is_kept = self._is_useful and self._runner.compiled.is_kept(self._runner.call(program))
         if is_kept and not self._runner.shapes.is_plain(program):
             self._runner.compiled.set_aside(program)
-
-    def hurry(self) -> None:
-        """Do not stop beside steps any more: somebody waits for all programs."""
-        self._is_hurried = True
 
     def compile(self, program: StepProgram) -> None:
         """Do what `Runner.compile` does, without taking time from what this process serves. After `close` nothing is
@@ -126,28 +115,7 @@ class CompilingProcess:
             begin.close()
         host.let_wait(process.pid)
         threading.Thread(target=self._listen, args=(process, said), name="compiling-process", daemon=True).start()
-        threading.Thread(target=self._pace, args=(process,), name="compiling-pace", daemon=True).start()
         return process
-
-    def _pace(self, process: "subprocess.Popen[bytes]") -> None:
-        """Stop the process for most of the time while steps are made, and none waits for what it compiles."""
-        while process.returncode is None:
-            time.sleep(RUN_SECONDS)
-            if self._must_wait():
-                process.send_signal(signal.SIGSTOP)
-                end = time.monotonic() + STOP_SECONDS
-                while time.monotonic() < end and self._must_wait():
-                    time.sleep(RUN_SECONDS)
-                process.send_signal(signal.SIGCONT)
-
-    def _must_wait(self) -> bool:
-        shapes, at_work = self._runner.shapes, self._at_work
-        usual = shapes.trees[0], shapes.plain  # without its own program such a step takes the time of many rows
-        is_urgent = any(
-            program.kind == "step" and program.tree in usual and at_work.is_required(program, RUN_SECONDS)
-            for program in list(self._waiting)
-        )
-        return at_work.is_busy and not (is_urgent or self._is_hurried)
 
     def _listen(self, process: "subprocess.Popen[bytes]", said: IO[bytes]) -> None:
         """Hand out the answers of the process, until it ends."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import psutil
 import pytest
 from engines import PATIENCE, Ask, greedy, make_runner, run, serving, wait_until
 from jax.experimental.compilation_cache import compilation_cache
@@ -24,9 +23,8 @@ from specserve.serve.engine import late as late_module
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.interface import EngineStats
 from specserve.serve.engine.late import LateWork
-from specserve.serve.programs import compiling_process
 from specserve.serve.programs.calls import Call
-from specserve.serve.programs.compile_queue import CompiledPrograms, compile_all
+from specserve.serve.programs.compile_queue import compile_all
 from specserve.serve.programs.compiling_process import CompilingProcess
 from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import ADMISSION, PAGE_TABLE, Runner
@@ -190,38 +188,3 @@ def test_a_process_that_waits_for_others_has_a_low_priority() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         LET_WAIT(process.pid)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == 13
-
-
-def test_the_process_stands_still_beside_steps_that_do_not_wait_for_it(
-    make: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While steps are made it is stopped, unless they wait for their own program or somebody waits for all; it goes on
-    when no steps are made, and a process that is stopped can be ended."""
-    monkeypatch.setattr(compiling_process, "STOP_SECONDS", 60.0)
-    runner = make()
-    process, step = CompilingProcess(runner), StepProgram(1, runner.shapes.max_pages)
-
-    def is_stopped() -> bool:
-        assert process._process is not None
-        return psutil.Process(process._process.pid).status() == psutil.STATUS_STOPPED
-
-    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
-        patch.setattr(CompiledPrograms, "is_busy", True)
-        asked = pool.submit(process.keep, step)
-        wait_until(lambda: step in process._waiting)
-        wait_until(is_stopped)
-        runner.compiled.require([step])
-        wait_until(lambda: runner.compiled.require([step]) or not is_stopped())
-        wait_until(is_stopped)
-        patch.setattr(CompiledPrograms, "is_busy", False)
-        wait_until(lambda: not is_stopped())
-        assert asked.result(PATIENCE), "it is kept"
-        patch.setattr(CompiledPrograms, "is_busy", True)
-        wait_until(is_stopped)
-        process.hurry()
-        wait_until(lambda: not is_stopped())
-        process._is_hurried = False
-        wait_until(is_stopped)
-        process.close()
-    assert process._process is not None
-    assert process._process.wait(PATIENCE) == -signal.SIGKILL
