@@ -31,7 +31,7 @@ class LateWork:
     mask_programs: Sequence[StepProgram] = ()  # the same, once a request has a token mask
     on_compiled: Callable[[Runner], Finish] | None = None  # then: what is left to do on the engine's thread
     first: Sequence[StepProgram] = ()  # those that are compiled by now
-    on_begin: Callable[[Runner], Finish] | None = None  # what there is to do with them, in the same way
+    on_begin: Callable[[Runner], Finish] | None = None  # the same, to be done with these at once
 
 
 class LatePrograms:
