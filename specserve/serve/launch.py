@@ -33,7 +33,7 @@ from specserve.serve.engine.pages import Watcher
 from specserve.serve.engine.swap import DraftWeights, HeadForm, LoadedHead, ServedWeights, TargetWeights
 from specserve.serve.fleet.ranks import Follower, Leader, LeadingRunner
 from specserve.serve.programs import program_list
-from specserve.serve.programs.calibrate import Between, cost_file, describe_costs, finish, step_costs
+from specserve.serve.programs.calibrate import Between, cost_file, describe_costs, finish, first_costs, step_costs
 from specserve.serve.programs.compile_queue import ProgressLog, compile_all
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH
@@ -228,8 +228,9 @@ def make_engine(
     if loras is not None:
         runner.use(runner.with_adapters([*loras.adapters, *[None] * (run.max_loras - len(loras.adapters))]))
     programs = program_list.list_programs(runner, has_scoring=has_scoring)
-    first = [program for program in programs if runner.shapes.is_plain(program) or not _is_early(run)]
-    late = [program for program in programs[len(first) :] if not program.is_for_masks]
+    first = program_list.first_programs(runner, programs) if _is_early(run) else programs
+    left = [program for program in programs if program not in first]
+    late, for_masks = ([each for each in left if each.is_for_masks == is_for_masks] for is_for_masks in (False, True))
     done, log = itertools.count(1), ProgressLog(len(first), "before serving")
 
     def report(program: StepProgram) -> None:
@@ -241,6 +242,7 @@ def make_engine(
     compile_all(runner.compile, first, on_compiled=report, meanwhile=lambda: models.tokenizer)
     check_numbers(runner, models.target)
     make_controller = _controller_maker(run, models.fingerprint, models.head_fingerprint, models.head_acceptance)
+    begin = _first_controller_maker(run, models.head_acceptance)
     controller = Controller({}) if run.speculation == "auto" else None
     if not late:
         on_warmup(len(programs), len(programs), "timing the steps")
@@ -257,7 +259,7 @@ def make_engine(
         eos_ids=models.target.eos_ids,
         controller=controller,
         options=_options(run, watcher),
-        late=LateWork(late, programs[len(first) + len(late) :], make_controller),
+        late=LateWork(late, for_masks, make_controller, first if late else (), begin),
         loras=loras,
     )
 
@@ -289,6 +291,21 @@ def _controller_maker(
         costs = yield from step_costs(runner, cost_file(f"{target_fingerprint} {head_fingerprint}", runner))
         logger.info("milliseconds per step: %s", describe_costs(costs))
         return Controller(costs, acceptance)
+
+    return make_controller
+
+
+def _first_controller_maker(
+    run: ServeRun, acceptance: Sequence[float]
+) -> Callable[[Runner], Generator[Between, None, Controller | None]]:
+    """Return a function as `_controller_maker` does, for the programs that a server begins with."""
+
+    def make_controller(runner: Runner) -> Generator[Between, None, Controller | None]:
+        if run.speculation != "auto":
+            return None
+        speculative = [program for program in program_list.first_speculation(runner) if program.kind == "step"]
+        plain = [dataclasses.replace(program, tree=runner.shapes.plain) for program in speculative]
+        return Controller((yield from first_costs(runner, plain + speculative)), acceptance)
 
     return make_controller
 

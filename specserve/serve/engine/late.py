@@ -30,6 +30,8 @@ class LateWork:
     programs: Sequence[StepProgram] = ()  # to be compiled while plain decoding serves
     mask_programs: Sequence[StepProgram] = ()  # the same, once a request has a token mask
     on_compiled: Callable[[Runner], Finish] | None = None  # then: what is left to do on the engine's thread
+    first: Sequence[StepProgram] = ()  # those that are compiled by now
+    on_begin: Callable[[Runner], Finish] | None = None  # the same, to be done with these at once
 
 
 class LatePrograms:
@@ -49,12 +51,16 @@ class LatePrograms:
         self._reader: Compiler | None = None  # of programs that are away
         self._next_look = time.monotonic() + LOOK_SECONDS
         self._wake, self._lock = wake, threading.Lock()
-        self._compiler = self._in_background(runner, work.programs, self._count)
+        self._begin = work.on_begin(runner) if work.on_begin and work.programs else None
+        process = CompilingProcess(runner)
+        for program in work.first:
+            process.set_aside(program)
+        self._compiler = self._in_background(runner, work.programs, self._count, process=process)
 
     @property
     def is_finishing(self) -> bool:
         """Return whether work is left that is done bit by bit, and nothing to wait for before it."""
-        return self._finish is not None and not self._is_reading
+        return self._begin is not None or (self._finish is not None and not self._is_reading)
 
     @property
     def has_masks(self) -> bool:
@@ -75,6 +81,7 @@ class LatePrograms:
         """Go on with a runner of other weights, whose programs are compiled but for those of token masks. With
         `has_others` they are other ones than those before, and `on_compiled` has what is left to do."""
         self.stop()
+        self._begin = None
         # the ones before hold the runner before, with its weights
         self._compiler, self._reader = self._in_background(runner, ()), None
         self._mask_programs = mask_programs(runner)
@@ -84,10 +91,19 @@ class LatePrograms:
     def go_on(self, rounds: Rounds) -> None:
         """Do what there is to do between two rounds."""
         self._read(rounds.runner)
-        if not self.is_complete and not self.num_left and not self._is_reading:
+        if self._begin is not None:
+            self._go_on_beginning(rounds, self._begin)
+        elif not self.is_complete and not self.num_left and not self._is_reading:
             self._complete(rounds)
         if self._mask_programs and self.is_complete:  # not while steps are timed
             self._look_for_masks(rounds)
+
+    def _go_on_beginning(self, rounds: Rounds, work: Finish) -> None:
+        try:
+            next(work)
+        except StopIteration as end:
+            rounds.choice.complete(end.value, is_partial=True)
+            self._begin = None
 
     def _complete(self, rounds: Rounds) -> None:
         """Note that every late program is compiled. The work that is left is done bit by bit."""
@@ -131,10 +147,11 @@ class LatePrograms:
         count: Callable[[Exception | None], None] = lambda _error: None,
         *,
         reads: bool = False,
+        process: CompilingProcess | None = None,
     ) -> Compiler:
         """Make a compiler of these programs that works while the engine serves, first at what would be used now. Unless
         it `reads` all that is in files, it reads nothing else of it. `count` is called on its threads after each."""
-        log, process = ProgressLog(len(programs), "while serving"), CompilingProcess(runner)
+        log, process = ProgressLog(len(programs), "while serving"), process or CompilingProcess(runner)
 
         def make(program: StepProgram) -> None:
             if reads or not process.keep(program) or runner.compiled.is_required(program):

@@ -97,6 +97,13 @@ def step_costs(runner: Runner, file: Path | None) -> Timing:
     return {program: least[label] for label, program in programs.items()}
 
 
+def first_costs(runner: Runner, programs: Iterable[StepProgram]) -> Timing:
+    """Measure the seconds of a few steps that are compiled, in such a generator."""
+    labels = {runner.shapes.label(program): program for program in programs}
+    seconds = yield from _time(runner, labels, AGAIN_ROUNDS)
+    return {program: seconds[label] for label, program in labels.items()}
+
+
 def finish(timing: Generator[Between, None, Result]) -> Result:
     """Run a generator to its end, and return its result."""
     while True:

@@ -51,9 +51,15 @@ class CompilingProcess:
             if not self._is_closed and not self._runner.compiled.is_kept(call):
                 self._give_up(failure or "it has kept no file")
         is_kept = self._is_useful and not self._is_closed
+        if is_kept:
+            self.set_aside(program)
+        return is_kept
+
+    def set_aside(self, program: StepProgram) -> None:
+        """Note that a program can be read from its file where that is so, unless everything depends on it."""
+        is_kept = self._is_useful and self._runner.compiled.is_kept(self._runner.call(program))
         if is_kept and not self._runner.shapes.is_plain(program):
             self._runner.compiled.set_aside(program)
-        return is_kept
 
     def compile(self, program: StepProgram) -> None:
         """Do what `Runner.compile` does, without taking time from what this process serves. After `close` nothing is

@@ -1,8 +1,9 @@
 """The programs that a server needs, in the order of need, and whether those of a step are compiled yet."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from specserve.mesh import program_platform
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import Shapes
 from specserve.speculative.program import StepProgram
@@ -32,6 +33,21 @@ def list_programs(runner: Runner, *, has_scoring: bool = True) -> list[StepProgr
     found.sort(key=lambda program: not shapes.is_plain(program))
     found += _constrained_programs(shapes) if runner.has_constrained else ()
     return [program for program in found if program not in runner.left_out]
+
+
+def first_programs(runner: Runner, programs: Iterable[StepProgram]) -> list[StepProgram]:
+    """List those of the programs that a server makes before it serves, where it begins early: plain decoding, and what
+    scores prompts, for which a request could not wait. On a CPU also those of `first_speculation`."""
+    chosen = first_speculation(runner)
+    return [each for each in programs if runner.shapes.is_plain(each) or each.is_scored or each in chosen]
+
+
+def first_speculation(runner: Runner) -> list[StepProgram]:
+    """List the programs of the one speculative step that a server on a CPU begins with. It is for one sequence, which
+    it brings most: they are made in a second, where one client may wait a minute for all the others."""
+    size = min(runner.shapes.batch_sizes)
+    tree = runner.shapes.only_tree(size) if program_platform() == "cpu" else None
+    return [] if tree is None else needed(runner, StepProgram(size, runner.shapes.widths[-1], tree))
 
 
 def _catches_up(runner: Runner) -> bool:

@@ -195,13 +195,11 @@ class Shapes:
         return StepProgram(*sizes, kind="proposal"), StepProgram(*sizes, kind="verification")
 
     def is_plain(self, program: StepProgram) -> bool:
-        """Return whether a program is needed before anything is served. The largest of plain decoding can serve
-        everything; the smallest step serves one client without the rows of many, and every other size of chunks short
-        prompts without the rows of long ones."""
-        if program.kind == "prefill" and not program.is_scored:
-            return program in [self.prefill(self.widths[-1], chunk) for chunk in self.chunks[-1::-2]]
+        """Return whether a program must always be there. The largest of plain decoding can serve everything; the
+        smallest step serves one client without the rows of many, and every other size of chunks short prompts without
+        the rows of long ones."""
         if program.kind == "prefill":
-            return program == self.prefill(self.widths[-1], self.chunks[-1], is_scored=True)
+            return program in [self.prefill(self.widths[-1], chunk) for chunk in self.chunks[-1::-2]]
         if program.kind == "step":
             sizes = self.num_slots, min(self.batch_sizes)
             return program in [StepProgram(size, self.widths[-1], self.plain) for size in sizes]

@@ -17,7 +17,7 @@ from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.late import LateWork
 from specserve.serve.programs.calls import Call
 from specserve.serve.programs.compile_queue import CompiledPrograms, compile_all
-from specserve.serve.programs.program_list import list_programs
+from specserve.serve.programs.program_list import first_programs, list_programs
 from specserve.serve.programs.results import StepHandle
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import Delta, FinishReason, SamplingParams
@@ -252,23 +252,29 @@ def _compile_late(
     compile_one(program)
 
 
-def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the largest plain programs alone, for every batch; the others follow, and then what is chosen."""
-    released, masks_released, seen = threading.Event(), threading.Event(), []
+def _compiled_anew(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> CompiledPrograms:
+    """Have a runner begin without programs. What it had is given to it again when it is compiled."""
     whole, partial = runner.compiled, CompiledPrograms()
 
-    def on_compiled(_runner: Runner) -> Iterator[object]:
-        seen.append(engine.rounds.choice.is_partial)
-        yield
-        return Fixed(parse_speculation("static:2x1"))
-
-    # nothing is compiled anew: what the runner has is given to it again
     def compile_again(call: Call) -> object:
         return partial._compiled.setdefault(call.program, whole.compile(call))
 
     monkeypatch.setattr(partial, "compile", compile_again)
     monkeypatch.setattr(runner, "compiled", partial)
     runner.reset()
+    return partial
+
+
+def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the largest plain programs alone, for every batch; the others follow, and then what is chosen."""
+    released, masks_released, seen = threading.Event(), threading.Event(), []
+    partial = _compiled_anew(runner, monkeypatch)
+
+    def on_compiled(_runner: Runner) -> Iterator[object]:
+        seen.append(engine.rounds.choice.is_partial)
+        yield
+        return Fixed(parse_speculation("static:2x1"))
+
     programs = list_programs(runner)
     plain = [program for program in programs if runner.shapes.is_plain(program)]
     compile_all(runner.compile, plain)
@@ -307,6 +313,36 @@ def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, monkeypat
     assert [inbox.token_ids for inbox in plainly] == [inbox.token_ids for inbox in speculating]
     assert engine.stats().num_late_compiles == 0
     assert len(partial) == len(programs)
+
+
+def test_one_client_speculates_while_the_rest_compiles(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is compiled first, once its costs are known; several clients are served plainly, and all get the same
+    tokens."""
+    partial, released = _compiled_anew(runner, monkeypatch), threading.Event()
+    programs = list_programs(runner)
+    first = first_programs(runner, programs)
+    compile_all(runner.compile, first)
+    late = [program for program in programs if program not in first and not program.is_for_masks]
+    monkeypatch.setattr(runner, "compile", functools.partial(_compile_late, runner.compile, released, released))
+    [alike] = [program for program in first if program.tree == CHAIN]
+
+    def on_begin(_runner: Runner) -> Iterator[object]:
+        yield
+        return Controller({alike: 1.0, dataclasses.replace(alike, tree=None): 9.0}, (0.9,))
+
+    work = LateWork(late, first=first, on_begin=on_begin)
+    settings = {"model_name": "tiny", "eos_ids": (2,), "controller": Controller({}), "late": work}
+    with Engine(runner, None, **settings) as engine:
+        wait_until(lambda: not engine._late.is_finishing)
+        alone = [run(engine, [ask])[0] for ask in ASKS[:3]]
+        assert engine.stats().num_steps_by_speculation["chain:3"] >= 3 * 30 // 4
+        together = run(engine, ASKS[:3])
+        assert engine.rounds.choice.is_partial
+        assert alike in engine.rounds.choice.controller.costs
+        assert len(partial) == len(first), "none that is late"
+        released.set()
+    assert [inbox.token_ids for inbox in alone] == [inbox.token_ids for inbox in together]
+    assert engine.stats().num_late_compiles == 0
 
 
 def test_a_program_that_cannot_be_compiled_is_never_used(

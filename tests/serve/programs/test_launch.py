@@ -167,6 +167,7 @@ def test_what_is_compiled_before_serving_and_what_later(
     monkeypatch.setattr(launch.host, "num_cores", lambda: 1)
     monkeypatch.setattr(launch, "Runner", make_fake)
     monkeypatch.setattr(program_list, "list_programs", lambda _runner, **_settings: programs)
+    monkeypatch.setattr(program_list, "first_programs", lambda _runner, programs: programs[:2])
     monkeypatch.setattr(launch, "Engine", lambda _runner, _tokenizer, **settings: SimpleNamespace(**settings))
     reported: list[tuple[int, int, str]] = []
     monkeypatch.setattr(launch, "check_numbers", lambda *_models: None)
