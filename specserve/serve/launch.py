@@ -249,8 +249,7 @@ def make_engine(
         controller = finish(make_controller(runner))
     served = ServedWeights(models.version, models.draft, form=models.head_form)
     if leader is None:  # else the other processes would need them as well
-        load, read = _head_loader(models, run), _weights_reader(models)
-        served = dataclasses.replace(served, load_head=load, read=read)
+        served = dataclasses.replace(served, load_head=_head_loader(models, run), read=_weights_reader(models))
     return Engine(
         runner,
         models.tokenizer,
@@ -303,9 +302,7 @@ def _first_controller_maker(
     def make_controller(runner: Runner) -> Generator[Between, None, Controller | None]:
         if run.speculation != "auto":
             return None
-        speculative = [program for program in program_list.first_speculation(runner) if program.kind == "step"]
-        plain = [dataclasses.replace(program, tree=runner.shapes.plain) for program in speculative]
-        return Controller((yield from first_costs(runner, plain + speculative)), acceptance)
+        return Controller((yield from first_costs(runner)), acceptance)
 
     return make_controller
 

@@ -1,6 +1,7 @@
 """The costs of all ways to make a step on this machine. They are measured once per host, model and version, kept in a
 file, and measured in part again at each start."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -97,9 +98,12 @@ def step_costs(runner: Runner, file: Path | None) -> Timing:
     return {program: least[label] for label, program in programs.items()}
 
 
-def first_costs(runner: Runner, programs: Iterable[StepProgram]) -> Timing:
-    """Measure the seconds of a few steps that are compiled, in such a generator."""
-    labels = {runner.shapes.label(program): program for program in programs}
+def first_costs(runner: Runner) -> Timing:
+    """Measure the seconds of the speculative step that a server begins with, and of the plain one beside it, in such a
+    generator."""
+    speculative = [program for program in program_list.first_speculation(runner) if program.kind == "step"]
+    plain = [dataclasses.replace(program, tree=runner.shapes.plain) for program in speculative]
+    labels = {runner.shapes.label(program): program for program in plain + speculative}
     seconds = yield from _time(runner, labels, AGAIN_ROUNDS)
     return {program: seconds[label] for label, program in labels.items()}
 
