@@ -56,7 +56,8 @@ urllib.parse.quote string.capwords statistics.mean calendar.monthrange fractions
 QUESTIONS = [f"What does `{name}` do?" for name in NAMES.split()]
 LETTER = "s"
 CLIP = 0.2  # of the importance ratio, to either side
-MOST_APART = 0.02  # nats that sampler and trainer may differ by at a token; more is another version, not rounding
+# nats that sampler and trainer may differ by at a token, by what both compute in; more is another version, not rounding
+MOST_APART = {"float32": 0.02, "bfloat16": 0.5}
 
 app = typer.Typer(add_completion=False)
 
@@ -160,6 +161,7 @@ class Trainer:
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr, b2=0.95, weight_decay=0.0))
         params: Any = jax.tree.map(lambda x: jnp.array(x, jnp.float32), target.params)
         self.version, self.follower, self._mesh = target.params, follower, mesh
+        self._most_apart = MOST_APART[target.config.dtype]
         self._state = PolicyState(params, optimizer.init(params))
         self._step = make_policy_step(target.config, optimizer, taps, mesh)
 
@@ -168,7 +170,7 @@ class Trainer:
         rollouts = jax.tree.map(self._place, rollouts)
         sampled = self.version
         self._state, self.version, metrics, states = self._step(self._state, sampled, rollouts)
-        if (apart := float(metrics["most_apart"])) > MOST_APART:
+        if (apart := float(metrics["most_apart"])) > self._most_apart:
             raise RuntimeError(f"a token's log-probability is {apart:.3g} nats from the sampler's: another version?")
         for _ in range(inner_steps - 1):
             self._state, self.version, *_ = self._step(self._state, self.version, rollouts)

@@ -47,7 +47,8 @@ class LoraPair:
 
 def is_adapter(folder: Path) -> bool:
     """Return whether a folder holds an adapter of PEFT and no whole model."""
-    return (folder / ADAPTER_CONFIG).is_file()
+    is_model = any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+    return not is_model and (folder / ADAPTER_CONFIG).is_file()
 
 
 def read_adapter(folder: Path) -> dict[str, LoraPair]:

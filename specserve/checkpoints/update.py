@@ -22,13 +22,14 @@ from specserve.checkpoints.load import (
 from specserve.checkpoints.lora import LoraPair, is_adapter, merged, read_adapter
 from specserve.checkpoints.quantized import read_storing
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, listed, read_json
-from specserve.errors import ConfigError
+from specserve.errors import CheckpointError, ConfigError
 from specserve.models.params import is_spec
 from specserve.models.sharding import place_target
 from specserve.models.stacked import each_layer
 from specserve.models.target import TargetParams, target_spec, with_own_head
 
 Tree = TypeVar("Tree")
+OUTPUT_HEAD = "lm_head.weight"
 MOST_NAMED = 5  # parameters that an error names
 
 
@@ -65,6 +66,10 @@ def other_target(
         )
     if isinstance(given, Mapping):
         if given and all(isinstance(each, LoraPair) for each in given.values()):
+            if target_spec(config).head is None and OUTPUT_HEAD in given:
+                raise CheckpointError(
+                    f"LoRA: {OUTPUT_HEAD} is not used by this model, whose output head is its embedding"
+                )
             tensors = _with_pairs(served.folder, given)
         else:
             tensors = TensorFolder.of_arrays(served.folder, given)

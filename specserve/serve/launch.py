@@ -174,10 +174,10 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
 
 
 def with_version(models: Models, name: str, target: str, draft: str) -> Models:
-    """The models with the weights of another version, in folders or files; empty: these stay. Raises ConfigError or
-    CheckpointError."""
-    other, head = _weights_reader(models)(models.head_form, target or None, draft or None)
-    return dataclasses.replace(models, target=other or models.target, head=head or models.head, version=name)
+    """The models with another version's weights, in folders or files (empty: these stay). Raises as `load_beside`."""
+    other, _ = _weights_reader(models)(None, target or None, None)
+    models = dataclasses.replace(models, target=other or models.target, version=name)
+    return load_beside(models, draft, Path(draft)) if draft else models  # perhaps another kind than the command names
 
 
 def find_names(target: str, draft: str) -> tuple[str, Path | None]:
@@ -289,7 +289,7 @@ def _controller_maker(
             return None
         costs = yield from step_costs(runner, cost_file(f"{target_fingerprint} {head_fingerprint}", runner))
         logger.info("milliseconds per step: %s", describe_costs(costs))
-        return Controller(costs, acceptance)
+        return Controller(costs, acceptance, most_steps=runner.most_steps)
 
     return make_controller
 
@@ -302,7 +302,7 @@ def _first_controller_maker(
     def make_controller(runner: Runner) -> Generator[Between, None, Controller | None]:
         if run.speculation != "auto":
             return None
-        return Controller((yield from first_costs(runner)), acceptance)
+        return Controller((yield from first_costs(runner)), acceptance, most_steps=runner.most_steps)
 
     return make_controller
 

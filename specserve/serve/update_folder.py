@@ -32,7 +32,8 @@ class UpdateFolder:
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError where nothing can be kept in it."""
-        self.folder, self._file = folder.absolute(), folder.absolute() / VERSION_FILE
+        self.folder = Path(os.path.realpath(folder))
+        self._file = self.folder / VERSION_FILE
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._forget_others()  # the file that a client was sending to a server that was killed
@@ -49,15 +50,17 @@ class UpdateFolder:
             raise CheckpointError(
                 f"{self._file}: expected the texts {', '.join(sorted(names))}; remove it to begin afresh"
             )
-        return KeptVersion(**{name: str(stated[name]) for name in names})
+        kept = KeptVersion(**{name: str(stated[name]) for name in names})
+        sent = self.folder / Path(kept.target).name  # also where the folder is somewhere else by now
+        return dataclasses.replace(kept, target=str(sent)) if sent in self._all_sent() else kept
 
     def keep(self, name: str, target: str | None, draft: str | None) -> None:
         """Keep this version, whose target or draft is that of the one before where it has none. Raises OSError."""
         before = self.read() or KeptVersion("")
         kept = KeptVersion(
             name,
-            os.path.abspath(target) if target else before.target,
-            os.path.abspath(draft) if draft else before.draft,
+            os.path.realpath(target) if target else before.target,
+            os.path.realpath(draft) if draft else before.draft,
         )
         with whole_file(self._file) as partial, partial.open("w") as stream:
             json.dump(dataclasses.asdict(kept), stream)
@@ -72,9 +75,12 @@ class UpdateFolder:
     def _forget_others(self) -> None:
         """Remove the files that clients have sent and that no version needs."""
         kept = self.read()
-        for path in self.folder.glob(_SENT.format("*")):
+        for path in self._all_sent():
             if kept is None or str(path) != kept.target:
                 path.unlink(missing_ok=True)
+
+    def _all_sent(self) -> list[Path]:
+        return list(self.folder.glob(_SENT.format("*")))
 
 
 def settle(stream: IO[Any]) -> None:

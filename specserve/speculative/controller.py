@@ -95,6 +95,7 @@ class Controller:
     costs: Mapping[StepProgram, float]
     prior: Sequence[float] = ()
     calibration: Calibration = field(default_factory=Calibration)
+    most_steps: int = 1  # that one call makes, at most
     is_following: bool = True  # whether speculation may pay soon, so that the draft should keep up with plain steps
     _lift: dict[Tree, float] = field(default_factory=dict)
     # By batch size and the trees that there are: steps with a token mask have fewer, and a schedule of their own.
@@ -181,8 +182,15 @@ class Controller:
         if not self._served.has_seen(look):
             return 0.0
         promised = self._promise(forecast, look) / self._promise(forecast, best)
-        taken = max(self._served.seconds(look), STRETCH) / max(self._served.seconds(best), STRETCH)
-        return max(0.0, (1.0 - promised) * taken)
+        return max(0.0, (1.0 - promised) * self._call_seconds(look) / self._call_seconds(best))
+
+    def _call_seconds(self, program: StepProgram) -> float:
+        seconds = self._served.seconds(program)
+        return seconds * max(1, min(self.most_steps, int(STRETCH / seconds)))
+
+    def has_seen(self, program: StepProgram) -> bool:
+        """Return whether anything has been learned of what such a step takes in service."""
+        return self._served.has_seen(program)
 
     def seconds(self, program: StepProgram) -> float | None:
         """Return what a step takes by all that is known. None where its cost was never measured."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_OWN = "lora "  # how the salts of adapters' requests begin
+
 
 @dataclass(frozen=True)
 class Lora:
@@ -35,7 +37,7 @@ class Lora:
 
     def salted(self, salt: str) -> str:
         """Return the salt of the prefixes of its requests of this salt: nobody else's hit them."""
-        return f"lora {self.number}\n{salt}"
+        return f"{_OWN}{self.number}\n{salt}"
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class Loras:
                 raise RequestError(f"there is no LoRA adapter {name[:200]!r}; loaded are: {known}", param="lora")
             self._users[lora.place] += 1
             return lora
+
+    def plain_salt(self, salt: str) -> str:
+        """Return the salt of requests without an adapter: it stays, unless it could be taken for an adapter's."""
+        return f"{_OWN}-1\n{salt}" if salt.startswith(_OWN) else salt
 
     def give_back(self, place: int) -> None:
         """Count one request less of the adapter in a place: it has ended."""

@@ -33,9 +33,13 @@ class Changes:
         change = _Change(make, is_patient)
         self._asked.put(change)
         self._wake()
-        while not wait([change.done], CHECK_SECONDS).done:
-            self._check()
-        change.done.result()
+        try:
+            while not wait([change.done], CHECK_SECONDS).done:
+                self._check()
+            change.done.result()
+        finally:
+            change.done.cancel()  # one that nobody waits for is not made
+            del change  # else an error would hold it, and with it the weights that were refused
 
     @property
     def holds_back(self) -> bool:
@@ -52,6 +56,8 @@ class Changes:
         if self._next is None or (is_waiting and not is_paused):
             return False
         change, self._next = self._next, None
+        if not change.done.set_running_or_notify_cancel():
+            return True
         try:
             if is_waiting:
                 raise ConfigError("the engine is paused, so nothing that has begun will end; let it go on first")

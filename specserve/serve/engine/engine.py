@@ -240,6 +240,9 @@ class Engine:
     def is_sleeping(self) -> bool:
         return bool(self.rounds.asleep)
 
+    def abort_all(self) -> None:
+        self._rest.abort_all()
+
     def pause(self, mode: PauseMode = "abort") -> None:
         self._rest.pause(mode)
 
@@ -275,6 +278,8 @@ class Engine:
                 raise RequestError("lora: this engine has no LoRA adapters", param="lora")
             lora = self._loras.take(name)
             options["cache_salt"] = lora.salted(options.get("cache_salt", ""))
+        elif self._loras is not None and "cache_salt" in options:
+            options["cache_salt"] = self._loras.plain_salt(options["cache_salt"])
         try:
             request = self.inputs.make_request(prompt_ids, params, on_delta, options, lora.place if lora else -1)
             self._queue.put(request, [sequence.request.client for sequence in self.rounds.running])

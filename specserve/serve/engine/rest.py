@@ -28,6 +28,15 @@ class Rest:
     def is_paused(self) -> bool:
         return self._is_held or bool(self._rounds.asleep)
 
+    def abort_all(self) -> None:
+        """End every request, running or waiting, and go on."""
+
+        def end() -> None:
+            self._rounds.land()
+            self._end_all()
+
+        self._changes.ask(end)
+
     def pause(self, mode: PauseMode) -> None:
         """Make no more steps. Requests are still taken, and wait."""
         if mode not in PAUSE_MODES:
@@ -80,7 +89,7 @@ class Rest:
         self._changes.ask(get_up)
 
     def _end_all(self) -> None:
-        self._rounds.end_all(FinishReason.CANCELLED, "the server was paused")
+        self._rounds.end_all(FinishReason.CANCELLED, "the operator has ended all requests; send it again")
 
     def _retract(self) -> None:
         if self._rounds.runner.shapes.is_deterministic and not self._rounds.is_at_rest():

@@ -448,10 +448,11 @@ class Rounds:
                 self._counters.steps[describe(tree)] += len(steps)
             if not steps and each.awaited():
                 raise RuntimeError("the device takes sequences for ended that are not")
-            # read late where it had long been made, a step would seem slower than it was, and the next one faster
-            if each.program and steps and len(of_round) == 1 and self._last_read and is_done == self._was_done:
+            if each.program and steps and len(of_round) == 1 and self._last_read:
                 is_switch, seconds = each.program != self._last_program, (now - self._last_read) / len(steps)
-                self.choice.observe_seconds(each.program, seconds, len(steps), is_switch=is_switch)
+                # read late where it had long been made, a step seems slower than it was, and the next one faster
+                how = {"is_switch": is_switch, "is_exact": is_done == self._was_done}
+                self.choice.observe_seconds(each.program, seconds, len(steps), **how)
             # the next step began when this one ended, if it was on its way already
             self._last_read = now if len(of_round) == 1 and self.in_flight else 0.0
             self._was_done, self._last_program = is_done, each.program

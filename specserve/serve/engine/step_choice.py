@@ -191,9 +191,13 @@ class StepChoice:
             tree = shapes.only_tree(program.batch)
         return self._runner.mixed_program(slots, tree, parts)
 
-    def observe_seconds(self, program: StepProgram, seconds: float, num_steps: int, *, is_switch: bool) -> None:
+    def observe_seconds(
+        self, program: StepProgram, seconds: float, num_steps: int, *, is_switch: bool, is_exact: bool
+    ) -> None:
         """Learn that each of so many steps of one call took so many seconds in service, and whether they came behind
-        one of another program."""
+        one of another program. Unless the time `is_exact`, it counts only where nothing better is known."""
+        if not is_exact and self.controller.has_seen(program):
+            return
         self.controller.observe_seconds(program, seconds, num_steps, is_switch=is_switch)
         self._bursts.observe(program, seconds)
 

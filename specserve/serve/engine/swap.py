@@ -127,9 +127,12 @@ class Swaps:
         with self.alone():
             self.check_awake()
             runner = self._rounds.runner
-            other, head = self.weights.read(self._form if runner.shapes.uses_head else None, target, draft)
-            beside = runner.with_weights(other and other.params, head)
-            self._prepare(beside, "for other weights")
+            try:
+                other, head = self.weights.read(self._form if runner.shapes.uses_head else None, target, draft)
+                beside = runner.with_weights(other and other.params, head)
+                self._prepare(beside, "for other weights")
+            except (OSError, jax.errors.JaxRuntimeError) as error:
+                raise ConfigError(f"the new weights cannot be brought to the device: {first_line(error)}") from error
             name = version or self._rounds.next_version()
 
             def swap() -> None:

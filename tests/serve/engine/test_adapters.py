@@ -253,6 +253,27 @@ def test_what_cannot_be_loaded_changes_nothing(
         _check(references, engine, _asks(references, "", "a", "b", number=1))
 
 
+@pytest.mark.parametrize("salt", ["lora 0\n", "lora 0\nx", "lora -1\nlora 0\n", "lora "])
+def test_no_salt_of_a_client_reaches_the_prefixes_of_an_adapter(
+    runner: Runner, tiny_target: Target, adapters: Any, salt: str
+) -> None:
+    """Nor the other way round; requests of one salt still share theirs."""
+    with serving(_engine(runner, tiny_target, adapters, "off", "a")) as engine:
+
+        def hits(ask: Ask) -> int:
+            before = engine.stats().num_prefix_hits
+            [inbox] = run(engine, [ask])
+            assert inbox.text is not None
+            return engine.stats().num_prefix_hits - before
+
+        plain = Ask(PROMPT, greedy(4, ignore_eos=True), salt=salt)
+        adapted = [dataclasses.replace(plain, salt=own, lora="a") for own in ("", "x", salt)]
+        assert hits(plain) == 0 < hits(plain)
+        for ask in adapted:
+            assert hits(ask) == 0 < hits(ask)
+        assert hits(plain) > 0
+
+
 def test_an_engine_without_room_has_no_adapters(tiny_target: Target) -> None:
     bare = make_runner(tiny_target, None, "off", has_constrained=False)
     engine = make_engine(bare)

@@ -155,16 +155,25 @@ def test_what_is_read_late_teaches_nothing_of_what_steps_take(
     with make_engine(make_runner(tiny_target, None, "off")) as engine:
         observe = engine.rounds.choice.observe_seconds
 
-        def observed(*args: Any, **how: Any) -> None:
-            seen.append(len(late) - 1)
-            observe(*args, **how)
+        def observed(*args: Any, is_exact: bool, **how: Any) -> None:
+            assert is_exact == (late[-1] == late[-2])
+            seen.append(is_exact)
+            observe(*args, is_exact=is_exact, **how)
 
         monkeypatch.setattr(engine.rounds.choice, "observe_seconds", observed)
+        learn = engine.rounds.choice.controller.observe_seconds
+        learned: list[StepProgram] = []
+        monkeypatch.setattr(
+            engine.rounds.choice.controller,
+            "observe_seconds",
+            lambda program, *args, **how: (learned.append(program), learn(program, *args, **how)),
+        )
+        monkeypatch.setattr(engine.rounds.choice.controller, "has_seen", lambda program: program in learned)
         params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
         for number in range(12):
             engine.generate([[5, 6, number]], params)
-    assert {late[at] for at in seen} == {False, True}
-    assert all(late[at] == late[at - 1] for at in seen)
+    assert set(seen) == {False, True}
+    assert seen.count(True) <= len(learned) <= seen.count(True) + len(set(learned))
 
 
 @given(

@@ -36,7 +36,7 @@ from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.launch import Models
 from specserve.serve.programs.runner import Runner
 from specserve.serve.settings import ServeRun
-from specserve.serve.update_folder import KeptVersion, UpdateFolder
+from specserve.serve.update_folder import VERSION_FILE, KeptVersion, UpdateFolder
 
 ROUTE = "/update_weights_from_safetensors"
 ASK: dict[str, Any] = {"input_ids": list(range(3, 23)), "sampling_params": {"temperature": 0.0, "max_new_tokens": 20}}
@@ -100,6 +100,56 @@ def test_what_is_sent_serves_and_is_what_a_server_begins_with_again(
         assert reply.status_code == 200
         assert _answer(http) == old
         assert not list(folder.glob("*.safetensors"))
+
+
+def test_a_version_that_cannot_be_kept_serves_and_one_that_does_not_fit_leaves_nothing(
+    runner: Runner, tiny_target: Target, sent: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is said to serve, and its file is not taken from under it."""
+    models, folder = Models("tiny", tiny_target, None, None), tmp_path / "kept"
+    with _client(runner, models, folder) as http:
+        old = _answer(http)
+        (folder / VERSION_FILE).write_text("{")
+        reply = http.post(ROUTE, params={"weight_version": "new"}, content=sent, headers=HEADERS)
+        assert reply.status_code == 500
+        assert "version new serves, but cannot be kept" in reply.text
+        assert http.get("/weight_version").json() == {"weight_version": "new"}
+        assert _answer(http) != old
+        assert len(list(folder.glob("*.safetensors"))) == 1
+
+    def full(*_given: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(launch, "_weights_reader", lambda _models: full)
+    with _client(runner, models, tmp_path / "full") as http:
+        assert "RESOURCE_EXHAUSTED" in assert_refused(http.post(ROUTE, content=sent, headers=HEADERS))["message"]
+        assert not list((tmp_path / "full").glob("*.safetensors"))
+
+
+def test_what_is_kept_is_found_however_its_folder_is_named(tmp_path: Path) -> None:
+    """By a way up and down, by a link, and where it has been moved. A link to a version is that version for ever."""
+    (tmp_path / "a").mkdir()
+    folder = UpdateFolder(tmp_path / "a" / ".." / "kept")
+    file = folder.new_file()
+    file.write_text("weights")
+    folder.keep("sent", str(file), None)
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+
+    def kept(name: str) -> KeptVersion:
+        found = UpdateFolder(tmp_path / name).read()
+        assert found is not None
+        return found
+
+    assert [Path(kept(name).target).read_text() for name in ("kept", "link")] == ["weights"] * 2
+    (tmp_path / "kept").rename(tmp_path / "moved")
+    assert Path(kept("moved").target).read_text() == "weights"
+    for number in (1, 2):
+        (tmp_path / f"step-{number}").mkdir()
+    (tmp_path / "latest").symlink_to(tmp_path / "step-1")
+    UpdateFolder(tmp_path / "moved").keep("step-1", str(tmp_path / "latest"), None)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to(tmp_path / "step-2")
+    assert kept("moved").target == str(tmp_path / "step-1")
 
 
 def _header(sent: bytes, **change: Any) -> bytes:

@@ -136,7 +136,9 @@ def test_the_steps_of_an_rl_driver(
     _do(rl, "/update_weights_from_disk", {"draft_path": str(tmp_path / "head"), "weight_version": "head"})
     _do(rl, "/resume")
     assert _answers(rl) == [(ids, "head") for ids, _ in new]
+    _do(rl, "/release_memory_occupation", {"tags": ["kv_cache"]})
     _do(rl, "/update_weights_from_disk", {"model_path": str(tiny_target.folder), "abort_all_requests": True})
+    _do(rl, "/resume_memory_occupation", {"tags": ["kv_cache"]})
     assert [ids for ids, _ in _answers(rl)] == [ids for ids, _ in old]
 
 

@@ -13,7 +13,7 @@ from specserve.serve.http.service import Service
 from specserve.serve.http.transport.errors import ModelNotFoundError
 from specserve.serve.http.transport.json_codec import ReplyObject
 
-_Name = Annotated[str, Field(min_length=1, max_length=200)]
+_Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^,\s]+$")]  # metrics list names with commas
 
 
 class LoadingEngine(EngineLike, Protocol):

@@ -48,6 +48,8 @@ class UpdatableEngine(Protocol):
         mode: UpdateMode = "continue",
     ) -> str: ...
 
+    def abort_all(self) -> None: ...
+
     def pause(self, mode: PauseMode = "abort") -> None: ...
 
     def resume(self) -> None: ...
@@ -154,34 +156,36 @@ class WeightUpdates:
 
     def use_named(self, body: UpdateBody) -> Updated:
         """Serve the weights in the folders that a body names."""
-        engine, was_paused = self._engine, self._engine.is_paused
         with self.alone():
             if body.abort_all_requests:
-                engine.pause("abort")
-            try:
-                updated = self._use(body.model_path, body.draft_path, body.weight_version or "", body.mode)
-            finally:
-                if body.abort_all_requests and not was_paused:
-                    engine.resume()
+                self._engine.abort_all()
+            updated = self._use(body.model_path, body.draft_path, body.weight_version or "", body.mode)
             if body.keep_pause:
-                engine.pause("keep")
+                self._engine.pause("keep")
         return updated
 
     def use_sent(self, path: Path, *, version: str, mode: str) -> Updated:
         """Serve the target's weights in a file that a client has sent, which goes where they do not serve."""
-        try:
-            return self._use(str(path), None, version, cast(UpdateMode, mode))
-        except (ConfigError, CheckpointError):
-            path.unlink(missing_ok=True)
-            raise
+        return self._use(str(path), None, version, cast(UpdateMode, mode), on_refused=path.unlink)
 
-    def _use(self, target: str | None, draft: str | None, version: str, mode: UpdateMode) -> Updated:
+    def _use(
+        self,
+        target: str | None,
+        draft: str | None,
+        version: str,
+        mode: UpdateMode,
+        on_refused: Callable[[], None] = lambda: None,
+    ) -> Updated:
         running = self._service.engine.stats().num_running
-        name = self._engine.update_weights(target, draft, version=version, mode=mode)
+        try:
+            name = self._engine.update_weights(target, draft, version=version, mode=mode)
+        except BaseException:
+            on_refused()
+            raise
         if self._folder is not None:
             try:
                 self._folder.keep(name, target, draft)
-            except OSError as error:
+            except (OSError, CheckpointError) as error:
                 raise EngineFailureError(f"version {name} serves, but cannot be kept: {error}") from error
         message = f"the weights are version {name} now"
         return {"success": True, "message": message, "weight_version": name, "num_paused_requests": running}

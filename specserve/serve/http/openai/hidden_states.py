@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from specserve.errors import RequestError
 from specserve.serve.http.openai.bodies import CompletionBody, Int64, as_prompts
 from specserve.serve.http.openai.fields import Body
+from specserve.serve.http.openai.prompts import check_model
 from specserve.serve.http.openai.replies import Answer, ReplyFormat, Usage
 from specserve.serve.http.openai.streaming import Work
 from specserve.serve.http.service import Service
@@ -70,7 +71,8 @@ def add_states_route(app: FastAPI, service: Service, layers: Sequence[int]) -> N
         fields: dict[str, Any] = {"prompt": body.prompt, "max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
         fields |= {"add_special_tokens": body.add_special_tokens}
         completion = service.check(CompletionBody, fields | ({"model": body.model} if body.model else {}))
-        work = service.completion(completion, StatesFormat(service.engine.model_name, layers))
+        model = check_model(service.engine, body.model) or service.engine.model_name
+        work = service.completion(completion, StatesFormat(model, layers))
         return dataclasses.replace(work, body=body, params=dataclasses.replace(work.params, hidden_states=True))
 
     @app.post("/v1/hidden_states", response_model=None, openapi_extra={"body": HiddenStatesBody})

@@ -410,4 +410,4 @@ def _check(request: Request, delta: Delta) -> None:
         logger.error("request %s failed: %s", request.request_id, delta.error)
         raise EngineFailureError("the engine failed on this request; the server's log has the details")
     if delta.finish_reason is FinishReason.CANCELLED:
-        raise CapacityError("the server is stopping")
+        raise CapacityError(delta.error or "the server is stopping")
