@@ -155,6 +155,8 @@ def test_growing_into_wider_page_tables_changes_nothing(
 class _Steps:
     """In place of a handle of steps, by what each of them emits."""
 
+    is_done = True
+
     def __init__(self, steps: Sequence[Sequence[int]]) -> None:
         self.steps = steps
 
