@@ -1,6 +1,7 @@
 """Another version of the weights of models that are served: the same parameters with other values."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,12 +19,14 @@ from specserve.checkpoints.load import (
     in_few_bits,
     load_target,
     renamer,
+    to_numpy,
 )
 from specserve.checkpoints.lora import LoraPair, is_adapter, merged, read_adapter
 from specserve.checkpoints.quantized import read_storing
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, listed, read_json
 from specserve.errors import CheckpointError, ConfigError
-from specserve.models.params import is_spec
+from specserve.models.config import ModelConfig
+from specserve.models.params import is_spec, specs
 from specserve.models.sharding import place_target
 from specserve.models.stacked import each_layer
 from specserve.models.target import TargetParams, target_spec, with_own_head
@@ -64,6 +67,10 @@ def other_target(
         raise ConfigError(
             "the target is served as its files store it (--quantization stored), so give the folder of the new version"
         )
+    if isinstance(given, TargetParams):
+        given = dataclasses.replace(given, layers=tuple(each_layer(given.layers)))
+        if _is_as_stored(given, config):
+            given = to_numpy(given, target_spec(config.stored), config.dtype)
     if isinstance(given, Mapping):
         if given and all(isinstance(each, LoraPair) for each in given.values()):
             if target_spec(config).head is None and OUTPUT_HEAD in given:
@@ -78,7 +85,7 @@ def other_target(
     if not isinstance(given, TargetParams):
         raise ConfigError(f"target: expected TargetParams, arrays by name or a folder, got {type(given).__name__}")
     spec = target_spec(config)
-    params = dataclasses.replace(given, layers=tuple(each_layer(given.layers)))
+    params = given
     if params.head is not None and spec.head is None:
         raise ConfigError("target: it has an output head, and the one that is served is tied to the embedding")
     place = None if mesh is None else place_target(config, spec, mesh)
@@ -88,6 +95,12 @@ def other_target(
             params = with_own_head(params)
         params = in_few_bits(params, quantization)
     return dataclasses.replace(served, params=params)
+
+
+def _is_as_stored(params: TargetParams, config: ModelConfig) -> bool:
+    """Return whether these have the KV heads of the checkpoint, where a mesh has each of them several times."""
+    size = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
+    return config.kv_repeats > 1 and size == sum(math.prod(spec.shape) for spec in specs(target_spec(config.stored)))
 
 
 def _with_pairs(folder: Path, pairs: Mapping[str, LoraPair]) -> TensorFolder:

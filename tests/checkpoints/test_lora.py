@@ -1,6 +1,7 @@
 """Adapters of PEFT: its pairs and scales as PEFT computes them, merged into whatever form a model is served in, and
 what is no pair of LoRA refused by name."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -153,3 +154,13 @@ def test_an_adapter_is_never_a_pickle_and_never_merged_into_few_bits(tmp_path: P
     pairs = {"model.layers.0.self_attn.q_proj.weight": LoraPair(np.ones((4, 32)), np.ones((32, 4)), 1.0)}
     with pytest.raises(ConfigError, match="as its files store it"):
         other_target(served, pairs, quantization="stored", mesh=None)
+
+
+def test_a_pair_of_a_head_that_is_the_embedding_is_refused_and_a_whole_model_is_no_adapter(tmp_path: Path) -> None:
+    served = _served(tmp_path / "model", "dense", dtype="float32")
+    tied = dataclasses.replace(served, config=dataclasses.replace(served.config, tie_embeddings=True))
+    pairs = {"lm_head.weight": LoraPair(np.ones((4, 32)), np.ones((64, 4)), 1.0)}
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: the output head of this model is its embedding"):
+        other_target(tied, pairs, quantization="none", mesh=None)
+    (served.folder / "adapter_config.json").write_text(json.dumps(CONFIG))
+    other_target(served, served.folder, quantization="none", mesh=None)

@@ -33,6 +33,7 @@ from rounding import assert_within
 
 from specserve.checkpoints.load import Target, load_target, to_numpy
 from specserve.checkpoints.tensors import write_tensors
+from specserve.checkpoints.update import other_target
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CheckpointError, ConfigError
@@ -409,6 +410,21 @@ def test_weights_of_a_mesh_come_back_where_they_were(tiny_target: Target) -> Non
         for ours, before in zip(*map(jax.tree.leaves, (back.distinct, layouts.distinct)), strict=True):
             assert ours.sharding == before.sharding
             np.testing.assert_array_equal(ours, before)
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_parameters_of_one_device_are_a_version_on_a_mesh(moved: Target, tiny_target: Target, tensor: int) -> None:
+    """Also where the mesh has each of two KV heads twice."""
+    mesh = parse_mesh(f"tensor={tensor}", SERVING_AXES)
+    served = load_target(tiny_target.folder, dtype="float32", mesh=mesh, is_served=True)
+    arrays = to_numpy(moved.params, target_spec(moved.config), "float32")
+    expected = other_target(served, arrays, quantization="none", mesh=mesh)
+    assert expected.config.kv_repeats == tensor // 2
+    for given in (moved.params, expected.params):
+        found = other_target(served, given, quantization="none", mesh=mesh)
+        for ours, other in zip(*map(jax.tree.leaves, (found.params, expected.params)), strict=True):
+            assert ours.sharding == other.sharding
+            np.testing.assert_array_equal(ours, other)
 
 
 def test_nothing_waits_for_an_end_that_cannot_come(
