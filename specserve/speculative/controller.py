@@ -95,7 +95,7 @@ class Controller:
     costs: Mapping[StepProgram, float]
     prior: Sequence[float] = ()
     calibration: Calibration = field(default_factory=Calibration)
-    most_steps: int = 1  # that one call makes, at most
+    most_steps: int = 1  # of one call, at most
     is_following: bool = True  # whether speculation may pay soon, so that the draft should keep up with plain steps
     _lift: dict[Tree, float] = field(default_factory=dict)
     # By batch size and the trees that there are: steps with a token mask have fewer, and a schedule of their own.
