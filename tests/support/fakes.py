@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, Unpack
 
 import httpx
+import pytest
 
 from specserve.errors import CapacityError, ConfigError, RequestError
 from specserve.serve.engine.interface import DraftInfo, EngineStats
@@ -318,6 +319,25 @@ def assert_refused(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert error["message"]
     assert len(reply.content) < 2000
     return error
+
+
+def assert_needs_a_key(engine: FakeEngine, run: Any, routes: Sequence[str], words: str) -> None:
+    """A server of these settings (`ServeRun`) does not start without a key, and answers nobody without it on these
+    routes."""
+    # servers in processes of their own import this file, and change what these modules would import
+    from specserve.serve.http.app import create_app
+    from specserve.serve.http.transport.keys import read_api_keys
+    from specserve.serve.http.transport.server import HttpServer
+
+    with pytest.raises(ConfigError, match=words):
+        read_api_keys(run)
+    server = HttpServer(create_app(engine, api_keys=("k",), run=run), port=0)
+    server.start()
+    try:
+        with httpx.Client(base_url=server.url) as without:
+            assert {without.post(f"/{route}", json={}).status_code for route in routes} == {401}
+    finally:
+        server.stop()
 
 
 def assert_serves(http: httpx.Client) -> None:

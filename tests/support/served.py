@@ -3,14 +3,47 @@
 import contextlib
 import json
 import os
+import re
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import httpx
 from engines import EOS, Letters
+from fakes import wait_for
 
 from specserve.checkpoints.load import Target
 
 SCRIPT = "from quick_compile import compile_quickly as quick; quick(); from specserve.cli.main import main; main()"
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str], env: Mapping[str, str], *, words: str = "", seconds: float = 60.0, **options: Any
+) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """A server that is up, of which the line that names its address has these words before it, and a client of it with
+    these options. It is killed at the end."""
+    process = subprocess.Popen([sys.executable, "-c", *command], env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        urls = (re.search(rf"{words}on (http://[\d.:]+)/v1", line) for line in process.stdout)
+        url = next(filter(None, urls))[1]
+        with httpx.Client(base_url=url, **options) as http:
+            wait_for(lambda: is_up(http), seconds)
+            yield process, http
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def is_up(http: httpx.Client) -> bool:
+    try:
+        return http.get("/ready").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def write_folder(target: Target, folder: Path) -> Path:

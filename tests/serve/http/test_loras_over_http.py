@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 from engines import Fixed, Letters, compile_programs, make_engine, make_runner, serving
-from fakes import FakeEngine, assert_refused
+from fakes import FakeEngine, assert_needs_a_key, assert_refused
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import write_json, write_tensors
@@ -23,7 +23,6 @@ from specserve.models.adapters import adaptable
 from specserve.serve import launch
 from specserve.serve.engine.swap import ServedWeights
 from specserve.serve.http.app import create_app
-from specserve.serve.http.transport.keys import read_api_keys
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.launch import Models
 from specserve.serve.llm import LLM
@@ -153,15 +152,8 @@ def test_only_those_with_a_key_may_and_no_other_server_has_the_routes(
 ) -> None:
     for route in ROUTES:
         assert http.post(f"/{route}", json={}).status_code == 404
-    with pytest.raises(ConfigError, match="--allow-load-lora: whoever may load adapters needs a key"):
-        read_api_keys(ServeRun(allow_load_lora=True))
-    server = HttpServer(create_app(fake_engine, api_keys=("k",), run=ServeRun(allow_load_lora=True)), port=0)
-    server.start()
-    try:
-        with httpx.Client(base_url=server.url) as without:
-            assert {without.post(f"/{route}", json={}).status_code for route in ROUTES} == {401}
-    finally:
-        server.stop()
+    run, words = ServeRun(allow_load_lora=True), "--allow-load-lora: whoever may load adapters needs a key"
+    assert_needs_a_key(fake_engine, run, ROUTES, words)
 
 
 def test_settings_name_adapters_and_their_room(tiny_target: Target, folders: dict[str, Path], tmp_path: Path) -> None:

@@ -5,14 +5,12 @@ import hashlib
 import json
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -266,33 +264,13 @@ def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
         UpdateFolder(tmp_path).read()
 
 
-@contextmanager
-def _process(target: Path, folder: Path, cache: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+def _process(
+    target: Path, folder: Path, cache: Path
+) -> AbstractContextManager[tuple[subprocess.Popen[str], httpx.Client]]:
     flags = ["--target", str(target), "--speculation", "off", "--max-model-len", "64", "--max-slots", "1"]
     flags += ["--port", "0", "--allow-update-weights", "--api-key", "k", "--update-folder", str(folder)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", served.SCRIPT, "serve", *flags],
-        env=served.environment(cache),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        urls = (re.search(r"on (http://[\d.:]+)/v1", line) for line in process.stdout)
-        url = next(filter(None, urls))[1]
-        with httpx.Client(base_url=url, timeout=PATIENCE, headers={"authorization": "Bearer k"}) as http:
-            wait_for(lambda: _is_up(http), PATIENCE)
-            yield process, http
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _is_up(http: httpx.Client) -> bool:
-    try:
-        return http.get("/ready").status_code == 200
-    except httpx.HTTPError:
-        return False
+    command, key = [served.SCRIPT, "serve", *flags], {"authorization": "Bearer k"}
+    return served.started(command, served.environment(cache), seconds=PATIENCE, timeout=PATIENCE, headers=key)
 
 
 @pytest.mark.slow

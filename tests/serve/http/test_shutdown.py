@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import httpx
+import served
 from fakes import wait_for
 
 SCRIPT = """
@@ -34,32 +35,10 @@ main()
 """
 
 
-@contextmanager
-def _serving(*flags: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+def _serving(*flags: str) -> AbstractContextManager[tuple[subprocess.Popen[str], httpx.Client]]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "200"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, "serve", "--port", "0", *flags],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        urls = (re.search(r"with speculation chain:3 on (http://[\d.:]+)/v1", line) for line in process.stdout)
-        url = next(filter(None, urls))
-        with httpx.Client(base_url=url[1], timeout=20) as http:
-            wait_for(lambda: _is_up(http), 20.0)
-            yield process, http
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _is_up(http: httpx.Client) -> bool:
-    try:
-        return http.get("/ready").status_code == 200
-    except httpx.ConnectError:
-        return False
+    command = [SCRIPT, "serve", "--port", "0", *flags]
+    return served.started(command, environment, words="with speculation chain:3 ", seconds=20.0, timeout=20)
 
 
 @contextmanager
@@ -136,7 +115,7 @@ def test_sigterm_while_programs_compile(tmp_path: Path):
             urls = (re.search(r"with speculation auto on (http://[\d.:]+)/v1", line) for line in process.stdout)
             url = next(filter(None, urls))
             with httpx.Client(base_url=url[1], timeout=60) as http:
-                wait_for(lambda: _is_up(http), 20.0)
+                wait_for(lambda: served.is_up(http), 20.0)
                 body = {"prompt": "def add(a, b):", "max_tokens": 3, "ignore_eos": True}
                 assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
                 metrics = http.get("/metrics").text

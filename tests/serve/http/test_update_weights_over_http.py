@@ -14,19 +14,17 @@ import numpy as np
 import pytest
 from described import check_reply
 from engines import Fixed, Letters, make_engine, serving
-from fakes import FakeEngine, FakeTemplate, assert_refused
+from fakes import FakeEngine, FakeTemplate, assert_needs_a_key, assert_refused
 
 from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import write_tensors
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
-from specserve.errors import ConfigError
 from specserve.interop.head import save_head
 from specserve.models.target import target_spec
 from specserve.serve import launch
 from specserve.serve.engine.swap import HeadForm, ServedWeights
 from specserve.serve.http.app import create_app
-from specserve.serve.http.transport.keys import read_api_keys
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.launch import Models
 from specserve.serve.programs.runner import Runner
@@ -189,11 +187,25 @@ def test_an_answer_that_spans_an_update_names_the_last(rl: httpx.Client, moved: 
         lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
         first = next(lines)
         _do(rl, "/pause?mode=keep")
-        _do(rl, "/update_weights_from_disk", {"model_path": str(moved)})
+        assert _do(rl, "/update_weights_from_disk", {"model_path": str(moved)})["num_paused_requests"] == 1
         _do(rl, "/resume")
         *_, last = lines
     assert "system_fingerprint" not in first
     assert json.loads(last.removeprefix("data: "))["system_fingerprint"] == "1"
+
+
+def test_requests_that_an_update_ends_are_counted(rl: httpx.Client, moved: Path) -> None:
+    body = {"prompt": "abcdef", "max_tokens": 80, "temperature": 0.0, "ignore_eos": True, "stream": True}
+    with rl.stream("POST", "/v1/completions", json=body) as reply:
+        lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
+        next(lines)
+        _do(rl, "/pause?mode=keep")
+        change = {"model_path": str(moved), "abort_all_requests": True}
+        assert _do(rl, "/update_weights_from_disk", change)["num_paused_requests"] == 1
+        *_, last = lines
+    assert "the operator has ended all requests; send it again" in last
+    assert rl.get("/is_paused").json() == {"is_paused": True}, "it was paused before"
+    _do(rl, "/resume")
 
 
 def test_requests_wait_while_the_server_rests(rl: httpx.Client, moved: Path) -> None:
@@ -268,12 +280,5 @@ def test_only_those_with_a_key_may_and_no_other_server_has_the_routes(
 ) -> None:
     for route in ROUTES:
         assert http.post(f"/{route}", json={}).status_code == 404
-    with pytest.raises(ConfigError, match="--allow-update-weights: whoever may change the weights needs a key"):
-        read_api_keys(ServeRun(allow_update_weights=True))
-    server = HttpServer(create_app(fake_engine, api_keys=("k",), run=ServeRun(allow_update_weights=True)), port=0)
-    server.start()
-    try:
-        with httpx.Client(base_url=server.url) as without:
-            assert {without.post(f"/{route}", json={}).status_code for route in ROUTES} == {401}
-    finally:
-        server.stop()
+    words = "--allow-update-weights: whoever may change the weights needs a key"
+    assert_needs_a_key(fake_engine, ServeRun(allow_update_weights=True), ROUTES, words)

@@ -67,7 +67,8 @@ class Done(ReplyObject):
 
 
 class Updated(Done):
-    """POST /update_weights_from_disk. `num_paused_requests`: those that went on with the new weights, or were ended."""
+    """POST /update_weights_from_disk. `num_paused_requests`: those that had not ended; they
+    went on with the new weights, or were ended."""
 
     weight_version: str
     num_paused_requests: int
@@ -157,16 +158,21 @@ class WeightUpdates:
     def use_named(self, body: UpdateBody) -> Updated:
         """Serve the weights in the folders that a body names."""
         with self.alone():
+            num_open = self._num_open()  # before they are ended
             if body.abort_all_requests:
                 self._engine.abort_all()
-            updated = self._use(body.model_path, body.draft_path, body.weight_version or "", body.mode)
+            updated = self._use(body.model_path, body.draft_path, body.weight_version or "", body.mode, num_open)
             if body.keep_pause:
                 self._engine.pause("keep")
         return updated
 
     def use_sent(self, path: Path, *, version: str, mode: str) -> Updated:
         """Serve the target's weights in a file that a client has sent, which goes where they do not serve."""
-        return self._use(str(path), None, version, cast(UpdateMode, mode), on_refused=path.unlink)
+        return self._use(str(path), None, version, cast(UpdateMode, mode), self._num_open(), on_refused=path.unlink)
+
+    def _num_open(self) -> int:
+        stats = self._service.engine.stats()
+        return stats.num_running + stats.num_waiting  # a pause may have sent them back to the queue
 
     def _use(
         self,
@@ -174,9 +180,9 @@ class WeightUpdates:
         draft: str | None,
         version: str,
         mode: UpdateMode,
+        num_open: int,
         on_refused: Callable[[], None] = lambda: None,
     ) -> Updated:
-        running = self._service.engine.stats().num_running
         try:
             name = self._engine.update_weights(target, draft, version=version, mode=mode)
         except BaseException:
@@ -188,7 +194,7 @@ class WeightUpdates:
             except (OSError, CheckpointError) as error:
                 raise EngineFailureError(f"version {name} serves, but cannot be kept: {error}") from error
         message = f"the weights are version {name} now"
-        return {"success": True, "message": message, "weight_version": name, "num_paused_requests": running}
+        return {"success": True, "message": message, "weight_version": name, "num_paused_requests": num_open}
 
 
 def add_weight_routes(app: FastAPI, service: Service, updates: WeightUpdates) -> None:
