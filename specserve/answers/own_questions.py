@@ -234,7 +234,7 @@ def _drawn(
                 running[i] = engine.submit([*turn.prompt, *given], params, done.listener(0))
             i, completion = finished.get()
             del running[i]
-            if completion.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR):
+            if completion.finish_reason in (FinishReason.CANCELLED, FinishReason.ABORTED, FinishReason.ERROR):
                 raise CapacityError(f"the engine stopped: {completion.error}; run the same command again to go on")
             yield (i, *read_question(tokenizer, turn, completion, settings.opening(i)))
     finally:

@@ -274,7 +274,7 @@ class _Run:
         self._open[job.key] = self._engine.submit(prompt, params, on_delta)
 
     def _take(self, job: Job, completion: CompletionOutput) -> None:
-        if completion.finish_reason == FinishReason.CANCELLED:
+        if completion.finish_reason in (FinishReason.CANCELLED, FinishReason.ABORTED):
             raise CapacityError(f"the engine stopped: {completion.error}; run the same command again to go on")
         if completion.finish_reason == FinishReason.ERROR:
             log.warning("%s: %s", job.row.source, completion.error)

@@ -151,6 +151,21 @@ class Inbox:
         return "".join(delta.text for delta in self.deltas)
 
 
+def holding(engine: Engine, listen: Callable[[Delta], None]) -> Callable[[Delta], None]:
+    """A listener that hands on what it hears, and with the first of it holds the engine until somebody asks it for a
+    change: so the change meets an answer that is under way, however slowly it is asked for."""
+    has_held = False
+
+    def hear(delta: Delta) -> None:
+        nonlocal has_held
+        listen(delta)
+        if not has_held:
+            wait_until(lambda: not engine._changes._asked.empty())
+        has_held = True
+
+    return hear
+
+
 class Fixed(Controller):
     """Always the same tree."""
 
@@ -355,17 +370,20 @@ class Reference:
         return next(self.firm(iter(draw, None)))
 
     def check(self, ask: Ask, inbox: Inbox, *, is_cancelled: bool = False) -> None:
-        """The engine answered what plain decoding answers; a cancelled request, the beginning of that."""
+        """The engine answered what plain decoding answers; one that was ended before, the beginning of that."""
         end, plain = inbox.wait(), self.answer(ask)
         reason = end.finish_reason
         assert self.is_firm(ask), f"{ask}: {self._ties[ask.key]}; ask with another seed"
         plain_end = plain.wait()
         assert plain_end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), plain_end
         got, expected = inbox.token_ids, plain.token_ids
-        if is_cancelled and reason == FinishReason.CANCELLED:
+        is_cut = is_cancelled and reason in (FinishReason.CANCELLED, FinishReason.ABORTED)
+        if is_cut:
             expected = expected[: len(got)]
         check_equal(self.target, Letters(), ask, got, expected, f"{ask}")
-        if reason != FinishReason.CANCELLED or not is_cancelled:
+        if reason == FinishReason.ABORTED:
+            assert inbox.text == Letters().decode(got), "an answer that the operator ends has all of its text"
+        if not is_cut:
             said = reason, end.stop_reason, inbox.text
             assert said == (plain_end.finish_reason, plain_end.stop_reason, plain.text)
         self._check_logprobs(ask, inbox.logprobs, plain.logprobs)

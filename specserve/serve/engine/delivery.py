@@ -47,7 +47,7 @@ class Delivery:
         except RequestError as error:
             self.deliver(sequence, Delta(finish_reason=FinishReason.ERROR, error=str(error), is_refused=True))
         except Exception as error:
-            logger.exception("%s: its own code failed; ending it", sequence.request.request_id)
+            logger.exception("%r: its own code failed; ending it", sequence.request.request_id)
             self.deliver(sequence, Delta(finish_reason=FinishReason.ERROR, error=f"{type(error).__name__}: {error}"))
 
     def emit(
@@ -93,7 +93,7 @@ class Delivery:
         try:
             sequence.request.on_delta(delta)
         except Exception:
-            logger.exception("%s: its listener failed; ending it", sequence.request.request_id)
+            logger.exception("%r: its listener failed; ending it", sequence.request.request_id)
             self._end(sequence, FinishReason.ERROR)
         self.is_notifying = False
 
@@ -168,6 +168,7 @@ def draft_tree(tree: Tree, result: StepResult, row: int, delta: Delta) -> DraftT
 def stats_of(sequence: Sequence, max_accepted: int) -> SpeculationStats:
     """Return the statistics of a sequence that ends now."""
     now = time.monotonic()
+    versions = [each for each in sequence.versions if each[0] < len(sequence.output_ids)] or sequence.versions[:1]
     admitted = sequence.admit_time or now
     first = sequence.first_time or now
     return SpeculationStats(
@@ -175,7 +176,7 @@ def stats_of(sequence: Sequence, max_accepted: int) -> SpeculationStats:
         num_cached_tokens=sequence.num_cached or 0,
         drafts=tuple(sequence.drafts),
         max_accepted=max_accepted,
-        versions=tuple(sequence.versions),
+        versions=tuple(versions),
         queue_seconds=admitted - sequence.request.submit_time,
         prefill_seconds=first - admitted,
         decode_seconds=(sequence.last_time or now) - first,

@@ -240,8 +240,8 @@ class Engine:
     def is_sleeping(self) -> bool:
         return bool(self.rounds.asleep)
 
-    def abort_all(self) -> None:
-        self._rest.abort_all()
+    def abort(self, request_id: str = "") -> None:
+        self._rest.abort(request_id)
 
     def pause(self, mode: PauseMode = "abort") -> None:
         self._rest.pause(mode)

@@ -7,9 +7,8 @@ from specserve.errors import ConfigError
 from specserve.serve.engine.changes import Changes
 from specserve.serve.engine.rounds import PARTS, Part, Rounds
 from specserve.serve.engine.swap import Swaps
-from specserve.serve.requests.request import FinishReason
 
-# the sequences that have begun: they end as cancelled (as all that wait), end first, go on later with the pages that
+# the sequences that have begun: they end as they are (as all that wait), end first, go on later with the pages that
 # they have, or go on later with keys and values that are computed anew
 PauseMode = Literal["abort", "wait", "keep", "retract"]
 SleepMode = Literal["abort", "wait", "retract"]
@@ -28,14 +27,9 @@ class Rest:
     def is_paused(self) -> bool:
         return self._is_held or bool(self._rounds.asleep)
 
-    def abort_all(self) -> None:
-        """End every request, running or waiting, and go on."""
-
-        def end() -> None:
-            self._rounds.land()
-            self._end_all()
-
-        self._changes.ask(end)
+    def abort(self, request_id: str) -> None:
+        """End the requests of that id, or all where it is empty, running or waiting, with the tokens that they have."""
+        self._changes.ask(lambda: self._rounds.abort(request_id))
 
     def pause(self, mode: PauseMode) -> None:
         """Make no more steps. Requests are still taken, and wait."""
@@ -45,7 +39,7 @@ class Rest:
         def rest() -> None:
             self._rounds.land()
             if mode == "abort":
-                self._end_all()
+                self._rounds.abort()
             elif mode == "retract":
                 self._retract()
             self._is_held = True
@@ -70,7 +64,7 @@ class Rest:
         def lie_down() -> None:
             self._rounds.land()
             if mode == "abort":
-                self._end_all()
+                self._rounds.abort()
             self._retract()
             self._rounds.lie_down(parts)
 
@@ -87,9 +81,6 @@ class Rest:
                 self._rounds.get_up(parts)
 
         self._changes.ask(get_up)
-
-    def _end_all(self) -> None:
-        self._rounds.end_all(FinishReason.CANCELLED, "the operator has ended all requests; send it again")
 
     def _retract(self) -> None:
         if self._rounds.runner.shapes.is_deterministic and not self._rounds.is_at_rest():

@@ -76,7 +76,7 @@ class Relay:
                     lost = "its stream broke off"
                 except Exception as error:  # Ray has a type for each way to end
                     lost = last_line(error)
-                logger.warning("%s: the replica that answers has ended: %s", request.request_id, lost)
+                logger.warning("%r: the replica that answers has ended: %s", request.request_id, lost)
                 if has_begun:
                     break
             raise CapacityError("the replica that answered has ended; send the request again")

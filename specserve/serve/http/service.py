@@ -91,7 +91,12 @@ class Service:
                 text = prompt if isinstance(prompt, str) and is_whole else decode(engine, prompts[-1])
                 echoes += [text] * params.n
         spelled = reply_format or CompletionFormat(lora or engine.model_name, body, self.texts, echoes)
-        return Work(body, params, prompts, spelled, has_origins=body.return_draft_depths, lora=lora)
+        return Work(
+            *(body, params, prompts, spelled),
+            has_origins=body.return_draft_depths,
+            lora=lora,
+            request_id=body.request_id,
+        )
 
     def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None, *, thinks: bool | None = None) -> Work:
         """Make the work of a body of /v1/chat/completions; another route's `reply_format` may spell it. `thinks`:
@@ -114,7 +119,12 @@ class Service:
         except RequestError as error:
             raise body.reword(error) from None
         spelled = reply_format or ChatFormat(lora or engine.model_name, body, self.texts)
-        return Work(body, params, [token_ids], spelled, make_parser, has_origins=body.return_draft_depths, lora=lora)
+        return Work(
+            *(body, params, [token_ids], spelled, make_parser),
+            has_origins=body.return_draft_depths,
+            lora=lora,
+            request_id=body.request_id,
+        )
 
     def _calls(self) -> CallQueue:
         loop = asyncio.get_running_loop()

@@ -27,7 +27,7 @@ class CompletionOutput:
     index: int  # among the `n` of its prompt
     text: str  # empty without a tokenizer
     token_ids: tuple[int, ...]  # with the one that ended it
-    finish_reason: str  # "stop", "length", "cancelled", or "error": then `error` says why
+    finish_reason: str  # "stop", "length", "abort", "cancelled", or "error": then `error` says why
     stats: CompletionStats
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, when they were asked for
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None: something else did

@@ -149,6 +149,10 @@ class OutputStream:
                 )
         return Delta(tuple(taken), "".join(text), num_accepted=num_accepted, num_chars=tuple(num_chars))
 
+    def finish(self) -> str:
+        """Return the text that was still held back, of an answer that ends before it has stopped."""
+        return self._held + (self._decoder.finish() if self._decoder is not None else "")
+
     def _first_stop(self) -> tuple[int, str] | None:
         """Return where the first stop string begins in the held text, and which one it is. Of two at one place it is
         the shorter, which was complete earlier."""

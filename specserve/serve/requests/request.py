@@ -44,12 +44,13 @@ Biases = Annotated[Mapping[TokenId, Bias], Field(max_length=MAX_TOKEN_IDS), Afte
 
 
 class FinishReason(enum.StrEnum):
-    """The reason why a sequence ended, in OpenAI's words plus our own two for sequences that were ended from
-    outside."""
+    """The reason why a sequence ended: in OpenAI's words, in vLLM's and SGLang's for one that the operator has ended
+    (its tokens so far are the answer), and in our own two."""
 
     STOP = "stop"  # an EOS id, a stop token id or a stop string
     LENGTH = "length"  # max_tokens or the model's context
-    CANCELLED = "cancelled"  # the client went away
+    ABORTED = "abort"  # the operator has ended it; `Delta.error` says so
+    CANCELLED = "cancelled"  # the client went away, or the engine stopped
     ERROR = "error"  # the engine failed; `Delta.error` says how
 
 
@@ -263,7 +264,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int  # lower runs first, as in vLLM; 0 where it is not given
     cache_salt: str  # prefixes are shared only between requests of one salt
     token_mask: TokenMask | None
-    request_id: str  # as the log names it; empty: a number
+    request_id: str  # as the log quotes it; empty: a number
     client: str  # the one that shares the queue with the others
     lora: str  # the LoRA adapter that it is answered by; empty: the target alone
 

@@ -5,6 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specserve.serve.engine.delivery import stats_of
+from specserve.serve.engine.sequence import Sequence
 from specserve.serve.requests.output import OutputStream
 from specserve.serve.requests.request import Delta, FinishReason, Request, SamplingParams
 from specserve.tokenizer import Tokenizer
@@ -72,3 +74,36 @@ def test_stop_ids_end_a_sequence_and_are_not_text(pydoc_tokenizer: Tokenizer) ->
         assert (delta.text, delta.stop_reason) == ("", word[:-1])
     stream = _stream(pydoc_tokenizer, SamplingParams(), 3, 2)
     assert stream.push([a, b, b, b]) == Delta((a, b, b), "abb", FinishReason.LENGTH, num_chars=(1, 1, 1))
+
+
+@given(
+    cuts=st.lists(st.integers(0, 60), max_size=6), end=st.integers(0, 60), stop=st.sampled_from(["zzz", "ENDs", "x?"])
+)
+def test_an_answer_that_is_ended_from_outside_has_all_of_its_text(
+    pydoc_tokenizer: Tokenizer, cuts: list[int], end: int, stop: str
+) -> None:
+    """Also what was held back because a stop string, or a character, might have gone on."""
+    token_ids = pydoc_tokenizer.encode(TEXT, add_special_tokens=False)[:end]
+    stream = _stream(pydoc_tokenizer, SamplingParams(stop=(stop,)), 99, -1)
+    borders = sorted({0, len(token_ids), *(cut for cut in cuts if cut < len(token_ids))})
+    said = "".join(stream.push(token_ids[a:b]).text for a, b in itertools.pairwise(borders))
+    assert said + stream.finish() == pydoc_tokenizer.decode(token_ids)
+
+
+@given(st.lists(st.sampled_from(["token", "0", "1", "2"]), max_size=12))
+def test_an_answer_names_the_versions_that_gave_it_tokens(events: list[str]) -> None:
+    """Whichever the weights were changed to meanwhile; one without tokens, the first that it was to begin with."""
+    request = Request("r", (1,), SamplingParams(), 99, 0, lambda _delta: None)
+    sequence, of_tokens = Sequence(request, OutputStream(request, None)), []
+    sequence.note_version("first")
+    version = "first"
+    for event in events:
+        if event == "token":
+            sequence.output_ids.append(7)
+            of_tokens.append(version)
+        else:
+            sequence.note_version(version := event)
+    versions = stats_of(sequence, 0).versions
+    starts = [*versions, (len(of_tokens), "")]
+    assert [name for (a, name), (b, _) in itertools.pairwise(starts) for _ in range(a, b)] == of_tokens
+    assert len(versions) == max(1, sum(a != b for a, b in itertools.pairwise(["", *of_tokens])))

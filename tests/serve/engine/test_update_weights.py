@@ -19,9 +19,11 @@ from engines import (
     PATIENCE,
     Ask,
     Fixed,
+    Inbox,
     Reference,
     compile_programs,
     greedy,
+    holding,
     make_engine,
     make_runner,
     run,
@@ -156,7 +158,9 @@ def test_running_answers_continue_by_the_new_version(
     """Each token is of the version that the answer says, given all tokens before it."""
     asks = _asks(old, new)
     with serving(_engine(runner, tiny_target, tiny_head, way)) as engine:
-        inboxes = [submit(engine, ask)[1] for ask in asks]
+        inboxes = [Inbox() for _ in asks]
+        for number, (ask, inbox) in enumerate(zip(asks, inboxes, strict=True)):
+            engine.submit(ask.prompt, ask.params, inbox if number else holding(engine, inbox))
         inboxes[0].wait_for_first()
         engine.update_weights(moved.params)
         num_both = 0

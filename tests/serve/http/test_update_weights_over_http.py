@@ -4,6 +4,7 @@ import dataclasses
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from described import check_reply
-from engines import Fixed, Letters, make_engine, serving
+from engines import Fixed, Letters, holding, make_engine, serving, wait_until
 from fakes import FakeEngine, FakeTemplate, assert_needs_a_key, assert_refused
 
 from specserve.checkpoints.load import Target, to_numpy
@@ -23,6 +24,7 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.interop.head import save_head
 from specserve.models.target import target_spec
 from specserve.serve import launch
+from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.swap import HeadForm, ServedWeights
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
@@ -32,7 +34,7 @@ from specserve.serve.settings import ServeRun
 
 PROMPTS = [tuple(int(i) for i in np.random.default_rng(seed).integers(3, 64, 30)) for seed in range(4)]
 ROUTES = (
-    "update_weights_from_disk", "pause_generation", "continue_generation", "release_memory_occupation",
+    "update_weights_from_disk", "abort_request", "pause_generation", "continue_generation", "release_memory_occupation",
     "resume_memory_occupation", "pause", "resume", "sleep", "wake_up",
 )  # fmt: skip
 
@@ -68,12 +70,18 @@ def moved(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture
-def rl(runner: Runner, tiny_target: Target, tiny_head: Head) -> Iterator[httpx.Client]:
-    """A client of a server whose weights it may change."""
+def engine(runner: Runner, tiny_target: Target, tiny_head: Head) -> Engine:
+    """An engine whose weights may change."""
     engine = make_engine(runner, Fixed(parse_speculation("chain:3")))
     engine._tokenizer = ServedLetters()
     engine._swaps._form = HeadForm(dataclasses.replace(tiny_head, params=None), "none")
     engine._swaps.weights = ServedWeights(read=launch._weights_reader(Models("tiny", tiny_target, tiny_head, None)))
+    return engine
+
+
+@pytest.fixture
+def rl(engine: Engine) -> Iterator[httpx.Client]:
+    """A client of its server."""
     server = HttpServer(create_app(engine, run=ServeRun(allow_update_weights=True)), port=0)
     with serving(engine):
         server.start()
@@ -92,6 +100,11 @@ def _answer(http: httpx.Client, prompt: tuple[int, ...]) -> tuple[list[int], str
 
 def _answers(http: httpx.Client) -> list[tuple[list[int], str]]:
     return [_answer(http, prompt) for prompt in PROMPTS]
+
+
+def _num_open(engine: Engine) -> int:
+    stats = engine.stats()
+    return stats.num_running + stats.num_waiting
 
 
 def _do(http: httpx.Client, path: str, body: Any = None) -> Any:
@@ -203,9 +216,87 @@ def test_requests_that_an_update_ends_are_counted(rl: httpx.Client, moved: Path)
         change = {"model_path": str(moved), "abort_all_requests": True}
         assert _do(rl, "/update_weights_from_disk", change)["num_paused_requests"] == 1
         *_, last = lines
-    assert "the operator has ended all requests; send it again" in last
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
     assert rl.get("/is_paused").json() == {"is_paused": True}, "it was paused before"
     _do(rl, "/resume")
+
+
+ABORTS: dict[str, tuple[str, Any]] = {
+    "sglang's pause": ("/pause_generation", {"mode": "abort"}),
+    "sglang's abort": ("/abort_request", {"abort_all": True}),
+    "sglang's abort of one": ("/abort_request", {"rid": "mine"}),
+    "vllm's pause": ("/pause?mode=abort", None),
+    "an update": ("/update_weights_from_disk", {"abort_all_requests": True}),
+}
+OWN = {"temperature": 0.0, "request_id": "mine"}
+LONG: dict[str, dict[str, Any]] = {
+    "/generate": {
+        "text": "abcdef",
+        "rid": "mine",
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 80, "ignore_eos": True},
+    },
+    "/v1/completions": {"prompt": "abcdef", "max_tokens": 80, "ignore_eos": True} | OWN,
+    "/v1/chat/completions": APIS["/v1/chat/completions"] | {"max_tokens": 80, "ignore_eos": True} | OWN,
+    "/v1/responses": APIS["/v1/responses"] | {"max_output_tokens": 80, "ignore_eos": True} | OWN,
+    "/v1/messages": APIS["/v1/messages"] | {"max_tokens": 80, "ignore_eos": True} | OWN,
+}
+
+
+def _read(reply: Any) -> tuple[Any, str]:
+    """The reason why a reply, or the last event of a stream, ended, and its text."""
+    if "meta_info" in reply:
+        return reply["meta_info"]["finish_reason"]["type"], reply["text"]
+    if "choices" not in reply:
+        return (reply.get("response") or reply)["error"]["message"], ""
+    [choice] = reply["choices"]
+    text = choice.get("text") or (choice.get("message") or choice.get("delta") or {}).get("content") or ""
+    return choice["finish_reason"], text
+
+
+@pytest.mark.parametrize("path", LONG)
+@pytest.mark.parametrize("way", ABORTS)
+def test_a_request_that_the_operator_ends_has_what_it_had(
+    rl: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch, moved: Path, path: str, way: str
+) -> None:
+    """Its text is the beginning of the whole answer; one that has not begun has none; and where one is named, others go
+    on. APIs that have no word for it say that it has ended."""
+    (route, change), other = ABORTS[way], LONG["/generate"] | {"rid": "other"}
+    if way == "an update":
+        change = change | {"model_path": str(moved)}
+    whole = rl.post("/generate", json=other).json()["text"]
+    submit = engine.submit
+
+    def submit_held(prompt: Any, params: Any, listen: Any, **options: Any) -> Any:
+        monkeypatch.setattr(engine, "submit", submit)
+        return submit(prompt, params, holding(engine, listen), **options)
+
+    monkeypatch.setattr(engine, "submit", submit_held)
+    with (
+        ThreadPoolExecutor() as pool,
+        rl.stream("POST", path, json=LONG[path] | {"stream": True}) as stream,
+    ):
+        try:
+            lines = (line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: {"))
+            events = [json.loads(next(lines))]
+            _do(rl, "/pause?mode=keep")
+            late, going = pool.submit(rl.post, path, json=LONG[path]), pool.submit(rl.post, "/generate", json=other)
+            wait_until(lambda: _num_open(engine) == 3)
+            _do(rl, route, change)
+            events += [json.loads(line) for line in lines]
+        finally:
+            _do(rl, "/resume")
+        ends, (other_end, other_text) = [_read(events[-1]), _read(late.result().json())], _read(going.result().json())
+    is_named = path in ("/generate", "/v1/completions", "/v1/chat/completions")
+    assert [end for end, _ in ends] == [
+        "abort" if is_named else "the server's operator has ended it; send it again"
+    ] * 2
+    assert (other_end, other_text) == (("length", whole) if "one" in way else ("abort", ""))
+    if not is_named:
+        assert late.result().status_code == 503
+        return
+    text = ends[0][1] if path == "/generate" else "".join(_read(event)[1] for event in events)
+    assert whole.startswith(text)
+    assert (bool(text), ends[1][1]) == (True, "")
 
 
 def test_requests_wait_while_the_server_rests(rl: httpx.Client, moved: Path) -> None:

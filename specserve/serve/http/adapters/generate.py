@@ -209,6 +209,8 @@ class _Output:
 class GenerateFormat(ReplyFormat):
     """Spells the answers to one body of /generate."""
 
+    can_abort = True
+
     def __init__(self, body: GenerateBody, texts: TokenTexts) -> None:
         self._body = body
         self._texts = texts
@@ -273,5 +275,7 @@ def _finish_reason(answer: Answer, output: _Output) -> Json | None:
         return None
     if answer.finish_reason == "length":
         return {"type": "length", "length": len(output.token_ids)}
+    if answer.finish_reason == "abort":
+        return {"type": "abort", "message": "the server's operator has ended it"}
     last = output.token_ids[-1] if output.token_ids else None
     return {"type": "stop", "matched": last if answer.stop_reason is None else answer.stop_reason}

@@ -20,6 +20,7 @@ from specserve.serve.http.admin.routes import Status
 from specserve.serve.http.openai.fields import Body, UnsupportedFields
 from specserve.serve.http.service import Service
 from specserve.serve.http.transport.errors import EngineFailureError
+from specserve.serve.http.transport.guard import MAX_ID_CHARS
 from specserve.serve.http.transport.json_codec import ReplyObject
 from specserve.serve.update_folder import UpdateFolder
 
@@ -48,7 +49,7 @@ class UpdatableEngine(Protocol):
         mode: UpdateMode = "continue",
     ) -> str: ...
 
-    def abort_all(self) -> None: ...
+    def abort(self, request_id: str = "") -> None: ...
 
     def pause(self, mode: PauseMode = "abort") -> None: ...
 
@@ -124,6 +125,13 @@ class PauseBody(Body):
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
+class AbortBody(Body):
+    """POST /abort_request: the id that a request was sent with (`rid`, or `request_id`), or all."""
+
+    rid: Annotated[str, Field(max_length=MAX_ID_CHARS)] = ""
+    abort_all: bool = False
+
+
 class ContinueBody(Body):
     """POST /continue_generation."""
 
@@ -160,7 +168,7 @@ class WeightUpdates:
         with self.alone():
             num_open = self._num_open()  # before they are ended
             if body.abort_all_requests:
-                self._engine.abort_all()
+                self._engine.abort()
             updated = self._use(body.model_path, body.draft_path, body.weight_version or "", body.mode, num_open)
             if body.keep_pause:
                 self._engine.pause("keep")
@@ -204,6 +212,12 @@ def add_weight_routes(app: FastAPI, service: Service, updates: WeightUpdates) ->
     def done(what: str) -> Done:
         return {"success": True, "message": what}
 
+    def abort(body: AbortBody) -> Done:
+        if not body.rid and not body.abort_all:
+            raise RequestError("name a request, or give abort_all as true for all", param="rid")
+        engine.abort("" if body.abort_all else body.rid)
+        return done("ended")
+
     def pause(body: PauseBody) -> Done:
         engine.pause(_MODES[body.mode])
         return done("paused")
@@ -221,6 +235,7 @@ def add_weight_routes(app: FastAPI, service: Service, updates: WeightUpdates) ->
         return done("on the device")
 
     add_change(app, service, "/update_weights_from_disk", UpdateBody, updates.use_named, Updated)
+    add_change(app, service, "/abort_request", AbortBody, abort, Done)
     add_change(app, service, "/pause_generation", PauseBody, pause, Done)
     add_change(app, service, "/continue_generation", ContinueBody, go_on, Done)
     add_change(app, service, "/release_memory_occupation", MemoryBody, release, Done)

@@ -214,6 +214,7 @@ class ChatChunk(ReplyHead, ChunkUsage, ChatPrompt):
 class OpenAIFormat(ReplyFormat):
     """The common part of the formats of completions and chat."""
 
+    can_abort = True
     ID_PREFIX: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
 
@@ -323,7 +324,8 @@ class CompletionFormat(OpenAIFormat):
     def _choice(self, answer: Answer) -> CompletionChoice:
         if self._is_prompt_only:
             answer = replace(answer, part=Part(), logprobs=(), token_ids=(), origins=(), tree=None, stop_reason=None)
-            answer = replace(answer, finish_reason=answer.finish_reason and "length")
+            if answer.finish_reason not in (None, "abort"):
+                answer = replace(answer, finish_reason="length")
         is_first = answer.index not in self._begun
         self._begun.add(answer.index)
         echo = self._echoes[answer.index] if self._echoes and is_first else ""

@@ -13,7 +13,8 @@ from specserve.serve.http.transport.errors import Error
 from specserve.serve.http.transport.json_codec import ReplyObject, encoded, write_json
 from specserve.serve.requests.request import DraftTree, PromptToken, SpeculationStats, TokenLogprobs
 
-Ending = Literal["stop", "length", "tool_calls"]  # the last one: it ends by itself, and calls tools
+# the last two: it ends by itself and calls tools, and the operator has ended it
+Ending = Literal["stop", "length", "tool_calls", "abort"]
 TokenOrigin = tuple[int, int]  # a token id, and its depth as `Delta.draft_depths` has it
 
 
@@ -207,6 +208,7 @@ class ReplyFormat:
     [DONE]."""
 
     media_type = "application/json"  # of a whole reply
+    can_abort = False  # it has a word for an answer that the operator has ended; elsewhere that is an error
     is_long = False
     """Pieces of a stream may have all log-probabilities of a prompt or of an answer, so a thread spells them, as it
     does the beginning and the end."""

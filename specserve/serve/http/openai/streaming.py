@@ -51,6 +51,7 @@ ENDINGS: dict[FinishReason | None, Ending | None] = {  # of a sequence that goes
     None: None,
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
+    FinishReason.ABORTED: "abort",
 }
 
 
@@ -82,6 +83,7 @@ class Work:
     make_parser: MakeParser = PlainText  # one for each sequence
     has_origins: bool = False  # answers report where their tokens come from
     lora: str = ""  # the adapter that answers; empty: the target alone
+    request_id: str | None = None  # the client's own
 
 
 @dataclass(eq=False)
@@ -197,6 +199,7 @@ class Generation:
     def _submit_all(self) -> None:
         self._check_client()
         body, each = self._work.body, self._work.params.choices()
+        name = self._work.request_id or self._request_id
         for token_ids, own in itertools.product(self._work.prompts, each):
             number = len(self._choices)
             request = self._engine.submit(
@@ -205,7 +208,7 @@ class Generation:
                 partial(self._on_delta, number),
                 priority=body.priority,
                 cache_salt=body.cache_salt,
-                request_id=self._request_id and f"{self._request_id}-{number}",
+                request_id=name and f"{name}-{number}",
                 client=self._client,
                 lora=self._work.lora,
             )
@@ -334,7 +337,7 @@ class Generation:
                         yield arrival
                     continue
                 choice = self._choices[index]
-                _check(choice.request, delta)
+                _check(choice.request, delta, can_abort=self._work.reply_format.can_abort)
                 choice.num_tokens += len(delta.token_ids)
                 choice.stats = delta.stats
                 num_open -= delta.finish_reason is not None
@@ -403,11 +406,11 @@ async def _spelled(spell: Callable[[], Iterable[bytes]], size: int) -> list[byte
     return await in_thread(lambda: list(spell()), size=size)
 
 
-def _check(request: Request, delta: Delta) -> None:
+def _check(request: Request, delta: Delta, *, can_abort: bool) -> None:
     if delta.finish_reason is FinishReason.ERROR and delta.is_refused:
         raise RequestError(str(delta.error))
     if delta.finish_reason is FinishReason.ERROR:
-        logger.error("request %s failed: %s", request.request_id, delta.error)
+        logger.error("request %r failed: %s", request.request_id, delta.error)
         raise EngineFailureError("the engine failed on this request; the server's log has the details")
-    if delta.finish_reason is FinishReason.CANCELLED:
+    if delta.finish_reason is FinishReason.CANCELLED or (delta.finish_reason is FinishReason.ABORTED and not can_abort):
         raise CapacityError(delta.error or "the server is stopping")
