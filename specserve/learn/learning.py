@@ -63,8 +63,8 @@ class LearningHead(Collector):
             tokenizer=models.tokenizer,
         )
         self._secret = _secret(self._folder / SECRET_FILE)
-        self._model_name = models.name
-        self._num_new = 0  # answers since the last round
+        self._model_name = ""  # as clients see it
+        self._num_used = 0  # answers that were kept when the last round began
         self._rounds: dict[str, int] = {}  # by what they chose, or "failed"
         self._num_returns = 0
         self._last: RoundResult | None = None
@@ -90,7 +90,6 @@ class LearningHead(Collector):
             if delta.finish_reason in FINISHED and len(answer_ids) > 1:
                 digest = hashlib.blake2b(request.client.encode(), key=self._secret, digest_size=6).hexdigest()
                 self._traffic.keep(ServedAnswer(request.prompt_ids, tuple(answer_ids), digest, delta.stats.version))
-                self._num_new += 1
 
         return hear
 
@@ -105,6 +104,7 @@ class LearningHead(Collector):
     @contextlib.contextmanager
     def beside(self, engine: Engine) -> Iterator[None]:
         """Learn while the engine serves, until the context ends."""
+        self._model_name = engine.model_name
         threads = [
             threading.Thread(target=work, args=(engine,), name=f"learn-{name}", daemon=True)
             for name, work in (("rounds", self._make_rounds), ("live", self._watch))
@@ -126,9 +126,9 @@ class LearningHead(Collector):
     def _make_rounds(self, engine: Engine) -> None:
         num_failures = 0
         while not self._closing.wait(ROUND_SECONDS):
-            if self._num_new < self._run.learn_answers:
+            if self._traffic.num_kept - self._num_used < self._run.learn_answers:
                 continue
-            self._num_new, version = 0, self.versions.state.version
+            self._num_used, version = self._traffic.num_kept, self.versions.state.version
             found = self._make_round()
             if self._closing.is_set():
                 return

@@ -34,9 +34,10 @@ class LiveTaus:
             yield version, sum(found, Acceptance()).tau, len(found)
 
     def has_fallen(self, version: str, before: str) -> tuple[Interval, Interval] | None:
-        """Return the 95% intervals of two versions' tau where the first lies wholly below the second, else None."""
+        """Return the 95% intervals of two versions' tau where the first lies wholly below the second, else None. They
+        are compared over the first answers of the new one alone: later on it is the traffic that has moved."""
         new, old = self._last(version), self._last(before)
-        if version == before or min(len(new), len(old)) < FEWEST_ANSWERS:
+        if version == before or len(new) == MOST_ANSWERS or min(len(new), len(old)) < FEWEST_ANSWERS:
             return None
         found, expected = tau_interval(new), tau_interval(old)
         assert found is not None

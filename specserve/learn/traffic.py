@@ -19,7 +19,7 @@ from specserve.host import write_whole
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_BYTES, SEGMENT_SECONDS = 1 << 20, 60.0  # a segment is written when it has these
+SEGMENT_BYTES, SEGMENT_SECONDS = 1 << 20, 30.0  # a segment is written when it has these
 MOST_WAITING = 10_000  # answers that the writing thread has not come to; more are left out
 SUFFIX = ".jsonl"
 

@@ -43,17 +43,25 @@ class HeadVersions:
             self._lock = (folder / LOCK_FILE).open("a")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._lock.close()
             raise ConfigError(f"--learn {folder}: another server learns there; give another folder") from None
         except OSError as error:
             raise ConfigError(f"--learn {folder}: {error}") from error
-        self.state = self._read() or LearnState(target, static)
+        try:
+            self.state = self._read() or LearnState(target, static)
+            self._check(target, static)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self, target: str, static: str) -> None:
         if (self.state.target, self.state.static) != (target, static):
             raise ConfigError(
-                f"--learn {folder}: what is there was learnt for another target or from another head; give another "
-                "folder, or the --target and --draft of before"
+                f"--learn {self.folder}: what is there was learnt for another target or from another head; give "
+                "another folder, or the --target and --draft of before"
             )
         if self.folder_of(self.state.version) is None and self.state.version != STATIC:
-            raise CheckpointError(f"{folder}: version {self.state.version} is missing; remove {STATE_FILE}")
+            raise CheckpointError(f"{self.folder}: version {self.state.version} is missing; remove {STATE_FILE}")
 
     @property
     def _all(self) -> Path:

@@ -241,7 +241,7 @@ class ServeRun:
     learn_data: tuple[str, ...] = setting(
         (), help="data that the head was first trained on, as data.source of train, for a quarter of each round"
     )
-    learn_answers: int = setting(512, help="new answers that begin a round of training", ge=16)
+    learn_answers: int = setting(512, help="new answers that begin a round of training", ge=64)
     learn_steps: int = setting(200, help="steps of a round", ge=1)
     allow_priority: bool = setting(False, help="let requests choose their priority; else it must be 0")
     deterministic: bool = setting(

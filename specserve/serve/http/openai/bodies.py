@@ -312,7 +312,8 @@ class SamplingBody(GrammarFields):
     @property
     def may_learn(self) -> bool:
         """Return whether a draft head may learn from the answers: their client has not said that they are private."""
-        return self.learn and self.store is not False and not self.cache_salt
+        is_unstored = self.store is False and "store" in self.model_fields_set  # some bodies have it as their default
+        return self.learn and not is_unstored and not self.cache_salt
 
     @property
     def num_logprobs(self) -> int | None:
