@@ -34,8 +34,8 @@ ROUTES: dict[str, dict[str, Any]] = {
 PRIVATE: tuple[dict[str, Any], ...] = ({"learn": False}, {"cache_salt": "mine"}, {"store": False})
 
 
-def test_every_route_tells_whether_a_request_may_be_learnt_from(fake_engine: FakeEngine) -> None:
-    """A listener hears the whole answer of each sequence, streamed or not, and is told what the client has said."""
+def test_every_route_states_whether_a_request_may_be_learnt_from(fake_engine: FakeEngine) -> None:
+    """A listener hears the whole answer of each sequence, streamed or not, and gets what the client has asked for."""
     heard: list[tuple[bool, list[int], int]] = []
 
     def listen(request: Request, options: WorkOptions) -> Callable[[Delta], None]:
@@ -60,8 +60,8 @@ def test_every_route_tells_whether_a_request_may_be_learnt_from(fake_engine: Fak
                         heard.clear()
                         reply = http.post(path, json=body | {"stream": stream} | fields)
                         assert reply.status_code == 200, (path, reply.text)
-                        [(told, ids, num_prompt)] = heard
-                        assert (told, bytes(ids).decode(), num_prompt > 0) == (may_learn, STORY[:5], True), path
+                        [(may, ids, num_prompt)] = heard
+                        assert (may, bytes(ids).decode(), num_prompt > 0) == (may_learn, STORY[:5], True), path
     finally:
         server.stop()
 
