@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 CHECK_SECONDS = 10.0  # between two looks at the taus of what serves
 ROUND_SECONDS = 1.0  # between two looks at whether a round is due
 BACK_OFF_SECONDS, MOST_BACK_OFF = 60.0, 3600.0  # after a round that failed, doubled each time
-SECRET_FILE = "secret"  # by which clients are digested, so that nobody can tell them from the digests
+SECRET_FILE = "secret"  # by which clients are digested, so that a digest does not show whose it is
 ALONE = ("ray", "coordinator", "allow_update_weights", "allow_load_draft")
 FINISHED = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -230,7 +230,7 @@ class LearningHead(Collector):
             for value, number in found:
                 family.add_metric([self._model_name, value], number)
             yield family
-        drift = state.first_static_tau - last.taus["static"] if last else 0.0
+        drift = state.first_static_tau - last.taus["static"] if last and state.first_static_tau else 0.0
         text = "Fall of the static head's tau on held-out prompts since the first round: how far traffic has moved."
         family = GaugeMetricFamily("specserve:learn_drift", text, labels=["model_name"])
         family.add_metric([self._model_name], drift)

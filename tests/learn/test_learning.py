@@ -19,6 +19,7 @@ from fakes import wait_for
 from prometheus_client import CollectorRegistry, generate_latest
 
 from specserve.checkpoints.load import Target
+from specserve.cli.serve import serve
 from specserve.drafters.interface import Head
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.head import save_head
@@ -225,6 +226,8 @@ def test_what_cannot_learn_is_refused(models: Models, tmp_path: Path) -> None:
     for name, value in others.items():
         with pytest.raises(ConfigError, match=f"--learn: not with --{name.replace('_', '-')}"):
             check_settings(_run(models, tmp_path, **{name: value}))
+    with pytest.raises(ConfigError, match="--learn-steps is of a head that learns: give --learn too"):
+        serve(ServeRun(learn_steps=5))
     for speculation in ("off", "suffix:3"):
         with pytest.raises(ConfigError, match=f"--speculation {speculation} uses no head"):
             LearningHead(_run(models, tmp_path, speculation=speculation), models)
