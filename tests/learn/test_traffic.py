@@ -145,6 +145,7 @@ def test_a_client_gives_no_more_than_all_others(numbers: tuple[int, int], most: 
         assert others < FEW or max(counts.values()) <= others
     chosen, later = select(answers, most), select(answers + more, most)
     assert len(chosen.held_out) <= most
+    assert sum(numbers) < 100 or (chosen.train and chosen.held_out)
     held_out = {answer.key for answer in (*chosen.held_out, *later.held_out)}
     assert not held_out & {answer.key for answer in (*chosen.train, *later.train)}
     for client in "ab":
