@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
@@ -27,7 +27,7 @@ from specserve.serve.http.transport.server import HttpServer, bind_listener, che
 from specserve.serve.http.transport.tracing import Tracing
 from specserve.serve.launch import Models, load_models, make_engine, make_follower
 from specserve.serve.programs.program_list import list_programs
-from specserve.serve.settings import ServeRun
+from specserve.serve.settings import ServeRun, check_unset
 
 LOST_SECONDS = 2.0  # in which clients read that the engine has ended, and probes that it is not ready
 _ending = threading.Lock()
@@ -36,6 +36,7 @@ _ending = threading.Lock()
 def serve(run: ServeRun) -> None:
     """Load the models, compile their programs, and serve until SIGTERM or Ctrl-C; in this process, or as one of several
     that run this command, of which the first one serves and the others follow it; or as replicas on Ray Serve."""
+    _check_learning(run)
     if run.ray:
         if run.allow_update_weights:
             raise ConfigError("--allow-update-weights: not with --ray, whose replicas would have to change as one")
@@ -62,6 +63,17 @@ def serve(run: ServeRun) -> None:
             _serve(run, rank)
     except Exception as error:
         _end(error if rank is None else rank.reason(error))
+
+
+def _check_learning(run: ServeRun) -> None:
+    """Raises ConfigError where the settings do not go with a head that learns, or with one that does not."""
+    if not run.learn:
+        own = [name for name in asdict(run) if name.startswith("learn_")]
+        check_unset(run, own, "is of a head that learns: give --learn too")
+        return
+    from specserve.learn.learning import check_settings  # no other server needs it
+
+    check_settings(run)
 
 
 def config(run: ServeRun) -> None:
@@ -152,6 +164,12 @@ def _serve_requests(run: ServeRun, leader: Leader | None, kv_events: Publisher |
     models = _load(run, has_tokenizer=True)
     if run.update_folder:
         models = _as_kept(models, run.update_folder)
+    learning = None
+    if run.learn and not run.warmup_only:
+        from specserve.learn.learning import LearningHead
+
+        learning = LearningHead(run, models)
+        models = learning.take_models()
     with warmup_bar() as on_warmup:
         engine = make_engine(models, run, on_warmup, leader=leader, watcher=kv_events)
     del models  # the engine has packed what it needs of them
@@ -167,9 +185,12 @@ def _serve_requests(run: ServeRun, leader: Leader | None, kv_events: Publisher |
         engine.drain(seconds)
         engine.stop()  # a request that has not ended gets an error before its connection is cut
 
-    with engine, tracing or nullcontext():
+    app = create_app(engine, api_keys=api_keys, run=run, tracing=tracing, listen=learning and learning.listen)
+    if learning:
+        app.state.metrics.registry.register(learning)
+    with engine, tracing or nullcontext(), learning.beside(engine) if learning else nullcontext():
         server = HttpServer(
-            create_app(engine, api_keys=api_keys, run=run, tracing=tracing),
+            app,
             run,
             listener=listener,
             on_drain=drain,

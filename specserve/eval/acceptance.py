@@ -13,11 +13,11 @@ from typing import Any
 
 from specserve.errors import DataError
 from specserve.eval.bench.comparison import ArmResult, BenchArm, Comparison, EngineArm, run_round
-from specserve.eval.intervals import Interval, median_interval, tau_difference, tau_interval
 from specserve.eval.prompts import Question, render
 from specserve.serve.engine.engine import Engine
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
+from specserve.speculative.intervals import Interval, median_interval, tau_difference, tau_interval
 
 Messages = list[dict[str, str]]
 Read = Callable[[Messages], tuple[Any, int] | None]  # a chat to a prompt and the room to answer it; None: it has none

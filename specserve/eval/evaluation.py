@@ -14,7 +14,6 @@ from specserve.errors import ConfigError
 from specserve.eval.acceptance import Difference, Read, SpeculationReport, converse, differences, reader, warm_up
 from specserve.eval.bench.comparison import AUTO, PLAIN, BenchArm, EngineArm, has_draft
 from specserve.eval.bench.step_times import StepTimes, measure_steps
-from specserve.eval.intervals import Interval
 from specserve.eval.prompts import Question, load_questions
 from specserve.eval.remote import ServerArm, read_chats
 from specserve.eval.settings import EvalRun
@@ -22,6 +21,7 @@ from specserve.serve.engine.engine import Engine
 from specserve.serve.engines import load, measured_engine, with_draft
 from specserve.serve.launch import Models
 from specserve.serve.progress import Bars
+from specserve.speculative.intervals import Interval
 
 SPECULATIONS = ("chain:3", AUTO)  # where the settings name none
 BUNDLED_NAME = "bundled"

@@ -11,7 +11,7 @@ from specserve.eval.bench.comparison import AUTO, ArmResult, Comparison
 from specserve.eval.bench.engine import BenchReport, Coupling
 from specserve.eval.bench.quantization import QuantizationLoss
 from specserve.eval.bench.step_times import StepTimes
-from specserve.eval.intervals import Interval
+from specserve.speculative.intervals import Interval
 
 
 def summary_table(rows: Sequence[tuple[str, SpeculationReport]], title: str) -> Table:

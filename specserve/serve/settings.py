@@ -225,6 +225,24 @@ class ServeRun:
     allow_load_lora: bool = setting(
         False, help="let clients that have a key load and unload LoRA adapters, within max_loras"
     )
+    learn: str = setting(
+        "",
+        help="keep tokens of requests and answers in this folder, which no other server has, and let the draft head "
+        "learn from them beside serving; empty: nothing is kept",
+    )
+    learn_max_gb: float = setting(1.0, help="size of what is kept of requests; beyond, the oldest goes", gt=0)
+    learn_max_hours: float = setting(168.0, help="age of what is kept of requests", gt=0)
+    learn_share: float = setting(1.0, help="share of the answers that is kept", gt=0, le=1)
+    learn_redact: str = setting(
+        "",
+        help="MODULE:FUNCTION that is given each answer and the tokenizer before anything is kept, and returns what "
+        "may be kept, or None",
+    )
+    learn_data: tuple[str, ...] = setting(
+        (), help="data that the head was first trained on, as data.source of train, for a quarter of each round"
+    )
+    learn_answers: int = setting(512, help="new answers that begin a round of training", ge=64)
+    learn_steps: int = setting(200, help="steps of a round", ge=1)
     allow_priority: bool = setting(False, help="let requests choose their priority; else it must be 0")
     deterministic: bool = setting(
         False,

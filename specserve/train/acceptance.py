@@ -82,6 +82,7 @@ class ArmAcceptance:
     total: Acceptance
     by_source: dict[str, Acceptance]
     answers: tuple[tuple[int, ...], ...] = ()  # token ids, by prompt; empty where it does not fit the context
+    by_prompt: tuple[Acceptance, ...] = ()  # without steps where it does not fit the context
 
 
 class AcceptanceMeter:
@@ -141,14 +142,14 @@ class AcceptanceMeter:
         weights = Weights(target, DraftWeights(params, DraftVocab(jnp.asarray(target_ids))))
         by_source: defaultdict[str, Acceptance] = defaultdict(Acceptance)
         answers: list[tuple[int, ...]] = [()] * len(self._prompts)
+        by_prompt = [Acceptance()] * len(self._prompts)
         for start in range(0, len(self._order), self._num_slots):
             group = self._order[start : start + self._num_slots]
             for i, (found, answer) in zip(group, self._answer(weights, group, arm), strict=True):
                 by_source[self._prompts[i].source] += found
-                answers[i] = tuple(answer)
-        return ArmAcceptance(
-            arm, sum(by_source.values(), Acceptance()), dict(sorted(by_source.items())), tuple(answers)
-        )
+                answers[i], by_prompt[i] = tuple(answer), found
+        total = sum(by_source.values(), Acceptance())
+        return ArmAcceptance(arm, total, dict(sorted(by_source.items())), tuple(answers), tuple(by_prompt))
 
     def _num_pages(self, i: int) -> int:
         longest = min(len(self._prompts[i].token_ids) + self._max_new_tokens, self._context)

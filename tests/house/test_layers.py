@@ -26,6 +26,7 @@ FLOORS = {
     "serve": 6,
     "answers": 7,
     "plan": 7,
+    "learn": 7,
     "eval": 8,
     "cli": 9,
 }

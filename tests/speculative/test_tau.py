@@ -2,7 +2,7 @@
 
 import pytest
 
-from specserve.eval.intervals import Interval, tau_interval
+from specserve.speculative.intervals import Interval, tau_interval
 from specserve.serve.requests.request import SpeculationStats
 from specserve.speculative.acceptance import Acceptance
 

@@ -20,7 +20,6 @@ import numpy as np
 from specserve.checkpoints.load import Quantization
 from specserve.errors import ConfigError, SpecServeError
 from specserve.eval.bench.comparison import PLAIN, has_draft
-from specserve.eval.intervals import Interval, bootstrap, tau_interval
 from specserve.eval.prompts import load_chats, render
 from specserve.eval.settings import QuantizationRun
 from specserve.kernels import native
@@ -34,6 +33,7 @@ from specserve.serve.launch import Models, load_models
 from specserve.serve.requests.completion import CompletionOutput, answer_all
 from specserve.serve.requests.request import FinishReason, SamplingParams
 from specserve.speculative.acceptance import Acceptance
+from specserve.speculative.intervals import Interval, bootstrap, tau_interval
 
 FLOATS: Quantization = "none"
 ROWS = 64  # positions whose logits are there at once

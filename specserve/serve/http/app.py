@@ -12,6 +12,7 @@ from specserve.serve.http.admin.routes import add_draft_routes, add_status_route
 from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
 from specserve.serve.http.openai.completions import ChatChunk, ChatCompletion, Completion, CompletionChunk
 from specserve.serve.http.openai.hidden_states import add_states_route
+from specserve.serve.http.openai.streaming import Listen
 from specserve.serve.http.openai.tokenizer import add_tokenizer_routes
 from specserve.serve.http.page.routes import add_page_routes
 from specserve.serve.http.service import Service
@@ -22,12 +23,18 @@ from specserve.serve.settings import ServeRun
 
 
 def create_app(
-    engine: EngineLike, *, api_keys: Sequence[str] = (), run: ServeRun | None = None, tracing: Tracing | None = None
+    engine: EngineLike,
+    *,
+    api_keys: Sequence[str] = (),
+    run: ServeRun | None = None,
+    tracing: Tracing | None = None,
+    listen: Listen | None = None,
 ) -> FastAPI:
     """Make the app with all routes over one engine. With `api_keys`, all but the page at /, /health, /ready and
     /version need one of them.
 
-    `run` has the server's settings, of which `keys` has read those about keys. The app keeps its Prometheus series in
+    `run` has the server's settings, of which `keys` has read those about keys. `listen` is asked for a listener of each
+    sequence. The app keeps its Prometheus series in
     `app.state.metrics`.
     """
     run = run or ServeRun()
@@ -35,7 +42,7 @@ def create_app(
     app.state.metrics = metrics = Metrics(engine.model_name, engine.stats)
     install_error_handlers(app)
     app.add_middleware(Guard, api_keys=api_keys, allowed_hosts=run.allowed_hosts, cors_origins=run.cors_origins)
-    service = Service(engine, metrics, run, tracing)
+    service = Service(engine, metrics, run, tracing, listen)
     service.generate(
         app, "/v1/completions", CompletionBody, service.completion, reply=Completion, event=CompletionChunk
     )

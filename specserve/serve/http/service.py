@@ -29,7 +29,7 @@ from specserve.serve.http.openai.prompts import (
     truncated,
 )
 from specserve.serve.http.openai.replies import ReplyFormat, RequestMetrics
-from specserve.serve.http.openai.streaming import ClientGoneError, Generation, Work
+from specserve.serve.http.openai.streaming import ClientGoneError, Generation, Listen, Work
 from specserve.serve.http.transport.guard import read_body
 from specserve.serve.http.transport.json_codec import write_json
 from specserve.serve.http.transport.threads import CallQueue, in_thread
@@ -46,13 +46,20 @@ _BodyT = TypeVar("_BodyT", bound=Body)
 class Service:
     """The engine as the routes of one app see it."""
 
-    def __init__(self, engine: EngineLike, metrics: Metrics, run: ServeRun, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineLike,
+        metrics: Metrics,
+        run: ServeRun,
+        tracing: Tracing | None = None,
+        listen: Listen | None = None,
+    ) -> None:
         self.engine = engine
         self.metrics = metrics
         self.syntax = AnswerSyntax(engine.tokenizer, run.tool_parser, run.reasoning_parser)
         self.texts = TokenTexts(engine.tokenizer)
         self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if run.allow_unknown_fields else None
-        self._tracing, self._allows_priority = tracing, run.allow_priority
+        self._tracing, self._listen, self._allows_priority = tracing, listen, run.allow_priority
         self._names_version = run.allow_update_weights
         self._call_queue: CallQueue | None = None  # of the event loop, which is not there yet
         self._request_metrics = RequestMetrics(run.enable_per_request_metrics, run.per_request_spec_decode_metrics)
@@ -150,6 +157,7 @@ class Service:
                 request_metrics=self._request_metrics,
                 names_version=self._names_version,
                 tracing=self._tracing,
+                listen=self._listen,
             )
             await generation.submit()
             if body.stream:

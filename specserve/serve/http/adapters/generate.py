@@ -120,7 +120,14 @@ class GenerateBody(Body):
     return_text_in_logprobs: bool = False
     priority: Int64 = 0
     cache_salt: CacheSalt = ""
+    learn: bool = True
+    """As of /v1/completions."""
     lora_path: str | None = None  # the name of a LoRA adapter that is loaded
+
+    @property
+    def may_learn(self) -> bool:
+        """Return whether a draft head may learn from the answers."""
+        return self.learn and not self.cache_salt
 
     @property
     def is_batch(self) -> bool:

@@ -280,6 +280,8 @@ class SamplingBody(GrammarFields):
     """Lower runs first; other than 0 only with `--allow-priority`."""
     cache_salt: CacheSalt = ""
     """Cached prefixes are shared only under one salt."""
+    learn: bool = True
+    """false, as a `cache_salt` or `store: false`: a server with `--learn` keeps nothing of this request."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -306,6 +308,12 @@ class SamplingBody(GrammarFields):
     def max_new_tokens(self) -> int | None:
         """The most tokens that one answer may have. None means as many as fit."""
         return self.max_tokens
+
+    @property
+    def may_learn(self) -> bool:
+        """Return whether a draft head may learn from the answers: their client has not said that they are private."""
+        is_unstored = self.store is False and "store" in self.model_fields_set  # some bodies have it as their default
+        return self.learn and not is_unstored and not self.cache_salt
 
     @property
     def num_logprobs(self) -> int | None:

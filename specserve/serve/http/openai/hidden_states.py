@@ -34,6 +34,7 @@ class HiddenStatesBody(Body):
     priority: Int64 = 0
     stream: ClassVar[bool] = False
     cache_salt: ClassVar[str] = ""
+    may_learn: ClassVar[bool] = False
 
     def reword(self, error: RequestError) -> RequestError:
         """Return an error of the engine as it is: the fields have its names."""

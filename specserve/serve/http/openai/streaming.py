@@ -66,9 +66,18 @@ class WorkOptions(Protocol):
     priority: int
     cache_salt: str
 
+    @property
+    def may_learn(self) -> bool:
+        """Return whether a draft head may learn from the answers, on a server that has one learn."""
+        ...
+
     def reword(self, error: RequestError) -> RequestError:
         """Return an error of the engine under the name that the client of this endpoint sent."""
         ...
+
+
+Hear = Callable[[Delta], None]  # takes all deltas of one sequence, on the event loop
+Listen = Callable[[Request, WorkOptions], Hear | None]  # None: it has no interest in a sequence
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,7 @@ class _Choice:
     parser: AnswerParser
     has_origins: bool
     names_version: bool
+    hear: Hear | None
     has_calls: bool = False
     num_tokens: int = 0
     waiting_ids: Sequence[int] = ()  # of tokens that a stream has not sent yet
@@ -161,11 +171,14 @@ class Generation:
         request_metrics: RequestMetrics,
         names_version: bool,
         tracing: Tracing | None = None,
+        listen: Listen | None = None,
     ) -> None:
         """Prepare the work of one HTTP request. `request_metrics`: what the reply reports of its one sequence;
-        `names_version`: whether it names the version of the weights."""
+        `names_version`: whether it names the version of the weights; `listen` is asked for a listener of each
+        sequence."""
         self._engine, self._metrics, self._http, self._work = engine, metrics, http, work
         self._request_metrics, self._names_version = request_metrics, names_version
+        self._listen = listen
         self._tracing, self._parent = tracing, tracing.parent(http.headers) if tracing else None
         self._request_id = current_request_id()
         self._loop, self._calls = asyncio.get_running_loop(), calls
@@ -214,7 +227,8 @@ class Generation:
             )
             counted = self._metrics.start_sequence(len(token_ids), self._work.lora)
             is_first, parser = number % len(each) == 0, self._work.make_parser()
-            named = self._work.has_origins, self._names_version
+            hear = self._listen(request, body) if self._listen else None
+            named = self._work.has_origins, self._names_version, hear
             self._choices.append(_Choice(number, request, counted, is_first, parser, *named))
             self._check_client()
 
@@ -379,6 +393,8 @@ class Generation:
             return
         choice = self._choices[index]
         choice.metrics.observe(delta)
+        if choice.hear is not None:
+            choice.hear(delta)
         if delta.finish_reason is not None and self._tracing and self._parent is not None:
             self._tracing.end(
                 *(self._parent, self._request_id, choice.request, delta),

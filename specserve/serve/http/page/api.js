@@ -65,7 +65,7 @@ const stepOf = (choice) => ({
 
 // The series of /metrics that the page draws.
 export async function scrape() {
-  const found = { time: performance.now() / 1000, perDepth: [], adapters: {} };
+  const found = { time: performance.now() / 1000, perDepth: [], adapters: {}, versions: {} };
   const names = {
     "vllm:generation_tokens_total": "tokens",
     "vllm:spec_decode_num_drafts_total": "steps",
@@ -77,6 +77,7 @@ export async function scrape() {
     "specserve:pages": "pages",
     "specserve:pages_cached": "cached",
     "specserve:programs_left": "programsLeft",
+    "specserve:learn_drift": "drift",
   };
   const ofAdapters = {
     "specserve:adapter_steps_total": "steps",
@@ -92,6 +93,8 @@ export async function scrape() {
     const position = name === "vllm:spec_decode_num_accepted_tokens_per_pos_total" && /position="(\d+)"/.exec(labels);
     if (position) found.perDepth[position[1]] = Number(value);
     const adapter = ofAdapters[name] && /adapter="((?:[^"\\]|\\.)*)"/.exec(labels);
+    const version = /^specserve:learn_(version|live_tau)$/.test(name) && /version="([^"]*)"/.exec(labels);
+    if (version) (found.versions[version[1]] ??= {})[name.replace("specserve:learn_", "")] = Number(value);
     if (adapter) (found.adapters[adapter[1]] ??= {})[ofAdapters[name]] = Number(value);
   }
   return found;

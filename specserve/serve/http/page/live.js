@@ -43,6 +43,13 @@ function adapterTaus(adapters) {
   return make("ul", { "aria-label": "Tokens per forward of each adapter" }, ...items);
 }
 
+// tau of each version of a head that learns, over its last answers; the one that serves is marked.
+function versionTaus(versions) {
+  const items = Object.entries(versions).map(([name, { version, live_tau: tau }]) => make("li", {},
+    make("span", { class: "name" }, version ? `${name}, serving` : name), " ", make("b", {}, tau ? number(tau, 2) : "–")));
+  return make("ul", { "aria-label": "Tokens per forward of each version of the head" }, ...items);
+}
+
 // Tokens beyond one for each step: the accepted ones, less those steps whose own token lay behind an answer's end.
 const gained = (sample) => sample.accepted - sample.cut;
 
@@ -101,6 +108,9 @@ export class Live {
         spark(running, Math.max(2, ...running.map(([, value]) => value)), plural(last.running, "running sequence"))),
       ...(Object.keys(last.adapters).length
         ? [chart("Adapters", plural(Object.keys(last.adapters).length, "adapter"), "tokens per forward since start", adapterTaus(last.adapters), true)] : []),
+      ...(Object.keys(last.versions).length
+        ? [chart("Head that learns", plural(Object.keys(last.versions).length, "version"), `tokens per forward; traffic drifted by ${number(last.drift, 2)}`,
+          versionTaus(last.versions), true)] : []),
     );
   }
 }

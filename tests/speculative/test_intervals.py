@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specserve.eval.intervals import Interval, bootstrap, median_interval, tau_difference, tau_interval
+from specserve.speculative.intervals import Interval, bootstrap, median_interval, tau_difference, tau_interval
 from specserve.speculative.acceptance import Acceptance
 
 

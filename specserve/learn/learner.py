@@ -1,0 +1,86 @@
+"""The process that makes one round of learning at the priority of what can wait, and ends with it: between two rounds
+nothing is in memory, and whatever becomes of it harms no request."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import IO
+
+from specserve import host
+from specserve.errors import SpecServeError, first_line
+from specserve.learn.task import RoundResult, RoundTask
+
+
+class LearnerProcess:
+    """One round in a process of its own."""
+
+    def __init__(self, task: RoundTask) -> None:
+        """Start it. Raises OSError."""
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # `result` closes it
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__],
+            # an accelerator belongs to the server
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            process_group=0,  # Ctrl-C is not for it
+        )
+        host.let_wait(self._process.pid)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `result` says why it has ended
+            self._process.stdin.write(json.dumps(dataclasses.asdict(task)).encode() + b"\n")
+            self._process.stdin.flush()  # and stays open: its end is that of the server
+
+    def result(self) -> RoundResult | str:
+        """Wait for the end of the round, and return its judgement, or what went wrong."""
+        assert self._process.stdout is not None
+        with self._process, self._said:
+            answer = self._process.stdout.read()
+            status = self._process.wait()
+            self._said.seek(0)
+            last = self._said.read().decode(errors="replace").strip().rpartition("\n")[2]
+        try:
+            return RoundResult(**json.loads(answer))
+        except (ValueError, TypeError):
+            return f"the learner has ended with status {status}" + (f": {last[:300]}" if last else "")
+
+    def kill(self) -> None:
+        """End it at once, if it has not ended."""
+        self._process.kill()
+
+
+def _end_with(server: IO[bytes]) -> None:
+    """End this process when the server's has ended."""
+    server.read()
+    host.leave(0)
+
+
+def _make(task: RoundTask, answers: IO[bytes]) -> int:
+    from specserve.learn.round import learn  # the trainer, which the server does not import
+
+    try:
+        result = learn(task)
+    except SpecServeError as error:
+        sys.stderr.write(f"{first_line(error)}\n")
+        return 2
+    answers.write(json.dumps(dataclasses.asdict(result)).encode())
+    answers.flush()
+    return 0
+
+
+def _main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # prints of libraries are no answers
+    task = RoundTask(**json.loads(sys.stdin.buffer.readline()))
+    threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
+    host.leave(_make(task, answers))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,297 @@
+"""A server's head that learns: takes what is answered into the traffic, has rounds made, serves the heads that they
+choose, and goes back to the one before where a new one is worse while it serves."""
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from specserve import provenance
+from specserve.drafters.registry import check_trained
+from specserve.drafters.speculation import describe, parse_speculation, within_reach
+from specserve.errors import ConfigError, SpecServeError
+from specserve.host import write_whole
+from specserve.learn.learner import LearnerProcess
+from specserve.learn.live import MOST_ANSWERS, LiveTaus
+from specserve.learn.task import HEAD, ROUND, TRAFFIC, RoundResult, RoundTask
+from specserve.learn.traffic import ServedAnswer, Traffic, load_redact
+from specserve.learn.versions import STATIC, HeadVersions, LearnState
+from specserve.serve.engine.engine import Engine
+from specserve.serve.http.openai.streaming import Hear, WorkOptions
+from specserve.serve.launch import Models, find_names, with_version
+from specserve.serve.requests.request import Delta, FinishReason, Request
+from specserve.serve.settings import ServeRun
+from specserve.speculative.tree import Tree, chain
+
+logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 10.0  # between two looks at the taus of what serves
+ROUND_SECONDS = 1.0  # between two looks at whether a round is due
+BACK_OFF_SECONDS, MOST_BACK_OFF = 60.0, 3600.0  # after a round that failed, doubled each time
+SECRET_FILE = "secret"  # by which clients are digested, so that a digest does not show whose it is
+ALONE = ("ray", "coordinator", "allow_update_weights", "allow_load_draft")
+FINISHED = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class LearningHead(Collector):
+    """The learning of one server, from its start to its end. It is also the collector of its Prometheus series."""
+
+    def __init__(self, run: ServeRun, models: Models) -> None:
+        """Open the folder. Raises ConfigError or CheckpointError where the head cannot learn, or the folder is not for
+        it."""
+        self._run, self._folder = run, Path(run.learn).expanduser().absolute()
+        redact = load_redact(run.learn_redact)
+        self._task = _first_task(run, models, self._folder)
+        self.versions = HeadVersions(self._folder, models.fingerprint, provenance.fingerprint(Path(self._task.static)))
+        self.live = LiveTaus()
+        if (served := self._served_folder()) != self._task.static:
+            models = with_version(models, self.versions.state.version, "", served)
+        self._models: Models | None = models
+        self._traffic = Traffic(
+            self._folder / TRAFFIC,
+            most_bytes=int(run.learn_max_gb * 1e9),
+            most_seconds=run.learn_max_hours * 3600,
+            redact=redact,
+            tokenizer=models.tokenizer,
+        )
+        self._secret = _secret(self._folder / SECRET_FILE)
+        self._model_name = ""  # as clients see it
+        self._num_used = 0  # answers that were kept when the last round began
+        self._rounds: dict[str, int] = {}  # by what they chose, or "failed"
+        self._num_returns = 0
+        self._last: RoundResult | None = None
+        self._closing, self._change = threading.Event(), threading.Lock()
+        self._process: LearnerProcess | None = None
+
+    # Of each request.
+
+    def listen(self, request: Request, options: WorkOptions) -> Hear | None:
+        """Return the listener of a sequence that the target alone answers."""
+        if request.lora:
+            return None
+        is_kept = options.may_learn and random.random() < self._run.learn_share
+        answer_ids: list[int] = []
+
+        def hear(delta: Delta) -> None:
+            if is_kept:
+                answer_ids.extend(delta.token_ids)
+            if delta.finish_reason is None or delta.stats is None:
+                return
+            if len(delta.stats.versions) == 1:
+                self.live.observe(delta.stats.version, delta.stats.of_drafts)
+            if delta.finish_reason in FINISHED and len(answer_ids) > 1:
+                digest = hashlib.blake2b(request.client.encode(), key=self._secret, digest_size=6).hexdigest()
+                self._traffic.keep(ServedAnswer(request.prompt_ids, tuple(answer_ids), digest, delta.stats.version))
+
+        return hear
+
+    # Of the server.
+
+    def take_models(self) -> Models:
+        """Hand over the models with the version of the head that served last. It keeps none of them."""
+        assert self._models is not None
+        models, self._models = self._models, None
+        return models
+
+    @contextlib.contextmanager
+    def beside(self, engine: Engine) -> Iterator[None]:
+        """Learn while the engine serves, until the context ends."""
+        self._model_name = engine.model_name
+        threads = [
+            threading.Thread(target=work, args=(engine,), name=f"learn-{name}", daemon=True)
+            for name, work in (("rounds", self._make_rounds), ("live", self._watch))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._closing.set()
+            with self._change:
+                if self._process is not None:
+                    self._process.kill()
+            for thread in threads:
+                thread.join()
+            self._traffic.close()
+            self.versions.close()
+
+    def _make_rounds(self, engine: Engine) -> None:
+        num_failures = 0
+        while not self._closing.wait(ROUND_SECONDS):
+            if self._traffic.num_kept - self._num_used < self._run.learn_answers:
+                continue
+            self._num_used, version = self._traffic.num_kept, self.versions.state.version
+            found = self._make_round()
+            if self._closing.is_set():
+                return
+            if isinstance(found, RoundResult):
+                num_failures = 0
+                self.act(engine, found, version)
+                continue
+            self._count("failed")
+            seconds = min(BACK_OFF_SECONDS * 2**num_failures, MOST_BACK_OFF)
+            num_failures += 1
+            logger.warning("a round of learning failed, the next one in %.0f s at the earliest: %s", seconds, found)
+            self._closing.wait(seconds)
+
+    def _make_round(self) -> RoundResult | str:
+        """Return the judgement of a round, or what went wrong."""
+        seed = self.versions.state.num_rounds
+        try:
+            with self._change:
+                if self._closing.is_set():
+                    return "the server ends"
+                self._process = LearnerProcess(dataclasses.replace(self._task, served=self._served_folder(), seed=seed))
+        except OSError as error:
+            return str(error)
+        return self._process.result()
+
+    def act(self, engine: Engine, result: RoundResult, version: str) -> None:
+        """Serve the head that a round has chosen, which was made beside this version."""
+        with self._change:
+            state = self.versions.state
+            if state.version != version:
+                logger.info("a round was of version %s, which serves no more: %s", version, result.text)
+                return
+            logger.info("a round of learning: %s", result.text)
+            self._last = result
+            self._count(result.choice)
+            first = state.first_static_tau or result.taus["static"]
+            state = dataclasses.replace(state, num_rounds=state.num_rounds + 1, first_static_tau=first)
+            try:
+                if result.choice == "candidate":
+                    name = self.versions.add(self._folder / ROUND / HEAD)
+                    self._use(engine, dataclasses.replace(state, version=name, before=version))
+                elif result.choice == "static":
+                    self._use(engine, dataclasses.replace(state, version=STATIC, before=STATIC))
+                else:
+                    self.versions.keep(state)
+            except (SpecServeError, OSError) as error:
+                logger.warning("the head stays version %s: %s", self.versions.state.version, error)
+
+    def _watch(self, engine: Engine) -> None:
+        while not self._closing.wait(CHECK_SECONDS):
+            self.look_back(engine)
+
+    def look_back(self, engine: Engine) -> None:
+        """Go back to the version before where the present one's tau has fallen below what that one had."""
+        with self._change:
+            state = self.versions.state
+            fallen = self.live.has_fallen(state.version, state.before)
+            if fallen is None:
+                return
+            found, expected = fallen
+            logger.warning(
+                "version %s of the head has tau %.3f to %.3f while it serves, and version %s had %.3f to %.3f: going "
+                "back to that",
+                *(state.version, found.low, found.high, state.before, expected.low, expected.high),
+            )
+            try:
+                self._use(engine, dataclasses.replace(state, version=state.before, before=state.before))
+                self._num_returns += 1
+            except (SpecServeError, OSError) as error:
+                logger.warning("the head stays version %s: %s", state.version, error)
+
+    def _use(self, engine: Engine, state: LearnState) -> None:
+        """Serve the version of a state, and keep the state. Raises SpecServeError or OSError."""
+        folder = self.versions.folder_of(state.version) or self._task.static
+        mode = "drain" if self._run.deterministic else "continue"
+        self.live.forget(state.version)
+        engine.update_weights(draft=folder, version=state.version, mode=mode)
+        self.versions.keep(state)
+
+    def _served_folder(self) -> str:
+        return str(self.versions.folder_of(self.versions.state.version) or self._task.static)
+
+    def _count(self, result: str) -> None:
+        self._rounds[result] = self._rounds.get(result, 0) + 1
+
+    # Prometheus.
+
+    def collect(self) -> Iterator[Metric]:
+        state, last = self.versions.state, self._last
+        judged = [*last.taus.items()] if last else []
+        gauges = (
+            ("version", "1 for the version of the head that serves.", "version", [(state.version, 1.0)]),
+            ("live_tau", f"tau of the last {MOST_ANSWERS} answers, of steps over draft tokens.", "version",
+             [(version, tau) for version, tau, _ in self.live.taus()]),
+            ("held_out_tau", "tau on held-out prompts of the last round.", "head", judged),
+        )  # fmt: skip
+        for name, text, label, found in gauges:
+            family = GaugeMetricFamily(f"specserve:learn_{name}", text, labels=["model_name", label])
+            for value, number in found:
+                family.add_metric([self._model_name, value], number)
+            yield family
+        drift = state.first_static_tau - last.taus["static"] if last and state.first_static_tau else 0.0
+        text = "Fall of the static head's tau on held-out prompts since the first round: how far traffic has moved."
+        family = GaugeMetricFamily("specserve:learn_drift", text, labels=["model_name"])
+        family.add_metric([self._model_name], drift)
+        yield family
+        counters = (
+            ("kept_answers", "Answers written to the folder.", self._traffic.num_kept),
+            ("dropped_answers", "Answers left out by the hook, or for want of room.", self._traffic.num_dropped),
+            ("returns", "Versions given up because their tau fell while they served.", self._num_returns),
+        )
+        for name, text, number in counters:
+            counter = CounterMetricFamily(f"specserve:learn_{name}", text, labels=["model_name"])
+            counter.add_metric([self._model_name], number)
+            yield counter
+        rounds = CounterMetricFamily("specserve:learn_rounds", "Rounds, by result.", labels=["model_name", "result"])
+        for result, number in [*self._rounds.items()]:
+            rounds.add_metric([self._model_name, result], number)
+        yield rounds
+
+
+def check_settings(run: ServeRun) -> None:
+    """Check that the settings go with a head that learns. Raises ConfigError."""
+    for name in ALONE:
+        if getattr(run, name):
+            raise ConfigError(
+                f"--learn: not with --{name.replace('_', '-')}; one process alone changes its head as it learns"
+            )
+    load_redact(run.learn_redact)
+
+
+def _first_task(run: ServeRun, models: Models, folder: Path) -> RoundTask:
+    """Return what is the same in all rounds. Raises ConfigError where the head cannot learn."""
+    name, static = find_names(run.target, run.draft)
+    if models.head is None or static is None:
+        raise ConfigError("--learn: no draft head with a folder of its own; train one first, and give it with --draft")
+    check_trained(models.head.drafter.name, "--learn")
+    if models.head_quantization == "stored":
+        raise ConfigError("--learn: the head is in few bits as its files store it; give one in floats")
+    tree: Tree = within_reach([chain(3), chain(2), chain(1)], models.head.drafter)[0]
+    if run.speculation != "auto":
+        asked = parse_speculation(run.speculation)
+        if asked is None or not asked.uses_head:
+            raise ConfigError(f"--learn: --speculation {run.speculation} uses no head; give auto, a chain or a tree")
+        tree = tree if asked.lookup else asked
+    return RoundTask(
+        str(folder),
+        name,
+        str(static.resolve()),
+        str(static.resolve()),
+        models.head.drafter.name,
+        describe(tree),
+        run.learn_steps,
+        0,
+        first_data=run.learn_data,
+        quantization=models.quantization,
+        draft_quantization=models.head_quantization,
+        drafter_module=run.drafter_module,
+    )
+
+
+def _secret(path: Path) -> bytes:
+    """Return the secret of a folder, which is made at its first use."""
+    if not path.exists():
+        write_whole(path, os.urandom(32))
+    return path.read_bytes()

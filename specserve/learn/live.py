@@ -1,0 +1,48 @@
+"""The acceptance of each version of the head while it serves: the last answers of each, and when the newest version is
+worse than the one before it."""
+
+from collections import deque
+from collections.abc import Iterator
+
+from specserve.speculative.acceptance import Acceptance
+from specserve.speculative.intervals import Interval, tau_interval
+
+MOST_ANSWERS = 512  # the last ones of each version
+FEWEST_ANSWERS = 64  # of each version, before two are compared
+
+
+class LiveTaus:
+    """The last answers of each version. Only steps that verified draft tokens count, so that it does not matter how
+    often `auto` decodes plainly. One thread observes; others may read."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, deque[Acceptance]] = {}
+
+    def observe(self, version: str, found: Acceptance) -> None:
+        """Take the acceptance of one answer that one version has drafted throughout."""
+        if found.num_steps:
+            self._answers.setdefault(version, deque(maxlen=MOST_ANSWERS)).append(found)
+
+    def forget(self, version: str) -> None:
+        """Begin anew with a version, whose traffic is not that of the time when it served last."""
+        self._answers.pop(version, None)
+
+    def taus(self) -> Iterator[tuple[str, float, int]]:
+        """Yield each version that has answered, its tau, and the number of answers that this is of."""
+        for version in [*self._answers]:
+            found = self._last(version)
+            yield version, sum(found, Acceptance()).tau, len(found)
+
+    def has_fallen(self, version: str, before: str) -> tuple[Interval, Interval] | None:
+        """Return the 95% intervals of two versions' tau where the first lies wholly below the second, else None. They
+        are compared over the first answers of the new one alone: later on it is the traffic that has moved."""
+        new, old = self._last(version), self._last(before)
+        if version == before or len(new) == MOST_ANSWERS or min(len(new), len(old)) < FEWEST_ANSWERS:
+            return None
+        found, expected = tau_interval(new), tau_interval(old)
+        assert found is not None
+        assert expected is not None
+        return (found, expected) if found.high < expected.low else None
+
+    def _last(self, version: str) -> list[Acceptance]:
+        return [*self._answers.get(version, ())]

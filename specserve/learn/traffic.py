@@ -1,0 +1,168 @@
+"""The kept traffic of a server: the token ids of prompts and answers, in segments that are there whole or not at all.
+The oldest go beyond a size or an age. Hidden states are not kept: a round of training runs the target over the tokens,
+so they are never of older weights, and serving pays nothing for them."""
+
+import hashlib
+import importlib
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from specserve.errors import ConfigError, first_line
+from specserve.host import write_whole
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES, SEGMENT_SECONDS = 1 << 20, 30.0  # a segment is written when it has these
+MOST_WAITING = 10_000  # answers that the writing thread has not come to; more are left out
+SUFFIX = ".jsonl"
+
+
+@dataclass(frozen=True)
+class ServedAnswer:
+    """One answer, with its prompt."""
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    client: str = ""  # a digest, by which the answers of one client are recognised and no more
+    version: str = ""  # of the head that proposed its last tokens
+
+    @property
+    def key(self) -> str:
+        """Return 16 hex digits that are the same for every answer to this prompt."""
+        return hashlib.sha256(str(self.prompt_ids).encode()).hexdigest()[:16]
+
+
+Redact = Callable[[ServedAnswer, Any], ServedAnswer | None]  # with the tokenizer; None: nothing may be kept
+
+
+def load_redact(path: str) -> Redact | None:
+    """Import the function that the setting names, if it names one. Raises ConfigError."""
+    if not path:
+        return None
+    module, _, name = path.partition(":")
+    try:
+        found: Any = getattr(importlib.import_module(module), name)
+    except Exception as error:  # other people's code may raise anything
+        raise ConfigError(
+            f"--learn-redact {path!r}: expected MODULE:FUNCTION on PYTHONPATH, got {first_line(error)}"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"--learn-redact {path!r}: expected a function, got {type(found).__name__}")
+    return cast(Redact, found)
+
+
+class Traffic:
+    """Writes answers into the segments of a folder, on a thread of its own, until it is closed."""
+
+    def __init__(
+        self, folder: Path, *, most_bytes: int, most_seconds: float, redact: Redact | None = None, tokenizer: Any = None
+    ) -> None:
+        self._folder, self._most_bytes, self._most_seconds = folder, most_bytes, most_seconds
+        self._redact, self._tokenizer = redact, tokenizer
+        self._waiting: queue.SimpleQueue[ServedAnswer | None] = queue.SimpleQueue()
+        self.num_kept = self.num_dropped = 0  # answers; the latter by the hook, or because the disk is full or slow
+        self._has_warned = False
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._write_all, name="learn-traffic", daemon=True)
+        self._thread.start()
+
+    def keep(self, answer: ServedAnswer) -> None:
+        """Have an answer written. It never waits."""
+        if self._waiting.qsize() < MOST_WAITING:
+            self._waiting.put(answer)
+        else:
+            self.num_dropped += 1
+
+    def close(self) -> None:
+        """Write what is left, and end the thread."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _write_all(self) -> None:
+        is_open = True
+        while is_open:
+            lines, num_bytes, end = [], 0, time.monotonic() + SEGMENT_SECONDS
+            while num_bytes < SEGMENT_BYTES and (seconds := end - time.monotonic()) > 0:
+                try:
+                    answer = self._waiting.get(timeout=seconds)
+                except queue.Empty:
+                    break
+                if answer is None:
+                    is_open = False
+                    break
+                if line := self._line(answer):
+                    lines.append(line)
+                    num_bytes += len(line)
+            self._write(lines)
+
+    def _line(self, answer: ServedAnswer) -> bytes:
+        """Return the line of an answer, which is empty where nothing of it may be kept."""
+        found: ServedAnswer | None = answer
+        if self._redact is not None:
+            try:
+                found = self._redact(answer, self._tokenizer)
+            except Exception as error:  # other people's code: nothing is kept that it has not passed
+                self._warn(f"--learn-redact failed ({first_line(error)})")
+                found = None
+        if found is None:
+            self.num_dropped += 1
+            return b""
+        row = {"client": answer.client, "version": answer.version}
+        row |= {"prompt_ids": [*found.prompt_ids], "answer_ids": [*found.answer_ids]}  # type: ignore[dict-item]
+        return json.dumps(row).encode() + b"\n"
+
+    def _write(self, lines: Sequence[bytes]) -> None:
+        try:
+            if lines:
+                write_whole(self._folder / f"{time.time_ns():020d}{SUFFIX}", b"".join(lines))
+                self.num_kept += len(lines)
+            self._forget_old()
+        except OSError as error:
+            self.num_dropped += len(lines)
+            self._warn(f"{self._folder}: traffic cannot be kept ({error.strerror})")
+
+    def _forget_old(self) -> None:
+        left, oldest = self._most_bytes, time.time_ns() - int(self._most_seconds * 1e9)
+        for path in reversed(segments(self._folder)):
+            left -= path.stat().st_size
+            if left < 0 or int(path.stem) < oldest:
+                path.unlink()
+
+    def _warn(self, what: str) -> None:
+        """Say what goes wrong, once."""
+        if not self._has_warned:
+            logger.warning("%s; those answers are left out", what)
+        self._has_warned = True
+
+
+def segments(folder: Path) -> list[Path]:
+    """List the segments, the oldest first."""
+    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.stem.isdecimal())
+
+
+def read_traffic(folder: Path, most_tokens: int) -> list[ServedAnswer]:
+    """Read the newest answers, of about so many tokens, the oldest first. A segment that is damaged, or goes meanwhile,
+    is left out."""
+    found: list[ServedAnswer] = []
+    for path in reversed(segments(folder)):
+        try:
+            own = [_parse(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s is left out: %s", path, first_line(error))
+            continue
+        found = own + found
+        most_tokens -= sum(len(answer.prompt_ids) + len(answer.answer_ids) for answer in own)
+        if most_tokens <= 0:
+            break
+    return found
+
+
+def _parse(row: dict[str, Any]) -> ServedAnswer:
+    return ServedAnswer(tuple(row["prompt_ids"]), tuple(row["answer_ids"]), row["client"], row["version"])

@@ -1,0 +1,105 @@
+"""The folder of a server whose head learns: the versions of its head, and which of them serves. A version is there
+whole or not at all, and `state.json` is written once it serves, so a server that was killed, at whatever moment, begins
+with the last one that did."""
+
+import dataclasses
+import fcntl
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specserve.checkpoints.tensors import read_json
+from specserve.errors import CheckpointError, ConfigError
+from specserve.host import whole_file
+
+STATE_FILE, LOCK_FILE, VERSIONS = "state.json", ".lock", "versions"
+STATIC = "0"  # the version that the server was started with
+MOST_KEPT = 8  # versions beside those that serve, or would after a return
+
+
+@dataclass(frozen=True)
+class LearnState:
+    """The version that serves, and what it belongs to."""
+
+    target: str  # fingerprint
+    static: str  # fingerprint of the head that the server was started with
+    version: str = STATIC
+    before: str = STATIC  # the one that served before it, to which a fall of tau returns
+    num_rounds: int = 0
+    first_static_tau: float = 0.0  # tau of the static head on the traffic of the first round; 0: there was none
+
+
+class HeadVersions:
+    """The versions of one server's head. No two servers may share the folder."""
+
+    def __init__(self, folder: Path, target: str, static: str) -> None:
+        """Open the folder for a target and a static head, by their fingerprints. Raises ConfigError where nothing can
+        be kept in it or it belongs to others, CheckpointError where it is damaged."""
+        self.folder = folder
+        try:
+            self._all.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = (folder / LOCK_FILE).open("a")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise ConfigError(f"--learn {folder}: another server learns there; give another folder") from None
+        except OSError as error:
+            raise ConfigError(f"--learn {folder}: {error}") from error
+        try:
+            self.state = self._read() or LearnState(target, static)
+            self._check(target, static)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self, target: str, static: str) -> None:
+        if (self.state.target, self.state.static) != (target, static):
+            raise ConfigError(
+                f"--learn {self.folder}: what is there was learnt for another target or from another head; give "
+                "another folder, or the --target and --draft of before"
+            )
+        if self.folder_of(self.state.version) is None and self.state.version != STATIC:
+            raise CheckpointError(f"{self.folder}: version {self.state.version} is missing; remove {STATE_FILE}")
+
+    @property
+    def _all(self) -> Path:
+        return self.folder / VERSIONS
+
+    def folder_of(self, version: str) -> Path | None:
+        """Return the folder of a version; None: there is none, as of the static one."""
+        folder = self._all / version
+        return folder if version != STATIC and folder.is_dir() else None
+
+    def add(self, head: Path) -> str:
+        """Take the head in this folder for a new version, which does not serve yet. Returns its name. Raises
+        OSError."""
+        numbers = [int(path.name) for path in self._all.iterdir() if path.name.isdecimal()]
+        name = f"{max(numbers, default=0) + 1:03d}"
+        head.rename(self._all / name)
+        return name
+
+    def keep(self, state: LearnState) -> None:
+        """Keep the state, whose version serves now, and forget versions that are old. Raises OSError."""
+        with whole_file(self.folder / STATE_FILE) as partial:
+            partial.write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
+        self.state = state
+        needed = {state.version, state.before}
+        others = sorted(path for path in self._all.iterdir() if path.name not in needed)
+        for path in others[:-MOST_KEPT]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let another server have the folder."""
+        self._lock.close()
+
+    def _read(self) -> LearnState | None:
+        path = self.folder / STATE_FILE
+        if not path.exists():
+            return None
+        try:
+            stated: dict[str, Any] = dict(read_json(path))
+            return LearnState(**stated)
+        except TypeError as error:
+            raise CheckpointError(f"{path}: {error}; remove it to begin with the static head") from error

@@ -1,0 +1,296 @@
+"""A server's head that learns: which version serves, whatever the rounds bring and whenever it is killed."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import psutil
+import pytest
+import served
+from engines import PATIENCE
+from fakes import wait_for
+from prometheus_client import CollectorRegistry, generate_latest
+
+from specserve.checkpoints.load import Target
+from specserve.cli.serve import serve
+from specserve.drafters.interface import Head
+from specserve.errors import CheckpointError, ConfigError
+from specserve.interop.head import save_head
+from specserve.learn import versions
+from specserve.learn.learning import LearningHead, check_settings
+from specserve.learn.live import FEWEST_ANSWERS, MOST_ANSWERS, LiveTaus
+from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundResult
+from specserve.learn.traffic import read_traffic
+from specserve.learn.versions import MOST_KEPT, STATIC, HeadVersions, LearnState
+from specserve.serve.engine.engine import Engine
+from specserve.serve.launch import Models
+from specserve.serve.requests.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
+from specserve.serve.settings import ServeRun
+from specserve.speculative.acceptance import Acceptance
+
+GOOD, BAD = Acceptance(10, 30, (9, 8, 7)), Acceptance(10, 30, (2, 1, 0))
+
+
+class Recorder:
+    """An engine that notes which version it is to serve."""
+
+    model_name = "model"
+
+    def __init__(self) -> None:
+        self.served = [STATIC]
+        self.folders: list[str] = []
+        self.error: Exception | None = None
+
+    def update_weights(self, *, draft: object, version: str, mode: str) -> None:
+        assert mode == "continue"
+        if self.error:
+            raise self.error
+        self.served.append(version)
+        self.folders.append(str(draft))
+
+
+@pytest.fixture(scope="module")
+def models(tiny_target: Target, tiny_head: Head, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("models")
+    save_head(folder / "head", tiny_head, tiny_target, dtype="float32", notes={"target": str(tiny_target.folder)})
+    return Models(str(folder / "head"), tiny_target, tiny_head, None, "fingerprint")
+
+
+def _run(models: Models, folder: Path, **options: Any) -> ServeRun:
+    return ServeRun(target=str(models.target.folder), draft=models.name, learn=str(folder), **options)
+
+
+@contextlib.contextmanager
+def _learning(models: Models, folder: Path, **options: Any) -> Iterator[tuple[LearningHead, Recorder, Engine]]:
+    learning, recorder = LearningHead(_run(models, folder, **options), models), Recorder()
+    engine = cast(Engine, recorder)
+    with learning.beside(engine):
+        yield learning, recorder, engine
+
+
+def _candidate(folder: Path, models: Models) -> None:
+    """What a round leaves behind."""
+    assert models.head is not None
+    save_head(folder / ROUND / HEAD, models.head, models.target, dtype="float32", notes={})
+
+
+def _result(choice: Contender, static: float = 2.0) -> RoundResult:
+    return RoundResult(choice, {"static": static, "served": 2.0, "candidate": 2.5}, (0.1, 0.9), 100, 20, 1.0)
+
+
+def _adopt(folder: Path, models: Models, learning: LearningHead, engine: Engine) -> str:
+    _candidate(folder, models)
+    learning.act(engine, _result("candidate"), learning.versions.state.version)
+    return learning.versions.state.version
+
+
+def _answer(learning: LearningHead, version: str, found: Acceptance, number: int) -> None:
+    for i in range(number):
+        request = Request("id", (1, 2, i), SamplingParams(), 9, 0, lambda _delta: None, client="someone")
+        options: Any = type("Options", (), {"may_learn": True})
+        hear = learning.listen(request, options)
+        assert hear is not None
+        hear(Delta((5, 6)))
+        drafts = ((3, found.num_accepted // found.num_steps),) * found.num_steps
+        counts = dataclasses.asdict(found) | {"versions": ((0, version),), "drafts": drafts}
+        hear(Delta((7,), finish_reason=FinishReason.STOP, stats=SpeculationStats(**counts)))
+
+
+def test_the_chosen_head_serves_and_serves_again_after_a_restart(models: Models, tmp_path: Path) -> None:
+    """A candidate becomes a version; a result about a version that serves no more changes nothing; the static head
+    returns by a round's choice; a version that the engine refuses serves nowhere."""
+    with _learning(models, tmp_path) as (learning, recorder, engine):
+        assert _adopt(tmp_path, models, learning, engine) == "001"
+        learning.act(engine, _result("static"), STATIC)
+        learning.act(engine, _result("served"), "001")
+        assert recorder.served == [STATIC, "001"]
+        assert recorder.folders == [str(tmp_path / "versions" / "001")]
+        with pytest.raises(ConfigError, match="another server learns there"):
+            LearningHead(_run(models, tmp_path), models)
+    with _learning(models, tmp_path) as (learning, recorder, engine):
+        assert learning.take_models().version == "001"
+        assert learning.versions.state.num_rounds == 2
+        recorder.error = ConfigError("not this one")
+        assert _adopt(tmp_path, models, learning, engine) == "001"
+        recorder.error = None
+        assert _adopt(tmp_path, models, learning, engine) == "003"
+        learning.act(engine, _result("static", 1.5), "003")
+        assert recorder.served == [STATIC, "003", STATIC]
+        assert recorder.folders[-1] == models.name
+        registry = CollectorRegistry()
+        registry.register(learning)
+        text = generate_latest(registry).decode()
+        for line in ('version{model_name="model",version="0"} 1.0', 'drift{model_name="model"} 0.5'):
+            assert f"specserve:learn_{line}" in text
+    with _learning(models, tmp_path) as (learning, _, _):
+        assert learning.take_models().version == STATIC
+
+
+def test_a_version_whose_tau_falls_while_it_serves_is_given_up(models: Models, tmp_path: Path) -> None:
+    """Once its 95% interval lies below that of the version before, with enough answers of both, soon after it began;
+    and the answers of both are traffic, by digests of their clients."""
+    with _learning(models, tmp_path) as (learning, recorder, engine):
+        _answer(learning, STATIC, GOOD, FEWEST_ANSWERS)
+        _adopt(tmp_path, models, learning, engine)
+        _answer(learning, "001", BAD, FEWEST_ANSWERS - 1)
+        learning.look_back(engine)
+        assert recorder.served == [STATIC, "001"]
+        _answer(learning, "001", BAD, 1)
+        learning.look_back(engine)
+        learning.look_back(engine)
+        assert recorder.served == [STATIC, "001", STATIC]
+        assert recorder.folders[-1] == models.name
+    kept = read_traffic(tmp_path / TRAFFIC, 10**9)
+    assert [(len(kept), answer.prompt_ids, answer.answer_ids) for answer in kept[:1]] == [(128, (1, 2, 0), (5, 6, 7))]
+    assert len({answer.client for answer in kept}) == 1
+    assert "someone" not in kept[0].client
+
+
+def test_taus_are_compared_soon_after_a_swap_alone() -> None:
+    """Later on it is the traffic that has moved."""
+    live = LiveTaus()
+    for version, found, number in (("0", GOOD, 99), ("1", BAD, MOST_ANSWERS - 1)):
+        for _ in range(number):
+            live.observe(version, found)
+    live.observe("1", Acceptance())
+    assert live.has_fallen("1", "0")
+    assert not live.has_fallen("0", "1")
+    assert not live.has_fallen("1", "1")
+    live.observe("1", BAD)
+    assert not live.has_fallen("1", "0")
+    for i in range(100):  # a little worse, as chance may have it
+        live.observe("2", GOOD if i % 2 else BAD)
+        live.observe("3", GOOD if i % 5 in (1, 3) else BAD)
+    assert not live.has_fallen("3", "2")
+
+
+class Killed(BaseException):
+    """Stands for kill -9."""
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_server_that_is_killed_begins_with_a_whole_version(
+    number: int, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whatever moment of a change it was killed; and it goes on from there."""
+    with _learning(models, tmp_path) as (learning, recorder, engine):
+        _adopt(tmp_path, models, learning, engine)
+        left = [number]
+
+        def killing(call: Any) -> Any:
+            def either(*args: Any, **named: Any) -> Any:
+                for step in (lambda: None, lambda: call(*args, **named)):
+                    step()
+                    left[0] -= 1
+                    if left[0] < 0:
+                        raise Killed
+
+            return either
+
+        _candidate(tmp_path, models)
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            for name in ("rename", "replace"):
+                patch.setattr(os, name, killing(getattr(os, name)))
+            patch.setattr(recorder, "update_weights", killing(recorder.update_weights))
+            learning.act(engine, _result("candidate"), "001")
+    with _learning(models, tmp_path) as (learning, recorder, engine):
+        version = learning.versions.state.version
+        assert version == ("002" if number >= 5 else "001")
+        assert learning.take_models().version == version
+        assert _adopt(tmp_path, models, learning, engine) > version
+
+
+def test_versions_are_few_and_of_one_head(tmp_path: Path) -> None:
+    own = HeadVersions(tmp_path, "target", "static")
+    for _ in range(MOST_KEPT + 5):
+        (tmp_path / "new").mkdir()
+        own.keep(LearnState("target", "static", own.add(tmp_path / "new"), "001"))
+    names = sorted(path.name for path in (tmp_path / versions.VERSIONS).iterdir())
+    assert names == ["001", *(f"{i:03d}" for i in range(5, MOST_KEPT + 6))]
+    own.close()
+    with pytest.raises(ConfigError, match="another target or from another head"):
+        HeadVersions(tmp_path, "target", "other")
+    (tmp_path / versions.VERSIONS / names[-1]).rmdir()
+    with pytest.raises(CheckpointError, match=r"version 013 is missing; remove state\.json"):
+        HeadVersions(tmp_path, "target", "static")
+    (tmp_path / versions.STATE_FILE).write_text('{"version": "0"}')
+    with pytest.raises(CheckpointError, match=r"state\.json: .*; remove it"):
+        HeadVersions(tmp_path, "target", "static")
+
+
+def test_what_cannot_learn_is_refused(models: Models, tmp_path: Path) -> None:
+    others = {"ray": True, "coordinator": "a:1", "allow_update_weights": True, "allow_load_draft": True}
+    for name, value in others.items():
+        with pytest.raises(ConfigError, match=f"--learn: not with --{name.replace('_', '-')}"):
+            check_settings(_run(models, tmp_path, **{name: value}))
+    with pytest.raises(ConfigError, match="--learn-steps is of a head that learns: give --learn too"):
+        serve(ServeRun(learn_steps=5))
+    for speculation in ("off", "suffix:3"):
+        with pytest.raises(ConfigError, match=f"--speculation {speculation} uses no head"):
+            LearningHead(_run(models, tmp_path, speculation=speculation), models)
+    with pytest.raises(ConfigError, match="no draft head with a folder of its own"):
+        LearningHead(_run(models, tmp_path), dataclasses.replace(models, head=None))
+    assert not any(tmp_path.iterdir()), "something was made for what was refused"
+
+
+def _ask(http: httpx.Client, number: int) -> list[list[int]]:
+    found = []
+    for i in range(number):
+        body = {"prompt": [3 + i % 61, 3 + i // 61, 9], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        reply = http.post("/v1/completions", json=body | {"return_token_ids": True})
+        assert reply.status_code == 200, reply.text
+        found.append(reply.json()["choices"][0]["token_ids"])
+    return found
+
+
+@pytest.mark.slow
+def test_a_learner_that_is_killed_harms_no_request(models: Models, tmp_path: Path) -> None:
+    """The server counts the round as failed and answers as before; killed itself, it leaves nothing that computes, and
+    begins again. Without the flag none of it is imported, and nothing is written."""
+    target = served.write_folder(models.target, tmp_path / "model")
+    common = ["serve", "--target", str(target), "--draft", models.name, "--speculation", "chain:2", "--port", "0"]
+    common += ["--max-model-len", "64", "--max-slots", "1"]
+    learn = ["--learn", str(tmp_path / "learn"), "--learn-answers", "64"]
+    environment = served.environment(tmp_path / "cache")
+
+    def server(*flags: str) -> Any:
+        soon = "from specserve.learn import traffic; traffic.SEGMENT_SECONDS = 0.5; " if flags else ""
+        command = [soon + served.SCRIPT, *common, *flags]
+        return served.started(command, environment, seconds=PATIENCE, timeout=PATIENCE)
+
+    def learner(process: subprocess.Popen[str]) -> list[psutil.Process]:
+        each = psutil.Process(process.pid).children()
+        return [child for child in each if "specserve.learn.learner" in child.cmdline()]
+
+    with server(*learn) as (process, http):
+        before = _ask(http, 120)
+        wait_for(lambda: bool(learner(process)), PATIENCE)
+        learner(process)[0].send_signal(signal.SIGKILL)
+        assert _ask(http, 120) == before
+        failed = 'specserve:learn_rounds_total{model_name="model",result="failed"} 1.0'
+        wait_for(lambda: failed in http.get("/metrics").text, PATIENCE)
+    with server(*learn) as (process, http):
+        assert _ask(http, 120) == before
+        wait_for(lambda: bool(learner(process)), PATIENCE)
+        [orphan] = learner(process)
+        process.kill()
+        orphan.wait(PATIENCE)
+    code = f"""
+import sys
+from specserve.cli import serve
+from specserve.serve.http.transport.server import HttpServer
+HttpServer.run = lambda self: print([name for name in sys.modules if name.startswith("specserve.learn")])
+from specserve.cli.main import main
+sys.argv[1:] = {common!r}
+main()
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr
