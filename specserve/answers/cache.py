@@ -30,7 +30,9 @@ from specserve.answers.pace import Pace
 from specserve.answers.questions import Job, row_id
 from specserve.answers.regenerate import FINAL_CHANNEL, AnswerSettings, regenerate
 from specserve.answers.row_file import locked
+from specserve.checkpoints.lora import adapter_fingerprint
 from specserve.checkpoints.source import TargetSource
+from specserve.checkpoints.update import other_target
 from specserve.data import dataset
 from specserve.data.conversations import Conversation, Row, parse_row, parse_template_kwargs
 from specserve.data.sources import SELF, SourceRows, with_held_out
@@ -89,7 +91,7 @@ def answer(
     """Have the target answer as many conversations as the run draws. Returns the mixture with the target's answers in
     place of its own, and the budget with what was decided. Held-out questions stay as they are. Raises DataError where
     nothing can be asked, ConfigError or CheckpointError where the target cannot be run."""
-    cache = _AnswerCache(target, run.data, run.train, run.quantization)
+    cache = _AnswerCache(target, run.data, run.train, run.quantization, run.lora)
     with locked(cache.folder), contextlib.ExitStack() as stack:
         engine = functools.cache(lambda: stack.enter_context(_engine(run, watch)))
         spending = budget and _Spending(budget, Path(run.output))
@@ -151,6 +153,9 @@ def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
     sizes["tensor"] = sizes.get("tensor", 1) * sizes.pop("fsdp", 1)  # a step of few rows would wait for each layer
     mesh = parse_mesh(",".join(f"{axis}={size}" for axis, size in sizes.items()), SERVING_AXES)
     models = load_models(run.target, "", quantization=run.quantization, is_checked=run.check_weights, mesh=mesh)
+    if run.lora:
+        merged = other_target(models.target, run.lora, quantization=run.quantization, mesh=mesh)
+        models = dataclasses.replace(models, target=merged)
     engine = answering_engine(
         models,
         "",
@@ -246,7 +251,9 @@ def _asked(drawn: Mixture, order: Mixture, numbers: Mapping[str, int]) -> Mixtur
 class _AnswerCache:
     """A cache of the answers that one target gave in one settings."""
 
-    def __init__(self, target: TargetSource, data: DataSettings, train: TrainSettings, quantization: str) -> None:
+    def __init__(
+        self, target: TargetSource, data: DataSettings, train: TrainSettings, quantization: str, lora: str
+    ) -> None:
         template_kwargs = parse_template_kwargs(data.template_kwargs)
         tokenizer = Tokenizer.load(target.folder, template_kwargs)
         self._settings = AnswerSettings(
@@ -258,6 +265,8 @@ class _AnswerCache:
         )
         self._settings.check(tokenizer)
         self._fingerprint = fingerprint(target.folder)
+        if lora:
+            self._fingerprint += f"-{adapter_fingerprint(Path(lora))}"
         self.own_questions = OwnQuestions(
             QuestionSettings(
                 *(self._fingerprint, quantization, train.seed, train.seq_len, template_kwargs),

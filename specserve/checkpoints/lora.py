@@ -5,6 +5,7 @@ rank], and scale is `lora_alpha / rank`, or `lora_alpha / sqrt(rank)` with `use_
 are regular expressions of the ends of module names, and the first that fits is taken (PEFT's `get_pattern_key`).
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -59,6 +60,15 @@ def read_adapter(folder: Path) -> dict[str, LoraPair]:
     tensors = TensorFolder.of_file(folder / ADAPTER_FILE)
     arrays = {name: tensors.read(name) for name in sorted(tensors.names())}
     return lora_pairs(arrays, read_json(folder / ADAPTER_CONFIG), str(folder))
+
+
+def adapter_fingerprint(folder: Path) -> str:
+    """16 hex digits that distinguish an adapter from others, by all of its two files. Raises CheckpointError."""
+    try:
+        files = [(folder / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_FILE)]
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the adapter cannot be read ({error})") from error
+    return hashlib.sha256(b"\0".join(hashlib.sha256(each).digest() for each in files)).hexdigest()[:16]
 
 
 def lora_pairs(arrays: Mapping[str, Any], config: Mapping[str, Any], where: str = "LoRA") -> dict[str, LoraPair]:

@@ -73,11 +73,7 @@ def other_target(
             given = to_numpy(given, target_spec(config.stored), config.dtype)
     if isinstance(given, Mapping):
         if given and all(isinstance(each, LoraPair) for each in given.values()):
-            if target_spec(config).head is None and OUTPUT_HEAD in given:
-                raise CheckpointError(
-                    f"LoRA: {OUTPUT_HEAD} is not used by this model, whose output head is its embedding"
-                )
-            tensors = _with_pairs(served.folder, given)
+            tensors = with_pairs(served.folder, given, config)
         else:
             tensors = TensorFolder.of_arrays(served.folder, given)
         found = load_target(served.folder, dtype=config.dtype, tensors=tensors, **how)
@@ -103,7 +99,11 @@ def _is_as_stored(params: TargetParams, config: ModelConfig) -> bool:
     return config.kv_repeats > 1 and size == sum(math.prod(spec.shape) for spec in specs(target_spec(config.stored)))
 
 
-def _with_pairs(folder: Path, pairs: Mapping[str, LoraPair]) -> TensorFolder:
+def with_pairs(folder: Path, pairs: Mapping[str, LoraPair], config: ModelConfig) -> TensorFolder:
+    """Return the tensors of a model's folder with LoRA's pairs merged into them. Raises CheckpointError that names each
+    pair that fits no matrix which the model uses."""
+    if target_spec(config).head is None and OUTPUT_HEAD in pairs:
+        raise CheckpointError(f"LoRA: {OUTPUT_HEAD} is not used by this model, whose output head is its embedding")
     tensors, where = TensorFolder(folder), folder / CONFIG
     return merged(tensors, pairs, read_storing(read_json(where), str(where)), renamer(tensors.names()))
 

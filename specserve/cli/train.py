@@ -82,7 +82,7 @@ def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: N
             if not run.is_of_several:  # read before the weights: where there is no hub, the error comes at once
                 watch.begin("reading the questions and answers")
                 mixture = _read(run.target, run.data)
-            benches = [bench for bench in run.eval.bench if _is_there(bench)]
+            benches = [bench for bench in run.eval.bench if _is_there(bench, run.lora)]
             if run.data.regenerate and mixture:
                 watch.begin("loading the target")
                 target = resolve_target(run.target)
@@ -151,9 +151,12 @@ def _write_data(run: TrainRun, mixture: Mixture) -> None:
     console.print(line, highlight=False, soft_wrap=True)
 
 
-def _is_there(bench: str) -> bool:
+def _is_there(bench: str, lora: str) -> bool:
     """Return whether there are questions to measure on at the end. The default questions may not be reachable, which
-    is logged before training and does not stop it."""
+    is logged before training and does not stop it; nor does an adapter, which only a server has beside its target."""
+    if lora:
+        logger.warning("the head will not be measured on %s: a server with --lora says its tau by adapter", bench)
+        return False
     try:
         return bool(load_questions(bench, 0))
     except DataError as error:

@@ -1,5 +1,6 @@
 """The notes that are kept of a head beside its weights: its target, how it was trained, and what was measured."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from specserve.checkpoints.source import NOTES_FILE
 from specserve.checkpoints.tensors import read_json
 from specserve.drafters.settings import DRAFT_QUANTIZATIONS, DraftQuantization
 from specserve.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
@@ -23,6 +26,28 @@ def other_target(folder: Path, trained_for: str, target_name: str, given: str) -
         f"{folder}: a head for a target with {trained_for}; {target_name} has {given}. Give its own target (--target), "
         f"{name}"
     )
+
+
+def log_training(notes: Mapping[str, Any], folder: Path, target: Path, fingerprint: str, quantization: str) -> None:
+    """Log what a head in a folder was trained beside, where that is another target than the one in the folder `target`
+    that it is served beside, of this fingerprint and in so many bits, or that target with an adapter."""
+    stated, trained_on = notes.get("quantization", "none"), notes.get("target_fingerprint")
+    if stated != quantization:
+        logger.warning(
+            "%s was trained against a target with quantization %s and is served with %s: its acceptance may be lower",
+            *(folder, stated, quantization),
+        )
+    if trained_on and trained_on != fingerprint:
+        logger.warning(
+            "%s was trained on other weights than those in %s; its acceptance will be lower, its output is right "
+            "all the same",
+            *(folder, target),
+        )
+    if "lora" in notes:
+        logger.info(
+            "%s follows the LoRA adapter %s: its acceptance is of requests that name this adapter (--lora NAME=%s)",
+            *(folder, notes["lora"], notes["lora"]),
+        )
 
 
 def draft_quantization(notes: Mapping[str, Any], folder: Path) -> DraftQuantization:

@@ -22,7 +22,7 @@ from specserve.drafters.words import ALL_TEXT
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.bundled import bundled_head, find_head, is_downloaded, resolve_head
 from specserve.interop.head import load_head
-from specserve.interop.notes import draft_quantization, read_notes
+from specserve.interop.notes import draft_quantization, log_training, read_notes
 from specserve.mesh import default_dtype, program_platform
 from specserve.provenance import fingerprint
 from specserve.serve.engine.engine import Engine
@@ -147,22 +147,9 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
         head = dataclasses.replace(head, params=in_few_bits(head.params, how))
     if how != "none":
         head_fingerprint = f"{head_fingerprint} {how}"  # another acceptance, and steps of other costs
-    stated = models.quantization if is_carried else notes.get("quantization", "none")
-    if stated != models.quantization:
-        logger.warning(
-            "%s was trained against a target with quantization %s and is served with %s: its acceptance may be lower",
-            folder,
-            stated,
-            models.quantization,
-        )
-    trained_on, found = notes.get("target_fingerprint"), notes.get("acceptance", {})
-    if trained_on and trained_on != models.fingerprint:
-        logger.warning(
-            "%s was trained on other weights than those in %s; its acceptance will be lower, its output is right "
-            "all the same",
-            folder,
-            models.target.folder,
-        )
+    if not is_carried:
+        log_training(notes, folder, models.target.folder, models.fingerprint, models.quantization)
+    found = notes.get("acceptance", {})
     return dataclasses.replace(
         models,
         head=head,

@@ -164,6 +164,9 @@ class TrainRun:
     draft_quantization: DraftQuantization = setting(
         "none", help="matrices of the head in few bits where it is measured and served (see serve); not in its files"
     )
+    lora: str = setting(
+        "", help="PEFT folder of a LoRA adapter of the target that the head follows: it is merged in; empty: none"
+    )
     mesh: str = setting(
         "",
         help="devices by axis, such as data=2,tensor=4 (also fsdp=N, sequence=N, expert=N); empty: one device",

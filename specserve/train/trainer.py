@@ -258,7 +258,8 @@ class Trainer:
     def _identity(self) -> dict[str, str]:
         """Return hashes of the files that the settings only name, by which a saved state is recognised."""
         vocabulary = hashlib.sha256(self.learner.data.target_ids.tobytes()).hexdigest()[:16]
-        return {"target": self.notes.get("target_fingerprint", ""), "source": vocabulary}
+        target = [self.notes[name] for name in ("target_fingerprint", "lora_fingerprint") if name in self.notes]
+        return {"target": " with ".join(target), "source": vocabulary}
 
     @property
     def _measurement(self) -> str:

@@ -3,6 +3,7 @@ each of its stages changes nothing. As a program it is one such line, which may 
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import tiny_run
 from quick_compile import compile_quickly
@@ -19,6 +21,7 @@ from tiny_run import curve, metrics
 from typer.testing import CliRunner
 
 from specserve.answers.row_file import RowFile
+from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
 from specserve.cli.main import app
 from specserve.interop.notes import read_notes
 from specserve.train.run import budget as budgets
@@ -104,6 +107,46 @@ def test_a_line_killed_in_each_stage_ends_with_the_same_head(
     assert curve(killed) == curve(whole)
     heads = [(folder / "model.safetensors").read_bytes() for folder in (killed, whole)]
     assert heads[0] == heads[1]
+
+
+def test_a_head_that_follows_an_adapter_is_one_of_the_merged_target(line: list[str], tmp_path: Path) -> None:
+    """To the last bit, from the target's answers on. Its notes name the adapter beside the target that it is of."""
+    target, rng = Path(line[2]), np.random.default_rng(0)
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    shutil.copytree(target, merged)
+    tensors, pairs = TensorFolder(target), {}
+    whole = {name: tensors.read(name) for name in tensors.names()}
+    for name in sorted(name for name in whole if "_proj.weight" in name):
+        sides = {"A": rng.normal(size=(4, whole[name].shape[1])), "B": rng.normal(size=(whole[name].shape[0], 4))}
+        a, b = (sides[side].astype(np.float32) / 4 for side in "AB")
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        pairs |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        whole[name] = whole[name] + np.float32(1.5) * (b @ a)
+    write_tensors(merged / "model.safetensors", whole)
+    adapter.mkdir()
+    write_json(adapter / "adapter_config.json", {"peft_type": "LORA", "r": 4, "lora_alpha": 6})
+    write_tensors(adapter / "adapter_model.safetensors", pairs)
+    cache, outputs = tmp_path / "cache", {name: tmp_path / name for name in ("plain", "lora", "of-merged")}
+    run(line, outputs["plain"], cache, "--bench", "")
+    # after the plain target, whose answers are kept
+    run(line, outputs["lora"], cache, "--bench", "", "--lora", str(adapter))
+    run([*line[:2], str(merged), *line[3:]], outputs["of-merged"], cache, "--bench", "")
+    heads = {name: (folder / "model.safetensors").read_bytes() for name, folder in outputs.items()}
+    assert heads["lora"] == heads["of-merged"] != heads["plain"]
+    assert curve(outputs["lora"]) == curve(outputs["of-merged"])
+    plain, follows = read_notes(outputs["plain"]), read_notes(outputs["lora"])
+    assert follows["target_fingerprint"] == plain["target_fingerprint"]
+    assert (follows["lora"], len(follows["lora_fingerprint"])) == (str(adapter), 16)
+    assert not {"lora", "lora_fingerprint"} & plain.keys()
+    write_tensors(adapter / "adapter_model.safetensors", {name: 2 * each for name, each in pairs.items()})
+    for more, words in (
+        (("--resume", "--lora", str(adapter)), "the saved state belongs to another target"),
+        (("--lora", str(target)), "expected PEFT's folder of an adapter"),
+        (("--lora", str(adapter), "--quantization", "stored"), "leave out --quantization stored"),
+    ):
+        again = [*line, "--output", str(outputs["lora"]), "--bench", "", *more]
+        result = CliRunner().invoke(app, again, env={"COLUMNS": "400"})
+        assert words in str(result.exception), (result.output, result.exception)
 
 
 def _taus(output: Path) -> list[tuple[str, float]]:

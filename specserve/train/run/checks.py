@@ -2,11 +2,13 @@
 the same checks."""
 
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from specserve import cluster
+from specserve.checkpoints.lora import ADAPTER_CONFIG, is_adapter
 from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.sources import parse_entry
 from specserve.drafters.interface import TrainedDrafter
@@ -50,6 +52,8 @@ def check_settings(run: TrainRun) -> None:
             "--keep-states is for one process that runs the target itself; leave it out, or leave out --capture, "
             "--target-service and other processes"
         )
+    if run.lora:
+        _check_adapter(Path(run.lora), run)
     if run.ray and (run.coordinator or run.num_processes > 1 or run.process_id):
         raise ConfigError(
             "--ray starts the processes of a run itself: give --num-workers, and no --coordinator, --num-processes or "
@@ -70,6 +74,16 @@ def check_settings(run: TrainRun) -> None:
         )
     if run.data_only and run.is_of_several:
         raise ConfigError("--data-only is for one process: leave --ray and --coordinator out")
+
+
+def _check_adapter(folder: Path, run: TrainRun) -> None:
+    if not is_adapter(folder):
+        raise ConfigError(f"--lora {folder}: expected PEFT's folder of an adapter, with its {ADAPTER_CONFIG}")
+    if run.quantization == "stored" or run.states_from != "layers":
+        raise ConfigError(
+            "--lora merges the adapter into the target that trains: leave out --quantization stored, --capture and "
+            "--target-service"
+        )
 
 
 def check_target(train: TrainSettings, draft: DraftSettings, target: ModelConfig) -> None:

@@ -14,7 +14,9 @@ from jax.sharding import Mesh
 from specserve import cluster, processes, provenance
 from specserve.checkpoints.configs import find_config
 from specserve.checkpoints.load import Quantization, Target, load_target
+from specserve.checkpoints.lora import adapter_fingerprint, read_adapter
 from specserve.checkpoints.source import BUNDLED, TargetSource, resolve_target
+from specserve.checkpoints.update import with_pairs
 from specserve.data import dataset, pydoc, sources
 from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.dataset import Dataset, Prompt
@@ -161,7 +163,8 @@ def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = N
     """Load target, data and draft vocabulary. Raises ConfigError, CheckpointError or DataError."""
     use_compilation_cache()
     source = resolve_target(run.target)
-    plan_drafter(run, find_config(str(source.folder))[0])
+    config, _ = find_config(str(source.folder))
+    plan_drafter(run, config)
     shape = run.train.batch_size, run.train.seq_len
     shard = processes.shard_of(place_rows(mesh, shape), shape)
     target = load_target(
@@ -172,6 +175,7 @@ def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = N
         is_checked=run.check_weights,
         has_layers=run.states_from == "layers",
         is_looped=True,
+        tensors=with_pairs(source.folder, read_adapter(Path(run.lora)), config) if run.lora else None,
     )
     tokenizer = Tokenizer.load(source.folder, parse_template_kwargs(run.data.template_kwargs))
     vocab_size = target.config.vocab_size
@@ -206,6 +210,7 @@ def _notes(run: TrainRun, source: TargetSource, loaded: Dataset, target_ids: np.
         "target_fingerprint": provenance.fingerprint(source.folder),
         "quantization": run.quantization,
         "draft_quantization": run.draft_quantization,
+        **({"lora": run.lora, "lora_fingerprint": adapter_fingerprint(Path(run.lora))} if run.lora else {}),
         **({"init_from": run.init_from} if run.init_from else {}),
         "data": list(run.data.source),
         **({"answers": "of the target"} if run.data.regenerate else {}),

@@ -172,6 +172,7 @@ def _shown(report: RunReport) -> list[tuple[str, str]]:
     known = {
         "target": report.notes.get("target", ""),
         "target_fingerprint": report.notes.get("target_fingerprint", ""),
+        **{name: report.notes[name] for name in ("lora", "lora_fingerprint") if name in report.notes},
         **report.provenance,
     }
     return [
