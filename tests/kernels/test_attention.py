@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -72,7 +73,10 @@ def _check(
     q, sinks = _normal(rng, batch, n, kv_heads * group, head_dim), _normal(rng, kv_heads * group)
     mask, positions = _tree_mask(rng, batch, m)[:, earlier:], lens[:, None] + np.arange(m, dtype=np.int32)
     k_scale = v_scale = None
-    if stored != "float32":
+    if stored == "bfloat16":
+        k_pages, v_pages = (x.astype(ml_dtypes.bfloat16) for x in (k_pages, v_pages))
+        k, v = (x.astype(ml_dtypes.bfloat16).astype(np.float32) for x in (k, v))
+    elif stored != "float32":
         (k_pages, k_scale), (v_pages, v_scale) = (reference.quantize(x, np.dtype(stored)) for x in (k_pages, v_pages))
         # new keys that lie on the grid: between its steps a rounding would be a step
         k, v = (reference.dequantize(*reference.quantize(x, np.dtype(stored))) for x in (k, v))
@@ -125,7 +129,7 @@ CASES = {
     "softcap": st.sampled_from([0.0, 0.0, 20.0]),
     "has_sinks": st.booleans(),
     "is_latent": st.booleans(),
-    "stored": st.sampled_from(["float32", "int8", "float8_e4m3fn"]),
+    "stored": st.sampled_from(["float32", "bfloat16", "int8", "float8_e4m3fn"]),
 }
 
 
