@@ -78,8 +78,8 @@ class ServeRun:
     kv_cache_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = setting(
         "auto",
         scope=PROGRAM,
-        help="the target's committed keys and values: as it is computed, rounded to bfloat16, or in 8 bits with a scale "
-        "per entry and KV head, which halves or quarters the cache",
+        help="the target's committed keys and values: as it is computed, rounded to bfloat16, or in 8 bits with a "
+        "scale per entry and KV head, which halves or quarters the cache",
     )
     mesh: str = setting(
         "",

@@ -13,7 +13,7 @@ import pytest
 import rounding
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paging import make_prefix
+from paging import in_floats, make_prefix
 
 from specserve.kernels import native, reference
 from specserve.kernels.attention import attend
@@ -28,7 +28,6 @@ from specserve.kernels.matmul import (
     pack,
 )
 from specserve.kernels.native import build
-from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.pages import Pages, write_pages
 from specserve.kernels.panels import FP4_DOUBLES, by_panel
 from specserve.kernels.rowwise import (
@@ -309,17 +308,23 @@ def test_attention_is_that_of_xla(
     is_latent: bool,
     stored: str,
 ) -> None:
-    """Windows, sinks, soft caps, latent pages, a first index, every dtype of pages; one sequence is empty, one fills its
-    last page. Some new keys are of tokens that have run before."""
+    """Windows, sinks, soft caps, latent pages, a first index, every dtype of pages; one sequence is empty, one fills
+    its last page. Some new keys are of tokens that have run before."""
     case = _case(rng, v_dim=16 if is_latent else 40, group=3, page_size=page_size)
     (k_pages, k_scale, _), (v_pages, v_scale, _) = (_stored(case[name], stored) for name in ("k_pages", "v_pages"))
+    prefix = make_prefix(
+        k_pages,
+        None if is_latent else v_pages,
+        case["table"],
+        case["lens"],
+        first,
+        k_scale=k_scale,
+        v_scale=None if is_latent else v_scale,
+    )
     # new keys that lie on the grid: between its steps a rounding would be a step
     case["k"], case["v"] = (_stored(case[name], stored)[2] for name in ("k", "v"))
 
-    def run(q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
-        values = (None, k_scale, None) if is_latent else (v_pages, k_scale, v_scale)
-        pages = Pages(k_pages.swapaxes(2, 3), *values)
-        prefix = PagedPrefix(pages, jnp.asarray(case["table"]), jnp.asarray(case["lens"]), first)
+    def run(q: Any, k: Any, v: Any, sinks: Any, prefix: Any) -> jax.Array:
         v = k[..., : v.shape[-1]] if is_latent else v
         return attend(
             q,
@@ -336,7 +341,8 @@ def test_attention_is_that_of_xla(
     case["q"] = case["q"][:, earlier:]
     arrays = [jnp.asarray(case[name]) for name in ("q", "k", "v", "sinks")]
     expected = jax.jit(run)
-    rounding.assert_same(_served(run, *arrays), expected(*arrays), rounding.tolerance(expected, *arrays))
+    explained = rounding.tolerance(expected, *arrays, in_floats(prefix))
+    rounding.assert_same(_served(run, *arrays, prefix), expected(*arrays, prefix), explained)
 
 
 @pytest.mark.parametrize("stored", native.STORED)
@@ -470,8 +476,8 @@ def test_heads_are_norms_and_rotations(rng: np.random.Generator, norm: str, is_i
 def test_pages_are_written_as_xla_writes_them(
     rng: np.random.Generator, has_path: bool, is_latent: bool, stored: str
 ) -> None:
-    """All layers in one call, entries of every magnitude and one of zeros; those whose page is out of range are nowhere,
-    also a page before the first."""
+    """All layers in one call, entries of every magnitude and one of zeros. Those whose page is out of range are
+    nowhere, also a page before the first."""
     batch, n, kv_heads, head_dim, v_dim, num_pages, page_size = 3, 7, 2, 24, 16, 11, 4
     count = 4 if has_path else n
     pages, new = [], []

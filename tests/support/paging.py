@@ -43,6 +43,11 @@ def make_prefix(
     return PagedPrefix(pages, jnp.asarray(table, jnp.int32), jnp.asarray(lens, jnp.int32), first, is_exact)
 
 
+def in_floats(tree: Any) -> Any:
+    """The same numbers, those of bfloat16 in float32: rounding moves float32 numbers alone (`rounding.tolerance`)."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
+
+
 def attend_by_kernel(*args: Any, **kwargs: Any) -> jax.Array:
     """`attend` as it runs on an accelerator: compiled there, and on a CPU as on a GPU, interpreted."""
     if jax.default_backend() != "cpu":
