@@ -45,16 +45,41 @@ inline Floats as_floats(Words bits) {
   return to;
 }
 
-// A vector of float16 numbers.
-inline Floats widen_halves(HalfWords from) {
+// Narrow numbers in lanes of 32 bits (bytes also of 16), by instructions that GCC does not find for the general
+// conversion, which halves vectors first, or goes number by number. widen_halves is of float16 numbers.
 #if LANES == 16
+inline Floats widen_halves(HalfWords from) {
   return reinterpret_cast<Floats>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(from)));
-#elif LANES == 8
-  return reinterpret_cast<Floats>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(from)));
-#else
-  return reinterpret_cast<Floats>(vcvt_f32_f16(reinterpret_cast<float16x4_t>(from)));
-#endif
 }
+inline Words widen(HalfWords from) {
+  return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(from)));
+}
+inline Ints widen(Bytes from) { return reinterpret_cast<Ints>(_mm512_cvtepi8_epi32(reinterpret_cast<__m128i>(from))); }
+inline HalfWords widen_a_little(Bytes from) {
+  return reinterpret_cast<HalfWords>(_mm256_cvtepi8_epi16(reinterpret_cast<__m128i>(from)));
+}
+#elif LANES == 8
+inline Floats widen_halves(HalfWords from) {
+  return reinterpret_cast<Floats>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(from)));
+}
+inline Words widen(HalfWords from) {
+  return reinterpret_cast<Words>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(from)));
+}
+inline __m128i low(Bytes from) { return _mm_cvtsi64_si128(load<int64_t>(&from)); }
+inline Ints widen(Bytes from) { return reinterpret_cast<Ints>(_mm256_cvtepi8_epi32(low(from))); }
+inline HalfWords widen_a_little(Bytes from) { return reinterpret_cast<HalfWords>(_mm_cvtepi8_epi16(low(from))); }
+#else
+inline Floats widen_halves(HalfWords from) {
+  return reinterpret_cast<Floats>(vcvt_f32_f16(reinterpret_cast<float16x4_t>(from)));
+}
+inline Words widen(HalfWords from) { return __builtin_convertvector(from, Words); }
+inline HalfWords widen_a_little(Bytes from) {
+  return reinterpret_cast<HalfWords>(__builtin_convertvector(from, HalfInts));
+}
+inline Ints widen(Bytes from) {
+  return __builtin_convertvector(__builtin_convertvector(from, HalfInts), Ints);
+}
+#endif
 inline Floats load_halves(const void* from) { return widen_halves(load<HalfWords>(from)); }
 
 // A vector of scales or offsets: of a panel's block (of so many), from the output `at` on.
@@ -64,7 +89,7 @@ inline Floats load_scales(const Matmul& call, const void* first, int64_t panel, 
     const int64_t super = panel * ((blocks + kTogether - 1) / kTogether) + block / kTogether;
     const char* from = static_cast<const char*>(first) + super * kSuperBytes * kWidth;
     const Bytes whole = load<Bytes>(from + (2 + block % kTogether) * kWidth + at);
-    return load_halves(from + 2 * at) * __builtin_convertvector(whole, Floats);
+    return load_halves(from + 2 * at) * __builtin_convertvector(widen(whole), Floats);
   }
   const int64_t place = (panel * blocks + block) * kWidth + at;
   if (call.scales == Scales::kFloat16) return load_halves(static_cast<const uint16_t*>(first) + place);
@@ -310,13 +335,10 @@ inline Floats exp_of_negative(Floats x) {
 
 // A vector of numbers of pages, each as `read` reads it.
 inline Floats load_vector(const float* from) { return load_floats(from); }
-inline Floats load_vector(const PageBfloat16* from) {
-  return as_floats(__builtin_convertvector(load<HalfWords>(from), Words) << 16);
-}
-inline Floats load_vector(const int8_t* from) { return __builtin_convertvector(load<Bytes>(from), Floats); }
+inline Floats load_vector(const PageBfloat16* from) { return as_floats(widen(load<HalfWords>(from)) << 16); }
+inline Floats load_vector(const int8_t* from) { return __builtin_convertvector(widen(load<Bytes>(from)), Floats); }
 inline Floats load_vector(const PageFloat8* from) {  // sign, 4 bits and 3 in the places of float16's sign, 5 bits and 10
-  const HalfWords wide = reinterpret_cast<HalfWords>(__builtin_convertvector(load<Bytes>(from), HalfInts));
-  return widen_halves(wide << 7 & 0xbfff);
+  return widen_halves(widen_a_little(load<Bytes>(from)) << 7 & 0xbfff);
 }
 
 // out[r][c] += sum over k in ascending order of x[r][k] * w[k][c], for R rows and the C vectors from column c on. Asks
