@@ -5,12 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from paging import attend_by_kernel, in_floats, make_prefix
+from paging import as_stored, attend_by_kernel, in_floats, make_prefix
 from rounding import assert_same, tolerance
 
 from specserve.kernels import reference
@@ -72,14 +71,9 @@ def _check(
     k, v = (_normal(rng, batch, m, kv_heads, dim) for dim in dims)
     q, sinks = _normal(rng, batch, n, kv_heads * group, head_dim), _normal(rng, kv_heads * group)
     mask, positions = _tree_mask(rng, batch, m)[:, earlier:], lens[:, None] + np.arange(m, dtype=np.int32)
-    k_scale = v_scale = None
-    if stored == "bfloat16":
-        k_pages, v_pages = (x.astype(ml_dtypes.bfloat16) for x in (k_pages, v_pages))
-        k, v = (x.astype(ml_dtypes.bfloat16).astype(np.float32) for x in (k, v))
-    elif stored != "float32":
-        (k_pages, k_scale), (v_pages, v_scale) = (reference.quantize(x, np.dtype(stored)) for x in (k_pages, v_pages))
-        # new keys that lie on the grid: between its steps a rounding would be a step
-        k, v = (reference.dequantize(*reference.quantize(x, np.dtype(stored))) for x in (k, v))
+    (k_pages, k_scale, _), (v_pages, v_scale, _) = (as_stored(x, stored) for x in (k_pages, v_pages))
+    # new keys that lie on the grid: between its steps a rounding would be a step
+    k, v = (as_stored(x, stored)[2] for x in (k, v))
     if is_kernel:  # it reads nothing else
         _silence((k_pages, v_pages, k_scale, v_scale), table, lens, first, window - earlier if window else 0)
         table = np.where(np.arange(width) < -(-lens[:, None] // page_size), table, rng.integers(-9, 999, table.shape))

@@ -13,9 +13,9 @@ import pytest
 import rounding
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paging import in_floats, make_prefix
+from paging import as_stored, in_floats, make_prefix
 
-from specserve.kernels import native, reference
+from specserve.kernels import native
 from specserve.kernels.attention import attend
 from specserve.kernels.gather import put_each
 from specserve.kernels.matmul import (
@@ -273,17 +273,9 @@ def _case(rng: np.random.Generator, *, v_dim: int, group: int, page_size: int, h
     }
 
 
-def _stored(x: np.ndarray, stored: str) -> tuple[jax.Array, jax.Array | None, np.ndarray]:
-    """Numbers as pages keep them, their scales, and what both stand for."""
-    if stored in ("float32", "bfloat16"):
-        return jnp.asarray(x, stored), None, x.astype(stored).astype(np.float32)
-    kept, scale = reference.quantize(x, np.dtype(stored))
-    return jnp.asarray(kept), jnp.asarray(scale), reference.dequantize(kept, scale)
-
-
 def _prefix(k: np.ndarray, v: np.ndarray | None, table: Any, lens: Any, stored: str, first: int = 0) -> PagedPrefix:
-    k_kept, k_scale, _ = _stored(k, stored)
-    v_kept, v_scale = (None, None) if v is None else _stored(v, stored)[:2]
+    k_kept, k_scale, _ = as_stored(k, stored)
+    v_kept, v_scale = (None, None) if v is None else as_stored(v, stored)[:2]
     return make_prefix(k_kept, v_kept, table, lens, first, k_scale=k_scale, v_scale=v_scale)
 
 
@@ -302,7 +294,7 @@ def test_attention_is_that_of_xla(
     v_pages = None if is_latent else case["v_pages"]
     prefix = _prefix(case["k_pages"], v_pages, case["table"], case["lens"], stored, first)
     # new keys that lie on the grid: between its steps a rounding would be a step
-    case["k"], case["v"] = (_stored(case[name], stored)[2] for name in ("k", "v"))
+    case["k"], case["v"] = (as_stored(case[name], stored)[2] for name in ("k", "v"))
 
     mask = jnp.asarray(case["mask"][:, earlier:])
     given = {"softcap": softcap, "window": window, "position_ids": jnp.asarray(case["positions"])}
@@ -454,7 +446,7 @@ def test_pages_are_written_as_xla_writes_them(
     count = 4 if has_path else n
     pages, new = [], []
     for _ in range(3):
-        kept = [_stored(_normal(rng, num_pages, kv_heads, page_size, dim), stored) for dim in (head_dim, v_dim)]
+        kept = [as_stored(_normal(rng, num_pages, kv_heads, page_size, dim), stored) for dim in (head_dim, v_dim)]
         (k, k_scale, _), (v, v_scale, _) = kept
         pages.append(Pages(k.swapaxes(2, 3), *((None, k_scale) if is_latent else (v, k_scale, v_scale))))
         size = 10.0 ** rng.integers(-20, 20, (batch, n, kv_heads, 1))
