@@ -448,7 +448,8 @@ def test_pages_are_written_as_xla_writes_them(
     for _ in range(3):
         kept = [as_stored(_normal(rng, num_pages, kv_heads, page_size, dim), stored) for dim in (head_dim, v_dim)]
         (k, k_scale, _), (v, v_scale, _) = kept
-        pages.append(Pages(k.swapaxes(2, 3), *((None, k_scale) if is_latent else (v, k_scale, v_scale))))
+        v, v_scale = (None, None) if is_latent else (v, v_scale)
+        pages.append(Pages(k.swapaxes(2, 3), v, k_scale, v_scale))
         size = 10.0 ** rng.integers(-20, 20, (batch, n, kv_heads, 1))
         k, v = (jnp.float32(_normal(rng, batch, n, kv_heads, dim) * size) for dim in (head_dim, v_dim))
         new.append((k.at[1, 2].set(0), None if is_latent else v))
