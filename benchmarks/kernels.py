@@ -113,8 +113,7 @@ def attention(shape: AttentionShape, batch: int, entries: int, n: int) -> Kernel
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
     new = [jnp.asarray(rng.standard_normal((batch, n, each, shape.head_dim)), default_dtype()) for each in heads]
     arguments = (*new, jnp.tri(n, dtype=bool)[None], prefix)
-    is_native = native.is_available() and np.dtype(stored) == np.float32
-    has_kernel = is_native if jax.default_backend() == "cpu" else kernel_for(pages) is not None
+    has_kernel = native.is_available() if jax.default_backend() == "cpu" else kernel_for(pages) is not None
     rows, entry = batch * n * shape.heads * shape.head_dim, sum(leaf.nbytes for leaf in jax.tree.leaves(pages))
     return KernelWork(
         shape=f"attention: {batch} sequences, {n} queries, {entries} entries",

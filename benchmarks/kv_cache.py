@@ -1,4 +1,4 @@
-"""What 8-bit keys and values change: the target's logits over texts, and how many tokens its head gets accepted.
+"""What rounded keys and values change: the target's logits over texts, and how many tokens its head gets accepted.
 
 Run from the checkout: `python benchmarks/kv_cache.py`. Logits are those of prompts of pydoc that run in chunks over
 pages, each dtype of the pages against plain ones. Tau is that of a chain over the same prompts, greedily answered.
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--speculation", default="chain:3")
-    parser.add_argument("--dtypes", default="auto,int8,fp8", help="as of specserve serve --kv-cache-dtype")
+    parser.add_argument("--dtypes", default="auto,bfloat16,int8,fp8", help="as of specserve serve --kv-cache-dtype")
     args = parser.parse_args()
     source = resolve_target("pydoc")
     target, tokenizer = load_target(source.folder, dtype=default_dtype()), Tokenizer.load(source.folder)

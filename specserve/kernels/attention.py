@@ -15,7 +15,7 @@ import numpy as np
 from specserve.kernels import native
 from specserve.kernels.block import NEG_INF, NewKeys
 from specserve.kernels.paged import PagedPrefix, attend_both, attend_pages, take_pages
-from specserve.kernels.pages import quantize
+from specserve.kernels.pages import as_kept, quantize
 from specserve.kernels.rows import Documents, Unrolled, attend_rows
 from specserve.kernels.rows import kernel_for as rows_kernel_for
 
@@ -47,6 +47,9 @@ def attend(
     if isinstance(mask, Unrolled):
         assert prefix is None, "packed rows follow nothing"
         return mask.attend(q, k, v, scale=scale, softcap=softcap, sinks=sinks, window=window)
+    is_native = prefix is not None and native.serves(q, k) and prefix.pages.k.dtype.name in native.STORED
+    if prefix is not None and not is_native:  # as later steps will see them
+        k, v = as_kept(k, prefix.pages), as_kept(v, prefix.pages)
     if isinstance(mask, Documents):
         if prefix is None:
             return attend_rows(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, window=window)[0]
@@ -54,7 +57,8 @@ def attend(
             return _by_kernels(q, k, v, mask, prefix, scale or head_dim**-0.5, softcap, sinks, window, position_ids)
         mask = mask.dense()
     assert mask.shape[-2:] == (n, k.shape[1]), f"mask {mask.shape} for {n} queries and {k.shape[1]} new keys"
-    if prefix is not None and native.serves(q, k, prefix.pages.k):
+    if is_native:
+        assert prefix is not None
         return _native(q, k, v, mask, prefix, scale or head_dim**-0.5, softcap, sinks, window, position_ids)
     return _by_products(q, k, v, mask, prefix, scale or head_dim**-0.5, softcap, sinks, window, position_ids)
 
@@ -196,8 +200,8 @@ def _native(
     window: int,
     position_ids: jax.Array | None,
 ) -> jax.Array:  # [batch, n, head, v_dim]
-    """Attention by one native call, which reads the pages where they are. It adds over the keys in the order of the
-    sequence, whichever of them are new, so every prefix is exact."""
+    """Attention by one native call, which reads the pages where they are, and rounds new keys as these are rounded. It
+    adds over the keys in the order of the sequence, whichever of them are new, so every prefix is exact."""
     return native.call(
         "specserve_attend",
         (*q.shape[:3], v.shape[-1]),
@@ -206,7 +210,9 @@ def _native(
         v,
         mask,
         prefix.pages.k,
-        native.operand(prefix.pages.v),
+        native.operand(prefix.pages.v, prefix.pages.k.dtype.name),
+        native.operand(prefix.pages.k_scale),
+        native.operand(prefix.pages.v_scale),
         prefix.page_table,
         prefix.lens,
         native.operand(position_ids, "int32"),
@@ -234,6 +240,7 @@ def in_order(
     """Join committed and new keys into one run of keys, each at its index in the sequence, as numbers of the new ones'
     dtype; and so their values, and their mask."""
     dtype, more, k_scale, v_scale = k.dtype, k.shape[1], None, None
+    k, v = as_kept(k, prefix.pages), None if v is None else as_kept(v, prefix.pages)
     if prefix.pages.is_quantized:  # as later steps will see them
         k, k_scale = quantize(k, prefix.pages.k.dtype)
         v, v_scale = (None, k_scale) if v is None else quantize(v, prefix.pages.k.dtype)

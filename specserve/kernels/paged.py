@@ -99,10 +99,10 @@ def attend_both(
 
 def reads_by_page(pages: Sequence[Pages], mesh: Any | None) -> bool:
     """Return whether attention over these pages, one for each layer, reads only what a sequence has, whatever the
-    table's width. The kernels of GPUs and TPUs do, and so does the native one on CPU, which takes no 8-bit pages and
-    no mesh. Elsewhere XLA gathers the whole table. Arrays may be shapes alone."""
+    table's width. The kernels of GPUs and TPUs do, and so does the native one on CPU, which takes no mesh. Elsewhere
+    XLA gathers the whole table. Arrays may be shapes alone."""
     if program_platform() == "cpu":
-        return mesh is None and native.is_available() and not any(each.is_quantized for each in pages)
+        return mesh is None and native.is_available()
     refused = next((each for each in pages if kernel_for(each) is None), None)
     if refused is not None:
         logger.warning(

@@ -208,6 +208,15 @@ def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.clip(x, -largest, largest).astype(dtype), scale
 
 
+def as_kept(x: jax.Array, pages: Pages) -> jax.Array:
+    """Round keys or values to what pages without scales keep of them, in the dtype that they have. XLA may leave out a
+    conversion there and back."""
+    if pages.is_quantized or pages.k.dtype == x.dtype:
+        return x
+    kept = jnp.finfo(pages.k.dtype)
+    return jax.lax.reduce_precision(x, kept.nexp, kept.nmant)
+
+
 def write_pages(
     pages: Sequence[Pages],  # layer by layer
     new: Sequence[KeysValues],  # of n tokens of each sequence, layer by layer
@@ -217,7 +226,7 @@ def write_pages(
 ) -> list[Pages]:
     """The pages with the new entries in their places. The places of a row follow one another, and so do those of them
     that are somewhere."""
-    if native.serves(*jax.tree.leaves((pages, new))):
+    if native.serves(*jax.tree.leaves(new)) and all(layer.k.dtype.name in native.STORED for layer in pages):
         return _native(pages, new, page, offset, path)
     rows = [_as_stored(layer, *entries) for layer, entries in zip(pages, new, strict=True)]
     if (writer := writer_for(pages)) is not None:
@@ -336,13 +345,18 @@ def _native(
     assert all(layer.layout == "columns" for layer in pages), "the native kernels keep keys as columns"
     if path is None:
         path = jnp.broadcast_to(jnp.arange(page.shape[1], dtype=jnp.int32), page.shape)
-    arrays = [layer.k for layer in pages] + [layer.v for layer in pages if layer.v is not None]
+    values = [layer for layer in pages if layer.v is not None]
+    places = [(layer, "k") for layer in pages] + [(layer, "v") for layer in values]
+    places += [(layer, f"{name}_scale") for layer, name in places if layer.is_quantized]
+    arrays = [getattr(layer, name) for layer, name in places]
     entries = [k for k, _ in new] + [v for _, v in new if v is not None]
     call = jax.ffi.ffi_call(
         "specserve_write",
         [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
         input_output_aliases={3 + i: i for i in range(len(arrays))},
     )
-    written = iter(call(path, page, offset, *arrays, *entries, num_keys=np.int64(len(pages))))
-    keys = [next(written) for _ in pages]
-    return [Pages(k, None if layer.v is None else next(written)) for k, layer in zip(keys, pages, strict=True)]
+    written: dict[int, dict[str, jax.Array]] = {}
+    results = call(path, page, offset, *arrays, *entries, num_keys=np.int64(len(pages)))
+    for (layer, name), array in zip(places, results, strict=True):
+        written.setdefault(id(layer), {})[name] = array
+    return [dataclasses.replace(layer, **written[id(layer)]) for layer in pages]

@@ -26,6 +26,8 @@ def attend(
     if prefix is not None and prefix.pages.is_quantized:
         k = dequantize(*quantize(k, prefix.pages.k.dtype))
         v = k[..., : v.shape[-1]] if prefix.pages.values_are_keys else dequantize(*quantize(v, prefix.pages.k.dtype))
+    elif prefix is not None:
+        k, v = (x.astype(prefix.pages.k.dtype).astype(x.dtype) for x in (k, v))
     batch, n, num_heads, head_dim = q.shape
     group = num_heads // k.shape[2]
     out = np.full((batch, n, num_heads, v.shape[-1]), np.nan, np.float32)
@@ -146,7 +148,7 @@ def _committed(prefix: PagedPrefix, b: int, v_dim: int) -> tuple[np.ndarray, np.
     def entries(array: np.ndarray) -> np.ndarray:  # [page, kv_head, page_size, dim]
         index = range(prefix.first, int(prefix.lens[b]))
         found = [array[table[i // pages.page_size], :, i % pages.page_size][None] for i in index]
-        return np.concatenate([np.zeros((0, array.shape[1], array.shape[3]), array.dtype), *found])
+        return np.concatenate([np.zeros((0, array.shape[1], array.shape[3]), np.float32), *found])
 
     return entries(k_pages), entries(v_pages)
 

@@ -326,7 +326,7 @@ class ModelConfig:
     carried: LayerKind | None = None  # the layer of multi-token prediction in checkpoints; None: as the last one
     names: Names = field(default=Names(), repr=False)
     dtype: str = "float32"
-    cache_dtype: str = ""  # of committed keys and values, int8 or float8_e4m3fn with scales; empty: dtype
+    cache_dtype: str = ""  # of committed keys and values; int8 and float8_e4m3fn with scales; empty: dtype
 
     def kind(self, i: int) -> LayerKind:
         if not self.layers:

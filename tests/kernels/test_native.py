@@ -13,7 +13,7 @@ import pytest
 import rounding
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paging import make_prefix
+from paging import as_stored, in_floats, make_prefix
 
 from specserve.kernels import native
 from specserve.kernels.attention import attend
@@ -273,49 +273,48 @@ def _case(rng: np.random.Generator, *, v_dim: int, group: int, page_size: int, h
     }
 
 
-@pytest.mark.parametrize(("page_size", "first", "earlier"), [(1, 1, 0), (4, 1, 2), (32, 0, 0)])
+def _prefix(k: np.ndarray, v: np.ndarray | None, table: Any, lens: Any, stored: str, first: int = 0) -> PagedPrefix:
+    k_kept, k_scale, _ = as_stored(k, stored)
+    v_kept, v_scale = (None, None) if v is None else as_stored(v, stored)[:2]
+    return make_prefix(k_kept, v_kept, table, lens, first, k_scale=k_scale, v_scale=v_scale)
+
+
+@pytest.mark.parametrize("place", [(1, 1, 0), (4, 1, 2), (32, 0, 0)])
+@pytest.mark.parametrize("stored", native.STORED)
 @pytest.mark.parametrize(
-    ("has_sinks", "window", "softcap", "is_latent"),
-    [(False, 0, 0.0, False), (True, 6, 0.0, False), (False, 3, 20.0, False), (False, 0, 0.0, True)],
+    "options", [(False, 0, 0.0, False), (True, 6, 0.0, False), (False, 3, 20.0, False), (False, 0, 0.0, True)]
 )
 def test_attention_is_that_of_xla(
-    rng: np.random.Generator,
-    page_size: int,
-    first: int,
-    earlier: int,
-    has_sinks: bool,
-    window: int,
-    softcap: float,
-    is_latent: bool,
+    rng: np.random.Generator, place: tuple[int, int, int], options: tuple[bool, int, float, bool], stored: str
 ) -> None:
-    """Windows, sinks, soft caps, latent pages, a first index; one sequence is empty, one fills its last page. Some new
-    keys are of tokens that have run before."""
+    """Windows, sinks, soft caps, latent pages, a first index, every dtype of pages; one sequence is empty, one fills
+    its last page. Some new keys are of tokens that have run before."""
+    (page_size, first, earlier), (has_sinks, window, softcap, is_latent) = place, options
     case = _case(rng, v_dim=16 if is_latent else 40, group=3, page_size=page_size)
+    v_pages = None if is_latent else case["v_pages"]
+    prefix = _prefix(case["k_pages"], v_pages, case["table"], case["lens"], stored, first)
+    # new keys that lie on the grid: between its steps a rounding would be a step
+    case["k"], case["v"] = (as_stored(case[name], stored)[2] for name in ("k", "v"))
 
-    def run(q: Any, k: Any, v: Any, k_pages: Any, v_pages: Any, sinks: Any) -> jax.Array:
-        pages = Pages(k_pages.swapaxes(2, 3), None if is_latent else v_pages)
-        prefix = PagedPrefix(pages, jnp.asarray(case["table"]), jnp.asarray(case["lens"]), first)
+    mask = jnp.asarray(case["mask"][:, earlier:])
+    given = {"softcap": softcap, "window": window, "position_ids": jnp.asarray(case["positions"])}
+
+    def run(q: Any, k: Any, v: Any, sinks: Any, prefix: Any) -> jax.Array:
         v = k[..., : v.shape[-1]] if is_latent else v
-        return attend(
-            q,
-            k,
-            v,
-            jnp.asarray(case["mask"][:, earlier:]),
-            prefix,
-            softcap=softcap,
-            sinks=sinks if has_sinks else None,
-            window=window,
-            position_ids=jnp.asarray(case["positions"]),
-        )
+        return attend(q, k, v, mask, prefix, sinks=sinks if has_sinks else None, **given)
 
     case["q"] = case["q"][:, earlier:]
-    arrays = [jnp.asarray(case[name]) for name in ("q", "k", "v", "k_pages", "v_pages", "sinks")]
+    arrays = [jnp.asarray(case[name]) for name in ("q", "k", "v", "sinks")]
     expected = jax.jit(run)
-    rounding.assert_same(_served(run, *arrays), expected(*arrays), rounding.tolerance(expected, *arrays))
+    explained = rounding.tolerance(expected, *arrays, in_floats(prefix))
+    rounding.assert_same(_served(run, *arrays, prefix), expected(*arrays, prefix), explained)
 
 
-def test_a_token_attends_alike_whatever_is_new(rng: np.random.Generator) -> None:
-    """To the bit: as the first of its step or the last, alone or beside others, as a node of a tree or in a chain."""
+@pytest.mark.parametrize("stored", native.STORED)
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_a_token_attends_alike_whatever_is_new(rng: np.random.Generator, stored: str, is_latent: bool) -> None:
+    """To the bit: as the first of its step or the last, alone or beside others, as a node of a tree or in a chain. New
+    keys are seen as pages will keep them."""
     n, length, page_size, kv_heads, group, head_dim = 4, 40, 4, 2, 2, 24
     q, k, v = (_normal(rng, length, heads, head_dim) for heads in (kv_heads * group, kv_heads, kv_heads))
     width = length // page_size
@@ -334,7 +333,9 @@ def test_a_token_attends_alike_whatever_is_new(rng: np.random.Generator) -> None
         new_k, new_v = k[index], v[index]
         new_k[:, 1::2], new_v[:, 1::2] = 50, 50
         mask = np.tril(np.ones((7, 7), bool)) & (np.arange(7) % 2 == 0)[None]
-        prefix = make_prefix(k_pages, v_pages, table, starts)
+        if is_latent:
+            v_pages, new_v = None, new_k[..., :8]
+        prefix = _prefix(k_pages, v_pages, table, starts, stored)
         out = _served(attend, *map(jnp.asarray, (q[index], new_k, new_v, mask[None])), prefix)
         for row, start in enumerate(starts):
             for i in range(n):
@@ -435,16 +436,23 @@ def test_heads_are_norms_and_rotations(rng: np.random.Generator, norm: str, is_i
 
 @pytest.mark.parametrize("has_path", [False, True])
 @pytest.mark.parametrize("is_latent", [False, True])
-def test_pages_are_written_as_xla_writes_them(rng: np.random.Generator, has_path: bool, is_latent: bool) -> None:
-    """All layers in one call; entries whose page is out of range are nowhere, also a page before the first."""
+@pytest.mark.parametrize("stored", native.STORED)
+def test_pages_are_written_as_xla_writes_them(
+    rng: np.random.Generator, has_path: bool, is_latent: bool, stored: str
+) -> None:
+    """All layers in one call, entries of every magnitude and one of zeros. Those whose page is out of range are
+    nowhere, also a page before the first."""
     batch, n, kv_heads, head_dim, v_dim, num_pages, page_size = 3, 7, 2, 24, 16, 11, 4
     count = 4 if has_path else n
-    layers = []
+    pages, new = [], []
     for _ in range(3):
-        k = _normal(rng, num_pages, kv_heads, head_dim, page_size), _normal(rng, batch, n, kv_heads, head_dim)
-        v = _normal(rng, num_pages, kv_heads, page_size, v_dim), _normal(rng, batch, n, kv_heads, v_dim)
-        layers.append((k, (None, None) if is_latent else v))
-    pages, new = [Pages(k[0], v[0]) for k, v in layers], [(k[1], v[1]) for k, v in layers]
+        kept = [as_stored(_normal(rng, num_pages, kv_heads, page_size, dim), stored) for dim in (head_dim, v_dim)]
+        (k, k_scale, _), (v, v_scale, _) = kept
+        v, v_scale = (None, None) if is_latent else (v, v_scale)
+        pages.append(Pages(k.swapaxes(2, 3), v, k_scale, v_scale))
+        size = 10.0 ** rng.integers(-20, 20, (batch, n, kv_heads, 1))
+        k, v = (jnp.float32(_normal(rng, batch, n, kv_heads, dim) * size) for dim in (head_dim, v_dim))
+        new.append((k.at[1, 2].set(0), None if is_latent else v))
     places = 2 * count + rng.permutation(num_pages * page_size - 2 * count)[: batch * count].reshape(batch, count)
     places[1] = 1 + np.arange(count)  # one behind the other, over the end of a page
     page, offset = (places // page_size).astype(np.int32), (places % page_size).astype(np.int32)
@@ -452,7 +460,7 @@ def test_pages_are_written_as_xla_writes_them(rng: np.random.Generator, has_path
     path = rng.integers(0, n, (batch, count)).astype(np.int32) if has_path else None
     got, expected = (jax.jit(run)(pages, new, page, offset, path) for run in (native.serving(write_pages), write_pages))
     for one, other, before in zip(*map(jax.tree.leaves, (got, expected, pages)), strict=True):
-        assert (np.asarray(one) == np.asarray(other)).all()
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
         assert (np.asarray(one) != before).any()
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specserve.kernels import paged, paged_gpu
+from specserve.kernels import paged, paged_gpu, reference
 from specserve.kernels.attention import attend
 from specserve.kernels.paged import PagedPrefix, PagesKernel
 from specserve.kernels.pages import Layout, Pages
@@ -41,6 +41,20 @@ def make_prefix(
     given = (None if x is None else jnp.asarray(x) for x in (k, v, k_scale, v_scale))
     pages = Pages(*given, layout, v_first=v_first)
     return PagedPrefix(pages, jnp.asarray(table, jnp.int32), jnp.asarray(lens, jnp.int32), first, is_exact)
+
+
+def as_stored(x: np.ndarray, stored: str) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    """Numbers as pages of this dtype keep them, their scales, and what both stand for."""
+    if stored in ("float32", "bfloat16"):
+        kept = x.astype(stored)
+        return kept, None, kept.astype(np.float32)
+    kept, scale = reference.quantize(x, np.dtype(stored))
+    return kept, scale, reference.dequantize(kept, scale)
+
+
+def in_floats(tree: Any) -> Any:
+    """The same numbers, those of bfloat16 in float32: rounding moves float32 numbers alone (`rounding.tolerance`)."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
 
 
 def attend_by_kernel(*args: Any, **kwargs: Any) -> jax.Array:

@@ -40,6 +40,7 @@ HANDLERS = (
 
 Format = Literal["float32", "bfloat16", "int8", "int4", "uint4", "fp4"]  # of a packed matrix's numbers (kernels.h)
 FORMATS: tuple[Format, ...] = get_args(Format)  # each at its number in C++
+STORED = ("float32", "bfloat16", "int8", "float8_e4m3fn")  # dtypes of pages that they read and write
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -370,9 +370,18 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   return ffi::Error::Success();
 }
 
+// Sets how pages of a dtype keep their numbers. Returns whether they may be of it.
+bool find_stored(ffi::DataType dtype, Stored& stored) {
+  stored = dtype == ffi::BF16       ? Stored::kBfloat16
+           : dtype == ffi::S8       ? Stored::kInt8
+           : dtype == ffi::F8E4M3FN ? Stored::kFloat8
+                                    : Stored::kFloat32;
+  return stored != Stored::kFloat32 || dtype == ffi::F32;
+}
+
 ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
-                  ffi::Buffer<ffi::PRED> mask, ffi::Buffer<ffi::F32> k_pages, ffi::Buffer<ffi::F32> v_pages,
-                  ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> positions,
+                  ffi::Buffer<ffi::PRED> mask, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages,
+                  ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale, ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> positions,
                   ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::Buffer<ffi::F32>> out, float scale, float softcap,
                   int64_t first, int64_t window) {
   const Kernels* chosen = kernels();
@@ -382,7 +391,8 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   Attend call = {};
   call.q = q.typed_data(), call.k = k.typed_data(), call.v = v.typed_data();
   call.mask = reinterpret_cast<const uint8_t*>(mask.untyped_data());
-  call.k_pages = k_pages.typed_data(), call.v_pages = data_or_null<float>(v_pages);
+  call.k_pages = k_pages.untyped_data(), call.v_pages = data_or_null<void>(v_pages);
+  call.k_scale = data_or_null<float>(k_scale), call.v_scale = data_or_null<float>(v_scale);
   call.page_table = page_table.typed_data(), call.lens = lens.typed_data();
   call.positions = data_or_null<int32_t>(positions), call.sinks = data_or_null<float>(sinks);
   call.out = out->typed_data();
@@ -391,6 +401,14 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   call.num_pages = page_dims[0], call.page_size = page_dims[3], call.width = page_table.dimensions()[1];
   call.has_batched_mask = mask.dimensions()[0] != 1;
   call.scale = scale, call.softcap = softcap, call.first = first, call.window = window;
+  if (!find_stored(k_pages.element_type(), call.stored) ||
+      (call.v_pages && v_pages.element_type() != k_pages.element_type())) {
+    return refuse("dtype of pages");
+  }
+  const size_t scales = call.stored < Stored::kInt8 ? 0 : call.num_pages * call.kv_heads * call.page_size;
+  if (k_scale.element_count() != scales || v_scale.element_count() != (call.v_pages ? scales : 0)) {
+    return refuse("scales of pages");
+  }
   if (call.window && static_cast<int64_t>(positions.element_count()) != call.batch * call.m) {
     return refuse("a window goes by the new keys' positions");
   }
@@ -499,13 +517,16 @@ ffi::Error heads(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ff
 // One array of pages and the new entries for it.
 struct PageArray {
   const float* entries;  // [batch, n, head, dim]
-  float* pages;  // [page, head, dim, size] of keys, [page, head, size, dim] of values
+  void* pages;           // [page, head, dim, size] of keys, [page, head, size, dim] of values
+  float* scale;          // [page, head, size], of 8-bit pages
+  Stored stored;
   bool is_key;
   int64_t n, heads, dim, num_pages, size;
 };
 
 // Writes entries of one sequence, of which the places that follow one another in a page are written together: keys lie
 // in columns, so that one at a time would touch a line of the cache for every number.
+template <class T>
 void write_sequence(const PageArray& into, int64_t sequence, int64_t count, const int32_t* path, const int32_t* page,
                     const int32_t* offset) {
   constexpr int64_t kMost = 32;
@@ -524,14 +545,29 @@ void write_sequence(const PageArray& into, int64_t sequence, int64_t count, cons
       from[run] = first + path[i + run] * width;
       ++run;
     }
-    float* to = into.pages + page[i] * width * into.size + offset[i] * (into.is_key ? 1 : into.dim);
+    T* to = static_cast<T*>(into.pages) + page[i] * width * into.size + offset[i] * (into.is_key ? 1 : into.dim);
     for (int64_t head = 0; head < into.heads; ++head, to += into.dim * into.size) {
+      float inverse[kMost];
+      for (int64_t j = 0; j < run; ++j) {
+        inverse[j] = 1.0f;
+        if constexpr (kLargest<T> > 0.0f) {
+          const float scale = scale_of<T>(from[j] + head * into.dim, into.dim);
+          into.scale[(page[i] * into.heads + head) * into.size + offset[i] + j] = scale;
+          inverse[j] = 1.0f / scale;
+        }
+      }
       if (into.is_key) {
         for (int64_t channel = 0; channel < into.dim; ++channel) {
-          for (int64_t j = 0; j < run; ++j) to[channel * into.size + j] = from[j][head * into.dim + channel];
+          for (int64_t j = 0; j < run; ++j) {
+            keep(from[j][head * into.dim + channel] * inverse[j], to + channel * into.size + j);
+          }
         }
-      } else {
-        for (int64_t j = 0; j < run; ++j) std::copy_n(from[j] + head * into.dim, into.dim, to + j * into.dim);
+        continue;
+      }
+      for (int64_t j = 0; j < run; ++j) {
+        for (int64_t channel = 0; channel < into.dim; ++channel) {
+          keep(from[j][head * into.dim + channel] * inverse[j], to + j * into.dim + channel);
+        }
       }
     }
   }
@@ -539,18 +575,23 @@ void write_sequence(const PageArray& into, int64_t sequence, int64_t count, cons
 
 // Writes entries into the pages of every layer: the path[b][i]-th of the new ones of sequence b goes to page[b][i],
 // offset[b][i]; a page out of range is nowhere. The operands after these three are the pages, keys of all layers and then
-// values, and after them the new entries in the same order, [batch, n, head, dim]. The results are the pages, in place.
-// Values without heads, [page, size, dim] or [page, dim], have entries [batch, n, dim].
+// values, then the scales of each where they are of 8 bits, and after them the new entries in the order of the pages,
+// [batch, n, head, dim]. The results are pages and scales, in place. Values without heads, [page, size, dim] or
+// [page, dim], have entries [batch, n, dim].
 ffi::Error write(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> path, ffi::Buffer<ffi::S32> page,
                  ffi::Buffer<ffi::S32> offset, ffi::RemainingArgs arguments, ffi::RemainingRets results,
                  int64_t num_keys) {
-  const int64_t num_arrays = results.size(), batch = page.dimensions()[0], count = page.dimensions()[1];
-  if (static_cast<int64_t>(arguments.size()) != 2 * num_arrays) return refuse("arrays of a write");
+  const int64_t num_results = results.size(), num_arrays = arguments.size() - num_results;
+  const int64_t batch = page.dimensions()[0], count = page.dimensions()[1];
+  if (num_arrays != num_results && 2 * num_arrays != num_results) return refuse("arrays of a write");
   std::vector<PageArray> arrays;
   for (int64_t i = 0; i < num_arrays; ++i) {
-    auto entries = arguments.get<ffi::Buffer<ffi::F32>>(num_arrays + i);
-    auto pages = results.get<ffi::Buffer<ffi::F32>>(i);
-    if (!entries.has_value() || !pages.has_value()) return refuse("dtype of pages");
+    auto entries = arguments.get<ffi::Buffer<ffi::F32>>(num_results + i);
+    auto pages = results.get<ffi::AnyBuffer>(i);
+    Stored stored;
+    if (!entries.has_value() || !pages.has_value() || !find_stored((*pages)->element_type(), stored)) {
+      return refuse("dtype of pages");
+    }
     const auto dims = entries->dimensions(), page_dims = (*pages)->dimensions();
     const size_t rank = page_dims.size();
     const bool is_key = i < num_keys;
@@ -562,15 +603,29 @@ ffi::Error write(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> path, ffi::Buffer<f
         page_dims[is_key ? rank - 2 : rank - 1] != dims.back()) {
       return refuse("shapes of a write");
     }
-    arrays.push_back(
-        {entries->typed_data(), (*pages)->typed_data(), is_key, dims[1], heads, dims.back(), page_dims[0], size});
+    float* scale = nullptr;
+    if (stored >= Stored::kInt8) {
+      if (num_results == num_arrays) return refuse("pages of 8 bits without scales");
+      auto of_pages = results.get<ffi::Buffer<ffi::F32>>(num_arrays + i);
+      if (!of_pages.has_value() ||
+          static_cast<int64_t>((*of_pages)->element_count()) != page_dims[0] * heads * size) {
+        return refuse("scales of pages");
+      }
+      scale = (*of_pages)->typed_data();
+    }
+    arrays.push_back({entries->typed_data(), (*pages)->untyped_data(), scale, stored, is_key, dims[1], heads,
+                      dims.back(), page_dims[0], size});
   }
   if (arrays.empty()) return ffi::Error::Success();
+  using Write = decltype(&write_sequence<float>);
+  constexpr Write kWrites[] = {write_sequence<float>, write_sequence<PageBfloat16>, write_sequence<int8_t>,
+                               write_sequence<PageFloat8>};
   const auto run = [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t sequence = unit % batch, at = sequence * count;
-      write_sequence(arrays[unit / batch], sequence, count, path.typed_data() + at, page.typed_data() + at,
-                     offset.typed_data() + at);
+      const PageArray& into = arrays[unit / batch];
+      kWrites[static_cast<int>(into.stored)](into, sequence, count, path.typed_data() + at, page.typed_data() + at,
+                                             offset.typed_data() + at);
     }
   };
   // a number of a key is a line of the cache, where a product's is a multiply-add
@@ -661,6 +716,8 @@ SPECSERVE_HANDLER(specserve_attend, specserve::attend,
                       .Arg<ffi::Buffer<ffi::F32>>()
                       .Arg<ffi::Buffer<ffi::F32>>()
                       .Arg<ffi::Buffer<ffi::PRED>>()
+                      .Arg<ffi::AnyBuffer>()
+                      .Arg<ffi::AnyBuffer>()
                       .Arg<ffi::Buffer<ffi::F32>>()
                       .Arg<ffi::Buffer<ffi::F32>>()
                       .Arg<ffi::Buffer<ffi::S32>>()

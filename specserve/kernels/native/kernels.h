@@ -5,7 +5,9 @@
 // is what makes a product's row independent of the other rows of the call.
 #pragma once
 
+#include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 namespace specserve {
 
@@ -52,14 +54,90 @@ struct Matmul {
   const int64_t* start;  // [groups + 1], where each group's rows begin in `order`
 };
 
+// Numbers of pages: as they are computed, rounded to bfloat16, or of 8 bits, whole or e4m3fn floats, with a float32 scale
+// for each entry and KV head. A query sees of a new key what later ones will see of it in the pages.
+enum class Stored : int { kFloat32, kBfloat16, kInt8, kFloat8 };
+struct PageBfloat16 {
+  uint16_t bits;
+};
+struct PageFloat8 {
+  uint8_t bits;
+};
+
+template <class T>
+constexpr float kLargest = 0.0f;  // of a dtype with scales; 0: it has none
+template <>
+constexpr float kLargest<int8_t> = 127.0f;
+template <>
+constexpr float kLargest<PageFloat8> = 448.0f;
+// What a number as it is read is multiplied by: 8-bit floats are read as float16 numbers of the same digits.
+template <class T>
+constexpr float kUnit = 1.0f;
+template <>
+constexpr float kUnit<PageFloat8> = 256.0f;
+
+#define SPECSERVE_INLINE inline __attribute__((always_inline))
+SPECSERVE_INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+SPECSERVE_INLINE float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+SPECSERVE_INLINE float read(float from) { return from; }
+SPECSERVE_INLINE float read(PageBfloat16 from) { return float_of(static_cast<uint32_t>(from.bits) << 16); }
+SPECSERVE_INLINE float read(int8_t from) { return from; }
+SPECSERVE_INLINE float read(PageFloat8 from) {
+  const uint32_t digits = from.bits & 0x7f, sign = (from.bits & 0x80u) << 24;
+  const float small = static_cast<float>(digits) * 0x1p-17f;
+  return float_of(sign | (digits < 8 ? bits_of(small) : (digits << 20) + (112u << 23)));
+}
+
+// The nearest number of a dtype, the even one of two; the caller has multiplied by the inverse of the scale.
+SPECSERVE_INLINE void keep(float x, float* to) { *to = x; }
+SPECSERVE_INLINE void keep(float x, PageBfloat16* to) {
+  const uint32_t bits = bits_of(x);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
+  to->bits = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
+}
+SPECSERVE_INLINE void keep(float x, int8_t* to) {
+  const float whole = rintf(x);
+  *to = static_cast<int8_t>(whole > 127.0f ? 127.0f : whole > -127.0f ? whole : whole <= -127.0f ? -127.0f : 0.0f);
+}
+SPECSERVE_INLINE void keep(float x, PageFloat8* to) {
+  const uint32_t bits = bits_of(x), sign = bits >> 24 & 0x80;
+  const float size = float_of(bits & 0x7fffffff), least = size < 448.0f ? size : 448.0f;
+  const uint32_t least_bits = bits_of(least);
+  const uint32_t normal = ((least_bits + 0x7ffff + (least_bits >> 20 & 1)) >> 20) - (120u << 3);
+  const uint32_t small = static_cast<uint32_t>(rintf((least < 0x1p-6f ? least : 0.0f) * 512.0f));
+  to->bits = static_cast<uint8_t>(sign | (size != size ? 0x7f : least < 0x1p-6f ? small : normal));
+}
+
+// The scale of an entry's numbers, as `pages.quantize` makes it; not a number where one of them is not.
+template <class T>
+SPECSERVE_INLINE float scale_of(const float* x, int64_t size) {
+  float most = 0.0f;
+  for (int64_t i = 0; i < size; ++i) {
+    const float next = x[i] < 0.0f ? -x[i] : x[i];
+    most = next > most || next != next ? next : most;
+  }
+  return (most < 1e-30f ? 1e-30f : most) * static_cast<float>(1.0 / kLargest<T>);
+}
+
 // Softmax attention of a few new tokens of each sequence over [committed pages | new keys] (see kernels/attention.py).
 struct Attend {
   const float* q;             // [batch, n, head, head_dim]
   const float* k;             // [batch, m, kv_head, head_dim]
   const float* v;             // [batch, m, kv_head, v_dim]
   const uint8_t* mask;        // [batch or 1, n, m], 1 where the query sees the new key
-  const float* k_pages;       // [page, kv_head, head_dim, page_size]
-  const float* v_pages;       // [page, kv_head, page_size, v_dim]; null: the keys' first channels, transposed
+  const void* k_pages;        // [page, kv_head, head_dim, page_size]
+  const void* v_pages;        // [page, kv_head, page_size, v_dim]; null: the keys' first channels, transposed
+  const float* k_scale;       // [page, kv_head, page_size] of 8-bit pages
+  const float* v_scale;       // the same of their values
   const int32_t* page_table;  // [batch, width]
   const int32_t* lens;        // [batch], committed entries
   const int32_t* positions;   // [batch, m], of the new keys, the last n of which are the queries' own; read with a window
@@ -68,6 +146,7 @@ struct Attend {
   int64_t batch, n, m, heads, kv_heads, head_dim, v_dim, num_pages, page_size, width, first, window;
   bool has_batched_mask;
   float scale, softcap;
+  Stored stored;
 };
 
 // y = x / rms(x) * weight over rows of `size`; with `offset` the weight is a difference from 1.

@@ -20,6 +20,8 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
+typedef int16_t HalfInts __attribute__((vector_size(2 * LANES)));
+typedef uint16_t HalfWords __attribute__((vector_size(2 * LANES)));
 
 constexpr int64_t kWidth = LANES * VECTORS;  // outputs of a panel
 // bytes of a panel that are read by all rows before the next, from L1; the fewer the sooner the second pass of a tile
@@ -43,19 +45,42 @@ inline Floats as_floats(Words bits) {
   return to;
 }
 
-// A vector of float16 numbers.
-inline Floats load_halves(const void* from) {
-  Floats to;
+// Narrow numbers in lanes of 32 bits (bytes also of 16), by instructions that GCC does not find for the general
+// conversion, which halves vectors first, or goes number by number. widen_halves is of float16 numbers.
 #if LANES == 16
-  const __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
-#elif LANES == 8
-  const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
-#else
-  const float32x4_t wide = vcvt_f32_f16(vld1_f16(static_cast<const float16_t*>(from)));
-#endif
-  memcpy(&to, &wide, sizeof(to));
-  return to;
+inline Floats widen_halves(HalfWords from) {
+  return reinterpret_cast<Floats>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(from)));
 }
+inline Words widen(HalfWords from) {
+  return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(from)));
+}
+inline Ints widen(Bytes from) { return reinterpret_cast<Ints>(_mm512_cvtepi8_epi32(reinterpret_cast<__m128i>(from))); }
+inline HalfWords widen_a_little(Bytes from) {
+  return reinterpret_cast<HalfWords>(_mm256_cvtepi8_epi16(reinterpret_cast<__m128i>(from)));
+}
+#elif LANES == 8
+inline Floats widen_halves(HalfWords from) {
+  return reinterpret_cast<Floats>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(from)));
+}
+inline Words widen(HalfWords from) {
+  return reinterpret_cast<Words>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(from)));
+}
+inline __m128i low(Bytes from) { return _mm_cvtsi64_si128(load<int64_t>(&from)); }
+inline Ints widen(Bytes from) { return reinterpret_cast<Ints>(_mm256_cvtepi8_epi32(low(from))); }
+inline HalfWords widen_a_little(Bytes from) { return reinterpret_cast<HalfWords>(_mm_cvtepi8_epi16(low(from))); }
+#else
+inline Floats widen_halves(HalfWords from) {
+  return reinterpret_cast<Floats>(vcvt_f32_f16(reinterpret_cast<float16x4_t>(from)));
+}
+inline Words widen(HalfWords from) { return __builtin_convertvector(from, Words); }
+inline HalfWords widen_a_little(Bytes from) {
+  return reinterpret_cast<HalfWords>(__builtin_convertvector(from, HalfInts));
+}
+inline Ints widen(Bytes from) {
+  return __builtin_convertvector(__builtin_convertvector(from, HalfInts), Ints);
+}
+#endif
+inline Floats load_halves(const void* from) { return widen_halves(load<HalfWords>(from)); }
 
 // A vector of scales or offsets: of a panel's block (of so many), from the output `at` on.
 inline Floats load_scales(const Matmul& call, const void* first, int64_t panel, int64_t block, int64_t blocks,
@@ -64,7 +89,7 @@ inline Floats load_scales(const Matmul& call, const void* first, int64_t panel, 
     const int64_t super = panel * ((blocks + kTogether - 1) / kTogether) + block / kTogether;
     const char* from = static_cast<const char*>(first) + super * kSuperBytes * kWidth;
     const Bytes whole = load<Bytes>(from + (2 + block % kTogether) * kWidth + at);
-    return load_halves(from + 2 * at) * __builtin_convertvector(whole, Floats);
+    return load_halves(from + 2 * at) * __builtin_convertvector(widen(whole), Floats);
   }
   const int64_t place = (panel * blocks + block) * kWidth + at;
   if (call.scales == Scales::kFloat16) return load_halves(static_cast<const uint16_t*>(first) + place);
@@ -308,19 +333,28 @@ inline Floats exp_of_negative(Floats x) {
   return x > lowest ? p * power : splat(0.0f);
 }
 
+// A vector of numbers of pages, each as `read` reads it.
+inline Floats load_vector(const float* from) { return load_floats(from); }
+inline Floats load_vector(const PageBfloat16* from) { return as_floats(widen(load<HalfWords>(from)) << 16); }
+inline Floats load_vector(const int8_t* from) { return __builtin_convertvector(widen(load<Bytes>(from)), Floats); }
+inline Floats load_vector(const PageFloat8* from) {  // sign, 4 bits and 3 in the places of float16's sign, 5 bits and 10
+  return widen_halves(widen_a_little(load<Bytes>(from)) << 7 & 0xbfff);
+}
+
 // out[r][c] += sum over k in ascending order of x[r][k] * w[k][c], for R rows and the C vectors from column c on. Asks
 // for the same part of `ahead`, which lies like w.
-template <int R, int C>
-void multiply_small(const float* x, int64_t x_stride, const float* w, const float* ahead, int64_t w_stride,
+template <int R, int C, class T>
+void multiply_small(const float* x, int64_t x_stride, const T* w, const T* ahead, int64_t w_stride,
                     int64_t inner, float* out, int64_t out_stride) {
+  constexpr int kLine = 64 / LANES / sizeof(T) ? 64 / LANES / sizeof(T) : 1;  // vectors of a line of the cache
   Floats sum[R][C];
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < C; ++c) sum[r][c] = load_floats(out + r * out_stride + c * LANES);
   }
   for (int64_t k = 0; k < inner; ++k) {
     Floats row[C];
-    for (int c = 0; c < C; ++c) row[c] = load_floats(w + k * w_stride + c * LANES);
-    for (int c = 0; c < C; c += 16 / LANES) __builtin_prefetch(ahead + k * w_stride + c * LANES);
+    for (int c = 0; c < C; ++c) row[c] = load_vector(w + k * w_stride + c * LANES);
+    for (int c = 0; c < C; c += kLine) __builtin_prefetch(ahead + k * w_stride + c * LANES);
     for (int r = 0; r < R; ++r) {
       Floats value = splat(x[r * x_stride + k]);
       for (int c = 0; c < C; ++c) sum[r][c] += value * row[c];
@@ -331,8 +365,8 @@ void multiply_small(const float* x, int64_t x_stride, const float* w, const floa
   }
 }
 
-template <int R>
-void multiply_columns(const float* x, int64_t x_stride, const float* w, const float* ahead, int64_t w_stride,
+template <int R, class T>
+void multiply_columns(const float* x, int64_t x_stride, const T* w, const T* ahead, int64_t w_stride,
                       int64_t inner, int64_t columns, float* out, int64_t out_stride) {
   int64_t c = 0;
   if constexpr (4 * R + 5 <= REGISTERS) {  // a sum waits for the one before it, so there must be several
@@ -349,7 +383,7 @@ void multiply_columns(const float* x, int64_t x_stride, const float* w, const fl
   for (; c < columns; ++c) {
     for (int r = 0; r < R; ++r) {
       float sum = out[r * out_stride + c];
-      for (int64_t k = 0; k < inner; ++k) sum = __builtin_fmaf(x[r * x_stride + k], w[k * w_stride + c], sum);
+      for (int64_t k = 0; k < inner; ++k) sum = __builtin_fmaf(x[r * x_stride + k], read(w[k * w_stride + c]), sum);
       out[r * out_stride + c] = sum;
     }
   }
@@ -357,15 +391,16 @@ void multiply_columns(const float* x, int64_t x_stride, const float* w, const fl
 
 // out [rows, columns] += x [rows, inner] @ w [inner, columns]; each result is one chain of sums over `inner`. `ahead` is
 // what will be multiplied next, like w.
-void accumulate(const float* x, int64_t x_stride, const float* w, const float* ahead, int64_t w_stride, int64_t rows,
+template <class T>
+void accumulate(const float* x, int64_t x_stride, const T* w, const T* ahead, int64_t w_stride, int64_t rows,
                 int64_t inner, int64_t columns, float* out, int64_t out_stride) {
   constexpr int kTile = LANES == 8 ? 4 : 8;  // AVX2 has half of the registers
-  using Run = decltype(&multiply_columns<1>);
-  constexpr Run kRuns[kTile + 1] = {nullptr, multiply_columns<1>, multiply_columns<2>, multiply_columns<3>,
+  using Run = decltype(&multiply_columns<1, T>);
+  constexpr Run kRuns[kTile + 1] = {nullptr, multiply_columns<1, T>, multiply_columns<2, T>, multiply_columns<3, T>,
 #if LANES != 8
-                                    multiply_columns<4>, multiply_columns<5>, multiply_columns<6>, multiply_columns<7>,
+                                    multiply_columns<4, T>, multiply_columns<5, T>, multiply_columns<6, T>, multiply_columns<7, T>,
 #endif
-                                    multiply_columns<kTile>};
+                                    multiply_columns<kTile, T>};
   for (int64_t r = 0, tile; r < rows; r += tile) {
     tile = least(rows - r, kTile);
     kRuns[tile](x + r * x_stride, x_stride, w, ahead, w_stride, inner, columns, out + r * out_stride, out_stride);
@@ -375,10 +410,33 @@ void accumulate(const float* x, int64_t x_stride, const float* w, const float* a
 
 constexpr int64_t kPagesAhead = 2;  // pages that are asked for before they are read
 
+// Multiplies each row by its keys' scales and the unit of their numbers.
+void scale_rows(float* rows, int64_t stride, int64_t count, const float* scale, int64_t keys, float unit) {
+  for (int64_t row = 0; row < count; ++row) {
+    for (int64_t key = 0; key < keys; ++key) rows[row * stride + key] *= scale[key] * unit;
+  }
+}
+
+// The first `count` of an entry's numbers as pages will keep them and `read` reads them, `stride` apart. Returns the
+// entry's scale.
+template <class T>
+float round_entry(const float* from, int64_t size, int64_t count, float* to, int64_t stride) {
+  const float scale = kLargest<T> > 0.0f ? scale_of<T>(from, size) : 1.0f, inverse = 1.0f / scale;
+  for (int64_t i = 0; i < count; ++i) {
+    T kept;
+    keep(from[i] * inverse, &kept);
+    to[i * stride] = read(kept);
+  }
+  return scale;
+}
+
 // A query's softmax is taken over its keys in the order of the sequence, with the largest score known beforehand: first
 // all scores, then one chain of sums over the values. Whether a key is committed or new then changes no bit, so a token
 // gets the same result from plain decoding, from the verification of a tree, and from a prompt's chunk.
-void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin, int64_t end) {
+template <class T>
+void attend_stored(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin, int64_t end) {
+  constexpr bool has_scales = kLargest<T> > 0.0f, is_rounded = sizeof(T) < sizeof(float);
+  const T *k_pages = static_cast<const T*>(call.k_pages), *v_pages = static_cast<const T*>(call.v_pages);
   const int64_t group = call.heads / call.kv_heads, n = end - begin, rows = group * n;
   const int64_t len = least(most(call.lens[sequence], 0), call.width * call.page_size);
   const int64_t pages = (len + call.page_size - 1) / call.page_size;
@@ -395,12 +453,14 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
   const int64_t committed = pages * call.page_size, keys = committed + m;
   const int32_t* table = call.page_table + sequence * call.width;
   const int64_t sizes[] = {rows * call.head_dim, rows * keys, rows * call.v_dim, rows,
-                           most(call.head_dim * m, call.page_size * call.v_dim)};
-  float* q_rows = scratch(sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4]);
+                           most(call.head_dim * m, call.page_size * call.v_dim), is_rounded ? m * call.v_dim : 0};
+  float* q_rows = scratch(sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4] + sizes[5] + 2 * m);
   float* scores = q_rows + sizes[0];
   float* out = scores + sizes[1];
   float* total = out + sizes[2];
   float* transposed = total + sizes[3];
+  float* rounded = transposed + sizes[4];  // new values
+  float *k_scale = rounded + sizes[5], *v_scale = k_scale + m;  // of new entries
   memset(scores, 0, (sizes[1] + sizes[2]) * sizeof(float));
   auto page_of = [&](int64_t page) {
     return (least(most(table[page], 0), call.num_pages - 1) * call.kv_heads + kv_head) * call.page_size;
@@ -412,21 +472,29 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
   }
   // of all that is read, the i-th part: the keys of each page, and then its values
   auto part_of = [&](int64_t i) {
-    if (i < pages || !call.v_pages) return call.k_pages + page_of(least(i, pages - 1)) * call.head_dim;
-    return call.v_pages + page_of(least(i, 2 * pages - 1) - pages) * call.v_dim;
+    if (i < pages || !v_pages) return k_pages + page_of(least(i, pages - 1)) * call.head_dim;
+    return v_pages + page_of(least(i, 2 * pages - 1) - pages) * call.v_dim;
   };
   for (int64_t i = 0; i < least(pages, kPagesAhead); ++i) {
-    for (int64_t at = 0; at < call.head_dim * call.page_size; at += 16) __builtin_prefetch(part_of(i) + at);
+    for (int64_t at = 0; at < call.head_dim * call.page_size; at += 64 / sizeof(T)) __builtin_prefetch(part_of(i) + at);
   }
   for (int64_t page = 0; page < pages; ++page) {
     accumulate(q_rows, call.head_dim, part_of(page), part_of(page + kPagesAhead), call.page_size, rows, call.head_dim,
                call.page_size, &scores[page * call.page_size], keys);
+    if constexpr (has_scales) scale_rows(&scores[page * call.page_size], keys, rows, call.k_scale + page_of(page),
+                                         call.page_size, kUnit<T>);
   }
   for (int64_t key = 0; key < m; ++key) {
-    const float* from = call.k + ((sequence * call.m + key) * call.kv_heads + kv_head) * call.head_dim;
-    for (int64_t i = 0; i < call.head_dim; ++i) transposed[i * m + key] = from[i];
+    const int64_t place = (sequence * call.m + key) * call.kv_heads + kv_head;
+    const float *from = call.k + place * call.head_dim, *values = call.v + place * call.v_dim;
+    k_scale[key] = round_entry<T>(from, call.head_dim, call.head_dim, transposed + key, m);
+    if constexpr (is_rounded) {  // values that are keys are a part of them, under the same scale
+      v_scale[key] = v_pages ? round_entry<T>(values, call.v_dim, call.v_dim, rounded + key * call.v_dim, 1)
+                             : round_entry<T>(from, call.head_dim, call.v_dim, rounded + key * call.v_dim, 1);
+    }
   }
   accumulate(q_rows, call.head_dim, transposed, transposed, m, rows, call.head_dim, m, &scores[committed], keys);
+  if constexpr (has_scales) scale_rows(&scores[committed], keys, rows, k_scale, m, kUnit<T>);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t query = begin + row % n;
     float* score = &scores[row * keys];
@@ -481,27 +549,37 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
   }
   for (int64_t page = 0; page < pages; ++page) {
     const int64_t inner = least(call.page_size, len - page * call.page_size);
-    const float *values = transposed, *ahead = transposed;
-    if (call.v_pages) {
-      values = part_of(pages + page);
-      ahead = part_of(pages + page + kPagesAhead);
-    } else {
-      const float* from = call.k_pages + page_of(page) * call.head_dim;
-      for (int64_t i = 0; i < call.v_dim; ++i) {
-        for (int64_t key = 0; key < inner; ++key) transposed[key * call.v_dim + i] = from[i * call.page_size + key];
-      }
+    float* weights = &scores[page * call.page_size];
+    if constexpr (has_scales) {
+      scale_rows(weights, keys, rows, (v_pages ? call.v_scale : call.k_scale) + page_of(page), inner, kUnit<T>);
     }
-    accumulate(&scores[page * call.page_size], keys, values, ahead, call.v_dim, rows, inner, call.v_dim, out, call.v_dim);
+    if (v_pages) {
+      accumulate(weights, keys, part_of(pages + page), part_of(pages + page + kPagesAhead), call.v_dim, rows, inner,
+                 call.v_dim, out, call.v_dim);
+      continue;
+    }
+    const T* from = k_pages + page_of(page) * call.head_dim;
+    for (int64_t i = 0; i < call.v_dim; ++i) {
+      for (int64_t key = 0; key < inner; ++key) transposed[key * call.v_dim + i] = read(from[i * call.page_size + key]);
+    }
+    accumulate(weights, keys, transposed, transposed, call.v_dim, rows, inner, call.v_dim, out, call.v_dim);
   }
-  const float* new_values = call.v + (sequence * call.m * call.kv_heads + kv_head) * call.v_dim;
-  accumulate(&scores[committed], keys, new_values, new_values, call.kv_heads * call.v_dim, rows, m, call.v_dim, out,
-             call.v_dim);
+  if constexpr (has_scales) scale_rows(&scores[committed], keys, rows, v_scale, m, kUnit<T>);
+  const float* new_values = is_rounded ? rounded : call.v + (sequence * call.m * call.kv_heads + kv_head) * call.v_dim;
+  const int64_t stride = is_rounded ? call.v_dim : call.kv_heads * call.v_dim;
+  accumulate(&scores[committed], keys, new_values, new_values, stride, rows, m, call.v_dim, out, call.v_dim);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t query = begin + row % n, head = kv_head * group + row / n;
     float* to = call.out + ((sequence * call.n + query) * call.heads + head) * call.v_dim;
     const float factor = total[row] > 0.0f ? 1.0f / total[row] : 0.0f;
     for (int64_t i = 0; i < call.v_dim; ++i) to[i] = out[row * call.v_dim + i] * factor;
   }
+}
+
+void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin, int64_t end) {
+  using Run = decltype(&attend_stored<float>);
+  constexpr Run kRuns[] = {attend_stored<float>, attend_stored<PageBfloat16>, attend_stored<int8_t>, attend_stored<PageFloat8>};
+  kRuns[static_cast<int>(call.stored)](call, sequence, kv_head, begin, end);
 }
 
 // The last vector of a row, of which only `count` floats exist.

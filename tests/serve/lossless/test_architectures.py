@@ -251,6 +251,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 TWO_WIDTHS = "heads of two widths, sinks and KV heads by layer"
 CACHES = {
+    "dense in bfloat16": ("dense", "bfloat16"),
+    "latents in bfloat16": ("latents", "bfloat16"),
+    "blocks in bfloat16": ("blocks that an indexer chooses", "bfloat16"),
     "dense in int8": ("dense", "int8"),
     "two widths in int8": (TWO_WIDTHS, "int8"),
     "latents in float8": ("latents", "float8_e4m3fn"),

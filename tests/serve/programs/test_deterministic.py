@@ -114,8 +114,8 @@ def test_a_request_gets_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
-def test_8_bit_entries_are_the_same_committed_or_new(
+@pytest.mark.parametrize("stored", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_rounded_entries_are_the_same_committed_or_new(
     tiny_target: Target, tiny_head: Head, expected: dict[int, CompletionOutput], stored: str
 ) -> None:
     """A draft that is verified sees of its new keys what later steps will see of them in the pages. And it does see
