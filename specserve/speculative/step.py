@@ -349,14 +349,12 @@ def remember(
     config: StepConfig,
     draft: Any,  # `SlotState.draft`
     history: jax.Array,  # `SlotState.history`
-    slot: jax.Array,
-    start: jax.Array,
-    last: jax.Array,
-    number: jax.Array,
+    answer: jax.Array,  # [4] int32: slot, start, last, number
 ) -> Any:
     """Let the drafter keep the `number`-th finished answer: the history of a slot from `start` to `last`, both
-    included. All four are [] int32. Returns the drafter's state alone: a call takes time for each array of it."""
+    included. Returns the drafter's state alone: a call takes time for each array of it."""
     assert config.drafter is not None, "there is nobody to remember it"
+    slot, start, last, number = answer
     return config.drafter.remember(draft, history[slot], start, last, number)
 
 

@@ -136,8 +136,7 @@ def _recalls(slots: Slots, prompt: list[int], length: int) -> None:
     was computed behind the answer's end is not."""
     answer = list(slots.texts[1])
     last = len(answer) - 3
-    places = (jnp.int32(i) for i in (1, len(prompt), last, 0))
-    draft = step.remember(slots.config, slots.state.draft, slots.state.history, *places)
+    draft = step.remember(slots.config, slots.state.draft, slots.state.history, jnp.array((1, len(prompt), last, 0)))
     slots.state = dataclasses.replace(slots.state, draft=draft)
     expected = [*answer[len(prompt) : last + 1], *[-1] * 512][:512]
     draft = slots.state.draft

@@ -97,7 +97,7 @@ class Inputs:
         place: Any = np.int32(kept) if shapes.kept_states else None
         adapter: Any = np.int32(adapter_id) if shapes.max_loras else None
         new = Admission(page_row, history, cached, rows, tokens or self._blank_tokens[ends], promised, place, adapter)
-        return state, self._place.scalar(slot), self._place.put(new)
+        return state, self._place.scalar(slot), self._place.once(new)
 
     def _page_table(
         self, _program: StepProgram, state: SlotState, entries: np.ndarray | None = None
@@ -105,13 +105,13 @@ class Inputs:
         """Set entries of the page table, as `slot_state.extend` takes PAGES_AT_ONCE of them."""
         if entries is None:
             entries = np.zeros((3 + len(self._shapes.windows), PAGES_AT_ONCE), np.int32)
-        return PageTables.of(state), self._place.put(entries)
+        return PageTables.of(state), self._place.once(entries)
 
     def _recall(
         self, _program: StepProgram, state: SlotState, slot: int = 0, start: int = 0, last: int = 0, number: int = 0
     ) -> tuple[Any, ...]:
         """Have the drafter keep the answer in a slot, from `start` to `last`, as its `number`-th."""
-        return state.draft, state.history, *map(self._place.scalar, (slot, start, last, number))
+        return state.draft, state.history, self._place.once(np.array((slot, start, last, number), np.int32))
 
     def _kept_state(self, _program: StepProgram, state: SlotState, slot: int = 0, place: int = 0) -> tuple[Any, ...]:
         """Copy the recurrent state of a slot to a place."""

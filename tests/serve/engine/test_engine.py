@@ -1,6 +1,7 @@
 """The engine over a real runner on a tiny target: what is served, what is refused, what the device is asked to do.
 Faults are in test_faults, options in test_options, the prefix cache and everything at once in test_storm."""
 
+import contextlib
 import dataclasses
 import random
 import threading
@@ -24,6 +25,7 @@ from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import make_shapes
 from specserve.serve.requests.request import FinishReason, SamplingParams
+from specserve.speculative.program import StepProgram
 from specserve.speculative.slot_state import StepResult
 from specserve.speculative.tree import Tree
 from specserve.tokenizer import Tokenizer
@@ -327,13 +329,19 @@ def test_a_seed_decides_the_tokens_and_no_seed_differs(engine: Engine) -> None:
 def test_rounds_send_nothing_implicitly_and_steps_nothing_at_all(
     runner: Runner, pydoc_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In steady state a step finds all that it needs on the device, and one read brings its result back."""
+    """In steady state a step finds all that it needs on the device, and one read brings its result back. What begins
+    and ends sequences, or gives them pages, is called with arrays of the host (`Placement.once`)."""
     engine = _engine(runner, pydoc_tokenizer)
     asks = [
         Ask(tuple(PROMPT), greedy(20, ignore_eos=True)),
         Ask(tuple(PROMPT), SamplingParams(max_tokens=20, seed=1, presence_penalty=0.5, logprobs=2, ignore_eos=True)),
     ]
-    run_step, num_steps = runner.step, 0
+    run_step, run_program, num_steps = runner.step, runner.run, 0
+
+    def called(program: StepProgram, *values):  # type: ignore[no-untyped-def]
+        once = program.kind in ("admission", "page table", "recall")
+        with jax.transfer_guard_host_to_device("allow") if once else contextlib.nullcontext():
+            return run_program(program, *values)
 
     def guarded(*args, **options):  # type: ignore[no-untyped-def]
         nonlocal num_steps
@@ -341,7 +349,10 @@ def test_rounds_send_nothing_implicitly_and_steps_nothing_at_all(
         with jax.transfer_guard("disallow_explicit" if num_steps > 2 else "disallow"):  # slots are sent once, and kept
             return run_step(*args, **options)
 
+    for number in range(1, runner.most_steps + 1):  # of steps at once: so many are sent once too
+        runner.place.scalar(number)
     monkeypatch.setattr(runner, "step", guarded)
+    monkeypatch.setattr(runner, "run", called)
     inboxes = [submit(engine, ask)[1] for ask in asks]
     with jax.transfer_guard_host_to_device("disallow"), jax.transfer_guard_device_to_device("disallow"):
         while engine._round():  # the engine's thread does not run: guards belong to a thread
