@@ -134,10 +134,11 @@ def _mixed(numbers: tuple[int, int], rng: random.Random) -> list[ServedAnswer]:
     return [ServedAnswer((rng.randrange(900),), (i, 2), client) for i, client in enumerate(clients)]
 
 
-@given(st.tuples(st.integers(0, 300), st.integers(0, 120)), st.integers(1, 30), st.randoms(use_true_random=False))
-def test_a_client_gives_no_more_than_all_others(numbers: tuple[int, int], most: int, rng: random.Random) -> None:
+@given(st.tuples(st.integers(0, 300), st.integers(0, 120)), st.integers(1, 30), st.integers(0, 2**32))
+def test_a_client_gives_no_more_than_all_others(numbers: tuple[int, int], most: int, seed: int) -> None:
     """Of those parts that several clients give. The newest stay. And what is held out is never trained on, now or when
     more has come."""
+    rng = random.Random(seed)
     answers, more = _mixed(numbers, rng), _mixed((20, 20), rng)
     for part in (select(answers, most).train, shared_out(answers)):
         counts = Counter(answer.client for answer in part)
