@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from specserve.speculative.intervals import Interval, bootstrap, median_interval, tau_difference, tau_interval
 from specserve.speculative.acceptance import Acceptance
+from specserve.speculative.intervals import Interval, bootstrap, median_interval, tau_difference, tau_interval
 
 
 def _questions(rng: np.random.Generator, count: int = 60) -> list[Acceptance]:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from specserve.speculative.intervals import Interval, tau_interval
 from specserve.serve.requests.request import SpeculationStats
 from specserve.speculative.acceptance import Acceptance
+from specserve.speculative.intervals import Interval, tau_interval
 
 
 def test_steps_add_up() -> None:
