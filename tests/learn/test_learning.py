@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundResult
 from specserve.learn.traffic import read_traffic
 from specserve.learn.versions import MOST_KEPT, STATIC, HeadVersions, LearnState
 from specserve.serve.engine.engine import Engine
+from specserve.serve.http.page import routes
 from specserve.serve.launch import Models
 from specserve.serve.requests.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
 from specserve.serve.settings import ServeRun
@@ -129,6 +131,8 @@ def test_the_chosen_head_serves_and_serves_again_after_a_restart(models: Models,
         text = generate_latest(registry).decode()
         for line in ('version{model_name="model",version="0"} 1.0', 'drift{model_name="model"} 0.5'):
             assert f"specserve:learn_{line}" in text
+        for series in re.findall(r'"(specserve:learn_\w+)"', (Path(routes.__file__).parent / "api.js").read_text()):
+            assert f"# TYPE {series} " in text, "the page draws a series that is not there"
     with _learning(models, tmp_path) as (learning, _, _):
         assert learning.take_models().version == STATIC
 

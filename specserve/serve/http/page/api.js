@@ -84,6 +84,7 @@ export async function scrape() {
     "specserve:adapter_accepted_tokens_total": "accepted",
     "specserve:adapter_cut_steps_total": "cut",
   };
+  const ofVersions = { "specserve:learn_version": "isServing", "specserve:learn_live_tau": "tau" };
   const text = await (await call("metrics")).text();
   for (const line of text.split("\n")) {
     const match = /^([a-z][\w:]*)(?:\{(.*)\})? (\S+)$/i.exec(line);
@@ -93,8 +94,8 @@ export async function scrape() {
     const position = name === "vllm:spec_decode_num_accepted_tokens_per_pos_total" && /position="(\d+)"/.exec(labels);
     if (position) found.perDepth[position[1]] = Number(value);
     const adapter = ofAdapters[name] && /adapter="((?:[^"\\]|\\.)*)"/.exec(labels);
-    const version = /^specserve:learn_(version|live_tau)$/.test(name) && /version="([^"]*)"/.exec(labels);
-    if (version) (found.versions[version[1]] ??= {})[name.replace("specserve:learn_", "")] = Number(value);
+    const version = ofVersions[name] && /version="([^"]*)"/.exec(labels);
+    if (version) (found.versions[version[1]] ??= {})[ofVersions[name]] = Number(value);
     if (adapter) (found.adapters[adapter[1]] ??= {})[ofAdapters[name]] = Number(value);
   }
   return found;

@@ -45,8 +45,8 @@ function adapterTaus(adapters) {
 
 // tau of each version of a head that learns, over its last answers; the one that serves is marked.
 function versionTaus(versions) {
-  const items = Object.entries(versions).map(([name, { version, live_tau: tau }]) => make("li", {},
-    make("span", { class: "name" }, version ? `${name}, serving` : name), " ", make("b", {}, tau ? number(tau, 2) : "–")));
+  const items = Object.entries(versions).map(([name, { isServing, tau }]) => make("li", {},
+    make("span", { class: "name" }, isServing ? `${name}, serving` : name), " ", make("b", {}, tau ? number(tau, 2) : "–")));
   return make("ul", { "aria-label": "Tokens per forward of each version of the head" }, ...items);
 }
 
