@@ -62,7 +62,7 @@ def learn(task: RoundTask) -> RoundResult:
     measured = _measure(task, target, chosen.held_out)
     gain = tau_difference(measured["candidate"], measured["served"])
     return RoundResult(
-        choose(measured),
+        choose(measured, [answer.client for answer in chosen.held_out]),
         {name: sum(found, Acceptance()).tau for name, found in measured.items()},
         gain and (gain.low, gain.high),
         len(chosen.train),
@@ -71,17 +71,29 @@ def learn(task: RoundTask) -> RoundResult:
     )
 
 
-def choose(measured: Mapping[Contender, Sequence[Acceptance]]) -> Contender:
-    """Choose the head to serve by the acceptance of each contender on the same prompts. Another one than the served
-    head is chosen only where its tau is higher with 95% confidence, and a candidate only where it is not below the
-    static head. So nothing that was learnt outlasts a round that shows it to be worse than the static head."""
-    taus = {name: sum(found, Acceptance()).tau for name, found in measured.items()}
-    better = []
-    for name in ("candidate", "static"):
-        gain = tau_difference(measured[name], measured["served"])
-        if gain is not None and gain.low > 0 and taus[name] >= taus["static"]:
-            better.append(name)
-    return max(better, key=taus.__getitem__, default="served")
+def choose(measured: Mapping[Contender, Sequence[Acceptance]], clients: Sequence[str]) -> Contender:
+    """Choose the head to serve by the acceptance of each contender on the same prompts, and whose prompts these are.
+    Another one than the served head is chosen only where its tau is higher with 95% confidence, and a candidate only
+    where it is not below the static head, over all prompts and over those without any one client's: so no client
+    outweighs what a head loses for the others. Nor does it hide that: where the served head is shown to be below the
+    static one without some client's prompts, the static one is chosen."""
+    everyone = range(len(clients))
+    groups = [[i for i in everyone if clients[i] != client] for client in dict.fromkeys(clients)]
+    groups = [[*everyone], *(group for group in groups if len(group) >= FEWEST_HELD_OUT)]
+
+    def of(name: Contender, group: Sequence[int]) -> list[Acceptance]:
+        return [measured[name][i] for i in group]
+
+    def is_better(name: Contender, group: Sequence[int]) -> bool:
+        gain = tau_difference(of(name, group), of("served", group))
+        return gain is not None and gain.low > 0
+
+    def tau(name: Contender, group: Sequence[int]) -> float:
+        return sum(of(name, group), Acceptance()).tau
+
+    if is_better("candidate", everyone) and all(tau("candidate", each) >= tau("static", each) for each in groups):
+        return "candidate"
+    return "static" if any(is_better("static", each) for each in groups) else "served"
 
 
 def _train(task: RoundTask, chosen: Selection) -> Target:

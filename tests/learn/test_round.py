@@ -57,7 +57,7 @@ def test_a_round_never_leaves_a_head_that_it_shows_to_be_below_the_static_one(
     found: dict[Contender, list[Acceptance]] = {
         name: [Acceptance(9, 27, (3 * each, 2 * each, each)) for each in own] for name, own in counts.items()
     }
-    choice = choose(found)
+    choice = choose(found, ["a"] * 12)
     for name in ("static", "candidate"):
         above = tau_difference(found[name], found[choice])
         assert above is not None
@@ -68,6 +68,24 @@ def test_a_round_never_leaves_a_head_that_it_shows_to_be_below_the_static_one(
             assert choice == "served" or _tau(found[choice]) >= _tau(found["static"])
         if choice == name:
             assert is_better_than_served.low > 0
+
+
+def test_no_client_outweighs_what_a_head_loses_for_the_others() -> None:
+    """Nor hides it once such a head serves. What all gain from serves."""
+
+    def measured(garbage: int, others: int) -> list[Acceptance]:
+        return [Acceptance(9, 27, (each, each, each)) for each in [garbage] * 16 + [others] * 16]
+
+    clients = ["bad"] * 16 + [f"client {i % 4}" for i in range(16)]
+    worse: dict[Contender, list[Acceptance]] = {
+        "static": measured(1, 5), "served": measured(1, 5), "candidate": measured(9, 4)
+    }  # fmt: skip
+    assert _tau(worse["candidate"]) > _tau(worse["static"])
+    assert choose(worse, clients) == "served"
+    assert choose(worse | {"served": worse["candidate"]}, clients) == "static"
+    better = worse | {"candidate": measured(9, 6)}
+    assert choose(better, clients) == "candidate"
+    assert choose(better | {"served": better["candidate"]}, clients) == "served"
 
 
 @pytest.fixture(scope="module")
