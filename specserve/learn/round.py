@@ -50,7 +50,7 @@ def learn(task: RoundTask) -> RoundResult:
     traffic, and what training raises."""
     begin, folder = time.monotonic(), Path(task.folder)
     shutil.rmtree(folder / ROUND, ignore_errors=True)  # of a round that was killed
-    (folder / ROUND).mkdir(parents=True)
+    (folder / ROUND).mkdir(mode=0o700, parents=True)
     answers = read_traffic(folder / TRAFFIC, task.steps * TOKENS_OF_STEP)
     chosen = select(answers, MOST_HELD_OUT)
     if len(chosen.train) < FEWEST_TRAIN or len(chosen.held_out) < FEWEST_HELD_OUT:
@@ -103,8 +103,9 @@ def _train(task: RoundTask, chosen: Selection) -> Target:
     model, _ = find_config(str(source.folder))
     usual = float(np.quantile(lengths, 0.9))
     seq_len = min(next((each for each in ROW_LENGTHS if each >= usual), ROW_LENGTHS[-1]), model.max_len)
-    _write_rows(folder / "traffic.jsonl", chosen.train)
-    data = [str(folder / "traffic.jsonl")]
+    rows = folder / "traffic.jsonl"
+    _write_rows(rows, chosen.train)
+    data = [str(rows)]
     if number := _keep_first_data(task, model.vocab_size):
         weight = FIRST_SHARE / (1 - FIRST_SHARE) * len(chosen.train) / number
         data.append(f"{Path(task.folder) / FIRST}={max(weight, 1e-4):.4f}")
@@ -137,6 +138,7 @@ def _train(task: RoundTask, chosen: Selection) -> Target:
     if last.ending != "finished":
         raise DataError(f"the round was {last.ending}")
     shutil.rmtree(own.state, ignore_errors=True)  # no round goes on with the optimiser of another
+    rows.unlink()  # tokens stay in the traffic alone, where they have an end
     return trainer.learner.target
 
 

@@ -69,7 +69,7 @@ class Traffic:
         self._waiting: queue.SimpleQueue[ServedAnswer | None] = queue.SimpleQueue()
         self.num_kept = self.num_dropped = 0  # answers; the latter by the hook, or because the disk is full or slow
         self._has_warned = False
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._write_all, name="learn-traffic", daemon=True)
         self._thread.start()
 

@@ -36,19 +36,19 @@ function bar(share, depth) {
   return fill;
 }
 
-// tau of each LoRA adapter since it began.
-function adapterTaus(adapters) {
-  const items = Object.entries(adapters).map(([name, counts]) => make("li", {},
-    make("span", { class: "name" }, name), " ", make("b", {}, number(1 + gained(counts) / counts.steps, 2))));
-  return make("ul", { "aria-label": "Tokens per forward of each adapter" }, ...items);
+// A list of names and their tau.
+function taus(label, each) {
+  const items = each.map(([name, tau]) => make("li", {},
+    make("span", { class: "name" }, name), make("b", {}, tau ? number(tau, 2) : "–")));
+  return make("ul", { class: "taus", "aria-label": label }, ...items);
 }
 
-// tau of each version of a head that learns, over its last answers; the one that serves is marked.
-function versionTaus(versions) {
-  const items = Object.entries(versions).map(([name, { isServing, tau }]) => make("li", {},
-    make("span", { class: "name" }, isServing ? `${name}, serving` : name), " ", make("b", {}, tau ? number(tau, 2) : "–")));
-  return make("ul", { "aria-label": "Tokens per forward of each version of the head" }, ...items);
-}
+const adapterTaus = (adapters) => taus("Tokens per forward of each adapter",
+  Object.entries(adapters).map(([name, counts]) => [name, 1 + gained(counts) / counts.steps]));
+
+// Over the last answers of each version.
+const versionTaus = (versions) => taus("Tokens per forward of each version of the head",
+  Object.entries(versions).map(([name, { tau }]) => [`version ${name}`, tau]));
 
 // Tokens beyond one for each step: the accepted ones, less those steps whose own token lay behind an answer's end.
 const gained = (sample) => sample.accepted - sample.cut;
@@ -109,8 +109,8 @@ export class Live {
       ...(Object.keys(last.adapters).length
         ? [chart("Adapters", plural(Object.keys(last.adapters).length, "adapter"), "tokens per forward since start", adapterTaus(last.adapters), true)] : []),
       ...(Object.keys(last.versions).length
-        ? [chart("Head that learns", plural(Object.keys(last.versions).length, "version"), `tokens per forward; traffic drifted by ${number(last.drift, 2)}`,
-          versionTaus(last.versions), true)] : []),
+        ? [chart("Head that learns", `version ${Object.keys(last.versions).find((name) => last.versions[name].isServing)}`,
+          `tau of each; drift ${number(last.drift, 2)}`, versionTaus(last.versions), true)] : []),
     );
   }
 }
