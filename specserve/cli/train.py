@@ -36,6 +36,7 @@ from specserve.train.run.folder import SETTINGS_FILE, RunFolder
 from specserve.train.run.observers import observing
 from specserve.train.run.prepare import Mixture, load_mixture, prepare
 from specserve.train.run.recipe import BENCH
+from specserve.train.run.report import serve_command
 from specserve.train.settings import DataSettings, TrainRun
 from specserve.train.trainer import SAVING, Observer, Trainer
 from specserve.train.trainer import Progress as Moment
@@ -147,6 +148,8 @@ def _write_data(run: TrainRun, mixture: Mixture) -> None:
     drawn = dataset.draw(mixture, run.data.max_conversations, run.train.seed)
     number = dataset.write_conversations(drawn, path)
     next_command = f"specserve train --target {shlex.quote(run.target)} --source {shlex.quote(str(path))}"
+    if run.lora:
+        next_command += f" --lora {shlex.quote(run.lora)}"
     line = f"{number:,} conversations are in {escape(str(path))}; next: [bold]{escape(next_command)}[/]"
     console.print(line, highlight=False, soft_wrap=True)
 
@@ -236,7 +239,7 @@ def _learn(
     bar = TrainingBar(trainer, watch)
     last = trainer.train([bar.update, *observers])
     if not last.ending.startswith("stopped"):
-        bar.summary(f"specserve serve --draft {shlex.quote(run.output)}")
+        bar.summary(serve_command(run.output, run.lora))
     return last
 
 

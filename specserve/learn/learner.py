@@ -15,6 +15,8 @@ from specserve import host
 from specserve.errors import SpecServeError, first_line
 from specserve.learn.task import RoundResult, RoundTask
 
+MOST_SECONDS = 6 * 3600.0  # of a round; one that takes longer has come to a halt
+
 
 class LearnerProcess:
     """One round in a process of its own."""
@@ -40,9 +42,13 @@ class LearnerProcess:
     def result(self) -> RoundResult | str:
         """Wait for the end of the round, and return its judgement, or what went wrong."""
         assert self._process.stdout is not None
+        limit = threading.Timer(MOST_SECONDS, self.kill)
+        limit.daemon = True
+        limit.start()
         with self._process, self._said:
             answer = self._process.stdout.read()
             status = self._process.wait()
+            limit.cancel()
             self._said.seek(0)
             last = self._said.read().decode(errors="replace").strip().rpartition("\n")[2]
         try:

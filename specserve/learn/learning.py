@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,12 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from specserve import provenance
+from specserve.data.sources import parse_entry
 from specserve.drafters.registry import check_trained
 from specserve.drafters.speculation import describe, parse_speculation, within_reach
-from specserve.errors import ConfigError, SpecServeError
+from specserve.errors import ConfigError, SpecServeError, first_line
 from specserve.host import write_whole
+from specserve.interop.notes import read_notes
 from specserve.learn.learner import LearnerProcess
 from specserve.learn.live import MOST_ANSWERS, LiveTaus
 from specserve.learn.task import HEAD, ROUND, TRAFFIC, RoundResult, RoundTask
@@ -55,14 +58,19 @@ class LearningHead(Collector):
         if (served := self._served_folder()) != self._task.static:
             models = with_version(models, self.versions.state.version, "", served)
         self._models: Models | None = models
-        self._traffic = Traffic(
-            self._folder / TRAFFIC,
-            most_bytes=int(run.learn_max_gb * 1e9),
-            most_seconds=run.learn_max_hours * 3600,
-            redact=redact,
-            tokenizer=models.tokenizer,
-        )
-        self._secret = _secret(self._folder / SECRET_FILE)
+        try:
+            shutil.rmtree(self._folder / ROUND, ignore_errors=True)  # of a server that was killed
+            self._secret = _secret(self._folder / SECRET_FILE)
+            self._traffic = Traffic(
+                self._folder / TRAFFIC,
+                most_bytes=int(run.learn_max_gb * 1e9),
+                most_seconds=run.learn_max_hours * 3600,
+                redact=redact,
+                tokenizer=models.tokenizer,
+            )
+        except OSError as error:
+            self.versions.close()
+            raise ConfigError(f"--learn {self._folder}: {error}") from error
         self._model_name = ""  # as clients see it
         self._num_used = 0  # answers that were kept when the last round began
         self._rounds: dict[str, int] = {}  # by what they chose, or "failed"
@@ -128,14 +136,18 @@ class LearningHead(Collector):
         while not self._closing.wait(ROUND_SECONDS):
             if self._traffic.num_kept - self._num_used < self._run.learn_answers:
                 continue
-            self._num_used, version = self._traffic.num_kept, self.versions.state.version
-            found = self._make_round()
-            if self._closing.is_set():
-                return
-            if isinstance(found, RoundResult):
-                num_failures = 0
-                self.act(engine, found, version)
-                continue
+            num_kept, version = self._traffic.num_kept, self.versions.state.version
+            try:
+                found = self._make_round()
+                if self._closing.is_set():
+                    return
+                if isinstance(found, RoundResult):
+                    num_failures, self._num_used = 0, num_kept
+                    self.act(engine, found, version)
+                    continue
+            except Exception as error:  # learning goes on with the next round
+                logger.exception("a round of learning")
+                found = first_line(error)
             self._count("failed")
             seconds = min(BACK_OFF_SECONDS * 2**num_failures, MOST_BACK_OFF)
             num_failures += 1
@@ -179,7 +191,10 @@ class LearningHead(Collector):
 
     def _watch(self, engine: Engine) -> None:
         while not self._closing.wait(CHECK_SECONDS):
-            self.look_back(engine)
+            try:
+                self.look_back(engine)
+            except Exception:  # the next look may find it well again
+                logger.exception("the versions of the head could not be compared")
 
     def look_back(self, engine: Engine) -> None:
         """Go back to the version before where the present one's tau has fallen below what that one had."""
@@ -201,12 +216,15 @@ class LearningHead(Collector):
                 logger.warning("the head stays version %s: %s", state.version, error)
 
     def _use(self, engine: Engine, state: LearnState) -> None:
-        """Serve the version of a state, and keep the state. Raises SpecServeError or OSError."""
+        """Serve the version of a state, and keep the state. Raises SpecServeError where it cannot serve."""
         folder = self.versions.folder_of(state.version) or self._task.static
         mode = "drain" if self._run.deterministic else "continue"
-        self.live.forget(state.version)
+        self.live.begin(state.version, state.before)
         engine.update_weights(draft=folder, version=state.version, mode=mode)
-        self.versions.keep(state)
+        try:
+            self.versions.keep(state)
+        except OSError as error:
+            logger.warning("version %s of the head serves, but a restart will not know: %s", state.version, error)
 
     def _served_folder(self) -> str:
         return str(self.versions.folder_of(self.versions.state.version) or self._task.static)
@@ -258,6 +276,8 @@ def check_settings(run: ServeRun) -> None:
                 f"--learn: not with --{name.replace('_', '-')}; one process alone changes its head as it learns"
             )
     load_redact(run.learn_redact)
+    for entry in run.learn_data:
+        parse_entry(entry)
 
 
 def _first_task(run: ServeRun, models: Models, folder: Path) -> RoundTask:
@@ -266,6 +286,11 @@ def _first_task(run: ServeRun, models: Models, folder: Path) -> RoundTask:
     if models.head is None or static is None:
         raise ConfigError("--learn: no draft head with a folder of its own; train one first, and give it with --draft")
     check_trained(models.head.drafter.name, "--learn")
+    trained_on = read_notes(static).get("target_fingerprint", models.fingerprint)
+    if trained_on != models.fingerprint:
+        raise ConfigError(
+            f"--learn: the head of {static} was trained for other weights of the target; train one for these"
+        )
     if models.head_quantization == "stored":
         raise ConfigError("--learn: the head is in few bits as its files store it; give one in floats")
     tree: Tree = within_reach([chain(3), chain(2), chain(1)], models.head.drafter)[0]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.intervals import Interval, tau_interval
 
-MOST_ANSWERS = 512  # the last ones of each version
+MOST_ANSWERS = 512  # the first ones of each version, and the last ones
 FEWEST_ANSWERS = 64  # of each version, before two are compared
 
 
@@ -16,16 +16,24 @@ class LiveTaus:
     often `auto` decodes plainly. One thread observes; others may read."""
 
     def __init__(self) -> None:
+        self._first: dict[str, list[Acceptance]] = {}
         self._answers: dict[str, deque[Acceptance]] = {}
 
     def observe(self, version: str, found: Acceptance) -> None:
         """Take the acceptance of one answer that one version has drafted throughout."""
         if found.num_steps:
+            first = self._first.setdefault(version, [])
+            if len(first) < MOST_ANSWERS:
+                first.append(found)
             self._answers.setdefault(version, deque(maxlen=MOST_ANSWERS)).append(found)
 
-    def forget(self, version: str) -> None:
-        """Begin anew with a version, whose traffic is not that of the time when it served last."""
-        self._answers.pop(version, None)
+    def begin(self, version: str, before: str) -> None:
+        """Begin anew with a version, whose traffic is not that of the time when it served last, and keep beside it that
+        of the one before it alone."""
+        for answers in (self._first, self._answers):
+            for other in [*answers]:
+                if other == version or other != before:
+                    del answers[other]
 
     def taus(self) -> Iterator[tuple[str, float, int]]:
         """Yield each version that has answered, its tau, and the number of answers that this is of."""
@@ -36,8 +44,8 @@ class LiveTaus:
     def has_fallen(self, version: str, before: str) -> tuple[Interval, Interval] | None:
         """Return the 95% intervals of two versions' tau where the first lies wholly below the second, else None. They
         are compared over the first answers of the new one alone: later on it is the traffic that has moved."""
-        new, old = self._last(version), self._last(before)
-        if version == before or len(new) == MOST_ANSWERS or min(len(new), len(old)) < FEWEST_ANSWERS:
+        new, old = [*self._first.get(version, ())], self._last(before)
+        if version == before or min(len(new), len(old)) < FEWEST_ANSWERS:
             return None
         found, expected = tau_interval(new), tau_interval(old)
         assert found is not None

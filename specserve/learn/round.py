@@ -1,6 +1,7 @@
 """One round of learning: train on the latest traffic from the head that serves, by the trainer's own code, then judge
 the result in the shadow, on held-out prompts of that traffic, by the step that serves."""
 
+import hashlib
 import json
 import logging
 import shutil
@@ -18,7 +19,7 @@ from specserve.checkpoints.source import resolve_target
 from specserve.data import dataset, sources
 from specserve.data.conversations import TokenRow
 from specserve.data.dataset import Prompt
-from specserve.drafters.registry import load_kind
+from specserve.drafters.registry import add_module, load_kind
 from specserve.drafters.settings import DraftQuantization
 from specserve.errors import CheckpointError, DataError
 from specserve.host import whole_file
@@ -28,8 +29,8 @@ from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundResult, R
 from specserve.learn.traffic import ServedAnswer, read_traffic
 from specserve.mesh import default_dtype
 from specserve.speculative.acceptance import Acceptance
-from specserve.speculative.intervals import tau_difference
-from specserve.train.acceptance import AcceptanceMeter, Arm
+from specserve.speculative.intervals import median_difference, tau_difference
+from specserve.train.acceptance import MAX_CONTEXT, AcceptanceMeter, Arm
 from specserve.train.run.folder import RunFolder
 from specserve.train.run.prepare import prepare
 from specserve.train.run.recipe import HIGHEST_RATE, LEARNING_RATE, WIDTH
@@ -37,7 +38,7 @@ from specserve.train.settings import TrainRun
 
 logger = logging.getLogger(__name__)
 
-FIRST = "first.jsonl"  # of the folder
+FIRST, ROWS = "first-{}.jsonl", "traffic.jsonl"  # of the folder, and of the round
 TOKENS_OF_STEP = 2048  # in rows that most documents fit
 ROW_LENGTHS = (256, 512, 1024, 2048)
 MOST_HELD_OUT, ANSWER_TOKENS = 64, 128  # prompts that are judged on, and the longest answer to each
@@ -49,6 +50,8 @@ def learn(task: RoundTask) -> RoundResult:
     """Make a round. Its candidate is in the folder's ROUND/HEAD then. Raises DataError where there is too little
     traffic, and what training raises."""
     begin, folder = time.monotonic(), Path(task.folder)
+    if task.drafter_module:
+        add_module(task.drafter_module)
     shutil.rmtree(folder / ROUND, ignore_errors=True)  # of a round that was killed
     (folder / ROUND).mkdir(mode=0o700, parents=True)
     answers = read_traffic(folder / TRAFFIC, task.steps * TOKENS_OF_STEP)
@@ -58,7 +61,10 @@ def learn(task: RoundTask) -> RoundResult:
             f"{folder}: {len(chosen.train)} answers to train on and {len(chosen.held_out)} held out; a round needs "
             f"{FEWEST_TRAIN} and {FEWEST_HELD_OUT}"
         )
-    target = _train(task, chosen)
+    try:
+        target = _train(task, chosen)
+    finally:
+        (folder / ROUND / ROWS).unlink(missing_ok=True)  # tokens stay in the traffic alone, where they have an end
     measured = _measure(task, target, chosen.held_out)
     gain = tau_difference(measured["candidate"], measured["served"])
     return RoundResult(
@@ -74,26 +80,17 @@ def learn(task: RoundTask) -> RoundResult:
 def choose(measured: Mapping[Contender, Sequence[Acceptance]], clients: Sequence[str]) -> Contender:
     """Choose the head to serve by the acceptance of each contender on the same prompts, and whose prompts these are.
     Another one than the served head is chosen only where its tau is higher with 95% confidence, and a candidate only
-    where it is not below the static head, over all prompts and over those without any one client's: so no client
-    outweighs what a head loses for the others. Nor does it hide that: where the served head is shown to be below the
-    static one without some client's prompts, the static one is chosen."""
-    everyone = range(len(clients))
-    groups = [[i for i in everyone if clients[i] != client] for client in dict.fromkeys(clients)]
-    groups = [[*everyone], *(group for group in groups if len(group) >= FEWEST_HELD_OUT)]
-
-    def of(name: Contender, group: Sequence[int]) -> list[Acceptance]:
-        return [measured[name][i] for i in group]
-
-    def is_better(name: Contender, group: Sequence[int]) -> bool:
-        gain = tau_difference(of(name, group), of("served", group))
-        return gain is not None and gain.low > 0
-
-    def tau(name: Contender, group: Sequence[int]) -> float:
-        return sum(of(name, group), Acceptance()).tau
-
-    if is_better("candidate", everyone) and all(tau("candidate", each) >= tau("static", each) for each in groups):
-        return "candidate"
-    return "static" if any(is_better("static", each) for each in groups) else "served"
+    where it is not below the static head, over all prompts and for the median client: so a few clients do not outweigh
+    what a head loses for most. Nor do they hide that: where the median client's tau is shown to be higher by the static
+    head, that is chosen too."""
+    static, served, candidate = (measured[name] for name in ("static", "served", "candidate"))
+    gain = tau_difference(candidate, served)
+    if gain is not None and gain.low > 0:
+        median = median_difference(candidate, static, clients)
+        if sum(candidate, Acceptance()).tau >= sum(static, Acceptance()).tau and median.value >= 0:
+            return "candidate"
+    returns = tau_difference(static, served), median_difference(static, served, clients).interval
+    return "static" if any(each is not None and each.low > 0 for each in returns) else "served"
 
 
 def _train(task: RoundTask, chosen: Selection) -> Target:
@@ -103,12 +100,11 @@ def _train(task: RoundTask, chosen: Selection) -> Target:
     model, _ = find_config(str(source.folder))
     usual = float(np.quantile(lengths, 0.9))
     seq_len = min(next((each for each in ROW_LENGTHS if each >= usual), ROW_LENGTHS[-1]), model.max_len)
-    rows = folder / "traffic.jsonl"
-    _write_rows(rows, chosen.train)
-    data = [str(rows)]
-    if number := _keep_first_data(task, model.vocab_size):
-        weight = FIRST_SHARE / (1 - FIRST_SHARE) * len(chosen.train) / number
-        data.append(f"{Path(task.folder) / FIRST}={max(weight, 1e-4):.4f}")
+    _write_rows(folder / ROWS, chosen.train, seq_len)
+    data = [str(folder / ROWS)]
+    if first := _keep_first_data(task, model.vocab_size):
+        weight = FIRST_SHARE / (1 - FIRST_SHARE) * len(chosen.train) / first.read_bytes().count(b"\n")
+        data.append(f"{first}={max(weight, 1e-4):.4f}")
     rate = min(max(LEARNING_RATE * WIDTH / model.d_model, LEARNING_RATE), HIGHEST_RATE)
     suited = load_kind(task.kind).suits({})
     settings = {name: value for name, value in suited.items() if name.startswith("train.")}
@@ -138,29 +134,29 @@ def _train(task: RoundTask, chosen: Selection) -> Target:
     if last.ending != "finished":
         raise DataError(f"the round was {last.ending}")
     shutil.rmtree(own.state, ignore_errors=True)  # no round goes on with the optimiser of another
-    rows.unlink()  # tokens stay in the traffic alone, where they have an end
     return trainer.learner.target
 
 
-def _write_rows(path: Path, answers: Sequence[ServedAnswer]) -> None:
-    """Write answers as token rows, which `data.sources` reads; what is predicted is the answer."""
+def _write_rows(path: Path, answers: Sequence[ServedAnswer], seq_len: int) -> None:
+    """Write answers as token rows, which `data.sources` reads; what is predicted is the answer. Of what is longer than
+    a row the beginning is left out."""
     with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
         for answer in answers:
             ids = np.array((*answer.prompt_ids, *answer.answer_ids), np.int32)
             mask = np.arange(len(ids)) >= len(answer.prompt_ids)
-            row = TokenRow(ids, mask, "", "traffic", answer.key, "train")
+            row = TokenRow(ids[-seq_len:], mask[-seq_len:], "", "traffic", answer.key, "train")
             file.write(json.dumps(row.as_row()) + "\n")
 
 
-def _keep_first_data(task: RoundTask, vocab_size: int) -> int:
-    """Keep a part of the head's first data in the folder, once, and return the number of its conversations."""
-    path = Path(task.folder) / FIRST
+def _keep_first_data(task: RoundTask, vocab_size: int) -> Path | None:
+    """Keep a part of the head's first data in the folder, once for what the setting names, and return its file."""
+    path = Path(task.folder) / FIRST.format(hashlib.sha256(repr(task.first_data).encode()).hexdigest()[:8])
     if not task.first_data:
-        return 0
+        return None
     if not path.is_file():
         mixture = sources.load_mixture(task.first_data, vocab_size=vocab_size)
         dataset.write_conversations(dataset.draw(mixture, MOST_FIRST, 0), path)
-    return path.read_bytes().count(b"\n")
+    return path
 
 
 def _measure(
@@ -173,7 +169,8 @@ def _measure(
         "candidate": str(Path(task.folder) / ROUND / HEAD),
     }
     arm, bits = Arm(task.speculation), cast(DraftQuantization, task.draft_quantization)
-    prompts = [Prompt("traffic", list(answer.prompt_ids)) for answer in held_out]
+    most = min(target.config.max_len, MAX_CONTEXT) - ANSWER_TOKENS  # of a longer prompt the end
+    prompts = [Prompt("traffic", list(answer.prompt_ids[-max(1, most) :])) for answer in held_out]
     meter = drafter = None
     found: dict[Contender, Sequence[Acceptance]] = {}
     for name, folder in folders.items():

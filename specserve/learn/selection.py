@@ -24,9 +24,11 @@ def select(answers: Sequence[ServedAnswer], most_held_out: int) -> Selection:
     every round or held out in every round, so nothing is measured on what was learnt. No client gives more than all
     others together, of either part, and what is held out is taken from the clients in turn: one that sends garbage
     neither fills the training nor judges it alone."""
-    newest = {answer.key: answer for answer in answers}
+    newest: dict[str, ServedAnswer] = {}
+    for answer in reversed(answers):
+        newest.setdefault(answer.key, answer)
     parts: tuple[list[ServedAnswer], list[ServedAnswer]] = ([], [])
-    for key, answer in newest.items():
+    for key, answer in reversed(newest.items()):
         parts[int(key, 16) % HELD_OUT_SHARE == 0].append(answer)
     train, held_out = map(shared_out, parts)
     return Selection(train, _in_turn(held_out, most_held_out))

@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,10 @@ from specserve.host import write_whole
 logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES, SEGMENT_SECONDS = 1 << 20, 30.0  # a segment is written when it has these
-MOST_WAITING = 10_000  # answers that the writing thread has not come to; more are left out
+MOST_WAITING = 5_000_000  # tokens of answers that the writing thread has not come to; more are left out
+CLOSE_SECONDS = 5.0  # for the answers that wait when the server ends
 SUFFIX = ".jsonl"
+READ_AT_MOST = 8  # times what a round takes
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,10 @@ class ServedAnswer:
     answer_ids: tuple[int, ...]
     client: str = ""  # a digest, by which the answers of one client are recognised and no more
     version: str = ""  # of the head that proposed its last tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
 
     @property
     def key(self) -> str:
@@ -67,23 +74,29 @@ class Traffic:
         self._folder, self._most_bytes, self._most_seconds = folder, most_bytes, most_seconds
         self._redact, self._tokenizer = redact, tokenizer
         self._waiting: queue.SimpleQueue[ServedAnswer | None] = queue.SimpleQueue()
+        self._num_put = self._num_taken = 0  # tokens, each counted by one thread
+        self._end = float("inf")  # no answer is taken later
         self.num_kept = self.num_dropped = 0  # answers; the latter by the hook, or because the disk is full or slow
         self._has_warned = False
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in self._folder.glob(f"*{SUFFIX}.*"):  # half of one, by a server that was killed
+            path.unlink()
         self._thread = threading.Thread(target=self._write_all, name="learn-traffic", daemon=True)
         self._thread.start()
 
     def keep(self, answer: ServedAnswer) -> None:
         """Have an answer written. It never waits."""
-        if self._waiting.qsize() < MOST_WAITING:
+        if self._num_put - self._num_taken < MOST_WAITING:
+            self._num_put += answer.num_tokens
             self._waiting.put(answer)
         else:
             self.num_dropped += 1
 
     def close(self) -> None:
-        """Write what is left, and end the thread."""
+        """Write what is left, as far as some seconds go, and end the thread."""
+        self._end = time.monotonic() + CLOSE_SECONDS
         self._waiting.put(None)
-        self._thread.join()
+        self._thread.join(2 * CLOSE_SECONDS)  # a hook that does not return is left behind
 
     def _write_all(self) -> None:
         is_open = True
@@ -97,31 +110,33 @@ class Traffic:
                 if answer is None:
                     is_open = False
                     break
-                if line := self._line(answer):
+                self._num_taken += answer.num_tokens
+                if time.monotonic() > self._end:
+                    self.num_dropped += 1
+                elif line := self._line(answer):
                     lines.append(line)
                     num_bytes += len(line)
             self._write(lines)
 
     def _line(self, answer: ServedAnswer) -> bytes:
         """Return the line of an answer, which is empty where nothing of it may be kept."""
-        found: ServedAnswer | None = answer
-        if self._redact is not None:
-            try:
-                found = self._redact(answer, self._tokenizer)
-            except Exception as error:  # other people's code: nothing is kept that it has not passed
-                self._warn(f"--learn-redact failed ({first_line(error)})")
-                found = None
-        if found is None:
-            self.num_dropped += 1
-            return b""
-        row = {"client": answer.client, "version": answer.version}
-        row |= {"prompt_ids": [*found.prompt_ids], "answer_ids": [*found.answer_ids]}  # type: ignore[dict-item]
-        return json.dumps(row).encode() + b"\n"
+        row: dict[str, Any] = {"client": answer.client, "version": answer.version}
+        try:
+            found = answer if self._redact is None else self._redact(answer, self._tokenizer)
+            if found is not None:
+                row |= {name: [int(i) for i in getattr(found, name)] for name in ("prompt_ids", "answer_ids")}
+                return json.dumps(row).encode() + b"\n"
+        except Exception as error:  # other people's code: nothing is kept that it has not passed
+            self._warn(f"--learn-redact failed ({first_line(error)})")
+        self.num_dropped += 1
+        return b""
 
     def _write(self, lines: Sequence[bytes]) -> None:
         try:
             if lines:
-                write_whole(self._folder / f"{time.time_ns():020d}{SUFFIX}", b"".join(lines))
+                newest = max((int(path.stem) for path in segments(self._folder)[-1:]), default=0)
+                name = max(time.time_ns(), newest + 1)  # the clock may go back
+                write_whole(self._folder / f"{name:020d}{SUFFIX}", b"".join(lines))
                 self.num_kept += len(lines)
             self._forget_old()
         except OSError as error:
@@ -148,20 +163,33 @@ def segments(folder: Path) -> list[Path]:
 
 
 def read_traffic(folder: Path, most_tokens: int) -> list[ServedAnswer]:
-    """Read the newest answers, of about so many tokens, the oldest first. A segment that is damaged, or goes meanwhile,
-    is left out."""
+    """Read the newest answers, of about so many tokens, the oldest first. One client's are at most half of that while
+    others have any among the newest READ_AT_MOST times as many. A segment that is damaged, or goes meanwhile, is left
+    out."""
     found: list[ServedAnswer] = []
+    beyond: list[ServedAnswer] = []  # of clients that have their half
+    of_client: Counter[str] = Counter()
+    num_read = num_found = 0
     for path in reversed(segments(folder)):
         try:
             own = [_parse(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s is left out: %s", path, first_line(error))
             continue
-        found = own + found
-        most_tokens -= sum(len(answer.prompt_ids) + len(answer.answer_ids) for answer in own)
-        if most_tokens <= 0:
+        for answer in reversed(own):
+            is_beyond = of_client[answer.client] >= most_tokens / 2
+            (beyond if is_beyond else found).append(answer)
+            num_found += 0 if is_beyond else answer.num_tokens
+            of_client[answer.client] += answer.num_tokens
+            num_read += answer.num_tokens
+        if num_found >= most_tokens or num_read >= READ_AT_MOST * most_tokens:
             break
-    return found
+    for answer in beyond if len(of_client) == 1 else ():
+        if num_found >= most_tokens:
+            break
+        found.append(answer)
+        num_found += answer.num_tokens
+    return found[::-1]
 
 
 def _parse(row: dict[str, Any]) -> ServedAnswer:

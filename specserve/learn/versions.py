@@ -39,7 +39,8 @@ class HeadVersions:
         be kept in it or it belongs to others, CheckpointError where it is damaged."""
         self.folder = folder
         try:
-            self._all.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._all.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)  # clients' words are in it
             self._lock = (folder / LOCK_FILE).open("a")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -75,18 +76,18 @@ class HeadVersions:
     def add(self, head: Path) -> str:
         """Take the head in this folder for a new version, which does not serve yet. Returns its name. Raises
         OSError."""
-        numbers = [int(path.name) for path in self._all.iterdir() if path.name.isdecimal()]
-        name = f"{max(numbers, default=0) + 1:03d}"
+        name = f"{max(map(_number, self._all.iterdir()), default=0) + 1:03d}"
         head.rename(self._all / name)
         return name
 
     def keep(self, state: LearnState) -> None:
-        """Keep the state, whose version serves now, and forget versions that are old. Raises OSError."""
+        """Take the state, whose version serves now, write it, and forget versions that are old. Raises OSError where it
+        cannot be written; it counts all the same until the server ends."""
+        self.state = state
         with whole_file(self.folder / STATE_FILE) as partial:
             partial.write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
-        self.state = state
         needed = {state.version, state.before}
-        others = sorted(path for path in self._all.iterdir() if path.name not in needed)
+        others = sorted((path for path in self._all.iterdir() if path.name not in needed), key=_number)
         for path in others[:-MOST_KEPT]:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -103,3 +104,7 @@ class HeadVersions:
             return LearnState(**stated)
         except TypeError as error:
             raise CheckpointError(f"{path}: {error}; remove it to begin with the static head") from error
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name) if folder.name.isdecimal() else 0

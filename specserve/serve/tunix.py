@@ -56,6 +56,12 @@ class SpecserveRollout(base_rollout.BaseRollout):
         default = base_rollout.RolloutConfig()
         if given := [name for name in _OF_ENGINES if getattr(rollout_config, name) != getattr(default, name)]:
             raise ConfigError(f"RolloutConfig: {', '.join(given)}: leave it out, and give the LLM its own settings")
+        needed = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate + 1
+        if needed > llm.engine.max_model_len:
+            raise ConfigError(
+                f"RolloutConfig: max_prompt_length and max_tokens_to_generate need an LLM of max_model_len {needed}, "
+                f"one more than both, and it has {llm.engine.max_model_len}"
+            )
         self._actor, self._tokenizer, self._config, self._llm = rollout_actor, tokenizer, rollout_config, llm
         self._path_of, self._lora_alpha = _path_of(rollout_actor), lora_alpha
         self.update_params(nnx.state(rollout_actor))
@@ -120,6 +126,8 @@ class SpecserveRollout(base_rollout.BaseRollout):
         trainer's other weights. Raises ConfigError that names what is missing, unknown, of another shape or not a
         number; then nothing has changed."""
         state = _arrays(params)
+        if not state:
+            raise ConfigError("weights of the trainer: there are none; Tunix's offload_to_cpu does not go with this")
         if state and all(map(is_pair, state)):
             state = _arrays(nnx.state(self._actor)) | state
         spec = target_spec(self._llm.engine.runner.config.target.stored)
@@ -184,10 +192,12 @@ def _path_of(model: nnx.Module) -> Callable[[str], str]:
 
 def _check_temperature(config: base_rollout.RolloutConfig) -> None:
     """Raise ConfigError where log-probabilities are not of what answers are drawn from."""
-    if config.temperature not in (0, 1):
+    is_cut = config.top_p not in (None, 1.0) or (config.top_k or -1) > 0
+    if config.temperature not in (0, 1) or is_cut:
         raise ConfigError(
-            f"RolloutConfig: temperature is {config.temperature}, and log-probabilities are of the target's own "
-            "distribution: sample at temperature 1, or ask for none"
+            f"RolloutConfig: temperature is {config.temperature}, top_p {config.top_p} and top_k {config.top_k}, and "
+            "log-probabilities are of the target's own distribution: sample at temperature 1 without the others, or "
+            "ask for none"
         )
 
 

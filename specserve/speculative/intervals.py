@@ -4,6 +4,7 @@ drawn again, with replacement, and the figure is computed anew. The middle 95% o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,34 @@ def tau_difference(measured: Sequence[Acceptance], others: Sequence[Acceptance])
     return bootstrap(len(measured), lambda drawn: _tau(*own, drawn) - _tau(*other, drawn))
 
 
+@dataclass(frozen=True)
+class MedianDifference:
+    """The difference of two taus for the median of some groups, and its interval."""
+
+    value: float
+    interval: Interval | None
+
+
+def median_difference(
+    measured: Sequence[Acceptance], others: Sequence[Acceptance], groups: Sequence[Any]
+) -> MedianDifference:
+    """Return the first tau less the second for the median group, where `groups` says of each question to which it
+    belongs. A group counts once, however many questions it has, and in a draw only where it has any."""
+    own, other = _counts(measured), _counts(others)
+    names = np.unique(np.array(groups), return_inverse=True)[1]
+
+    def medians(drawn: np.ndarray) -> np.ndarray:
+        each = []
+        for name in range(names.max(initial=-1) + 1):
+            counts = names[drawn] == name
+            difference = _tau(*own, drawn, counts) - _tau(*other, drawn, counts)
+            each.append(np.where(counts.any(axis=1), difference, np.nan))
+        return np.nanmedian(each, axis=0)
+
+    value = float(medians(np.arange(len(measured))[None])[0]) if measured else 0.0
+    return MedianDifference(value, bootstrap(len(measured), medians))
+
+
 def median_interval(values: Sequence[float]) -> Interval | None:
     """Return the interval of a median, such as that of the gains of rounds, each against plain decoding in the same
     round."""
@@ -68,7 +97,7 @@ def _counts(measured: Sequence[Acceptance]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([found.num_steps for found in measured]), np.array([found.num_emitted for found in measured])
 
 
-def _tau(steps: np.ndarray, emitted: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-    """Return the tau of each draw's counts together, as `Acceptance.tau` defines it."""
-    num_steps = steps[drawn].sum(axis=1)
-    return np.where(num_steps, emitted[drawn].sum(axis=1) / np.maximum(1, num_steps), 1.0)
+def _tau(steps: np.ndarray, emitted: np.ndarray, drawn: np.ndarray, counts: np.ndarray | bool = True) -> np.ndarray:
+    """Return the tau of each draw's counts together, as `Acceptance.tau` defines it, of those that count."""
+    num_steps = (steps[drawn] * counts).sum(axis=1)
+    return np.where(num_steps, (emitted[drawn] * counts).sum(axis=1) / np.maximum(1, num_steps), 1.0)

@@ -47,7 +47,8 @@ def earlier_drafter(folder: Path, settings: DraftSettings, target: ModelConfig, 
     drafter = read_drafter(folder, target, target_name, dtype="float32")
     check_trained(drafter.name, f"--init-from {folder}")
     has = drafter.facts()
-    asked = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    fields = dataclasses.fields(settings)
+    asked = {field.name: value for field in fields if (value := getattr(settings, field.name)) != field.default}
     # a setting at its default requires nothing, and a head has no dtype of its export
     other = [
         f"draft.{key} {value} (it has {has[key]})"

@@ -157,8 +157,8 @@ def test_a_version_whose_tau_falls_while_it_serves_is_given_up(models: Models, t
     assert "someone" not in kept[0].client
 
 
-def test_taus_are_compared_soon_after_a_swap_alone() -> None:
-    """Later on it is the traffic that has moved."""
+def test_the_first_answers_of_a_version_are_compared_alone() -> None:
+    """Whenever that is looked at; later answers are of traffic that has moved. Of other versions nothing is kept."""
     live = LiveTaus()
     for version, found, number in (("0", GOOD, 99), ("1", BAD, MOST_ANSWERS - 1)):
         for _ in range(number):
@@ -167,8 +167,15 @@ def test_taus_are_compared_soon_after_a_swap_alone() -> None:
     assert live.has_fallen("1", "0")
     assert not live.has_fallen("0", "1")
     assert not live.has_fallen("1", "1")
-    live.observe("1", BAD)
-    assert not live.has_fallen("1", "0")
+    for _ in range(MOST_ANSWERS):
+        live.observe("1", GOOD)
+    assert live.has_fallen("1", "0")
+    live.begin("9", "1")
+    assert [version for version, *_ in live.taus()] == ["1"]
+    for found in (GOOD, BAD):
+        for _ in range(MOST_ANSWERS):
+            live.observe("9", found)
+    assert not live.has_fallen("9", "1")
     for i in range(100):  # a little worse, as chance may have it
         live.observe("2", GOOD if i % 2 else BAD)
         live.observe("3", GOOD if i % 5 in (1, 3) else BAD)

@@ -71,12 +71,12 @@ def test_a_round_never_leaves_a_head_that_it_shows_to_be_below_the_static_one(
 
 
 def test_no_client_outweighs_what_a_head_loses_for_the_others() -> None:
-    """Nor hides it once such a head serves. What all gain from serves."""
+    """Nor do two of them; nor hide it once such a head serves. And none keeps back what most gain from."""
 
     def measured(garbage: int, others: int) -> list[Acceptance]:
         return [Acceptance(9, 27, (each, each, each)) for each in [garbage] * 16 + [others] * 16]
 
-    clients = ["bad"] * 16 + [f"client {i % 4}" for i in range(16)]
+    clients = [f"bad {i % 2}" for i in range(16)] + [f"client {i % 4}" for i in range(16)]
     worse: dict[Contender, list[Acceptance]] = {
         "static": measured(1, 5), "served": measured(1, 5), "candidate": measured(9, 4)
     }  # fmt: skip
@@ -86,6 +86,12 @@ def test_no_client_outweighs_what_a_head_loses_for_the_others() -> None:
     better = worse | {"candidate": measured(9, 6)}
     assert choose(better, clients) == "candidate"
     assert choose(better | {"served": better["candidate"]}, clients) == "served"
+    clients = ["one"] * 16 + ["other"] * 8 + ["third"] * 8
+    most: dict[Contender, list[Acceptance]] = {
+        "static": measured(5, 5), "served": measured(5, 5), "candidate": measured(4, 8)
+    }  # fmt: skip
+    assert choose(most, clients) == "candidate"
+    assert choose(most | {"served": most["candidate"]}, clients) == "served"
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """What is kept of answers for a head to learn from, and what is not."""
 
+import dataclasses
 import random
 import re
 from collections import Counter
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fakes import MODEL, STORY, USER, FakeEngine
 from hypothesis import given
@@ -85,12 +87,65 @@ def test_what_is_read_is_what_was_kept(tmp_path: Path) -> None:
     assert _write(tmp_path, first).num_kept == 9
     _write(tmp_path, second)
     assert read_traffic(tmp_path, ALL) == first + second
-    assert read_traffic(tmp_path, 1) == second
+    assert read_traffic(tmp_path, 1) == second[-1:]
     assert {path.stat().st_mode & 0o077 for path in segments(tmp_path)} == {0}
     oldest, newest = segments(tmp_path)
     oldest.write_bytes(oldest.read_bytes()[:-9])
     (tmp_path / f"{newest.name}.1-2.partial").write_bytes(newest.read_bytes())  # of a server that was killed
     assert read_traffic(tmp_path, ALL) == second
+
+
+def test_one_client_does_not_fill_what_a_round_reads(tmp_path: Path) -> None:
+    """Of any amount that came last: half of it is others', where there are any; and all is his where there are none."""
+    others, flood = _answers(40, "b"), _answers(40, "flood", 100)
+    number = sum(answer.num_tokens for answer in others)
+    _write(tmp_path, others)
+    _write(tmp_path, flood)
+    found = read_traffic(tmp_path, number)
+    shares = Counter({"b": 0, "flood": 0})
+    for answer in found:
+        shares[answer.client] += answer.num_tokens
+    most = max(answer.num_tokens for answer in [*others, *flood])
+    assert all(abs(share - number / 2) <= most for share in shares.values()), shares
+    alone = tmp_path / "alone"
+    _write(alone, flood)
+    found = read_traffic(alone, sum(answer.num_tokens for answer in flood[-20:]))
+    assert found == flood[-20:]
+
+
+def test_the_clock_may_go_back(tmp_path: Path) -> None:
+    """The newest answers are those that came last, and the oldest go first."""
+    _write(tmp_path, _answers(9))
+    [segment] = segments(tmp_path)
+    segment.rename(tmp_path / f"{int(segment.stem) + 10**15:020d}.jsonl")
+    last = _answers(9, "b", 50)
+    _write(tmp_path, last, most_bytes=segments(tmp_path)[0].stat().st_size * 3 // 2)
+    assert read_traffic(tmp_path, ALL)[-9:] == last
+
+
+@pytest.mark.parametrize("other", [(1, 2), {"prompt_ids": (1,)}, 7], ids=str)
+def test_a_hook_that_returns_something_else_costs_its_answers_alone(tmp_path: Path, other: Any) -> None:
+    answers = _answers(4)
+    kept = _write(tmp_path, answers, redact=lambda answer, _: other if answer == answers[1] else answer)
+    assert (kept.num_kept, kept.num_dropped) == (3, 1)
+    assert read_traffic(tmp_path, ALL) == [answers[0], *answers[2:]]
+
+
+def test_numbers_of_any_kind_are_token_ids(tmp_path: Path) -> None:
+    answers = _answers(4)
+
+    def redact(answer: ServedAnswer, _: Any) -> ServedAnswer:
+        return dataclasses.replace(answer, prompt_ids=np.array(answer.prompt_ids), answer_ids=list(answer.answer_ids))
+
+    _write(tmp_path, answers, redact=redact)
+    assert read_traffic(tmp_path, ALL) == answers
+
+
+def test_what_a_killed_server_was_writing_goes(tmp_path: Path) -> None:
+    _write(tmp_path, _answers(2))
+    (tmp_path / f"{segments(tmp_path)[0].name}.1-2.partial").write_bytes(b"{")
+    _write(tmp_path, [])
+    assert [path.suffix for path in tmp_path.iterdir()] == [".jsonl"]
 
 
 def test_the_oldest_goes_beyond_size_and_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -548,9 +548,8 @@ void write_sequence(const PageArray& into, int64_t sequence, int64_t count, cons
     T* to = static_cast<T*>(into.pages) + page[i] * width * into.size + offset[i] * (into.is_key ? 1 : into.dim);
     for (int64_t head = 0; head < into.heads; ++head, to += into.dim * into.size) {
       float inverse[kMost];
-      for (int64_t j = 0; j < run; ++j) {
-        inverse[j] = 1.0f;
-        if constexpr (kLargest<T> > 0.0f) {
+      if constexpr (kLargest<T> > 0.0f) {
+        for (int64_t j = 0; j < run; ++j) {
           const float scale = scale_of<T>(from[j] + head * into.dim, into.dim);
           into.scale[(page[i] * into.heads + head) * into.size + offset[i] + j] = scale;
           inverse[j] = 1.0f / scale;
@@ -559,14 +558,16 @@ void write_sequence(const PageArray& into, int64_t sequence, int64_t count, cons
       if (into.is_key) {
         for (int64_t channel = 0; channel < into.dim; ++channel) {
           for (int64_t j = 0; j < run; ++j) {
-            keep(from[j][head * into.dim + channel] * inverse[j], to + channel * into.size + j);
+            const float value = from[j][head * into.dim + channel];
+            keep(kLargest<T> > 0.0f ? value * inverse[j] : value, to + channel * into.size + j);
           }
         }
         continue;
       }
       for (int64_t j = 0; j < run; ++j) {
         for (int64_t channel = 0; channel < into.dim; ++channel) {
-          keep(from[j][head * into.dim + channel] * inverse[j], to + j * into.dim + channel);
+          const float value = from[j][head * into.dim + channel];
+          keep(kLargest<T> > 0.0f ? value * inverse[j] : value, to + j * into.dim + channel);
         }
       }
     }

@@ -240,8 +240,8 @@ class Engine:
     def is_sleeping(self) -> bool:
         return bool(self.rounds.asleep)
 
-    def abort(self, request_id: str = "") -> None:
-        self._rest.abort(request_id)
+    def abort(self, is_meant: Callable[[Request], bool] = lambda _: True) -> None:
+        self._rest.abort(is_meant)
 
     def pause(self, mode: PauseMode = "abort") -> None:
         self._rest.pause(mode)

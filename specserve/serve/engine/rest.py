@@ -1,12 +1,13 @@
 """The rest of an engine: it goes on answering later, and may give back the device's memory meanwhile."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal
 
 from specserve.errors import ConfigError
 from specserve.serve.engine.changes import Changes
 from specserve.serve.engine.rounds import PARTS, Part, Rounds
 from specserve.serve.engine.swap import Swaps
+from specserve.serve.requests.request import Request
 
 # the sequences that have begun: they end as they are (as all that wait), end first, go on later with the pages that
 # they have, or go on later with keys and values that are computed anew
@@ -27,9 +28,9 @@ class Rest:
     def is_paused(self) -> bool:
         return self._is_held or bool(self._rounds.asleep)
 
-    def abort(self, request_id: str) -> None:
-        """End the requests of that id, or all where it is empty, running or waiting, with the tokens that they have."""
-        self._changes.ask(lambda: self._rounds.abort(request_id))
+    def abort(self, is_meant: Callable[[Request], bool]) -> None:
+        """End the requests that are meant, running or waiting, with the tokens that they have."""
+        self._changes.ask(lambda: self._rounds.abort(is_meant))
 
     def pause(self, mode: PauseMode) -> None:
         """Make no more steps. Requests are still taken, and wait."""

@@ -257,12 +257,11 @@ class Rounds:
         """Return the name of the weights that come after these, where they are given none: how many came before."""
         return str(self._num_versions)
 
-    def abort(self, request_id: str = "") -> None:
-        """End the sequences of a request, or all, with the tokens that they have."""
+    def abort(self, is_meant: Callable[[Request], bool] = lambda _: True) -> None:
+        """End sequences, all unless it is said which, with the tokens that they have."""
         self.land()
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
-            name = sequence.request.request_id
-            if request_id in ("", name, name.rpartition("-")[0]):  # a request's sequences are numbered
+            if is_meant(sequence.request):
                 text, error = sequence.output.finish(), "the server's operator has ended it; send it again"
                 self.delivery.deliver(sequence, Delta(text=text, finish_reason=FinishReason.ABORTED, error=error))
 

@@ -60,7 +60,9 @@ def render(report: RunReport) -> str:
         data=report.notes.get("data_summary", {}),
         settings=[(name, _text(value)) for name, value in report.settings.items()],
         provenance=_shown(report),
-        commands=commands(report.output, is_stopped=report.ending.startswith("stopped")),
+        commands=commands(
+            report.output, is_stopped=report.ending.startswith("stopped"), lora=report.notes.get("lora", "")
+        ),
     )
 
 
@@ -69,16 +71,24 @@ def comparable(measured: Sequence[Row]) -> list[Row]:
     return [row for row in measured if row.get("measurement") == measured[-1].get("measurement")]
 
 
-def commands(output: str, *, is_stopped: bool = False) -> list[tuple[str, str]]:
+def serve_command(output: str, lora: str = "") -> str:
+    """Return the command that serves the head in this folder, beside the adapter that it follows, if any."""
+    command = f"specserve serve --draft {shlex.quote(output)}"
+    return f"{command} --lora {shlex.quote(f'{Path(lora).absolute().name}={lora}')}" if lora else command
+
+
+def commands(output: str, *, is_stopped: bool = False, lora: str = "") -> list[tuple[str, str]]:
     """List what one may do with the head in this folder, each with the command for it."""
     folder = output.rstrip("/")
     head, settings, other = map(shlex.quote, (output, f"{folder}/{SETTINGS_FILE}", f"{folder}-2"))
     last = ("Train it further", f"specserve train --config {settings} --init-from {head} --output {other}")
     if is_stopped:
         last = ("Go on", f"specserve train --config {settings} --resume")
+    # `eval` runs the target without adapters
+    measure = [] if lora else [("Measure its speed", f"specserve eval --draft {head}")]
     return [
-        ("Serve it", f"specserve serve --draft {head}"),
-        ("Measure its speed", f"specserve eval --draft {head}"),
+        ("Serve it", serve_command(output, lora)),
+        *measure,
         ("Give it to vLLM", f"specserve export {head} --to vllm"),
         last,
     ]

@@ -240,8 +240,14 @@ def test_what_cannot_hold_is_refused(llm: LLM, tmp_path: Path, rng: np.random.Ge
     changed = type(config)(**vars(config) | {"temperature": 0.9, "tensor_parallel_size": 2})
     with pytest.raises(ConfigError, match="tensor_parallel_size: leave it out"):
         SpecserveRollout(model, Letters(), _mesh(), changed, llm=llm)
-    with pytest.raises(ConfigError, match=r"temperature is 0\.9, and log-probabilities are"):
-        rollout.generate(PROMPTS, changed)
+    for other in ({"temperature": 0.9}, {"top_p": 0.3}, {"top_k": 1}):
+        with pytest.raises(ConfigError, match="and log-probabilities are of the target's own"):
+            rollout.generate(PROMPTS, type(config)(**vars(config) | other))
+    long = type(config)(**vars(config) | {"max_tokens_to_generate": 112})
+    with pytest.raises(ConfigError, match="max_model_len 129, one more than both, and it has 128"):
+        SpecserveRollout(model, Letters(), _mesh(), long, llm=llm)
+    with pytest.raises(ConfigError, match="offload_to_cpu does not go with this"):
+        rollout.update_params(nnx.State({}), (nnx.Param,))
     with pytest.raises(ConfigError, match="Linear: expected a model of Tunix"):
         _rollout(llm, nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
     with pytest.raises(ConfigError, match=r"lm_head\.w is missing"):

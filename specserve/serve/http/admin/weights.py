@@ -18,10 +18,12 @@ from specserve.serve.engine.rounds import PARTS, Part
 from specserve.serve.engine.swap import DraftWeights, TargetWeights, UpdateMode
 from specserve.serve.http.admin.routes import Status
 from specserve.serve.http.openai.fields import Body, UnsupportedFields
+from specserve.serve.http.openai.streaming import is_of
 from specserve.serve.http.service import Service
 from specserve.serve.http.transport.errors import EngineFailureError
 from specserve.serve.http.transport.guard import MAX_ID_CHARS
 from specserve.serve.http.transport.json_codec import ReplyObject
+from specserve.serve.requests.request import Request as EngineRequest
 from specserve.serve.update_folder import UpdateFolder
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -49,7 +51,7 @@ class UpdatableEngine(Protocol):
         mode: UpdateMode = "continue",
     ) -> str: ...
 
-    def abort(self, request_id: str = "") -> None: ...
+    def abort(self, is_meant: Callable[[EngineRequest], bool] = ...) -> None: ...
 
     def pause(self, mode: PauseMode = "abort") -> None: ...
 
@@ -215,7 +217,7 @@ def add_weight_routes(app: FastAPI, service: Service, updates: WeightUpdates) ->
     def abort(body: AbortBody) -> Done:
         if not body.rid and not body.abort_all:
             raise RequestError("name a request, or give abort_all as true for all", param="rid")
-        engine.abort("" if body.abort_all else body.rid)
+        engine.abort(lambda request: body.abort_all or is_of(request, body.rid))
         return done("ended")
 
     def pause(body: PauseBody) -> Done:

@@ -422,6 +422,11 @@ async def _spelled(spell: Callable[[], Iterable[bytes]], size: int) -> list[byte
     return await in_thread(lambda: list(spell()), size=size)
 
 
+def is_of(sequence: Request, request_id: str) -> bool:
+    """Return whether a sequence is of the HTTP request of that id, by the name that it was submitted under."""
+    return sequence.request_id.rpartition("-")[0] == request_id
+
+
 def _check(request: Request, delta: Delta, *, can_abort: bool) -> None:
     if delta.finish_reason is FinishReason.ERROR and delta.is_refused:
         raise RequestError(str(delta.error))
