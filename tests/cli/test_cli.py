@@ -174,10 +174,12 @@ def test_a_bench_that_comes_with_the_target_may_be_missing_and_a_named_one_may_n
         raise DataError(f"{bench} is not there")
 
     monkeypatch.setattr(train, "load_questions", load)
-    assert not train._is_there("mt-bench")
+    assert not train._is_there("mt-bench", "")
     assert "will not be measured on mt-bench: mt-bench is not there" in caplog.text
     with pytest.raises(DataError, match=r"my\.jsonl is not there"):
-        train._is_there("my.jsonl")
+        train._is_there("my.jsonl", "")
+    assert not train._is_there("my.jsonl", "adapter"), "only a server has an adapter beside its target"
+    assert "will not be measured on my.jsonl: a server with --lora" in caplog.text
 
 
 def test_the_head_is_measured_with_the_target_as_it_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
