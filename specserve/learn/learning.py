@@ -277,7 +277,10 @@ def check_settings(run: ServeRun) -> None:
             )
     load_redact(run.learn_redact)
     for entry in run.learn_data:
-        parse_entry(entry)
+        try:
+            parse_entry(entry)
+        except ConfigError as error:
+            raise ConfigError(f"--learn-data: {error}") from error
 
 
 def _first_task(run: ServeRun, models: Models, folder: Path) -> RoundTask:

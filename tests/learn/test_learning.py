@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,6 +138,26 @@ def test_the_chosen_head_serves_and_serves_again_after_a_restart(models: Models,
         assert learning.take_models().version == STATIC
 
 
+def test_a_full_disk_does_not_part_what_serves_from_what_is_said_to(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version that serves is watched, and given up, as if it were kept; a restart begins with the one before."""
+
+    def full(_path: Path) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with _learning(models, tmp_path) as (learning, recorder, engine):
+        _answer(learning, STATIC, GOOD, FEWEST_ANSWERS)
+        monkeypatch.setattr(versions, "whole_file", full)
+        assert _adopt(tmp_path, models, learning, engine) == recorder.served[-1] == "001"
+        _answer(learning, "001", BAD, FEWEST_ANSWERS)
+        learning.look_back(engine)
+        assert recorder.served == [STATIC, "001", STATIC]
+    monkeypatch.undo()
+    with _learning(models, tmp_path) as (learning, _, _):
+        assert learning.take_models().version == STATIC
+
+
 def test_a_version_whose_tau_falls_while_it_serves_is_given_up(models: Models, tmp_path: Path) -> None:
     """Once its 95% interval lies below that of the version before, with enough answers of both, soon after it began;
     and the answers of both are traffic, by digests of their clients."""
@@ -236,11 +257,13 @@ def test_versions_are_few_and_of_one_head(tmp_path: Path) -> None:
         HeadVersions(tmp_path, "target", "static")
 
 
-def test_what_cannot_learn_is_refused(models: Models, tmp_path: Path) -> None:
+def test_what_cannot_learn_is_refused(models: Models, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     others = {"ray": True, "coordinator": "a:1", "allow_update_weights": True, "allow_load_draft": True}
     for name, value in others.items():
         with pytest.raises(ConfigError, match=f"--learn: not with --{name.replace('_', '-')}"):
             check_settings(_run(models, tmp_path, **{name: value}))
+    with pytest.raises(ConfigError, match=r"--learn-data: .*'pydoc=0'"):
+        check_settings(_run(models, tmp_path, learn_data=("pydoc=0",)))
     with pytest.raises(ConfigError, match="--learn-steps is of a head that learns: give --learn too"):
         serve(ServeRun(learn_steps=5))
     for speculation in ("off", "suffix:3"):
@@ -248,6 +271,11 @@ def test_what_cannot_learn_is_refused(models: Models, tmp_path: Path) -> None:
             LearningHead(_run(models, tmp_path, speculation=speculation), models)
     with pytest.raises(ConfigError, match="no draft head with a folder of its own"):
         LearningHead(_run(models, tmp_path), dataclasses.replace(models, head=None))
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    other = shutil.copytree(models.name, elsewhere / "head")
+    (other / "specserve.json").write_text('{"target_fingerprint": "another"}')
+    with pytest.raises(ConfigError, match="was trained for other weights of the target"):
+        LearningHead(dataclasses.replace(_run(models, tmp_path), draft=str(other)), models)
     assert not any(tmp_path.iterdir()), "something was made for what was refused"
 
 
