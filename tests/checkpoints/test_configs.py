@@ -24,7 +24,7 @@ from specserve.serve.settings import ServeRun
         ({"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}, "float32", "cpu", "bfloat16"),
         ({"dtype": "float16", "text_config": {"dtype": "bfloat16"}}, "float32", "cpu", "bfloat16"),
         ({"dtype": "bfloat16", "text_config": {}}, "float32", "cpu", "bfloat16"),
-        ({"dtype": "float16"}, "float32", "cpu", ""),  # which has more bits than bfloat16
+        ({"dtype": "float16"}, "float32", "cpu", ""),  # more bits than bfloat16 has
         ({"dtype": "float32"}, "float32", "cpu", ""),
         ({}, "float32", "cpu", ""),
         ({"dtype": "bfloat16"}, "bfloat16", "cpu", ""),
