@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--speculation", default="chain:3")
-    parser.add_argument("--dtypes", default="auto,bfloat16,int8,fp8", help="as of specserve serve --kv-cache-dtype")
+    parser.add_argument("--dtypes", default="float32,bfloat16,int8,fp8", help="as of specserve serve --kv-cache-dtype")
     args = parser.parse_args()
     source = resolve_target("pydoc")
     target, tokenizer = load_target(source.folder, dtype=default_dtype()), Tokenizer.load(source.folder)
@@ -80,7 +80,7 @@ def main() -> None:
     plain = [text_logits(target, text, "") for text in texts]
     print(f"{sum(map(len, plain))} positions of {len(texts)} prompts; logits vary by {np.concatenate(plain).std():.2f}")
     for name in args.dtypes.split(","):
-        found = [text_logits(target, text, CACHE_DTYPES.get(name, "")) for text in texts]
+        found = [text_logits(target, text, CACHE_DTYPES.get(name, target.config.cache_dtype)) for text in texts]
         rms, largest, kl, same = compare(np.concatenate(plain), np.concatenate(found))
         print(
             f"{name:5} logits off by {rms:.4f} rms, {largest:.3f} at most; KL {kl:.1e}; same best token {same:.2%}",

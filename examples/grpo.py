@@ -296,6 +296,8 @@ def main(
     prompts = [tokenizer.render_chat([{"role": "user", "content": each}]) for each in QUESTIONS]
     seq_len = max(map(len, prompts)) + max_tokens
     shape: Any = {"max_slots": slots, "max_model_len": seq_len + 16, "mesh": sampler_mesh, "progress": False}
+    if policy.config.dtype == "float32":  # a CPU's pages, which the training forward would not know to round
+        shape["kv_cache_dtype"] = "float32"
     engines = {
         name: LLM(target, draft, speculation="off" if name == "plain" else speculation, **shape) for name in names
     }

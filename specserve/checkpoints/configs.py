@@ -1,10 +1,14 @@
-"""The config of a target by its name, without its weights and without the network."""
+"""The config of a target: by its name, without its weights and without the network, and as a checkpoint loads it."""
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, find_folder, is_hub_id
 from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.errors import ConfigError
+from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
 from specserve.models.families.table import model_config
 from specserve.models.presets import PRESETS
@@ -33,6 +37,31 @@ def find_config(name: str, option: str = "--target") -> tuple[ModelConfig, str]:
         f"{option} {name!r}: a dry run asks no hub, and there is no such folder or preset, nor a config.json of it in "
         "the hub's cache; give a folder that holds its config.json"
     )
+
+
+def loaded_config(raw: Mapping[str, Any], *, dtype: str, where: str) -> ModelConfig:
+    """Return the config of a target that is loaded from a checkpoint with this config.json, and computed here in
+    `dtype`. Raises ConfigError."""
+    config = model_config(raw, dtype=dtype, where=where)
+    return dataclasses.replace(config, cache_dtype=auto_cache_dtype(stored_dtype(raw), dtype))
+
+
+def stored_dtype(raw: Mapping[str, Any]) -> str:
+    """Return the dtype of a checkpoint's weights as its config.json states it, of its text model where that has its
+    own, or an empty string."""
+    text = raw.get("text_config")
+    places = (text, raw) if isinstance(text, Mapping) else (raw,)
+    stated = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
+    return next((str(each).removeprefix("torch.") for each in stated if each), "")
+
+
+def auto_cache_dtype(stored: str, computed: str) -> str:
+    """Return the dtype of committed keys and values (`ModelConfig.cache_dtype`) of a target that is stored in one dtype
+    and computed in another, where nobody asks for any. CPUs compute in float32 what accelerators, and the engines that
+    a checkpoint was published for, compute and keep in bfloat16. float16 has more bits than that, so its keys and
+    values stay as they are computed."""
+    is_rounded = (stored, computed, program_platform()) == ("bfloat16", "float32", "cpu")
+    return "bfloat16" if is_rounded else ""
 
 
 def _cached_config(name: str) -> str | None:

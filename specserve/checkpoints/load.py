@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from specserve.checkpoints.configs import loaded_config
 from specserve.checkpoints.lazy import Index, LazyQuantized, LazyTensor
 from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_table, open_weight, read_storing
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
@@ -27,7 +28,6 @@ from specserve.kernels.matmul import QuantizedMatrix, Rounded, Weight, dequantiz
 from specserve.kernels.nibbles import NibbleMatrix
 from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
-from specserve.models.families.table import model_config
 from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
 from specserve.models.sharding import check_fits, place_target, spread_kv_heads
 from specserve.models.stacked import looped
@@ -117,7 +117,7 @@ def load_target(
     cannot be spread like that or is larger than the memory."""
     raw = read_json(folder / "config.json")
     where = str(folder / "config.json")
-    config = model_config(raw, dtype=dtype, where=where)
+    config = loaded_config(raw, dtype=dtype, where=where)
     if is_served:
         config = spread_kv_heads(config, mesh)
     tensors = tensors or TensorFolder(folder)

@@ -74,7 +74,9 @@ class BenchRun(HeadRun):
 class _OfflineRun(HeadRun):
     """Settings that the benchmarks of one engine in this process share."""
 
-    kv_cache_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = setting(
+        "auto", help="of the pages, as of `serve`"
+    )
     speculation: str = setting("auto", help="anything that serve takes")
     bench: str = setting("pydoc", help="what is asked, as of `eval`; or random token ids")
     random_weights: bool = setting(False, help=RANDOM_WEIGHTS)

@@ -31,7 +31,9 @@ class PlanServeRun:
         0.0, help="tokens per step that speculation brings; 0: as published, of the nearest target", ge=0
     )
     quantization: Literal["none", "int8", "fp8"] = setting("none", help="8-bit weights of the target, as of `serve`")
-    kv_cache_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = setting(
+        "auto", help="of the pages, as of `serve`"
+    )
     mesh: str = setting("", help="devices of a replica by axis, as of `serve`; empty: the one with the fastest tokens")
     max_slots: int = setting(256, help="sequences that run at once in a replica, at most", ge=1)
     page_size: int = setting(0, help="tokens per cache page; 0: as `serve` chooses for such devices", ge=0)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CACHE_DTYPES = {"bfloat16": "bfloat16", "int8": "int8", "fp8": "float8_e4m3fn"}
+CACHE_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "fp8": "float8_e4m3fn"}
 AUTO_CHAINS = (1, 2, 3, 5, 7)  # 4 and 6 are left out: each chain costs seconds of compiling
 AUTO_TREES_CPU = (DynamicTree(4, 2, 7), DynamicTree(5, 3, 15))
 AUTO_TREES = (DynamicTree(4, 3, 15), DynamicTree(6, 4, 31), DynamicTree(7, 8, 63))

@@ -75,11 +75,11 @@ class ServeRun:
         "files; tokens stay the same, and a draft reads half or a quarter of the bytes; empty: as the head's notes "
         "say, else none",
     )
-    kv_cache_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = setting(
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = setting(
         "auto",
         scope=PROGRAM,
-        help="the target's committed keys and values: as it is computed, rounded to bfloat16, or in 8 bits with a "
-        "scale per entry and KV head, which halves or quarters the cache",
+        help="the target's committed keys and values: float32, bfloat16, or 8 bits with a scale per entry and KV head; "
+        "auto: as it is computed, but bfloat16 on CPUs where its checkpoint is",
     )
     mesh: str = setting(
         "",
@@ -300,7 +300,7 @@ class EngineSettings(TypedDict, total=False):
     drafter_module: str
     quantization: Literal["", "none", "stored", "int8", "fp8", "int4"]
     draft_quantization: Literal["", "none", "stored", "int8", "fp8", "int4"]
-    kv_cache_dtype: Literal["auto", "bfloat16", "int8", "fp8"]
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"]
     mesh: str
     check_weights: bool
     lora: tuple[str, ...]

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import tiny
-from engines import MAX_LEN, SEEDS, Fixed, make_engine, moved_weights
+from engines import MAX_LEN, SEEDS, Fixed, make_engine, make_runner, moved_weights
 
+from specserve.checkpoints.configs import auto_cache_dtype
 from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
 from specserve.drafters.interface import Head
@@ -128,3 +129,18 @@ def test_arms_are_every_pair_and_only_what_a_head_proposes() -> None:
             arms((text,), (0.0,))
     with pytest.raises(ConfigError, match="at least one"):
         arms((), (0.0,))
+
+
+def test_pages_of_a_bfloat16_checkpoint_are_those_of_both(
+    tiny_target: Target, tiny_head: Head, prompts: list[Prompt]
+) -> None:
+    """What a CPU's training measures over rounded keys and values is what it then serves over them."""
+    config = dataclasses.replace(tiny_target.config, cache_dtype=auto_cache_dtype("bfloat16", tiny_target.config.dtype))
+    target, arm = dataclasses.replace(tiny_target, config=config), ARMS[0]
+    runner = make_runner(target, tiny_head, arm.speculation, "off", has_constrained=False)
+    meter = AcceptanceMeter(target, tiny_head.drafter, [arm], prompts, max_new_tokens=MAX_NEW, seed=SEED)
+    served = _served(runner, arm, prompts)
+    for seed in SEEDS:
+        with moved_weights(runner, target, tiny_head, seed):
+            assert _served(runner, arm, prompts) == served, "a prompt sits on a near-tie; another seed"
+    assert meter.measure(tiny_head.params, tiny_head.target_ids, arm).by_source == served

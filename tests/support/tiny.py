@@ -1,7 +1,6 @@
 """Tiny random models for tests: everything that has a shape, and nothing that takes time."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,12 @@ from specserve.drafters.peagle.config import PEagleConfig
 from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.model import head_spec as peagle_spec
 from specserve.drafters.registry import DraftSettings, load_kind
+from specserve.eval.verify.rule import text_logits
 from specserve.models.config import Latent, LayerKind, ModelConfig, Names
 from specserve.models.families.table import model_config
 from specserve.models.params import init_params
 from specserve.models.rope import Rope
-from specserve.models.target import TargetParams, forward, logits, target_spec
+from specserve.models.target import TargetParams, target_spec
 
 TARGET: dict[str, Any] = {
     "model_type": "qwen3",
@@ -162,7 +162,7 @@ def target_logits(target: Target, token_ids: Sequence[int]) -> np.ndarray:  # [n
     n = len(token_ids)
     padded = np.zeros((1, -(-n // 64) * 64), np.int32)  # padding changes nothing before it, and few shapes compile
     padded[0, :n] = token_ids
-    return np.asarray(_causal_logits(target.params, target.config, jnp.asarray(padded)))[0, :n]
+    return np.asarray(_text_logits(target.config, target.params, jnp.asarray(padded)))[0, :n]
 
 
 def tolerance(target: Target, token_ids: Sequence[int]) -> np.ndarray:  # [n, 1]
@@ -172,8 +172,4 @@ def tolerance(target: Target, token_ids: Sequence[int]) -> np.ndarray:  # [n, 1]
     )
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _causal_logits(params: TargetParams, config: ModelConfig, token_ids: jax.Array) -> jax.Array:
-    n = token_ids.shape[1]
-    out = forward(params, config, token_ids, jnp.arange(n, dtype=jnp.int32)[None], causal(n))
-    return logits(params, config, out.hidden_states)
+_text_logits = jax.jit(text_logits, static_argnums=0)

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from gguf.constants import GGMLQuantizationType
+
 from specserve.checkpoints.gguf.config import read_config
 from specserve.checkpoints.gguf.container import GgufFile, making_sense, read_gguf
 from specserve.checkpoints.gguf.tokenizer import end_ids, read_tokenizer, tokenizer_config
@@ -48,6 +50,8 @@ def _show(path: Path, size: int, changed: int, make_texts: Texts) -> Path:
 def _texts_of_target(file: GgufFile) -> Mapping[str, str]:
     raw, ends = read_config(file, warns=True), end_ids(file)
     model_config(raw, dtype="float32", where=str(file.path))
+    if any(tensor.kind is GGMLQuantizationType.BF16 for tensor in file.tensors.values()):
+        raw["dtype"] = "bfloat16"
     begins = file.values.get("tokenizer.ggml.bos_token_id")
     raw |= {"bos_token_id": begins} if begins is not None else {}
     raw |= {"eos_token_id": ends[0]} if ends else {}

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from specserve.checkpoints.configs import find_config
+from specserve.checkpoints.configs import auto_cache_dtype, find_config, stored_dtype
 from specserve.checkpoints.load import Quantization, Target, has_own_head, in_few_bits, rounded
 from specserve.checkpoints.source import BUNDLED
 from specserve.checkpoints.tensors import read_json
@@ -75,14 +75,14 @@ def draw_target(
     is_looped: bool = False,  # layers that repeat are stacked, as `load_target` does
 ) -> Target:
     """The same of a config that is given, such as the first layers of what the name stands for."""
-    dtype = default_dtype()
-    config = dataclasses.replace(config, dtype=dtype)
+    dtype, stored = default_dtype(), _stored_dtype(name)
+    config = dataclasses.replace(config, dtype=dtype, cache_dtype=auto_cache_dtype(stored, dtype))
     spec = target_spec(config, has_own_head=has_own_head(quantization, is_one_device=mesh is None))
     places = None if mesh is None else place_target(config, spec, mesh)
     check_fits(name, spec, places, mesh, dtype, None if quantization == "none" else "int8")
     leaves, structure = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)
     found = jax.tree.leaves(places) or [None] * len(leaves)
-    stored, params = _stored_dtype(name), list[Any]()
+    params = list[Any]()
     for number, ((path, leaf), place) in enumerate(zip(leaves, found, strict=True)):
         drawn = _drawing(dataclasses.replace(leaf, name=""), stored, dtype, place)(jax.random.key(number))
         if quantization not in ("none", "stored") and is_product(path):
@@ -111,7 +111,7 @@ def _stored_dtype(name: str) -> str:
     if not file.is_file():
         return PUBLISHED
     raw = read_json(file)
-    return str(raw.get("dtype") or raw.get("torch_dtype") or PUBLISHED)
+    return stored_dtype(raw) or PUBLISHED
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """The token that the target itself would have drawn at each place of an answer, by one forward over the whole text and
-the rule of drawing. This file knows no pages, no trees and no batches, so it can judge the code that does."""
+the rule of drawing. This file reads no pages and knows no trees and no batches, so it can judge the code that
+does."""
 
 import functools
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 from specserve.checkpoints.load import Target
 from specserve.mesh import on_mesh
 from specserve.models import target as target_model
+from specserve.models.cache import Cache, Prefix
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
 from specserve.serve.engine.options import sampler_rows, token_rows
@@ -24,11 +26,11 @@ _ANSWERS_PADDED_TO = 32
 
 
 class WholeText:
-    """The target's logits of whole texts, by one forward without a cache."""
+    """The target's logits of whole texts, by one forward over nothing that is committed."""
 
     def __init__(self, target: Target, mesh: Mesh | None = None) -> None:
         self._params = target.params
-        self._run = jax.jit(functools.partial(on_mesh(mesh, _logits), target.config))
+        self._run = jax.jit(functools.partial(on_mesh(mesh, text_logits), target.config))
 
     def logits(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Return the logits [n, vocab] float32 of each text. Row i is that of the token after token i."""
@@ -40,10 +42,18 @@ class WholeText:
         return [each[: len(text)] for each, text in zip(found, texts, strict=True)]
 
 
-def _logits(config: ModelConfig, params: TargetParams, token_ids: jax.Array) -> jax.Array:
-    n = token_ids.shape[1]
+def text_logits(config: ModelConfig, params: TargetParams, token_ids: jax.Array) -> jax.Array:  # [batch, n, vocab]
+    """Return the target's logits of whole texts, [batch, n] int32. Where keys and values are kept rounded
+    (`ModelConfig.cache_dtype`), they are so here: the texts follow an empty cache."""
+    batch, n = token_ids.shape
     position_ids = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), token_ids.shape)
-    out = target_model.forward(params, config, token_ids, position_ids, jnp.tri(n, dtype=bool)[None])
+    cache, prefix = None, None
+    if config.cache_dtype:
+        cache = Cache.zeros(config, num_slots=batch, num_pages=1, page_size=PADDED_TO)
+        none = jnp.zeros(batch, jnp.int32)
+        prefix = Prefix(none[:, None], none, slots=jnp.arange(batch, dtype=jnp.int32))
+    mask = jnp.tri(n, dtype=bool)[None]
+    out = target_model.forward(params, config, token_ids, position_ids, mask, cache=cache, prefix=prefix)
     return target_model.logits(params, config, out.hidden_states)
 
 

@@ -1,5 +1,6 @@
 """The folder of a language model that drafts: a target's, with a tokenizer."""
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,4 +65,5 @@ class LanguageModelFormat(HeadFormat):
             place=place,
             option="--draft-quantization",
         )
-        return Head(LanguageModel(loaded.config), loaded.params, shared.target_ids, shared.draft_ids)
+        config = dataclasses.replace(loaded.config, cache_dtype="")  # a draft keeps what it computes
+        return Head(LanguageModel(config), loaded.params, shared.target_ids, shared.draft_ids)

@@ -39,10 +39,10 @@ PARAMS = [  # one for each prompt; greedy and sampled rows share every step
     _sampled(1),
     GREEDY,
     _sampled(2**40 + 2, top_p=0.9),
-    _sampled(-3, top_k=20),
-    _sampled(4, temperature=0.7, min_p=0.05),
+    _sampled(-6, top_k=20),
+    _sampled(6, temperature=0.7, min_p=0.05),
     GREEDY,
-    _sampled(5, top_p=0.8, top_k=50, min_p=0.02),
+    _sampled(7, top_p=0.8, top_k=50, min_p=0.02),
 ]
 
 
@@ -52,7 +52,8 @@ def prompts(pydoc_tokenizer: Tokenizer) -> list[list[int]]:
     code = pydoc_tokenizer.encode(Path(json.decoder.__file__).read_text())
     questions = ["What does `os.path.join` do?", "Write the function `json.dumps`.", "Explain `jax.vmap`."]
     chats = [pydoc_tokenizer.render_chat([{"role": "user", "content": question}]) for question in questions]
-    one, page, over, chunk, longest = (code[100 * i : 100 * i + n] for i, n in enumerate((1, 16, 17, 64, 65)))
+    cuts = ((0, 1), (100, 16), (200, 17), (300, 64), (470, 65))
+    one, page, over, chunk, longest = (code[start : start + n] for start, n in cuts)
     return [chats[0], chats[1], longest, one, chunk, chats[2], over, page]
 
 
