@@ -108,7 +108,8 @@ class Watched:
         if each.program is None:
             return "prompts"
         way, batch = describe(each.tree), f"{_batch(each):2d} sequences"
-        return f"{batch}, look at {way}" if id(each) in self._looks else f"{batch}, {way}"
+        way = f"look at {way}" if id(each) in self._looks else way
+        return f"{batch}, {way}" + (", the draft reads before" if each.tree and each.num_unread else "")
 
 
 def _batch(each: InFlight) -> int:

@@ -15,6 +15,7 @@ looks.
 The controller is host code. It knows nothing of requests or devices.
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -97,6 +98,12 @@ class Controller:
     calibration: Calibration = field(default_factory=Calibration)
     most_steps: int = 1  # of one call, at most
     is_following: bool = True  # whether speculation may pay soon, so that the draft should keep up with plain steps
+    # Where speculation would pay while the draft is behind, it begins once plain steps have lost as many seconds as the
+    # draft would have needed to read what there was at first. For how long it will pay is not known; so no more is lost
+    # than twice the reading, and the reading of what has come meanwhile.
+    _missed: float = 0.0  # seconds that they have lost
+    _num_missed: int = 0  # tokens that they have made
+    _gain: float = 0.0  # what they lose in each second; 0 where they lose nothing, or the draft is not behind
     _lift: dict[Tree, float] = field(default_factory=dict)
     # By batch size and the trees that there are: steps with a token mask have fewer, and a schedule of their own.
     _present: dict[tuple[int, frozenset[Tree | None]], _Present] = field(default_factory=dict)
@@ -125,9 +132,17 @@ class Controller:
         tokens included."""
         return float(len(estimates)) if tree is None else self._tokens(self._forecast(estimates), tree)
 
-    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram]) -> StepProgram:
+    def promise(self, estimate: Estimate, tree: Tree | None) -> float:
+        """Return how many draft tokens of a step over this tree a sequence is expected to accept."""
+        if tree is None:
+            return 0.0
+        rates = _lifted(estimate.accept_rate[: min(tree.depth, estimate.max_depth)], self._lift_of(tree)).tolist()
+        return sum(itertools.accumulate(rates, operator.mul))
+
+    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0) -> StepProgram:
         """The next step of these sequences, out of `choices`, which are those compiled for the batch bucket and the
-        width. One without a tree is plain decoding."""
+        width. One without a tree is plain decoding. The draft has to read so many of their tokens before it can
+        propose."""
         known = {program.tree: program for program in choices if program in self.costs}
         if not known:
             return choices[0]
@@ -140,7 +155,16 @@ class Controller:
             promises[present.tree] *= LOYALTY
         best = max(known, key=promises.__getitem__)
         speculative = [tree for tree in known if tree is not None]
-        self.is_following = any(LOYALTY * promises[tree] > promises[best] for tree in speculative)
+        is_behind = num_unread > 0 and best is not None and not self.is_following
+        self._gain = promises[best] / promises[None] - 1.0 if is_behind and None in known else 0.0
+        if self._gain and self._missed < self._reading_seconds(num_unread - self._num_missed):
+            return known[None]
+        self._missed = self._gain = 0.0
+        self._num_missed = 0
+        self.is_following = any(
+            LOYALTY * promises[tree] > promises[best] or not (num_unread or self._served.has_seen(known[tree]))
+            for tree in speculative
+        )
         if not is_open:
             return known[best]
         present = self._present.setdefault(kind, _Present(best))
@@ -150,7 +174,10 @@ class Controller:
         present.num_steps += bool(speculative)
         if present.num_steps >= present.patience:
             look = self._look(forecast, known, present)
-            wait = self._loss(forecast, known[look], known[best]) / LOOK_SHARE
+            lost = self._loss(forecast, known[look], known[best])
+            if look is not None and num_unread:
+                lost += self._reading_seconds(num_unread) / self._call_seconds(known[best])
+            wait = lost / LOOK_SHARE
             if present.num_steps < wait:
                 present.patience = math.ceil(wait)
             else:
@@ -184,6 +211,12 @@ class Controller:
         promised = self._promise(forecast, look) / self._promise(forecast, best)
         return max(0.0, (1.0 - promised) * self._call_seconds(look) / self._call_seconds(best))
 
+    def _reading_seconds(self, num_unread: int) -> float:
+        """Return what reading so many tokens takes, at most: a row of a large plain step takes longer than a token of a
+        prompt."""
+        plain = (self._served.seconds(each) / each.batch for each in self.costs if each.tree is None)
+        return num_unread * min(plain, default=0.0)
+
     def _call_seconds(self, program: StepProgram) -> float:
         seconds = self._served.seconds(program)
         return seconds * max(1, min(self.most_steps, int(STRETCH / seconds)))
@@ -198,8 +231,9 @@ class Controller:
 
     def speedup(self, estimates: Sequence[Estimate], program: StepProgram) -> float:
         """The tokens per second that the step promises, over those of a plain step. 1 where either cost is unknown."""
-        plain = StepProgram(program.batch, program.width)
-        if program.tree is None or not estimates or not {plain, program} <= self.costs.keys():
+        ways = (StepProgram(program.batch, program.width, is_alone=is_alone) for is_alone in (True, False))
+        plain = next((way for way in ways if way in self.costs), None)
+        if program.tree is None or not estimates or plain is None or program not in self.costs:
             return 1.0
         tokens = self.expected_tokens(estimates, program.tree)
         return tokens / len(estimates) * self._served.seconds(plain) / self._served.seconds(program)
@@ -257,6 +291,9 @@ class Controller:
         """Learn that each of so many steps in a row took so many seconds in service, and whether they came behind a
         step of another program."""
         self._served.observe(program, seconds, num_steps, is_switch=is_switch)
+        if self._gain:
+            self._missed += self._gain * seconds * num_steps
+            self._num_missed += program.batch * num_steps
 
     def _promise(self, forecast: _Forecast, program: StepProgram) -> float:
         """Return the tokens per second that a step promises. Sequences of a batch that speculates do not end together,

@@ -15,6 +15,7 @@ Kind = Literal[
     "prefill",
     "mixed",
     "catch-up",
+    "reading",
     "proposal",
     "verification",
     "admission",
@@ -36,6 +37,7 @@ class StepProgram:
     kind: Kind = "step"
     chunk: int = 0  # tokens of each prompt, of a prefill
     prompts: int = 0  # rows of prompts that a prefill has beside a step's (`speculative.step.mixed`)
+    is_alone: bool = False  # a plain step or a prefill of the target alone, of which the draft beside it takes no note
     is_scored: bool = False  # a prefill that returns the log-probabilities of its prompts' tokens
     layout: int = 0  # the number of the layout of the weights that a catch-up takes (`layouts.Layouts.number`)
 

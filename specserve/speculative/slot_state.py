@@ -114,6 +114,16 @@ class PromptChunks:
     is_last: jax.Array  # [batch] bool, whether they end the prompt: then the drawn token counts, it is the root
 
 
+@pytree
+class Unread:
+    """The committed tokens of a sequence that the drafter has not read, from a whole number of pages on. What it has
+    of the sequence before them is in the pages."""
+
+    slot: jax.Array  # [] int32
+    start: jax.Array  # [] int32, index of the first one
+    promise: jax.Array  # [] float32, as of `Admission`
+
+
 def init_state(
     config: StepConfig,
     *,

@@ -24,7 +24,16 @@ from specserve.models.target import TargetOutput, TargetParams, TokenGroup
 from specserve.speculative import sampling
 from specserve.speculative.drafter import After, Committed, Weights
 from specserve.speculative.sampling import Nodes, Scores
-from specserve.speculative.slot_state import Now, PromptChunks, SlotState, StepConfig, StepResult, emit, gather
+from specserve.speculative.slot_state import (
+    Now,
+    PromptChunks,
+    SlotState,
+    StepConfig,
+    StepResult,
+    Unread,
+    emit,
+    gather,
+)
 from specserve.speculative.tree import Proposal, Tree, ancestor_mask, pad_chain
 from specserve.speculative.verify import verify, verify_chain
 
@@ -51,7 +60,7 @@ def _run(
 ) -> tuple[SlotState, list[StepResult]]:
     """Run the target once over the tokens of all works, whose slots are different ones."""
     outs = target_model.forward_groups(
-        _adapted(weights, works),
+        _adapted(weights, [(work.tokens, work.adapter_ids) for work in works]),
         config.target,
         [work.tokens for work in works],
         cache=state.cache,
@@ -70,16 +79,17 @@ def _run(
     return state, results
 
 
-def _adapted(weights: Weights, works: Sequence[_Work]) -> TargetParams:
-    """Return the target's parameters by which every token runs through the adapter of its slot."""
+def _adapted(weights: Weights, groups: Sequence[tuple[TokenGroup, jax.Array | None]]) -> TargetParams:
+    """Return the target's parameters by which every token runs through the adapter of its slot, of which each group of
+    tokens has the ids ([batch] int32)."""
     if weights.adapters is None:
         return weights.target
     from specserve.models.adapters import adapted  # no other server needs it
 
     ids = []
-    for work in works:
-        assert work.adapter_ids is not None, "adapters in a state without places for them"
-        ids.append(jnp.broadcast_to(work.adapter_ids[:, None], work.tokens.token_ids.shape))
+    for tokens, adapter_ids in groups:
+        assert adapter_ids is not None, "adapters in a state without places for them"
+        ids.append(jnp.broadcast_to(adapter_ids[:, None], tokens.token_ids.shape))
     return adapted(weights.target, weights.adapters, side_by_side(ids))
 
 
@@ -233,6 +243,42 @@ def catch_up(config: StepConfig, weights: Weights, state: SlotState, slots: jax.
     assert config.drafter is not None, "there is nobody to catch up"
     view = gather(state, slots, width=1).view
     return dataclasses.replace(state, draft=config.drafter.catch_up(weights, state.draft, view))
+
+
+@native.serving
+def read(
+    config: StepConfig, weights: Weights, state: SlotState, unread: Unread, *, chunk: int, width: int
+) -> SlotState:
+    """Let the drafter read committed tokens that the target has run without it, `chunk` at most. The target runs over
+    them once more for the hidden states that the drafter wants, and writes nothing."""
+    assert config.drafter is not None, "there is nobody to read"
+    slots, start = unread.slot[None], unread.start[None]
+    page_row = state.page_table[unread.slot]
+    draft = config.drafter.admit(state.draft, unread.slot, page_row, unread.start, unread.promise)
+    now = gather(state, slots, width)
+    index = start[:, None] + jnp.arange(chunk)
+    token_ids, next_ids = (state.history.at[slots[:, None], each].get(mode="clip") for each in (index, index + 1))
+    aux = None
+    if config.aux_layers:
+        causal, before = Documents(jnp.zeros((1, chunk), jnp.int32)), Prefix(now.view.read_table, start, slots=slots)
+        tokens = TokenGroup(token_ids, index, causal, before)
+        params = _adapted(weights, [(tokens, now.adapter_ids)])
+        taps = config.aux_layers
+        [out] = target_model.forward_groups(params, config.target, [tokens], cache=state.cache, aux_layers=taps)
+        aux = out.aux_hidden_states
+    count, none = jnp.clip(now.seq_lens - start, 0, chunk), jnp.zeros_like(start)
+    committed = Committed(
+        index=index,
+        token_ids=token_ids,
+        next_ids=next_ids,
+        aux_hidden_states=aux,
+        is_kept=index < now.seq_lens[:, None],
+        count=count,
+        n_accepted=none,
+        source=none,
+    )
+    view = dataclasses.replace(now.view, seq_lens=start)
+    return dataclasses.replace(state, draft=config.drafter.observe(weights, draft, view, committed, "prompt"))
 
 
 def speculate(

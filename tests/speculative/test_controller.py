@@ -426,7 +426,8 @@ def test_one_slow_step_says_little() -> None:
 def test_a_draft_far_from_paying_is_not_followed() -> None:
     costs = {StepProgram(1, WIDTH, None): 1.0, StepProgram(1, WIDTH, chain(1)): 1.2}
     useless, near = Controller(costs, prior=(0.02,)), Controller(costs, prior=(0.19,))
-    for controller, is_following in ((useless, False), (near, True)):
+    for controller, is_following in ((useless, False), (near, True)):  # once their cost has been seen
+        controller.observe_seconds(StepProgram(1, WIDTH, chain(1)), 1.2)
         assert _choose(controller, [controller.start(None)], [None, chain(1)], 1) is None
         assert controller.is_following == is_following
 

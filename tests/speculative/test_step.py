@@ -190,6 +190,41 @@ def test_the_draft_is_where_it_would_be_had_it_always_speculated(
             _check_pages(tiny_target, slots)
 
 
+def test_what_the_target_has_run_alone_is_read_as_if_the_draft_had_followed(
+    tiny_target: Target, drafted: tuple[Head, Tree | None], rng: np.random.Generator
+) -> None:
+    """Prompts or answers, from the first token or from the middle, of any number of pages and chunks: the same draft
+    entries, and the same proposals. Without reading they are others."""
+    (head, tree), prompts = drafted, some_prompts(rng)
+
+    def play(target: TargetParams, draft: Any, *, is_alone: bool = False, reads: bool = True) -> Slots:
+        slots = _slots(tiny_target, target, head, draft, tree, sampler_rows(COUPLED))
+        slots.admit(0, prompts[0], is_alone=is_alone)
+        slots.admit(1, prompts[1], is_alone=is_alone)
+        slots.admit(2, prompts[2])  # which the draft has read
+        for _ in range(14):
+            slots.decode((0, 1, 2), is_alone=is_alone)
+            if not is_alone:
+                slots.catch_up((0, 1, 2))
+        for slot in range(NUM_SLOTS) if is_alone and reads else ():
+            slots.read(slot, len(prompts[2]) // PAGE_SIZE * PAGE_SIZE if slot == 2 else 0)
+        return slots
+
+    params = tiny_target.params, head.params
+    followed, alone = play(*params), play(*params, is_alone=True)
+    close = tolerance(lambda *params: _drafted(play(*params)), *params)
+    assert alone.texts == followed.texts
+    assert_same(_drafted(alone), _drafted(followed), close)
+    check_between_steps(alone)
+    if alone.followed:
+        _check_pages(tiny_target, alone)
+    for _ in range(3):
+        alone.speculate((0, 1, 2))
+        check_between_steps(alone)
+    with pytest.raises(AssertionError):
+        assert_same(_drafted(play(*params, is_alone=True, reads=False)), _drafted(followed), close)
+
+
 def _slots(
     target: Target, params: TargetParams, head: Head, draft: Any, tree: Tree | None, rows: SamplerRows | None
 ) -> Slots:

@@ -173,18 +173,19 @@ class Fixed(Controller):
         super().__init__({})
         self.tree = tree
 
-    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram]) -> StepProgram:
+    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0) -> StepProgram:
         return next(program for program in choices if program.tree == self.tree)
 
 
 class Dice(Controller):
-    """Any tree, and plain decoding, in any order."""
+    """Any tree, and plain decoding, in any order, beside a draft that is left out half of the time."""
 
     def __init__(self, seed: int) -> None:
         super().__init__({})
-        self.random = random.Random(seed)
+        self.random, self._draft = random.Random(seed), random.Random(seed)
 
-    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram]) -> StepProgram:
+    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0) -> StepProgram:
+        self.is_following = self._draft.random() < 0.5
         return self.random.choice(choices)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from specserve.models.target import TargetParams
 from specserve.speculative import slot_state, step
 from specserve.speculative.drafter import Weights
 from specserve.speculative.sampling import UNBOUNDED, SamplerRows, TokenRows
-from specserve.speculative.slot_state import Admission, PromptChunks, StepConfig
+from specserve.speculative.slot_state import Admission, PromptChunks, StepConfig, StepResult, Unread
 from specserve.speculative.tree import Proposal, Tree, chain
 
 PAGE_SIZE, MAX_PAGES, CHUNK = 4, 16, 8
@@ -34,6 +35,7 @@ class Programs:
         self.admit = jax.jit(functools.partial(slot_state.admit, config))
         self.prefill = jax.jit(functools.partial(step.prefill, config, chunk=CHUNK, width=width))
         self.decode = jax.jit(functools.partial(step.decode, config, width=width))
+        self.read = jax.jit(functools.partial(step.read, config, chunk=CHUNK, width=width))
         self.catch_up = jax.jit(functools.partial(step.catch_up, config))
         self.speculate = jax.jit(functools.partial(step.speculate, config, tree=tree, width=width))
         self.propose = jax.jit(functools.partial(step.propose_tree, config, tree=tree, width=width))
@@ -59,7 +61,9 @@ class Slots:
         self.texts: list[list[int]] = [[] for _ in range(NUM_SLOTS)]
         self.programs = _programs(self.config, tree)
 
-    def admit(self, slot: int, prompt: list[int], cached: tuple[int, ...] = (), stride: int = CHUNK) -> None:
+    def admit(
+        self, slot: int, prompt: list[int], cached: tuple[int, ...] = (), stride: int = CHUNK, *, is_alone: bool = False
+    ) -> None:
         """Prefill a prompt, of which some pages are there already, in chunks of at most `stride` tokens."""
         self.table[slot, : len(cached)] = cached
         history = np.zeros(MAX_PAGES * PAGE_SIZE, np.int32)
@@ -80,15 +84,31 @@ class Slots:
             num = min(stride, len(prompt) - start)
             is_last = start + num == len(prompt)
             chunks = PromptChunks(*map(jnp.asarray, (np.int32([slot]), np.int32([num]), [is_last])))
-            self.state, result = self.programs.prefill(self.weights, self.state, chunks)
+            result = self._run("prefill", chunks, is_alone)
             if is_last:
                 self.texts[slot].append(int(result.counts[0, 2]))
 
     def _padded(self, slots: tuple[int, ...]) -> jax.Array:
         return jnp.asarray([*slots, *[NUM_SLOTS] * (NUM_SLOTS - len(slots))], jnp.int32)
 
-    def decode(self, slots: tuple[int, ...]) -> None:
-        self.state, result = self.programs.decode(self.weights, self.state, self._padded(slots))
+    def _run(self, kind: str, work: Any, is_alone: bool) -> StepResult:
+        """Prefill or decode, beside the draft or as if there was none."""
+        programs, weights, state = self.programs, self.weights, self.state
+        if is_alone:
+            programs = _programs(dataclasses.replace(self.config, drafter=None), None)
+            weights, state = dataclasses.replace(weights, draft=None), dataclasses.replace(state, draft=None)
+        state, result = getattr(programs, kind)(weights, state, work)
+        self.state = dataclasses.replace(state, draft=self.state.draft) if is_alone else state
+        return result
+
+    def read(self, slot: int, start: int) -> None:
+        """The draft reads what is committed from `start` on, a whole number of pages."""
+        for first in range(start, len(self.texts[slot]) - 1, CHUNK):
+            unread = Unread(jnp.int32(slot), jnp.int32(first), jnp.float32(0))
+            self.state = self.programs.read(self.weights, self.state, unread)
+
+    def decode(self, slots: tuple[int, ...], *, is_alone: bool = False) -> None:
+        result = self._run("decode", self._padded(slots), is_alone)
         for row, slot in enumerate(slots):
             self.texts[slot].append(int(result.counts[row, 2]))
 

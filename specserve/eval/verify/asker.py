@@ -28,8 +28,8 @@ class _Scripted(Controller):
         super().__init__({})
         self._script = script
 
-    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram]) -> StepProgram:
-        del estimates
+    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0) -> StepProgram:
+        del estimates, num_unread
         tree = self._script()
         # steps with grammars have programs for one tree alone
         return next((program for program in choices if program.tree == tree), choices[-1])

@@ -23,6 +23,7 @@ from specserve.errors import ConfigError, first_line
 from specserve.serve.engine.delivery import Delivery, take_scores
 from specserve.serve.engine.interface import ROUND_SIZES, EngineStats
 from specserve.serve.engine.options import sampler_rows, token_rows
+from specserve.serve.engine.reading import Reading
 from specserve.serve.engine.scheduler import Scheduler
 from specserve.serve.engine.sequence import Chunk, Round, Sequence
 from specserve.serve.engine.step_choice import StepChoice
@@ -70,6 +71,7 @@ class InFlight:
     rows: dict[int, tuple[Sequence, int]]  # of the result: the sequence of their tokens, and the epoch that it was in
     program: StepProgram | None = None  # of steps
     num_steps: int = 1
+    num_unread: int = 0  # tokens that the draft reads before it proposes
     # of scored chunks, by the row: the sequence, its epoch, the number of tokens
     scored: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
     num_prompt: int = 0  # prompt tokens that it reads
@@ -141,6 +143,7 @@ class Rounds:
         self.runner, self.scheduler = runner, scheduler
         self.choice = StepChoice(runner, controller, is_partial=is_partial)
         self.delivery = Delivery(runner, scheduler, on_end)
+        self.reading = Reading(runner)
         self.in_flight: deque[list[InFlight]] = deque()  # by round
         self._wait_start = 0.0  # when the thread began to wait for a step; 0: it does not
         self._counters = _Counters()
@@ -211,6 +214,7 @@ class Rounds:
         self.runner, self._num_missed, self._last_read = runner, runner.compiled.num_missed, 0.0
         self.delivery.use(runner)
         shapes, cache_lag = runner.shapes, runner.config.max_pending
+        self.reading = Reading(runner)
         self.scheduler.set_step(max_step=shapes.max_step, cache_lag=cache_lag, windows=shapes.windows)
         self.choice.use(runner, prior)
         if version:
@@ -322,6 +326,7 @@ class Rounds:
         prefills = work.prefills
         if decode:
             self.runner.extend(work.new_pages)
+            self.reading.grown(work.new_pages)
             if both := self._step_beside(decode, prefills[:1]):
                 dispatched, prefills = [*both], prefills[1:]
             else:
@@ -334,13 +339,15 @@ class Rounds:
 
     def _step(self, decode: list[Sequence], work: Round) -> InFlight:
         slots, asked, num_steps = [sequence.slot for sequence in decode], _asked(decode), 1
+        num_unread = self.reading.num_unread(decode)
         if any(sequence.request.token_mask is not None for sequence in decode):
-            program, handle = self._constrained_step(decode, slots, asked)
+            program, handle = self._constrained_step(decode, slots, asked, num_unread)
         else:
-            program, num_steps = self.choice.choose(decode, slots, work)
-            is_following = self.choice.is_following(slots, num_steps)
+            program, num_steps = self.choice.choose(decode, slots, work, num_unread)
+            self.reading.before_step(decode, program, self.choice.promise)
+            is_following = self.choice.keeps_up(program, slots, num_steps)
             handle = self.runner.step(slots, program.tree, num_steps=num_steps, **asked, is_following=is_following)
-        return InFlight(handle, _awaiting(dict(enumerate(decode))), program, num_steps)
+        return InFlight(handle, _awaiting(dict(enumerate(decode))), program, num_steps, num_unread)
 
     def _step_beside(self, decode: list[Sequence], prefills: Seq[Seq[Chunk]]) -> tuple[InFlight, InFlight] | None:
         """Dispatch a step together with the first prefill, where one program does both. None: it does not."""
@@ -348,8 +355,7 @@ class Rounds:
         if not prefills or any(each.request.token_mask is not None or each.is_scored for each in sequences):
             return None
         [chunks], slots = prefills, [sequence.slot for sequence in decode]
-        program = self.choice.choose_beside(decode, slots, parts := _parts(chunks))
-        if program is None:
+        if (program := self.choice.choose_beside(decode, slots, parts := _parts(chunks))) is None:
             return None
         self._admit_new(chunks)
         asked, is_following = _asked(sequences), self.choice.is_following(slots)
@@ -357,15 +363,16 @@ class Rounds:
         return InFlight(step, _awaiting(dict(enumerate(decode))), program), _prompts_in_flight(prompts, chunks)
 
     def _constrained_step(
-        self, decode: list[Sequence], slots: list[int], asked: _Asked
+        self, decode: list[Sequence], slots: list[int], asked: _Asked, num_unread: int
     ) -> tuple[StepProgram, StepHandle]:
         """Dispatch a step with constrained sequences. A tree takes two programs, because the host must compute which
         tokens may follow each proposed one."""
-        program = self.choice.choose_constrained(decode, slots)
+        program = self.choice.choose_constrained(decode, slots, num_unread)
+        self.reading.before_step(decode, program, self.choice.promise)
         if program.tree is None:
             nothing = np.zeros((len(slots), 1), np.int32)
             allowed = self._masks(decode, nothing, nothing)
-            return program, self.runner.step(slots, None, allowed=allowed, **asked)
+            return program, self.runner.step(slots, None, allowed=allowed, is_following=not program.is_alone, **asked)
         token_ids, parents, proposal = self.runner.propose(slots, program.tree)
         allowed = self._masks(decode, parents, token_ids)
         return program, self.runner.verify(slots, program.tree, proposal, allowed, **asked)
@@ -386,10 +393,11 @@ class Rounds:
         """Run chunks of prompts side by side, admitting their sequences before the first. They run even where a token
         mask fails and ends its sequence: the prefix cache has its pages already."""
         self._admit_new(chunks)
-        lasts = _ending(chunks)
+        lasts, parts, is_scored = _ending(chunks), _parts(chunks), any(chunk.sequence.is_scored for chunk in chunks)
         handle = self.runner.prefill(
-            _parts(chunks),
-            is_scored=any(chunk.sequence.is_scored for chunk in chunks),
+            parts,
+            is_alone=not is_scored and self.reading.leaves_out(chunks, parts, self.choice.leaves_draft),
+            is_scored=is_scored,
             has_states=any(chunk.sequence.request.params.hidden_states for chunk in chunks),
             has_logprobs=_asked(lasts.values())["has_logprobs"],
             allowed=self._masks_of_prompts(lasts, len(chunks)),
@@ -403,10 +411,9 @@ class Rounds:
         """Return what may follow prompts that end in these rows of so many, [batch, 1, bytes] uint8; None: anything."""
         if all(sequence.request.token_mask is None for sequence in lasts.values()):
             return None
-        sequences = list(lasts.values())
-        last_ids = np.array([[sequence.token_ids[-1]] for sequence in sequences])
+        last_ids = np.array([[sequence.token_ids[-1]] for sequence in lasts.values()])
         allowed = np.full((batch, 1, -(-self.runner.config.target.vocab_size // 8)), 255, np.uint8)
-        allowed[list(lasts)] = self._masks(sequences, np.zeros_like(last_ids), last_ids)
+        allowed[list(lasts)] = self._masks([*lasts.values()], np.zeros_like(last_ids), last_ids)
         return allowed
 
     def _admit_new(self, chunks: Seq[Chunk]) -> None:
@@ -417,13 +424,8 @@ class Rounds:
 
     def _admit(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
-        request, estimate = sequence.request, self.choice.estimate(sequence)
-        deepest = max(self.runner.shapes.trees, key=depth_of)
-        vocab_size = self.runner.config.target.vocab_size
-        sequence.prompt.clear()
-        sequence.hidden_states.clear()
-        sequence.admit_time = sequence.admit_time or time.monotonic()
-        sequence.note_version(self.version)
+        request, vocab_size = sequence.request, self.runner.config.target.vocab_size
+        sequence.admitted(self.version)
         self.runner.admit(
             sequence.slot,
             sequence.token_ids,
@@ -431,13 +433,13 @@ class Rounds:
             chunk.num_cached,
             sampler_rows(request.params, request.seed, len(request.prompt_ids)),
             token_rows(request, sequence.output_ids, sorted(request.stop_ids), request.bad_sequences, vocab_size),
-            promise=self.choice.controller.expected_tokens([estimate], deepest) - 1.0,
+            promise=self.choice.promise(sequence),
             ends=self.runner.eos_ids <= request.stop_ids,
             kept=sequence.kept,
             adapter_id=request.adapter_id,
         )
-        if sequence.kept >= 0:
-            assert self.scheduler.pool.kept is not None
+        self.reading.begin(sequence, chunk.num_cached)
+        if sequence.kept >= 0 and self.scheduler.pool.kept is not None:
             self.scheduler.pool.kept.was_read(sequence.kept)
 
     def _read(self) -> None:
@@ -452,11 +454,16 @@ class Rounds:
             self._counters.wait_seconds += now - start
             self._wait_start = 0.0
             if each.program:
-                tree = None if self.runner.shapes.accepts_nothing else each.tree
-                self._counters.steps[describe(tree)] += len(steps)
+                self._counters.steps[describe(None if self.runner.shapes.accepts_nothing else each.tree)] += len(steps)
             if not steps and each.awaited():
                 raise RuntimeError("the device takes sequences for ended that are not")
-            if each.program and steps and len(of_round) == 1 and self._last_read:
+            if (
+                each.program
+                and steps
+                and len(of_round) == 1
+                and self._last_read
+                and not (each.tree and each.num_unread)
+            ):
                 is_switch, seconds = each.program != self._last_program, (now - self._last_read) / len(steps)
                 # read late where it had long been made, a step seems slower than it was, and the next one faster
                 how = {"is_switch": is_switch, "is_exact": is_done == self._was_done}

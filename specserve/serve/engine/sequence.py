@@ -1,5 +1,6 @@
 """A request in the engine, and the parts of a round that concern it: what the scheduler plans and the rounds do."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ class Sequence:
     first_time: float = 0.0  # of the first token
     last_time: float = 0.0  # of the last one so far
     versions: list[tuple[int, str]] = field(default_factory=list)  # see `SpeculationStats`
+    unread_from: int | None = None  # the first token that the draft has still to read, see `reading`; None: it keeps up
     # The part of the scheduler.
     order: int = -1  # of arrival
     slot: int = -1
@@ -68,6 +70,13 @@ class Sequence:
             num_draft_tokens=num_draft_tokens,
             num_emitted=len(delta.token_ids),
         )
+
+    def admitted(self, version: str) -> None:
+        """Note that it has a slot, where its prompt is run, by this version of the weights."""
+        self.prompt.clear()
+        self.hidden_states.clear()
+        self.admit_time = self.admit_time or time.monotonic()
+        self.note_version(version)
 
     def note_version(self, version: str) -> None:
         """Note that the tokens from here on are of this version of the weights."""

@@ -1,8 +1,9 @@
 """The choice of the next step: which compiled program, and how many steps of it at once."""
 
+import dataclasses
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -93,13 +94,30 @@ class StepChoice:
         """Make every step over this tree from now on (None: plainly); without one, as the server chooses."""
         self.only = (tree[0],) if tree else None
 
+    @property
+    def leaves_draft(self) -> bool:
+        """Return whether speculation is so far from paying that the draft need not read what the target runs."""
+        if self.only is not None and self._runner.shapes.has_alone:
+            return self.only[0] is None
+        return self.is_choosing and not self.controller.is_following
+
     def is_following(self, slots: Seq[int], num_steps: int = 1) -> bool:
-        """Return whether the draft is to keep up with so many plain steps of these slots. The program by which it
-        would catch up before them may be missing."""
-        if self.is_partial or (self.is_choosing and not self.controller.is_following):
+        """Return whether the draft is to keep up with so many plain steps of these slots. The programs by which it
+        would, and would catch up before them, may be missing."""
+        if self.is_partial or self.leaves_draft:
+            return False
+        step = self._choices(slots)[0]
+        followed = self._runner.ready_step(StepProgram(step.batch, step.width))
+        if self._runner.shapes.has_alone and not self._are_here((followed,)):
             return False
         program = self._runner.catch_up_before(slots, None, num_steps)
         return program is None or self._are_ready((program,))
+
+    def keeps_up(self, program: StepProgram, slots: Seq[int], num_steps: int) -> bool:
+        """Return whether the draft keeps up with so many of these steps, which `choose` has chosen."""
+        if self._runner.shapes.has_alone:
+            return not program.is_alone
+        return self.is_following(slots, num_steps)
 
     @property
     def estimated_speedup(self) -> float:
@@ -113,9 +131,14 @@ class StepChoice:
             sequence.estimate = self.controller.start(sequence.request.params.speculation)
         return sequence.estimate
 
-    def choose(self, decode: Seq[Sequence], slots: Seq[int], work: Round) -> tuple[StepProgram, int]:
-        """Return the next step of these sequences, and how many of them to make at once in this round."""
-        program = self._program(decode, self._choices(slots))
+    def promise(self, sequence: Sequence) -> float:
+        """Return how many draft tokens of the deepest tree the sequence is expected to accept."""
+        return self.controller.promise(self.estimate(sequence), max(self._runner.shapes.trees, key=depth_of))
+
+    def choose(self, decode: Seq[Sequence], slots: Seq[int], work: Round, num_unread: int) -> tuple[StepProgram, int]:
+        """Return the next step of these sequences, and how many of them to make at once in this round. The draft has so
+        many of their tokens to read before it can propose."""
+        program = self._followed(self._program(decode, self._choices(slots), num_unread), slots, work.most_steps)
         num_steps = self._bursts.num_steps(program, work.num_steps(1 + depth_of(program.tree)))
         num_steps = self._runner.bounds.num_alike(slots, program.tree, num_steps)
         if self.is_choosing and self.only is None:
@@ -125,6 +148,11 @@ class StepChoice:
             self._plain_tokens += tokens / max(self.controller.speedup(estimates, program), 1e-9)
         return program, num_steps
 
+    def _followed(self, program: StepProgram, slots: Seq[int], most_steps: int = 1) -> StepProgram:
+        """Return the plain step that the draft follows in place of the target's alone, where it is to keep up."""
+        is_followed = program.is_alone and self.is_following(slots, most_steps)
+        return dataclasses.replace(program, is_alone=False) if is_followed else program
+
     def _expected_seconds(self, program: StepProgram) -> float | None:
         return self.controller.seconds(program)
 
@@ -132,21 +160,33 @@ class StepChoice:
         shapes = self._runner.shapes
         return shapes.step_programs[shapes.batches.size_for(slots), self._runner.bounds.width_of(slots)]
 
-    def _program(self, decode: Seq[Sequence], choices: Seq[StepProgram]) -> StepProgram:
+    def _program(self, decode: Seq[Sequence], choices: Seq[StepProgram], num_unread: int = 0) -> StepProgram:
         """Return the best of the choices, or of those that are here: a program that is missing is compiled or read from
         its file meanwhile."""
         runner = self._runner
         if self.is_partial:  # each of them is worth compiling
             runner.compiled.require(itertools.chain(*(program_list.needed(runner, each) for each in choices)))
         else:
-            best = self._best(decode, choices)
-            if self._are_ready(program_list.needed(runner, best)):
+            best = self._best(decode, choices, num_unread)
+            if self._are_ready(program_list.needed(runner, best)) and self._can_read(best, num_unread):
                 return best
-        plain = StepProgram(choices[0].batch, choices[0].width, runner.shapes.plain)
-        ready = [each for each in choices if program_list.is_compiled(runner, each)]
+        plain = runner.shapes.step(choices[0].batch, choices[0].width, runner.shapes.plain)
+        ready = [
+            each for each in choices if program_list.is_compiled(runner, each) and self._can_read(each, num_unread)
+        ]
         if plain not in ready and (self.is_choosing or not ready):
             return runner.ready_step(plain)  # a larger one
-        return self._best(decode, ready)
+        return self._best(decode, ready, num_unread)
+
+    def _can_read(self, program: StepProgram, num_unread: int) -> bool:
+        """Return whether the draft can read so many tokens before such a step, which it need not before a plain one."""
+        return program.tree is None or not num_unread or self._are_here(self._runner.shapes.readings())
+
+    def _are_here(self, programs: Iterable[StepProgram]) -> bool:
+        """Return whether all of these programs are here. Those that are not are required from now on."""
+        away = [program for program in programs if program not in self._runner.compiled]
+        self._runner.compiled.require(away)
+        return not away
 
     def _are_ready(self, programs: Seq[StepProgram]) -> bool:
         """Return whether none of these programs is away or lost. One that is away is required from now on."""
@@ -154,30 +194,32 @@ class StepChoice:
         self._runner.compiled.require(away)
         return not away and not any(map(self._runner.compiled.is_lost, programs))
 
-    def _best(self, decode: Seq[Sequence], choices: Seq[StepProgram]) -> StepProgram:
-        plain = StepProgram(choices[0].batch, choices[0].width, self._runner.shapes.plain)
+    def _best(self, decode: Seq[Sequence], choices: Seq[StepProgram], num_unread: int) -> StepProgram:
+        shapes = self._runner.shapes
+        plain = shapes.step(choices[0].batch, choices[0].width, shapes.plain)
         if self.only is not None:  # large batches are stepped plainly, where its programs are not compiled for them
             return next((each for each in choices if each.tree == self.only[0]), plain)
         if not self.is_choosing:
             return choices[0]
-        return self.controller.choose([self.estimate(each) for each in decode], choices)
+        return self.controller.choose([self.estimate(each) for each in decode], choices, num_unread)
 
-    def choose_constrained(self, decode: Seq[Sequence], slots: Seq[int]) -> StepProgram:
+    def choose_constrained(self, decode: Seq[Sequence], slots: Seq[int], num_unread: int) -> StepProgram:
         """Return the next step of sequences of which some have token masks."""
         sizes, shapes = self._choices(slots)[0], self._runner.shapes
         tree = shapes.only_tree(sizes.batch)
-        plain, speculative = StepProgram(sizes.batch, sizes.width), StepProgram(sizes.batch, sizes.width, tree)
+        plain, speculative = (shapes.step(sizes.batch, sizes.width, each) for each in (None, tree))
         if tree is None or None not in shapes.trees:
             return speculative
-        if self.only == (None,):
-            return self._runner.ready_step(plain)
         needed = *program_list.needed(self._runner, speculative)[:-1], *shapes.constrained_step(sizes.batch, tree)
-        is_ready = self._are_ready(needed) and all(program in self._runner.compiled for program in needed)
-        if self.is_partial or not is_ready:
-            return self._runner.ready_step(plain)
-        if not self.is_choosing:
-            return speculative
-        return self.controller.choose([self.estimate(sequence) for sequence in decode], (plain, speculative))
+        chosen = plain
+        if self.only != (None,) and self._are_here(needed) and not self.is_partial:
+            chosen = speculative
+            if self.is_choosing:
+                estimates = [self.estimate(sequence) for sequence in decode]
+                chosen = self.controller.choose(estimates, (plain, speculative), num_unread)
+        if chosen.tree is None or not self._can_read(chosen, num_unread):
+            return self._followed(self._runner.ready_step(plain), slots)
+        return chosen
 
     def choose_beside(self, decode: Seq[Sequence], slots: Seq[int], parts: Seq[PromptPart]) -> StepProgram | None:
         """Return the program that makes the next step of these sequences and prefills these parts of other prompts;

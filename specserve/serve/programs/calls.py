@@ -2,6 +2,7 @@
 calls `jax.jit`. Nothing is compiled or run here.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from specserve.speculative.slot_state import SlotState, StepConfig, StepResult
 from specserve.speculative.tree import Tree
 
 _STATIC: Mapping[Kind, tuple[str, ...]] = {  # the fields of a program that its function takes as static arguments
+    "reading": ("chunk", "width"),
     "prefill": ("chunk", "width", "is_scored"),
     "step": ("tree", "width"),
     "mixed": ("tree", "chunk", "width"),
@@ -87,7 +89,9 @@ class Calls:
         whole: NamedSharding | None = place.whole
         both = (state, whole)
 
-        def jit(function: Callable[..., Any], donated: int | None, outputs: Any, *static: str) -> Any:
+        def jit(
+            function: Callable[..., Any], donated: int | None, outputs: Any, *static: str, config: StepConfig = config
+        ) -> Any:
             # function objects of their own: jit's cache belongs to the function, and runners must not share it
             bound = functools.partial(on_mesh(place.mesh, function), config)
             return jax.jit(bound, donate_argnums=donated, static_argnames=static, out_shardings=outputs)
@@ -103,11 +107,18 @@ class Calls:
             "recall": jit(step.remember, 0, state and state.draft),
             "kept state": jit(slot_state.keep, 0, state),
             "catch-up": jit(step.catch_up, 1, state),
+            "reading": jit(step.read, 1, state, *_STATIC["reading"]),
             "prefill": jit(step.prefill, 1, both, *_STATIC["prefill"]),
             "step": jit(_steps, 1, both, *_STATIC["step"], "most"),
             "mixed": jit(step.mixed, 1, both, *_STATIC["mixed"]),
             "proposal": jit(step.propose_tree, 1, both, *_STATIC["proposal"]),
             "verification": jit(step.verify_tree, 1, both, *_STATIC["verification"]),
+        }
+        # as a server without a draft has them: what the draft keeps is not even among the arguments
+        alone = dataclasses.replace(config, drafter=None)
+        self._alone: Mapping[Kind, Any] = {
+            "prefill": jit(step.prefill, 1, None, *_STATIC["prefill"], config=alone),
+            "step": jit(_steps, 1, None, *_STATIC["step"], "most", config=alone),
         }
 
     def make(self, program: StepProgram, arguments: tuple[Any, ...]) -> Call:
@@ -115,7 +126,8 @@ class Calls:
         kind = program.kind
         static = {name: getattr(program, name) for name in _STATIC.get(kind, ())}
         static.update(self._always.get(kind, {}))
-        return Call(program, self._functions[kind], arguments, static, self._options)
+        functions = self._alone if program.is_alone else self._functions
+        return Call(program, functions[kind], arguments, static, self._options)
 
 
 @functools.cache

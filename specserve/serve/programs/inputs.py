@@ -20,7 +20,7 @@ from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.drafter import Weights
 from specserve.speculative.program import Kind, StepProgram
 from specserve.speculative.sampling import SamplerRows, TokenRows
-from specserve.speculative.slot_state import Admission, PageTables, PromptChunks, SlotState
+from specserve.speculative.slot_state import Admission, PageTables, PromptChunks, SlotState, Unread
 from specserve.speculative.tree import Proposal, Tree
 
 PAGES_AT_ONCE = 32  # page-table entries that one call sets
@@ -48,6 +48,7 @@ class Inputs:
             "recall": self._recall,
             "kept state": self._kept_state,
             "catch-up": self._catch_up,
+            "reading": self._reading,
             "prefill": self._prefill,
             "step": self._step,
             "mixed": self._mixed,
@@ -57,7 +58,11 @@ class Inputs:
 
     def of(self, program: StepProgram, state: SlotState, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of a program over a state. `values` are those of the method for its kind, below."""
-        return self._makers[program.kind](program, state, *values)
+        arguments = self._makers[program.kind](program, state, *values)
+        if not program.is_alone:
+            return arguments
+        weights, state, *rest = arguments
+        return dataclasses.replace(weights, draft=None), dataclasses.replace(state, draft=None), *rest
 
     def layout_for(self, batch: int, tree: Tree | None) -> Weights:
         """Return the weights that a step of so many sequences takes."""
@@ -120,6 +125,14 @@ class Inputs:
     def _catch_up(self, program: StepProgram, state: SlotState, slots: Slots = ()) -> tuple[Any, ...]:
         """Have the drafter read what plain steps have left pending."""
         return self.layouts.distinct[program.layout], state, self._slots(program.batch, slots)
+
+    def _reading(
+        self, _program: StepProgram, state: SlotState, slot: int | None = None, start: int = 0, promise: float = 0.0
+    ) -> tuple[Any, ...]:
+        """Have the drafter read what the target has run alone, from `start` on."""
+        nobody = self._shapes.num_slots if slot is None else slot
+        numbers: Any = np.int32(nobody), np.int32(start), np.float32(promise)
+        return self.layouts.many, state, self._place.once(Unread(*numbers))
 
     def _prefill(
         self,

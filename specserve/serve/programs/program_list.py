@@ -20,7 +20,7 @@ def list_programs(runner: Runner, *, has_scoring: bool = True) -> list[StepProgr
     if shapes.kept_states:
         found.append(StepProgram(kind="kept state"))
     for width in shapes.widths:
-        found += [StepProgram(size, width, shapes.plain) for size in shapes.batch_sizes]
+        found += [shapes.step(size, width, shapes.plain) for size in shapes.batch_sizes]
         found += shapes.prefills(width)
     if has_scoring:
         found.append(shapes.prefill(shapes.widths[-1], shapes.chunks[-1], is_scored=True))
@@ -29,6 +29,12 @@ def list_programs(runner: Runner, *, has_scoring: bool = True) -> list[StepProgr
         found += [StepProgram(size, kind="catch-up", layout=number) for size, number in sizes]
     for width, size in itertools.product(shapes.widths, shapes.batch_sizes):
         found += [each for each in shapes.step_programs[size, width] if each.tree != shapes.plain]
+    if shapes.has_alone:  # the draft follows plain steps, and prompts are run without it
+        sizes = itertools.product(shapes.widths, shapes.batch_sizes)
+        found += [StepProgram(size, width) for width, size in sizes]
+        for width in shapes.widths:
+            found += shapes.prefills(width, is_alone=True)
+        found += shapes.readings()
     found += shapes.mixed_programs()
     found.sort(key=lambda program: not shapes.is_plain(program))
     found += _constrained_programs(shapes) if runner.has_constrained else ()

@@ -23,6 +23,7 @@ from specserve.drafters.interface import Head
 from specserve.drafters.speculation import drafter_for
 from specserve.errors import ConfigError, first_line
 from specserve.models.target import TargetParams
+from specserve.serve.engine.scheduler import chunk_size
 from specserve.serve.programs.calls import Call, Calls, shape_of
 from specserve.serve.programs.compile_queue import CompiledPrograms
 from specserve.serve.programs.inputs import PAGES_AT_ONCE, Inputs
@@ -163,6 +164,8 @@ class Runner:
         results."""
         returned = self.compiled.run(self.call(program, *values))
         state, result = returned if isinstance(returned, tuple) else (returned, None)
+        if program.is_alone:
+            state = dataclasses.replace(state, draft=self.state.draft)
         if program.kind == "recall":
             self.state = dataclasses.replace(self.state, draft=state)
         else:
@@ -250,7 +253,7 @@ class Runner:
         try:
             self.reset()
             for tree in self.shapes.trees_for(1):
-                self.run(self.ready_step(StepProgram(min(self.shapes.batch_sizes), self.shapes.widths[0], tree)))
+                self.run(self.ready_step(self.shapes.step(min(self.shapes.batch_sizes), self.shapes.widths[0], tree)))
             jax.block_until_ready(self.state)
         except Exception as error:
             self.state = None
@@ -298,21 +301,28 @@ class Runner:
         has_logprobs: bool = False,
         is_scored: bool = False,
         has_states: bool = False,
+        is_alone: bool = False,
         allowed: np.ndarray | None = None,
     ) -> StepHandle:
         """Run the next tokens of prompts, of each data rank at most as many as there is a program for. The drawn token
         counts after the last. With `is_scored` the result has the log-probabilities of the prompts' own tokens, with
         `has_states` the hidden states of the kept layers too. `allowed` ([part, 1, bytes] uint8, as `TokenMask.masks`)
-        are the tokens that may be drawn."""
+        are the tokens that may be drawn. The target may run `is_alone` where `can_prefill_alone`."""
         slots, batches = [slot for slot, _, _ in parts], self.shapes.batches
-        program = self.compiled.first(self._prefills(parts, is_scored=is_scored))
+        program = self.compiled.first(self._prefills(parts, is_scored=is_scored, is_alone=is_alone))
         bits = batches.fill_masks(slots, allowed, program.batch)
         result = self.run(program, *self._in_rows(parts, program.batch), bits)
         if not has_states:
             result = dataclasses.replace(result, hidden_states=None)
         return self._prefilled(parts, program.batch, result, has_logprobs=has_logprobs)
 
-    def _prefills(self, parts: Sequence[PromptPart], *, is_scored: bool = False) -> Iterator[StepProgram]:
+    def can_prefill_alone(self, parts: Sequence[PromptPart]) -> bool:
+        """Return whether a program is here by which the target runs these parts alone."""
+        return self.shapes.has_alone and self.compiled.first(self._prefills(parts, is_alone=True)) in self.compiled
+
+    def _prefills(
+        self, parts: Sequence[PromptPart], *, is_scored: bool = False, is_alone: bool = False
+    ) -> Iterator[StepProgram]:
         """Yield the programs that prefill these parts, the smallest first."""
         shapes = self.shapes
         chunks = [chunk for chunk in shapes.chunks if all(chunk >= number for _, number, _ in parts)]
@@ -323,7 +333,7 @@ class Runner:
         for width, chunk in itertools.product(widths, chunks):
             if of_rank <= shapes.most_prompts(chunk):
                 prompts = 1 if of_rank == 1 else shapes.most_prompts(chunk)
-                yield shapes.prefill(width, chunk, prompts, is_scored=is_scored)
+                yield shapes.prefill(width, chunk, prompts, is_scored=is_scored, is_alone=is_alone)
 
     def _in_rows(self, parts: Sequence[PromptPart], size: int) -> Iterator[tuple[Any, ...]]:
         """Yield the slots, tokens and ends of parts, each in the rows of a batch of this size."""
@@ -382,19 +392,31 @@ class Runner:
         allowed: np.ndarray | None = None,
     ) -> StepHandle:
         """Dispatch one step for these slots, with one of `trees`, or several at once, `most_steps` of them at most.
-        Where the draft need not follow, plain steps do not wait for it (`speculative.step.decode`). Plain steps draw
-        `allowed` tokens ([batch, 1, bytes] uint8)."""
+        Where the draft need not follow, plain steps do not wait for it (`speculative.step.decode`), or are the target's
+        alone, where there are such programs, and leave it behind until it `reads`. Plain steps draw `allowed` tokens
+        ([batch, 1, bytes] uint8)."""
         assert tree is None or allowed is None, "masks of a tree's nodes are known once it is proposed: use `propose`"
         if tree is not None or is_following:
             self._catch_up(slots, tree, num_steps)
         batches = self.shapes.batches
         width = self.bounds.width_of(slots, (num_steps - 1) * (1 + depth_of(tree)))
-        program = self.ready_step(StepProgram(batches.size_for(slots), width, tree))
+        is_alone = tree is None and self.shapes.has_alone and not is_following
+        program = self.ready_step(StepProgram(batches.size_for(slots), width, tree, is_alone=is_alone))
         bits = batches.fill_masks(slots, allowed, program.batch)
         result = self.run(program, batches.pad(slots, program.batch), num_steps, bits)
         rows, on_read = batches.rows(slots, program.batch), self.bounds.stepped(slots, tree, num_steps)
         asked = asked_parts(result, has_logprobs=has_logprobs, has_tree=has_tree)
         return StepHandle(asked, rows, on_read, num_steps)
+
+    def read(self, slot: int, start: int, end: int, promise: float) -> None:
+        """Have the draft read the committed tokens of a sequence from `start`, a whole number of pages, to `end`, which
+        the target has run alone."""
+        programs = list(self.shapes.readings())
+        while start < end:
+            chunk = chunk_size([each.chunk for each in programs[::-1]], end - start, programs[0].chunk)
+            self.run(next(each for each in programs if each.chunk == chunk), slot, start, promise)
+            start += chunk
+        self.bounds.caught_up((slot,))
 
     def propose(self, slots: Sequence[int], tree: Tree) -> tuple[np.ndarray, np.ndarray, Proposal]:
         """The first half of a step with constrained sequences: token ids and parents of the proposed nodes, [batch,
@@ -452,7 +474,9 @@ class Runner:
         """Return the smallest step that is here of those that do what this one does; itself where there is none."""
         widths = [width for width in self.shapes.widths if width >= least.width]
         sizes = [size for size in self.shapes.batch_sizes if size >= least.batch]
-        programs = (StepProgram(size, width, least.tree) for width, size in itertools.product(widths, sizes))
+        programs = (
+            dataclasses.replace(least, batch=size, width=width) for width, size in itertools.product(widths, sizes)
+        )
         return self.compiled.first(programs)
 
 

@@ -61,6 +61,7 @@ class Shapes:
     kept_layers: tuple[int, ...] = ()  # layers of which requests may ask for hidden states
     kept_states: int = 0  # recurrent ones, of prefixes
     windows: WindowSizes = ()  # of the layers with a window that have pages of their own; none: no layer has
+    leaves_draft: bool = False  # the target runs alone while speculation is far from paying, see `has_alone`
     is_mixing: bool = False  # there are programs that make a step and prefill prompts
     max_loras: int = 0  # adapters of the target that there is room for
     max_lora_rank: int = 0
@@ -73,6 +74,13 @@ class Shapes:
     def uses_head(self) -> bool:
         """Return whether any of the ways to make a step asks for a head."""
         return any(tree is not None and tree.uses_head for tree in self.trees)
+
+    @property
+    def has_alone(self) -> bool:
+        """Return whether there are plain steps and prefills of the target alone, beside a draft that reads later what
+        they have run, if it is ever asked to propose."""
+        is_simple = not self.windows and not self.is_mixing
+        return self.leaves_draft and is_simple and None in self.trees and self.uses_head
 
     @property
     def max_pages(self) -> int:
@@ -156,22 +164,36 @@ class Shapes:
         """The steps that are compiled, one for each of `trees_for`, by batch bucket and width."""
         sizes = itertools.product(self.batch_sizes, self.widths)
         return {
-            (size, width): tuple(StepProgram(size, width, t) for t in self.trees_for(size)) for size, width in sizes
+            (size, width): tuple(self.step(size, width, tree) for tree in self.trees_for(size)) for size, width in sizes
         }
+
+    def step(self, batch_size: int, width: int, tree: Tree | None) -> StepProgram:
+        """The step over this tree; a plain one is the target's alone, where there is such a step."""
+        return StepProgram(batch_size, width, tree, is_alone=tree is None and self.has_alone)
+
+    def readings(self) -> Iterator[StepProgram]:
+        """Yield the programs by which the draft reads what the target has run alone, the largest chunks first, each of
+        whole pages."""
+        sizes = [-(-chunk // self.page_size) * self.page_size for chunk in self.chunks[-1::-2]]
+        for chunk in dict.fromkeys(sizes) if self.has_alone else ():
+            yield StepProgram(1, self.widths[-1], kind="reading", chunk=chunk)
 
     def most_prompts(self, chunk: int) -> int:
         """The prompts of a data rank that one program runs chunks of this size of, at most."""
         return max(1, min(self.prompt_tokens // chunk, self.num_slots // self.num_ranks))
 
-    def prefill(self, width: int, chunk: int, prompts: int = 1, *, is_scored: bool = False) -> StepProgram:
+    def prefill(
+        self, width: int, chunk: int, prompts: int = 1, *, is_scored: bool = False, is_alone: bool = False
+    ) -> StepProgram:
         """The prefill of chunks of this size, of so many prompts for each data rank."""
-        return StepProgram(prompts * self.num_ranks, width, kind="prefill", chunk=chunk, is_scored=is_scored)
+        batch = prompts * self.num_ranks
+        return StepProgram(batch, width, kind="prefill", chunk=chunk, is_scored=is_scored, is_alone=is_alone)
 
-    def prefills(self, width: int) -> Iterator[StepProgram]:
+    def prefills(self, width: int, *, is_alone: bool = False) -> Iterator[StepProgram]:
         """Yield the prefills that are compiled: of each size of chunks for one prompt, and for as many as may be."""
         for chunk in self.chunks:
             for prompts in sorted({1, self.most_prompts(chunk)}):
-                yield self.prefill(width, chunk, prompts)
+                yield self.prefill(width, chunk, prompts, is_alone=is_alone)
 
     def mixed(self, batch_size: int, tree: Tree | None, prefill: StepProgram) -> StepProgram:
         """The program that makes a step of so many sequences, and does what a prefill does for others."""
@@ -202,7 +224,7 @@ class Shapes:
             return program in [self.prefill(self.widths[-1], chunk) for chunk in self.chunks[-1::-2]]
         if program.kind == "step":
             sizes = self.num_slots, min(self.batch_sizes)
-            return program in [StepProgram(size, self.widths[-1], self.plain) for size in sizes]
+            return program in [self.step(size, self.widths[-1], self.plain) for size in sizes]
         return program.kind in ("empty state", "admission", "page table", "recall", "kept state")
 
     def label(self, program: StepProgram) -> str:
@@ -210,9 +232,12 @@ class Shapes:
         way, contexts = describe(program.tree), f"contexts up to {program.width * self.page_size}"
         rows = program.prompts or program.batch
         prompts = f"{rows // self.num_ranks} x " if rows > self.num_ranks else ""
+        if program.is_alone:
+            contexts += ", the target alone"
         return {
             "step": f"{way} for {program.batch}, {contexts}",
             "prefill": f"prefill of {prompts}{program.chunk}, {contexts}",
+            "reading": f"reading of {program.chunk} by the draft",
             "mixed": f"{way} for {program.batch} beside a prefill of {prompts}{program.chunk}, {contexts}",
             "scoring": "scoring of prompts",
             "catch-up": f"catching up for {program.batch}",
@@ -282,6 +307,8 @@ def make_shapes(
         most_steps=steps_at_once(program_platform(), is_v7x=program_kind() == "TPU7x"),
         # a CPU computes prompts one after another in the same time, and the first is done sooner
         prompt_tokens=0 if program_platform() == "cpu" else chunks[-1],
+        # a run over tokens in the middle of a sequence then needs nothing but the entries before them
+        leaves_draft=program_platform() == "cpu" and mesh is None and not (target.is_recurrent or target.chooses),
     )
     if is_deterministic:
         assert len(trees) == 1, "deterministic steps have one shape"

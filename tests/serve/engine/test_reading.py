@@ -1,0 +1,105 @@
+"""A target that runs alone beside a draft that is not used: the programs of a server without one, and a draft that
+proposes later as if it had followed."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+from engines import Inbox, compile_programs, make_engine, make_runner, serving
+
+from specserve.checkpoints.load import Target
+from specserve.drafters.interface import Head
+from specserve.serve.programs.program_list import list_programs
+from specserve.serve.programs.runner import Runner
+from specserve.serve.requests.request import SamplingParams
+from specserve.speculative.controller import Controller, Estimate
+from specserve.speculative.program import StepProgram
+
+PROMPT = [54, 18, 9, 21, 28, 52, 30, 8, 23, 39, 52, 47, 63, 14, 56, 6, 37, 19, 15, 43]
+
+
+class Script(Controller):
+    """Plain calls, beside a draft that follows or does not, and then the chain."""
+
+    def __init__(self, num_plain: int, *, is_following: bool) -> None:
+        super().__init__({})
+        self.is_following, self.num_plain, self.num_unread = is_following, num_plain, [0]
+
+    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0) -> StepProgram:
+        self.num_plain -= 1
+        self.num_unread.append(num_unread)
+        return next(each for each in choices if (each.tree is None) == (self.num_plain >= 0))
+
+
+@pytest.fixture(scope="module")
+def runner(tiny_target: Target, tiny_head: Head) -> Runner:
+    runner = make_runner(tiny_target, tiny_head, "off", "chain:3", has_constrained=False)
+    compile_programs(runner)
+    return runner
+
+
+def test_the_target_alone_runs_the_programs_of_a_server_without_a_draft(runner: Runner, tiny_target: Target) -> None:
+    """To the letter: so they cost what they cost there."""
+    bare = make_runner(tiny_target, None, "off", has_constrained=False)
+    shapes = dataclasses.replace(runner.shapes, trees=(None,))
+    assert bare.shapes == shapes
+    alone = [program for program in list_programs(runner) if program.is_alone]
+    others = [program for program in list_programs(bare) if program.kind in ("step", "prefill")]
+    assert {dataclasses.replace(program, is_alone=False) for program in alone} == {
+        program for program in others if not program.is_scored
+    }
+    for program in alone:
+        same = dataclasses.replace(program, is_alone=False)
+        assert runner.call(program).lower().as_text() == bare.call(same).lower().as_text()
+
+
+def _ask(runner: Runner, controllers: Sequence[Controller], prompts: Sequence[list[int]]) -> list[tuple]:
+    """Each prompt's answer with the next controller, in one engine: what was drafted and accepted, and its tokens."""
+    engine, answers = make_engine(runner, most_steps=1), []
+    params = SamplingParams(max_tokens=40, temperature=4.0, seed=5, ignore_eos=True)
+    with serving(engine):
+        for controller, prompt in zip(controllers, prompts, strict=True):
+            engine.rounds.choice.controller, engine.rounds.choice.is_choosing = controller, True
+            inbox = Inbox()
+            engine.submit(prompt, params, inbox)
+            answers.append((inbox.wait().stats, inbox.token_ids))
+    return answers
+
+
+@pytest.mark.parametrize("num_plain", [0, 1, 7, 20])
+def test_a_draft_that_was_left_out_proposes_as_if_it_had_followed(runner: Runner, num_plain: int) -> None:
+    """After a prompt and some plain steps; and where another request finds the pages of both in the prefix cache, as if
+    the draft had read them for the first one."""
+    answers = {}
+    for is_following in (True, False):
+        scripts = [Script(num_plain, is_following=is_following) for _ in range(2)]
+        [(stats, token_ids)] = _ask(runner, scripts[:1], [PROMPT])
+        last = Script(0, is_following=True)
+        never = Script(99, is_following=is_following)
+        _, (hit, more) = _ask(runner, [never, last], [PROMPT, [*PROMPT, *token_ids[:30]]])
+        answers[is_following] = stats.drafts, token_ids, hit.drafts, hit.num_cached_tokens, more
+        assert (max(scripts[0].num_unread) > 0) == (not is_following)
+        assert (max(last.num_unread) > 0) == (not is_following), "the draft had read nothing of it"
+    assert answers[True] == answers[False]
+    assert answers[True][3] > len(PROMPT), "a part of the answer was found too"
+    assert sum(number for _, number in answers[True][0]) > 3, "little was accepted, so little was tested"
+
+
+def test_a_draft_that_follows_again_has_read_everything(runner: Runner) -> None:
+    """Left out, then read, and left out again: nothing of the second time is missing, nor of pages that come later."""
+
+    class Turns(Script):
+        def choose(
+            self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0
+        ) -> StepProgram:
+            self.num_unread.append(num_unread)
+            is_plain = len(self.num_unread) % 5 > 0
+            return next(each for each in choices if (each.tree is None) == is_plain)
+
+    followed, left = Turns(0, is_following=True), Turns(0, is_following=False)
+    [(stats, token_ids)] = _ask(runner, [followed], [PROMPT])
+    [(other, same)] = _ask(runner, [left], [PROMPT])
+    assert same == token_ids
+    assert other.drafts == stats.drafts
+    assert max(followed.num_unread) == 0
+    assert sum(number > 0 for number in left.num_unread) > 3
