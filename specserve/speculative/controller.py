@@ -103,7 +103,7 @@ class Controller:
     # than twice the reading, and the reading of what has come meanwhile.
     _missed: float = 0.0  # seconds that they have lost
     _num_missed: int = 0  # tokens that they have made
-    _gain: float = 0.0  # what they lose in each second; 0 where they lose nothing, or the draft is not behind
+    _gain: float = 0.0  # seconds lost in each of theirs; 0 where nothing is lost, or the draft is not behind
     _lift: dict[Tree, float] = field(default_factory=dict)
     # By batch size and the trees that there are: steps with a token mask have fewer, and a schedule of their own.
     _present: dict[tuple[int, frozenset[Tree | None]], _Present] = field(default_factory=dict)

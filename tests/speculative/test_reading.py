@@ -105,7 +105,7 @@ def test_loads_that_change_lose_no_more_than_twice_what_must_be_lost() -> None:
     for batch, num_steps in phases:
         tokens = load.tokens
         load.serve(batch, num_steps)
-        made = load.tokens - tokens  # whatever way they were made, an oracle takes so long for them
+        made = load.tokens - tokens  # an oracle takes so long for as many
         plain = made / batch * SECONDS[StepProgram(batch, WIDTH, is_alone=True)]
         reading = PER_TOKEN * LENGTH * batch
         best += min(plain, plain / 1.4 + reading) if batch == FEW else plain

@@ -201,7 +201,7 @@ def test_what_the_target_has_run_alone_is_read_as_if_the_draft_had_followed(
         slots = _slots(tiny_target, target, head, draft, tree, sampler_rows(COUPLED))
         slots.admit(0, prompts[0], is_alone=is_alone)
         slots.admit(1, prompts[1], is_alone=is_alone)
-        slots.admit(2, prompts[2])  # which the draft has read
+        slots.admit(2, prompts[2])  # the draft reads it at once
         for _ in range(14):
             slots.decode((0, 1, 2), is_alone=is_alone)
             if not is_alone:

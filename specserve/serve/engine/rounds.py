@@ -20,10 +20,10 @@ import numpy as np
 
 from specserve.drafters.speculation import describe
 from specserve.errors import ConfigError, first_line
+from specserve.serve.engine.backlog import Backlog
 from specserve.serve.engine.delivery import Delivery, take_scores
 from specserve.serve.engine.interface import ROUND_SIZES, EngineStats
 from specserve.serve.engine.options import sampler_rows, token_rows
-from specserve.serve.engine.reading import Reading
 from specserve.serve.engine.scheduler import Scheduler
 from specserve.serve.engine.sequence import Chunk, Round, Sequence
 from specserve.serve.engine.step_choice import StepChoice
@@ -143,7 +143,7 @@ class Rounds:
         self.runner, self.scheduler = runner, scheduler
         self.choice = StepChoice(runner, controller, is_partial=is_partial)
         self.delivery = Delivery(runner, scheduler, on_end)
-        self.reading = Reading(runner)
+        self.backlog = Backlog(runner)
         self.in_flight: deque[list[InFlight]] = deque()  # by round
         self._wait_start = 0.0  # when the thread began to wait for a step; 0: it does not
         self._counters = _Counters()
@@ -214,7 +214,7 @@ class Rounds:
         self.runner, self._num_missed, self._last_read = runner, runner.compiled.num_missed, 0.0
         self.delivery.use(runner)
         shapes, cache_lag = runner.shapes, runner.config.max_pending
-        self.reading = Reading(runner)
+        self.backlog = Backlog(runner)
         self.scheduler.set_step(max_step=shapes.max_step, cache_lag=cache_lag, windows=shapes.windows)
         self.choice.use(runner, prior)
         if version:
@@ -326,7 +326,7 @@ class Rounds:
         prefills = work.prefills
         if decode:
             self.runner.extend(work.new_pages)
-            self.reading.grown(work.new_pages)
+            self.backlog.grown(work.new_pages)
             if both := self._step_beside(decode, prefills[:1]):
                 dispatched, prefills = [*both], prefills[1:]
             else:
@@ -339,12 +339,12 @@ class Rounds:
 
     def _step(self, decode: list[Sequence], work: Round) -> InFlight:
         slots, asked, num_steps = [sequence.slot for sequence in decode], _asked(decode), 1
-        num_unread = self.reading.num_unread(decode)
+        num_unread = self.backlog.num_unread(decode)
         if any(sequence.request.token_mask is not None for sequence in decode):
             program, handle = self._constrained_step(decode, slots, asked, num_unread)
         else:
             program, num_steps = self.choice.choose(decode, slots, work, num_unread)
-            self.reading.before_step(decode, program, self.choice.promise)
+            self.backlog.before_step(decode, program, self.choice.promise)
             is_following = self.choice.keeps_up(program, slots, num_steps)
             handle = self.runner.step(slots, program.tree, num_steps=num_steps, **asked, is_following=is_following)
         return InFlight(handle, _awaiting(dict(enumerate(decode))), program, num_steps, num_unread)
@@ -368,7 +368,7 @@ class Rounds:
         """Dispatch a step with constrained sequences. A tree takes two programs, because the host must compute which
         tokens may follow each proposed one."""
         program = self.choice.choose_constrained(decode, slots, num_unread)
-        self.reading.before_step(decode, program, self.choice.promise)
+        self.backlog.before_step(decode, program, self.choice.promise)
         if program.tree is None:
             nothing = np.zeros((len(slots), 1), np.int32)
             allowed = self._masks(decode, nothing, nothing)
@@ -396,7 +396,7 @@ class Rounds:
         lasts, parts, is_scored = _ending(chunks), _parts(chunks), any(chunk.sequence.is_scored for chunk in chunks)
         handle = self.runner.prefill(
             parts,
-            is_alone=not is_scored and self.reading.leaves_out(chunks, parts, self.choice.leaves_draft),
+            is_alone=not is_scored and self.backlog.leaves_out(chunks, parts, self.choice.leaves_draft),
             is_scored=is_scored,
             has_states=any(chunk.sequence.request.params.hidden_states for chunk in chunks),
             has_logprobs=_asked(lasts.values())["has_logprobs"],
@@ -438,7 +438,7 @@ class Rounds:
             kept=sequence.kept,
             adapter_id=request.adapter_id,
         )
-        self.reading.begin(sequence, chunk.num_cached)
+        self.backlog.begin(sequence, chunk.num_cached)
         if sequence.kept >= 0 and self.scheduler.pool.kept is not None:
             self.scheduler.pool.kept.was_read(sequence.kept)
 

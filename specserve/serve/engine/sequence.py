@@ -29,7 +29,7 @@ class Sequence:
     first_time: float = 0.0  # of the first token
     last_time: float = 0.0  # of the last one so far
     versions: list[tuple[int, str]] = field(default_factory=list)  # see `SpeculationStats`
-    unread_from: int | None = None  # the first token that the draft has still to read, see `reading`; None: it keeps up
+    unread_from: int | None = None  # the first token that the draft has still to read, see `backlog`; None: it keeps up
     # The part of the scheduler.
     order: int = -1  # of arrival
     slot: int = -1

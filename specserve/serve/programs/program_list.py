@@ -27,6 +27,7 @@ def list_programs(runner: Runner, *, has_scoring: bool = True) -> list[StepProgr
     if _catches_up(runner):
         sizes = itertools.product(shapes.batch_sizes, range(len(runner.inputs.layouts.distinct)))
         found += [StepProgram(size, kind="catch-up", layout=number) for size, number in sizes]
+    found += shapes.readings()
     for width, size in itertools.product(shapes.widths, shapes.batch_sizes):
         found += [each for each in shapes.step_programs[size, width] if each.tree != shapes.plain]
     if shapes.has_alone:  # the draft follows plain steps, and prompts are run without it
@@ -34,7 +35,6 @@ def list_programs(runner: Runner, *, has_scoring: bool = True) -> list[StepProgr
         found += [StepProgram(size, width) for width, size in sizes]
         for width in shapes.widths:
             found += shapes.prefills(width, is_alone=True)
-        found += shapes.readings()
     found += shapes.mixed_programs()
     found.sort(key=lambda program: not shapes.is_plain(program))
     found += _constrained_programs(shapes) if runner.has_constrained else ()

@@ -1,4 +1,4 @@
-"""Which tokens the draft has still to read.
+"""The tokens that the draft has still to read.
 
 While speculation is far from paying, the target runs alone, so that a draft that is not used costs nothing. Its pages
 then lack entries of these tokens. It reads them before it proposes for such a sequence (`speculative.step.read`).
@@ -12,7 +12,7 @@ from specserve.serve.programs.runner import PromptPart, Runner
 from specserve.speculative.program import StepProgram
 
 
-class Reading:
+class Backlog:
     """Notes how far the draft has read each running sequence, and which pages lack its entries. A cached page may be of
     many sequences; the first one that the draft reads fills it for all."""
 
