@@ -50,9 +50,7 @@ def regenerate(
         account.start = time.monotonic()  # workers report late
         try:
             each = cluster.reserve(ray, num_devices(run.mesh, SERVING_AXES), run.num_workers)
-            ranks = math.prod(mesh_sizes(run.mesh, SERVING_AXES).get(axis, 1) for axis in LOGICAL_TO_MESH["batch"])
-            size = batch_size(len(jobs), run.num_workers, run.max_slots or ranks * ANSWER_SLOTS)
-            pool = cluster.Pool(run.num_workers, each, size, CALLS)
+            pool = cluster.Pool(run.num_workers, each, batch_size(run, len(jobs)), CALLS)
             for found, answered in cluster.map_over(ray, jobs, _make_answerer, (run, settings, target), pool):
                 for row in found:
                     write(row)
@@ -64,10 +62,11 @@ def regenerate(
     return regenerate_by(ask, source, rows, Path(run.output), settings, samples=run.samples)
 
 
-def batch_size(num_jobs: int, num_workers: int, num_slots: int) -> int:
-    """Return how many questions a batch has, for engines of so many slots. As many questions are in an engine as one
-    alone would have there, or all of its share; beyond that batches are as small as shares them out evenly."""
-    share = -(-num_jobs // num_workers)
+def batch_size(run: RegenerateRun, num_jobs: int) -> int:
+    """Return how many of the questions a batch has. As many are in an engine as one alone would have there, or all of
+    its share; beyond that batches are as small as shares them out evenly."""
+    ranks = math.prod(mesh_sizes(run.mesh, SERVING_AXES).get(axis, 1) for axis in LOGICAL_TO_MESH["batch"])
+    num_slots, share = run.max_slots or ranks * ANSWER_SLOTS, -(-num_jobs // run.num_workers)
     filling, even = -(-min(num_slots, share) // CALLS), -(-share // (2 * CALLS))
     return max(1, filling, min(num_slots, even))
 

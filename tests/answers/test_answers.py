@@ -24,6 +24,7 @@ from specserve.answers.cache import AnswerProgress, Watch
 from specserve.answers.openings import OPENINGS
 from specserve.answers.pace import Pace
 from specserve.answers.ray_engines import CALLS, batch_size
+from specserve.answers.settings import RegenerateRun
 from specserve.checkpoints import load, update
 from specserve.checkpoints.configs import find_config
 from specserve.checkpoints.load import Target
@@ -248,10 +249,13 @@ def test_as_many_at_once_as_there_is_room_for(
     assert answers.answer_slots(Models("tiny", tiny_target, None, None), run.data.answer_slots, run.train.seq_len) == 5
 
 
-@given(st.integers(1, 2000), st.integers(1, 9), st.integers(1, 200))
-def test_engines_on_ray_have_as_many_questions_as_one_alone(num_jobs: int, num_workers: int, num_slots: int) -> None:
+@given(st.integers(1, 2000), st.integers(1, 9), st.integers(0, 200), st.integers(1, 3))
+def test_engines_on_ray_have_as_many_questions_as_one_alone(
+    num_jobs: int, workers: int, slots: int, ranks: int
+) -> None:
     """Or all of their share; in batches no larger than that takes, or than gives each worker several of them."""
-    size, share = batch_size(num_jobs, num_workers, num_slots), -(-num_jobs // num_workers)
+    run = RegenerateRun(num_workers=workers, max_slots=slots, mesh=f"data={ranks},expert=2,tensor=2")
+    size, share, num_slots = batch_size(run, num_jobs), -(-num_jobs // workers), slots or 64 * 2 * ranks
     assert 1 <= size <= num_slots
     assert CALLS * size >= min(num_slots, share)
     assert CALLS * (size - 1) < min(num_slots, share) or 2 * CALLS * (size - 1) < share
