@@ -30,7 +30,9 @@ def other_target(folder: Path, trained_for: str, target_name: str, given: str) -
 
 def followed(notes: Mapping[str, Any]) -> str:
     """Name the LoRA adapter that a head with these notes follows, and its fingerprint."""
-    return f"the LoRA adapter {notes['lora']} ({notes['lora_fingerprint']})" if "lora" in notes else "no LoRA adapter"
+    if "lora" not in notes:
+        return "no LoRA adapter"
+    return f"the LoRA adapter {notes['lora']} ({notes.get('lora_fingerprint', 'unknown files')})"
 
 
 def plain_acceptance(notes: Mapping[str, Any]) -> Mapping[str, Any]:
