@@ -32,7 +32,6 @@ from specserve.answers.regenerate import FINAL_CHANNEL, AnswerSettings, regenera
 from specserve.answers.row_file import locked
 from specserve.checkpoints.lora import adapter_fingerprint
 from specserve.checkpoints.source import TargetSource
-from specserve.checkpoints.update import other_target
 from specserve.data import dataset
 from specserve.data.conversations import Conversation, Row, parse_row, parse_template_kwargs
 from specserve.data.sources import SELF, SourceRows, with_held_out
@@ -55,7 +54,7 @@ from specserve.serve.programs.placement import bytes_per_token
 from specserve.tokenizer import Tokenizer
 from specserve.train.run import budget as budgets
 from specserve.train.run.budget import Budget
-from specserve.train.run.prepare import Mixture
+from specserve.train.run.prepare import Mixture, merged_tensors
 from specserve.train.run.recipe import ANSWER_SLOTS, CPU_SLOTS
 from specserve.train.settings import DataSettings, TrainRun, TrainSettings
 
@@ -93,7 +92,7 @@ def answer(
     nothing can be asked, ConfigError or CheckpointError where the target cannot be run."""
     cache = _AnswerCache(target, run.data, run.train, run.quantization, run.lora)
     with locked(cache.folder), contextlib.ExitStack() as stack:
-        engine = functools.cache(lambda: stack.enter_context(_engine(run, watch)))
+        engine = functools.cache(lambda: stack.enter_context(_engine(run, target, watch)))
         spending = budget and _Spending(budget, Path(run.output))
         mixture = _with_own_questions(mixture, run, cache.own_questions, engine, spending, watch)
         if run.data_only:
@@ -146,16 +145,20 @@ def _with_own_questions(
 
 
 @contextlib.contextmanager
-def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
+def _engine(run: TrainRun, target: TargetSource, watch: Watch) -> Iterator[Engine]:
     sizes = mesh_sizes(run.mesh)
     # an engine's sequences are not cut, so what trains on parts of rows answers different questions
     sizes["data"] = sizes.get("data", 1) * sizes.pop("sequence", 1)
     sizes["tensor"] = sizes.get("tensor", 1) * sizes.pop("fsdp", 1)  # a step of few rows would wait for each layer
     mesh = parse_mesh(",".join(f"{axis}={size}" for axis, size in sizes.items()), SERVING_AXES)
-    models = load_models(run.target, "", quantization=run.quantization, is_checked=run.check_weights, mesh=mesh)
-    if run.lora:
-        merged = other_target(models.target, run.lora, quantization=run.quantization, mesh=mesh)
-        models = dataclasses.replace(models, target=merged)
+    models = load_models(
+        run.target,
+        "",
+        quantization=run.quantization,
+        is_checked=run.check_weights or bool(run.lora),  # no matrix is sound whose pair is not
+        mesh=mesh,
+        tensors=merged_tensors(run.lora, target.folder),
+    )
     engine = answering_engine(
         models,
         "",

@@ -5,6 +5,7 @@ killed goes on as one of a single engine does. Where a worker dies, Ray starts i
 anew. A row depends on its question and the settings alone, so the file is that of a single engine.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from specserve.checkpoints.configs import find_config
 from specserve.checkpoints.source import resolve_target
 from specserve.data.conversations import Row
 from specserve.errors import ConfigError
-from specserve.mesh import SERVING_AXES, num_devices
+from specserve.mesh import LOGICAL_TO_MESH, SERVING_AXES, mesh_sizes, num_devices
 from specserve.provenance import fingerprint
 from specserve.serve.engines import answering_engine, load
 from specserve.serve.sizes import longest_sequence
@@ -48,9 +49,8 @@ def regenerate(
         ray = cluster.connect(run.ray_address)
         account.start = time.monotonic()  # workers report late
         try:
-            size = max(1, min(run.max_slots or ANSWER_SLOTS, -(-len(jobs) // (2 * CALLS * run.num_workers))))
             each = cluster.reserve(ray, num_devices(run.mesh, SERVING_AXES), run.num_workers)
-            pool = cluster.Pool(run.num_workers, each, size, CALLS)
+            pool = cluster.Pool(run.num_workers, each, batch_size(run, len(jobs)), CALLS)
             for found, answered in cluster.map_over(ray, jobs, _make_answerer, (run, settings, target), pool):
                 for row in found:
                     write(row)
@@ -60,6 +60,15 @@ def regenerate(
             ray.shutdown()
 
     return regenerate_by(ask, source, rows, Path(run.output), settings, samples=run.samples)
+
+
+def batch_size(run: RegenerateRun, num_jobs: int) -> int:
+    """Return how many of the questions a batch has. As many are in an engine as one alone would have there, or all of
+    its share; beyond that batches are as small as shares them out evenly."""
+    ranks = math.prod(mesh_sizes(run.mesh, SERVING_AXES).get(axis, 1) for axis in LOGICAL_TO_MESH["batch"])
+    num_slots, share = run.max_slots or ranks * ANSWER_SLOTS, -(-num_jobs // run.num_workers)
+    filling, even = -(-min(num_slots, share) // CALLS), -(-share // (2 * CALLS))
+    return max(1, filling, min(num_slots, even))
 
 
 Answered = tuple[list[dict[str, Any]], Account]  # the rows of a batch of questions, and the account of them

@@ -32,7 +32,7 @@ from specserve.interop.doctor import RUNNING
 from specserve.interop.findings import Copy, Finding, Repair
 from specserve.interop.formats import format_of
 from specserve.interop.head import load_head, write_head
-from specserve.interop.notes import read_notes
+from specserve.interop.notes import plain_acceptance, read_notes
 from specserve.kernels.rows import Documents
 from specserve.mesh import default_dtype
 from specserve.models import target as target_model
@@ -217,8 +217,9 @@ def _rates(rates: Sequence[float]) -> str:
 
 
 def noted_rates(notes: dict[str, Any]) -> tuple[float, ...]:
-    """The acceptance by depth that a head's notes promise of a chain; empty where they promise nothing of one."""
-    stated = notes.get("acceptance")
+    """The acceptance by depth that a head's notes promise of a chain beside the plain target; empty where they promise
+    nothing of one."""
+    stated = plain_acceptance(notes)
     if not isinstance(stated, dict) or not str(stated.get("speculation", "")).startswith("chain:"):
         return ()
     return tuple(float(rate) for rate in stated.get("accept_rate", ()))

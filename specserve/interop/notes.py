@@ -28,6 +28,19 @@ def other_target(folder: Path, trained_for: str, target_name: str, given: str) -
     )
 
 
+def followed(notes: Mapping[str, Any]) -> str:
+    """Name the LoRA adapter that a head with these notes follows, and its fingerprint."""
+    if "lora" not in notes:
+        return "no LoRA adapter"
+    return f"the LoRA adapter {notes['lora']} ({notes.get('lora_fingerprint', 'unknown files')})"
+
+
+def plain_acceptance(notes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the notes of a head promise beside the plain target: nothing where it was measured beside a LoRA
+    adapter, whose acceptance requests without it do not see."""
+    return notes.get("acceptance", {}) if "lora" not in notes else {}
+
+
 def log_training(notes: Mapping[str, Any], folder: Path, target: Path, fingerprint: str, quantization: str) -> None:
     """Log what a head in a folder was trained beside, where that is another target than the one in the folder `target`
     that it is served beside, of this fingerprint and in so many bits, or that target with an adapter."""

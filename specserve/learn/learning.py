@@ -97,7 +97,8 @@ class LearningHead(Collector):
                 self.live.observe(delta.stats.version, delta.stats.of_drafts)
             if delta.finish_reason in FINISHED and len(answer_ids) > 1:
                 digest = hashlib.blake2b(request.client.encode(), key=self._secret, digest_size=6).hexdigest()
-                self._traffic.keep(ServedAnswer(request.prompt_ids, tuple(answer_ids), digest, delta.stats.version))
+                version, temperature = delta.stats.version, request.params.temperature
+                self._traffic.keep(ServedAnswer(request.prompt_ids, tuple(answer_ids), digest, version, temperature))
 
         return hear
 

@@ -35,6 +35,7 @@ class ServedAnswer:
     answer_ids: tuple[int, ...]
     client: str = ""  # a digest, by which the answers of one client are recognised and no more
     version: str = ""  # of the head that proposed its last tokens
+    temperature: float = 0.0  # that it was sampled at; 0: greedily
 
     @property
     def num_tokens(self) -> int:
@@ -120,7 +121,7 @@ class Traffic:
 
     def _line(self, answer: ServedAnswer) -> bytes:
         """Return the line of an answer, which is empty where nothing of it may be kept."""
-        row: dict[str, Any] = {"client": answer.client, "version": answer.version}
+        row: dict[str, Any] = {name: getattr(answer, name) for name in ("client", "version", "temperature")}
         try:
             found = answer if self._redact is None else self._redact(answer, self._tokenizer)
             if found is not None:
@@ -193,4 +194,5 @@ def read_traffic(folder: Path, most_tokens: int) -> list[ServedAnswer]:
 
 
 def _parse(row: dict[str, Any]) -> ServedAnswer:
-    return ServedAnswer(tuple(row["prompt_ids"]), tuple(row["answer_ids"]), row["client"], row["version"])
+    prompt_ids, answer_ids = (tuple(row[name]) for name in ("prompt_ids", "answer_ids"))
+    return ServedAnswer(prompt_ids, answer_ids, row["client"], row["version"], float(row["temperature"]))

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from specserve import host
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_few_bits, load_target
 from specserve.checkpoints.source import BUNDLED, resolve_target
+from specserve.checkpoints.tensors import TensorFolder
 from specserve.drafters.interface import Head, other_head
 from specserve.drafters.registry import CARRIED
 from specserve.drafters.speculation import parse_speculation, with_head, within_reach
@@ -22,7 +23,7 @@ from specserve.drafters.words import ALL_TEXT
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.bundled import bundled_head, find_head, is_downloaded, resolve_head
 from specserve.interop.head import load_head
-from specserve.interop.notes import draft_quantization, log_training, read_notes
+from specserve.interop.notes import draft_quantization, log_training, plain_acceptance, read_notes
 from specserve.mesh import default_dtype, program_platform
 from specserve.provenance import fingerprint
 from specserve.serve.engine.engine import Engine
@@ -95,6 +96,7 @@ def load_models(
     draft_quantization: Quantization | Literal[""] = "",  # of the head; empty: as its notes say
     is_checked: bool = False,  # every weight must be a number
     mesh: Mesh | None = None,  # the mesh to spread both over
+    tensors: TensorFolder | None = None,  # the target's, in place of its folder's own
 ) -> Models:
     """Find and load target and head; the head's notes know its target. Raises ConfigError or CheckpointError."""
     is_carried = draft == CARRIED
@@ -106,9 +108,8 @@ def load_models(
     stated = notes.get("quantization", "none")
     own_quantization = quantization or (stated if stated in QUANTIZATIONS else "none")
     dtype = default_dtype()
-    loaded = load_target(
-        source.folder, dtype=dtype, quantization=own_quantization, mesh=mesh, is_checked=is_checked, is_served=True
-    )
+    how: dict[str, Any] = {"quantization": own_quantization, "mesh": mesh, "is_checked": is_checked}
+    loaded = load_target(source.folder, dtype=dtype, tensors=tensors, is_served=True, **how)
     read = functools.partial(Tokenizer.load, source.folder) if has_tokenizer else None
     models = Models(
         source.name,
@@ -149,14 +150,15 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
         head_fingerprint = f"{head_fingerprint} {how}"  # another acceptance, and steps of other costs
     if not is_carried:
         log_training(notes, folder, models.target.folder, models.fingerprint, models.quantization)
-    found = notes.get("acceptance", {})
+    name = draft if is_carried or is_downloaded(draft) else folder.name
+    follows = {key: str(notes[key]) for key in ("lora", "lora_fingerprint") if key in notes}
     return dataclasses.replace(
         models,
         head=head,
         head_fingerprint=head_fingerprint,
-        head_acceptance=found.get("accept_rate", ()),
+        head_acceptance=plain_acceptance(notes).get("accept_rate", ()),
         head_quantization=how,
-        draft=DraftInfo(draft if is_carried or is_downloaded(draft) else folder.name, found.get("tau")),
+        draft=DraftInfo(name, notes.get("acceptance", {}).get("tau"), **follows),
     )
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from specserve.checkpoints.lora import read_adapter
+from specserve.checkpoints.lora import adapter_fingerprint, read_adapter
 from specserve.errors import CheckpointError, ConfigError
 from specserve.models.adapters import Adapter, check_adapter
 from specserve.models.config import ModelConfig
@@ -38,7 +38,11 @@ def read_loras(config: ModelConfig, run: ServeRun) -> tuple[ServedLoras, ServeRu
         return adapter
 
     run = dataclasses.replace(run, max_loras=run.max_loras or len(folders), max_lora_rank=max_rank)
-    return ServedLoras(folders, list(adapters.values()), read), run
+    return ServedLoras(folders, list(adapters.values()), read, _fingerprint), run
+
+
+def _fingerprint(folder: str) -> str:
+    return adapter_fingerprint(Path(folder).expanduser())
 
 
 def _read(folder: str) -> Adapter:

@@ -3,6 +3,7 @@
 Tunix (`google-tunix`) is no dependency of this package, and nothing else imports this file.
 """
 
+import functools
 import importlib
 import re
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ _OF_ENGINES = (
     "data_parallel_size",
     "expert_parallel_size",
 )
+
+MOST_SEEDS = 2**62  # half of those that a request may have: answer i is drawn with the seed + i
 
 
 class SpecserveRollout(base_rollout.BaseRollout):
@@ -202,12 +205,14 @@ def _check_temperature(config: base_rollout.RolloutConfig) -> None:
 
 
 def _whole(seed: Any) -> int | None:
-    """Return a seed, which may be a key of JAX, as a whole number that leaves room for those of other answers."""
+    """Return a seed, which may be a key of JAX, as a whole number that leaves room for those of other answers. A key is
+    read as words of 32 bits, the highest first, so that the key of a seed is that seed."""
     if seed is None:
         return None
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
-    return int.from_bytes(np.asarray(seed).astype(np.uint32).tobytes(), "little") % 2**62
+    words = map(int, np.ravel(seed))
+    return functools.reduce(lambda number, word: number << 32 | word, words) % MOST_SEEDS
 
 
 def _without_end(token_ids: Sequence[int], eos_ids: Sequence[int]) -> list[int]:

@@ -136,8 +136,15 @@ class AcceptanceMeter:
             for name, tree in trees.items()
         }
 
-    def measure(self, params: Any, target_ids: np.ndarray, arm: Arm) -> ArmAcceptance:
+    def measure(
+        self,
+        params: Any,
+        target_ids: np.ndarray,
+        arm: Arm,
+        temperatures: Sequence[float] = (),  # of each prompt, in place of the arm's; empty: the arm's
+    ) -> ArmAcceptance:
         """Answer every prompt with at most `max_new_tokens` tokens, or fewer where the context ends, and count."""
+        temperatures = temperatures or [arm.temperature] * len(self._prompts)
         target = self._target.params
         weights = Weights(target, DraftWeights(params, DraftVocab(jnp.asarray(target_ids))))
         by_source: defaultdict[str, Acceptance] = defaultdict(Acceptance)
@@ -145,7 +152,7 @@ class AcceptanceMeter:
         by_prompt = [Acceptance()] * len(self._prompts)
         for start in range(0, len(self._order), self._num_slots):
             group = self._order[start : start + self._num_slots]
-            for i, (found, answer) in zip(group, self._answer(weights, group, arm), strict=True):
+            for i, (found, answer) in zip(group, self._answer(weights, group, arm, temperatures), strict=True):
                 by_source[self._prompts[i].source] += found
                 answers[i], by_prompt[i] = tuple(answer), found
         total = sum(by_source.values(), Acceptance())
@@ -155,14 +162,16 @@ class AcceptanceMeter:
         longest = min(len(self._prompts[i].token_ids) + self._max_new_tokens, self._context)
         return -(-(longest + self._max_depth + 1) // PAGE_SIZE)
 
-    def _answer(self, weights: Weights, group: list[int], arm: Arm) -> list[tuple[Acceptance, list[int]]]:
+    def _answer(
+        self, weights: Weights, group: list[int], arm: Arm, temperatures: Sequence[float]
+    ) -> list[tuple[Acceptance, list[int]]]:
         """Answer one group, and return for each prompt what was accepted of it, and its tokens. Slots beyond the group
         stay empty."""
         count = len(group)
         lens = np.array([len(self._prompts[i].token_ids) for i in group])
         limits = np.minimum(self._max_new_tokens, self._context - lens)
         eos = np.array(self._target.eos_ids)
-        state, tree = self._admit(group, arm), arm.tree
+        state, tree = self._admit(group, temperatures), arm.tree
         found = [Acceptance(accepted_per_depth=(0,) * tree.depth) for _ in group]
         answers: list[list[int]] = [[] for _ in group]
         is_open = limits > 1
@@ -191,26 +200,26 @@ class AcceptanceMeter:
                 is_open[row] = not ends.size and len(answers[row]) < limits[row]
         return list(zip(found, answers, strict=True))
 
-    def _admit(self, group: list[int], arm: Arm) -> SlotState:
+    def _admit(self, group: list[int], temperatures: Sequence[float]) -> SlotState:
         """Make a state whose slots hold the group's prompts, each with pages for its own answer."""
         num_slots, max_pages = self._num_slots, self._max_pages
         num_pages = sum(self._num_pages(i) for i in self._order[:num_slots])  # of the longest group
         history = np.zeros((num_slots, max_pages * PAGE_SIZE), np.int32)
         page_table = np.full((num_slots, max_pages), num_pages, np.int32)
-        seeds, first_page = np.zeros((num_slots, 2), np.uint32), 0
+        seeds, first_page, own_temperatures = np.zeros((num_slots, 2), np.uint32), 0, np.zeros(num_slots, np.float32)
         for slot, i in enumerate(group):
             token_ids, own = self._prompts[i].token_ids, self._num_pages(i)
             history[slot, : len(token_ids)] = token_ids
             page_table[slot, :own] = np.arange(first_page, first_page + own)
             first_page += own
-            seed = self._seed + i
+            seed, own_temperatures[slot] = self._seed + i, temperatures[i]
             seeds[slot] = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
         state = slot_state.init_state(
             self._config, num_slots=num_slots, num_pages=num_pages, page_size=PAGE_SIZE, max_pages=max_pages
         )
         rows = dataclasses.replace(
             SamplerRows.greedy(num_slots),
-            temperature=jnp.full(num_slots, arm.temperature, jnp.float32),
+            temperature=jnp.asarray(own_temperatures),
             seed=jnp.asarray(seeds),
         )
         return dataclasses.replace(state, page_table=jnp.asarray(page_table), history=jnp.asarray(history), rows=rows)

@@ -1,17 +1,21 @@
 """The head that a run begins with: a new one, or one that was trained before."""
 
 import dataclasses
+import logging
 from pathlib import Path
 
 from specserve import provenance
 from specserve.checkpoints.load import Target
+from specserve.checkpoints.lora import adapter_fingerprint
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import KINDS, DraftSettings, KindName, check_trained, load_kind
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.bundled import resolve_head
 from specserve.interop.head import load_head, read_drafter
-from specserve.interop.notes import read_notes
+from specserve.interop.notes import followed, read_notes
 from specserve.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 
 def new_drafter(kind: KindName, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> TrainedDrafter:
@@ -26,10 +30,17 @@ def new_drafter(kind: KindName, settings: DraftSettings, target: ModelConfig, dr
     return load_kind(kind).new(settings, target, draft_vocab_size)
 
 
-def earlier_head(name: str, settings: DraftSettings, target: Target) -> Head:
-    """The head that `init_from` names, a folder or a hub id in any dialect, as float32 masters. Its shape, its flags
-    and its draft vocabulary are its own. Raises ConfigError where the settings ask for others, CheckpointError where it
-    cannot be read or was trained for another target."""
+def adapter_notes(lora: str) -> dict[str, str]:
+    """Return the notes of a head that follows the LoRA adapter in a folder; empty where there is none. Raises
+    CheckpointError where it cannot be read."""
+    return {"lora": lora, "lora_fingerprint": adapter_fingerprint(Path(lora))} if lora else {}
+
+
+def earlier_head(name: str, settings: DraftSettings, target: Target, lora: str = "") -> Head:
+    """The head that `init_from` names, a folder or a hub id in any dialect, as float32 masters, for a run beside the
+    LoRA adapter in a folder, or beside none. Its shape, its flags and its draft vocabulary are its own. A head that
+    follows another adapter than the run is warned of. Raises ConfigError where the settings ask for others,
+    CheckpointError where it cannot be read or was trained for another target."""
     folder = resolve_head(name, "--init-from")
     earlier_drafter(folder, settings, target.config, str(target.folder))
     head = load_head(folder, target, dtype="float32")
@@ -38,6 +49,13 @@ def earlier_head(name: str, settings: DraftSettings, target: Target) -> Head:
         raise CheckpointError(
             f"--init-from {name}: trained for {notes.get('target', 'another target')}, whose weights are not those in "
             f"{target.folder}; give its own target (--target)"
+        )
+    own = adapter_notes(lora)
+    if notes.get("lora_fingerprint") != own.get("lora_fingerprint"):
+        logger.warning(
+            "--init-from %s: a head that follows %s, for a run that follows %s: it begins with a lower acceptance, and "
+            "the new head follows the run's; for the other give %s",
+            *(name, followed(notes), followed(own), f"--lora {notes['lora']}" if "lora" in notes else "no --lora"),
         )
     return head
 

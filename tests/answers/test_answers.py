@@ -9,7 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scripted import Scripted, echo, is_users
 from tiny_folder import FAMILY, write_folder, write_mixture
 from tiny_run import tiny_run
@@ -19,13 +23,19 @@ from specserve.answers import cache as answers
 from specserve.answers.cache import AnswerProgress, Watch
 from specserve.answers.openings import OPENINGS
 from specserve.answers.pace import Pace
+from specserve.answers.ray_engines import CALLS, batch_size
+from specserve.answers.settings import RegenerateRun
+from specserve.checkpoints import load, update
+from specserve.checkpoints.configs import find_config
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import TargetSource
+from specserve.checkpoints.tensors import write_json, write_tensors
 from specserve.cli import data as data_command
 from specserve.cli.main import app
 from specserve.data.conversations import Conversation
 from specserve.errors import DataError
 from specserve.mesh import made_for, num_parts, parse_mesh
+from specserve.serve import launch
 from specserve.serve.launch import Models
 from specserve.serve.programs.placement import bytes_per_token
 from specserve.train.run import budget as budgets
@@ -59,7 +69,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
         asked.append(0)
 
         @contextmanager
-        def engine(run: TrainRun, watch: Watch) -> Iterator[Scripted]:
+        def engine(run: TrainRun, target: TargetSource, watch: Watch) -> Iterator[Scripted]:
             made = Scripted(FAMILY, reply)
             yield made
             asked[-1] = len(made.prompts)
@@ -237,6 +247,53 @@ def test_as_many_at_once_as_there_is_room_for(
     each = bytes_per_token(tiny_target.config, None) * run.train.seq_len
     monkeypatch.setattr(answers, "free_memory", lambda _mesh: 5 * each / answers.CACHE_SHARE)
     assert answers.answer_slots(Models("tiny", tiny_target, None, None), run.data.answer_slots, run.train.seq_len) == 5
+
+
+@given(st.integers(1, 2000), st.integers(1, 9), st.integers(0, 200), st.integers(1, 3))
+def test_engines_on_ray_have_as_many_questions_as_one_alone(
+    num_jobs: int, workers: int, slots: int, ranks: int
+) -> None:
+    """Or all of their share; in batches no larger than that takes, or than gives each worker several of them."""
+    run = RegenerateRun(num_workers=workers, max_slots=slots, mesh=f"data={ranks},expert=2,tensor=2")
+    size, share, num_slots = batch_size(run, num_jobs), -(-num_jobs // workers), slots or 64 * 2 * ranks
+    assert 1 <= size <= num_slots
+    assert CALLS * size >= min(num_slots, share)
+    assert CALLS * (size - 1) < min(num_slots, share) or 2 * CALLS * (size - 1) < share
+
+
+def test_a_target_with_an_adapter_is_loaded_once(
+    run: TrainRun, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one target, whose matrices are merged as they are read: there is no second one in memory meanwhile."""
+    loaded: list[Target] = []
+
+    def count(*given: Any, **options: Any) -> Target:
+        loaded.append(load.load_target(*given, **options))
+        return loaded[-1]
+
+    def stop(models: Models, *_: Any, **__: Any) -> None:
+        assert [models.target] == loaded
+        raise KeyboardInterrupt
+
+    for module in (launch, update):
+        monkeypatch.setattr(module, "load_target", count)
+    monkeypatch.setattr(answers, "answering_engine", stop)
+    target = TargetSource(run.target, folder)
+    config, _ = find_config(str(folder))
+    shapes = {"A": (1, config.d_model), "B": (config.d_ff, 1)}
+    module = "base_model.model.model.layers.0.mlp.up_proj"
+    (tmp_path / "adapter").mkdir()
+    write_json(tmp_path / "adapter" / "adapter_config.json", {"r": 1, "lora_alpha": 2})
+    pairs = {f"{module}.lora_{side}.weight": np.full(shape, 0.5, np.float32) for side, shape in shapes.items()}
+    write_tensors(tmp_path / "adapter" / "adapter_model.safetensors", pairs)
+    of_run = dataclasses.replace(run, lora=str(tmp_path / "adapter"))
+    with pytest.raises(KeyboardInterrupt), answers._engine(of_run, target, Watch()):
+        pass
+    [merged] = loaded
+    monkeypatch.undo()
+    plain = load.load_target(folder, dtype=merged.config.dtype, is_served=True)
+    expected = update.other_target(plain, of_run.lora, quantization="none", mesh=None)
+    jax.tree.map(np.testing.assert_array_equal, merged.params, expected.params)
 
 
 def test_the_command_asks_and_answers_its_own_questions(

@@ -83,6 +83,17 @@ def test_one_program_for_prompts_and_one_for_each_tree(meter: AcceptanceMeter, t
     assert [program._cache_size() for program in programs] == [1, 1, 1]  # type: ignore[attr-defined]
 
 
+def test_each_prompt_is_answered_at_its_own_temperature(meter: AcceptanceMeter, tiny_head: Head) -> None:
+    """As it is where all are at that one."""
+    weights, way = (tiny_head.params, tiny_head.target_ids), ARMS[0].speculation
+    alike = [meter.measure(*weights, Arm(way, temperature)) for temperature in (0.0, 1.0)]
+    mixed = meter.measure(*weights, Arm(way), [float(i % 2) for i in range(len(alike[0].answers))])
+    assert alike[0].answers[1::2] != alike[1].answers[1::2]
+    for start, own in enumerate(alike):
+        assert mixed.answers[start::2] == own.answers[start::2]
+        assert mixed.by_prompt[start::2] == own.by_prompt[start::2]
+
+
 def test_prompts_that_do_not_fit_are_counted_and_answers_end_with_the_context(
     tiny_target: Target, tiny_head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:

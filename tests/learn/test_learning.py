@@ -96,7 +96,8 @@ def _adopt(folder: Path, models: Models, learning: LearningHead, engine: Engine)
 
 def _answer(learning: LearningHead, version: str, found: Acceptance, number: int) -> None:
     for i in range(number):
-        request = Request("id", (1, 2, i), SamplingParams(), 9, 0, lambda _delta: None, client="someone")
+        params = SamplingParams(temperature=i / 4)
+        request = Request("id", (1, 2, i), params, 9, 0, lambda _delta: None, client="someone")
         options: Any = type("Options", (), {"may_learn": True})
         hear = learning.listen(request, options)
         assert hear is not None
@@ -174,6 +175,7 @@ def test_a_version_whose_tau_falls_while_it_serves_is_given_up(models: Models, t
         assert recorder.folders[-1] == models.name
     kept = read_traffic(tmp_path / TRAFFIC, 10**9)
     assert [(len(kept), answer.prompt_ids, answer.answer_ids) for answer in kept[:1]] == [(128, (1, 2, 0), (5, 6, 7))]
+    assert [answer.temperature for answer in kept[:9]] == [i / 4 for i in range(9)]
     assert len({answer.client for answer in kept}) == 1
     assert "someone" not in kept[0].client
 

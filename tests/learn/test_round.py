@@ -13,15 +13,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specserve.checkpoints.load import Target, load_target
+from specserve.data.dataset import Prompt
+from specserve.drafters.interface import Head
 from specserve.errors import DataError
 from specserve.interop.head import load_head, save_head
-from specserve.learn.round import choose, learn
+from specserve.learn.round import ANSWER_TOKENS, _measure, choose, learn
 from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundTask
 from specserve.learn.traffic import ServedAnswer, Traffic
+from specserve.mesh import default_dtype
 from specserve.serve.llm import LLM
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.intervals import tau_difference
+from specserve.train.acceptance import AcceptanceMeter, Arm
 
 NUM_ANSWERS = 160
 
@@ -135,6 +139,26 @@ def test_a_round_learns_the_traffic_and_undoes_what_is_poisoned(task: RoundTask,
     undone = learn(poisoned)
     assert undone.choice == "static", undone.text
     assert undone.taus["static"] == found.taus["candidate"]
+
+
+def test_contenders_are_judged_at_the_temperatures_of_the_traffic(
+    tiny_target: Target, tiny_head: Head, tmp_path: Path
+) -> None:
+    """The judge's tau is the one that such requests see."""
+    for folder in (tmp_path / "static", tmp_path / ROUND / HEAD):
+        save_head(folder, tiny_head, tiny_target, dtype="float32", notes={})
+    static, rng = str(tmp_path / "static"), np.random.default_rng(0)
+    prompts = [tuple(int(i) for i in rng.integers(3, 64, 9)) for _ in range(8)]
+    held_out = [ServedAnswer(prompt, (5, 6), "a", "0", 1.5 * (i % 2)) for i, prompt in enumerate(prompts)]
+    task = RoundTask(str(tmp_path), "target", static, static, "eagle3", "chain:2", 1, 0)
+    found = _measure(task, tiny_target, held_out)
+    head, arms = load_head(Path(static), tiny_target, dtype=default_dtype()), [Arm("chain:2"), Arm("chain:2", 1.5)]
+    asked = [Prompt("traffic", list(prompt)) for prompt in prompts]
+    meter = AcceptanceMeter(tiny_target, head.drafter, arms, asked, max_new_tokens=ANSWER_TOKENS)
+    alike = [meter.measure(head.params, head.target_ids, arm).by_prompt for arm in arms]
+    expected = [alike[i % 2][i] for i in range(len(prompts))]
+    assert expected != [*alike[0]]
+    assert [*found["static"]] == [*found["candidate"]] == expected
 
 
 def test_too_little_traffic_is_said(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_every_route_states_whether_a_request_may_be_learnt_from(fake_engine: Fa
 
 
 def _answers(number: int, client: str = "a", first: int = 0) -> list[ServedAnswer]:
-    return [ServedAnswer((1, 2, i), (3, i, 2), client, "0") for i in range(first, first + number)]
+    return [ServedAnswer((1, 2, i), (3, i, 2), client, "0", i / 4) for i in range(first, first + number)]
 
 
 def _write(folder: Path, answers: list[ServedAnswer], **options: Any) -> Traffic:
@@ -172,7 +172,7 @@ def test_nothing_is_kept_that_the_hook_has_not_passed(tmp_path: Path) -> None:
         return None if number % 3 else ServedAnswer(answer.prompt_ids[1:], answer.answer_ids, "forged", "forged")
 
     own = _write(tmp_path, _answers(9), redact=redact, tokenizer="tokenizer")
-    assert read_traffic(tmp_path, ALL) == [ServedAnswer((2, i), (3, i, 2), "a", "0") for i in (0, 3, 6)]
+    assert read_traffic(tmp_path, ALL) == [ServedAnswer((2, i), (3, i, 2), "a", "0", i / 4) for i in (0, 3, 6)]
     assert (own.num_kept, own.num_dropped) == (3, 6)
 
 

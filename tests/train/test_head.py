@@ -16,6 +16,7 @@ from tiny_run import tiny_trainer
 
 from specserve import provenance
 from specserve.checkpoints.load import Target
+from specserve.checkpoints.lora import adapter_fingerprint
 from specserve.drafters.interface import Head
 from specserve.drafters.layers import windowed
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
@@ -24,7 +25,7 @@ from specserve.interop.findings import Dialect
 from specserve.interop.head import load_head, save_head
 from specserve.models.target import head_columns
 from specserve.plan.training import make_plan
-from specserve.train.head import earlier_head, new_drafter
+from specserve.train.head import adapter_notes, earlier_head, new_drafter
 from specserve.train.settings import DraftSettings, TrainRun, TrainSettings
 from specserve.train.step import rollout_of
 
@@ -168,6 +169,27 @@ def test_a_head_for_another_target_is_refused(tmp_path: Path, tiny_target: Targe
     (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(SpecServeError, match="pickle"):
         earlier_head(str(tmp_path / "pickle"), DraftSettings(), tiny_target)
+
+
+def test_a_head_that_follows_another_adapter_than_the_run_is_warned_of(
+    tmp_path: Path, tiny_target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the adapter's files, whatever their folder is called; no adapter is another one too."""
+    adapters = {"": "no LoRA adapter"}
+    for name, rank in (("a", 1), ("b", 2), ("copy", 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(b"")
+        adapters[name] = f"the LoRA adapter {tmp_path / name} ({adapter_fingerprint(tmp_path / name)})"
+    for of_head in ("", "a"):
+        head = tmp_path / f"head{of_head}"
+        _save(head, tiny_target)
+        (head / "specserve.json").write_text(json.dumps(adapter_notes(of_head and str(tmp_path / of_head))))
+        for of_run, named in adapters.items():
+            caplog.clear()
+            earlier_head(str(head), DraftSettings(), tiny_target, of_run and str(tmp_path / of_run))
+            is_same = of_head == of_run or (of_head, of_run) == ("a", "copy")
+            assert caplog.text.count(f"follows {adapters[of_head]}, for a run that follows {named}:") == (not is_same)
 
 
 def test_a_run_goes_on_from_an_earlier_head(learned: Learned, tmp_path: Path, tiny_target: Target) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from specserve.errors import ConfigError, RequestError
 from specserve.serve.engine.changes import Changes
+from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.engine.rounds import Rounds
 from specserve.serve.engine.swap import Swaps
 
@@ -32,6 +33,7 @@ class Lora:
 
     name: str
     folder: str
+    fingerprint: str  # of its files
     place: int
     number: int  # no two that an engine has loaded have the same, whatever their names
 
@@ -42,32 +44,57 @@ class Lora:
 
 @dataclass(frozen=True)
 class ServedLoras:
-    """The adapters that an engine begins with, by name, whose arrays its runner has in this order; and the function
-    that reads others from a folder."""
+    """The adapters that an engine begins with, by name, whose arrays its runner has in this order; and the functions
+    that read others from a folder, and the fingerprint of its files."""
 
     folders: Mapping[str, str]
     adapters: Sequence["Adapter"]
     read: "Callable[[str], Adapter]"
+    fingerprint: Callable[[str], str]
 
 
 class Loras:
     """The adapters of one engine. Every method may be called from any thread."""
 
     def __init__(self, served: ServedLoras, model_name: str, rounds: Rounds, changes: Changes, swaps: Swaps) -> None:
-        self._read, self._model_name = served.read, model_name
+        self._read, self._fingerprint, self._model_name = served.read, served.fingerprint, model_name
         self._rounds, self._changes, self._swaps = rounds, changes, swaps
         self._numbers, self._lock = itertools.count(), threading.Lock()
         self._users: Counter[int] = Counter()  # requests that have not ended, by place
         self._adapters: dict[int, Adapter] = dict(enumerate(served.adapters))  # by place
         self._loras: dict[str, Lora] = {}
         for place, (name, folder) in enumerate(served.folders.items()):
-            self._loras[name] = Lora(self._new_name(name), folder, place, next(self._numbers))
+            self._loras[name] = self._made(self._new_name(name), folder, place)
+        self.follow(swaps.weights.info)
 
     @property
     def roots(self) -> Mapping[str, str]:
         """The names of the folders of the adapters that requests find, by the adapters' names."""
         with self._lock:
             return {name: Path(lora.folder).name for name, lora in self._loras.items()}
+
+    def follow(self, head: DraftInfo | None) -> None:
+        """Take note of the head that drafts. One that follows an adapter is warned of where other files are served
+        under that adapter's name, or from its folder."""
+        with self._lock:
+            self._head, loras = head, [*self._loras.values()]
+        for lora in loras:
+            self._compare(lora)
+
+    def _compare(self, lora: Lora) -> None:
+        head = self._head
+        if head is None or not head.lora or lora.fingerprint == head.lora_fingerprint:
+            return
+        own = Path(head.lora).absolute()
+        if lora.name == own.name or Path(lora.folder).expanduser().absolute() == own:
+            logger.warning(
+                "the head %s follows the LoRA adapter %s (%s), and %s is served from %s (%s): its acceptance of %s may "
+                "be lower; serve the adapter that it follows, or train a head for this one",
+                *(head.name, head.lora, head.lora_fingerprint, lora.name, lora.folder, lora.fingerprint, lora.name),
+            )
+
+    def _made(self, name: str, folder: str, place: int) -> Lora:
+        return Lora(name, folder, self._fingerprint(folder), place, next(self._numbers))
 
     def take(self, name: str) -> Lora:
         """Return an adapter, and count a request that uses it. Raises RequestError where there is none."""
@@ -97,7 +124,7 @@ class Loras:
             with self._lock:
                 self._new_name(name)
                 place = self._free_place()
-            adapter, runner = self._read(folder), self._rounds.runner
+            adapter, runner, made = self._read(folder), self._rounds.runner, self._made(name, folder, place)
             with self._lock:
                 in_use = self._in_use()
             every = {number: own for number, own in self._adapters.items() if number in in_use} | {place: adapter}
@@ -105,8 +132,9 @@ class Loras:
             self._changes.ask(lambda: self._rounds.runner.use(layouts))
             with self._lock:
                 self._adapters = every
-                self._loras[name] = Lora(name, folder, place, next(self._numbers))
+                self._loras[name] = made
         logger.info("the LoRA adapter %s is loaded from %s", name, folder)
+        self._compare(made)
 
     def unload(self, name: str) -> None:
         """Let no more requests find an adapter. Those that use it go on. Raises ConfigError where there is none of that

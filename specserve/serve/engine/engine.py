@@ -183,6 +183,8 @@ class Engine:
     def load_draft(self, folder: str) -> DraftInfo:
         def on_swapped(info: DraftInfo) -> None:
             self.draft = info
+            if self._loras is not None:
+                self._loras.follow(info)
 
         return self._swaps.load_head(folder, on_swapped)
 

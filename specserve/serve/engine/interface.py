@@ -54,6 +54,8 @@ class DraftInfo:
 
     name: str
     tau: float | None = None  # tokens per target forward in its own evaluation; None: unknown
+    lora: str = ""  # folder of the LoRA adapter that it was trained and measured beside; empty: none
+    lora_fingerprint: str = ""
 
 
 class TemplateLike(Protocol):

@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 from specserve import cluster, processes, provenance
 from specserve.checkpoints.configs import find_config
 from specserve.checkpoints.load import Quantization, Target, load_target
-from specserve.checkpoints.lora import adapter_fingerprint, read_adapter
+from specserve.checkpoints.lora import read_adapter
 from specserve.checkpoints.source import BUNDLED, TargetSource, resolve_target
+from specserve.checkpoints.tensors import TensorFolder
 from specserve.checkpoints.update import with_pairs
 from specserve.data import dataset, pydoc, sources
 from specserve.data.conversations import Columns, parse_template_kwargs
@@ -31,7 +32,7 @@ from specserve.train import capture
 from specserve.train.capture import Capturer, FeatureFolder, OnRows
 from specserve.train.evaluation import HeldOutEvaluator
 from specserve.train.flops import StepShape
-from specserve.train.head import earlier_head, new_drafter
+from specserve.train.head import adapter_notes, earlier_head, new_drafter
 from specserve.train.learner import Learner, TrainingData
 from specserve.train.remote.target_service import open_service, prefill_spec
 from specserve.train.run.checks import plan_drafter
@@ -175,14 +176,14 @@ def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = N
         is_checked=run.check_weights,
         has_layers=run.states_from == "layers",
         is_looped=True,
-        tensors=with_pairs(source.folder, read_adapter(Path(run.lora)), config) if run.lora else None,
+        tensors=merged_tensors(run.lora, source.folder),
     )
     tokenizer = Tokenizer.load(source.folder, parse_template_kwargs(run.data.template_kwargs))
     vocab_size = target.config.vocab_size
     mixture = mixture or load_mixture(run.target, run.data, vocab_size)
     loaded, prompts = load_data(run.target, run.data, run.train, mixture, tokenizer, source.folder, vocab_size)
     rows, counts = loaded.rows, loaded.counts
-    head = earlier_head(run.init_from, run.draft, target) if run.init_from else None
+    head = earlier_head(run.init_from, run.draft, target, run.lora) if run.init_from else None
     target_ids = head.target_ids if head else draft_vocab(counts, tokenizer, target.eos_ids, run.draft.vocab_size)
     data = TrainingData(
         loader=Loader(rows, run.train.batch_size, run.train.seed, shard),
@@ -202,6 +203,12 @@ def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = N
     return Materials(source, target, run.quantization, run.check_weights, loaded, prompts, data, drafter)
 
 
+def merged_tensors(lora: str, folder: Path) -> TensorFolder | None:
+    """Return the tensors of a target's folder with the adapter of a run merged into them, a matrix at a time as it is
+    read; None where the run has none. Raises CheckpointError."""
+    return with_pairs(folder, read_adapter(Path(lora)), find_config(str(folder))[0]) if lora else None
+
+
 def _notes(run: TrainRun, source: TargetSource, loaded: Dataset, target_ids: np.ndarray) -> dict[str, Any]:
     """Return the notes that a head carries about the run that trained it, as far as they are known before its first
     step."""
@@ -210,7 +217,7 @@ def _notes(run: TrainRun, source: TargetSource, loaded: Dataset, target_ids: np.
         "target_fingerprint": provenance.fingerprint(source.folder),
         "quantization": run.quantization,
         "draft_quantization": run.draft_quantization,
-        **({"lora": run.lora, "lora_fingerprint": adapter_fingerprint(Path(run.lora))} if run.lora else {}),
+        **adapter_notes(run.lora),
         **({"init_from": run.init_from} if run.init_from else {}),
         "data": list(run.data.source),
         **({"answers": "of the target"} if run.data.regenerate else {}),

@@ -3,7 +3,8 @@ speculates, was cached or had their place before; and the target's own answers s
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,10 @@ from specserve.kernels.matmul import PackedMatrix
 from specserve.models.adapters import Adapter, adaptable, check_adapter, side_by_side
 from specserve.models.target import target_spec
 from specserve.serve import launch
-from specserve.serve.engine.adapters import ServedLoras
+from specserve.serve.engine.adapters import Loras, ServedLoras
 from specserve.serve.engine.engine import Engine
-from specserve.serve.engine.swap import ServedWeights
+from specserve.serve.engine.interface import DraftInfo
+from specserve.serve.engine.swap import LoadedHead, ServedWeights
 from specserve.serve.launch import Models
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import SamplingParams
@@ -103,7 +105,7 @@ def _engine(runner: Runner, target: Target, adapters: Mapping[str, Adapter], way
 
     own = [adapters[name] for name in names]
     runner.use(runner.with_adapters([*own, *[None] * (runner.shapes.max_loras - len(own))]))
-    served = ServedLoras({name: name for name in names}, own, read)
+    served = ServedLoras({name: name for name in names}, own, read, str)
     engine = make_engine(runner, Fixed(parse_speculation(way)), served)
     engine._swaps.weights = ServedWeights(read=launch._weights_reader(Models("tiny", target, None, None)))
     return engine
@@ -321,3 +323,46 @@ def test_a_mesh_changes_no_token_of_an_adapter(rng: np.random.Generator) -> None
             for i, (name, length) in enumerate((("", 16), ("a", 20), ("a", 9), ("", 37)))
         ]
         _check(references, engine, asks)
+
+
+def test_a_head_beside_another_adapter_than_its_own_is_warned_of(
+    runner: Runner, tiny_target: Target, tiny_head: Head, adapters: dict[str, Adapter], caplog: Any
+) -> None:
+    """Once, with both fingerprints, whichever came first: the adapter, the head, or both with the engine. An adapter is
+    the head's own by its name or its folder; here the fingerprint of one is its folder."""
+    by_folder = dict.fromkeys(("x/a", "y/a", "y/b"), adapters["a"])
+    engine = _engine(runner, tiny_target, by_folder, "off")
+    heads: dict[str, DraftInfo] = {}
+    engine._swaps.weights = dataclasses.replace(
+        engine._swaps.weights, load_head=lambda name: LoadedHead(tiny_head, (), heads[name])
+    )
+
+    def warned(act: Callable[[], object]) -> list[str]:
+        caplog.clear()
+        act()
+        return [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+
+    with serving(engine):
+        for number, (name, folder, lora, fingerprint, is_other) in enumerate(
+            (
+                ("a", "y/b", "x/a", "old", True),
+                ("a", "y/b", "x/a", "y/b", False),
+                ("of/b", "x/a", "x/a", "old", True),
+                ("b", "y/a", "x/a", "old", False),
+                ("b", "y/a", "", "", False),
+            )
+        ):
+            key = f"head {number}"
+            heads[key] = info = DraftInfo(key, None, lora, fingerprint)
+            engine.load_draft(key)
+            first = ServedLoras({name: folder}, [], by_folder.__getitem__, str)
+            swaps: Any = SimpleNamespace(weights=ServedWeights(info=info))
+            found = [
+                warned(lambda name=name, folder=folder: engine.load_lora(name, folder)),
+                warned(lambda key=key: engine.load_draft(key)),
+                warned(lambda first=first, swaps=swaps: Loras(first, "tiny", engine.rounds, engine._changes, swaps)),
+            ]
+            for each in found:
+                assert len(each) == is_other, (name, folder, lora, each)
+                assert all(f"{lora} ({fingerprint})" in text and f"{folder} ({folder})" in text for text in each)
+            engine.unload_lora(name)

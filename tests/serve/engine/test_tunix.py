@@ -14,6 +14,8 @@ import optax
 import pytest
 import rounding
 import tiny
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specserve import LLM, SamplingParams
 from specserve.checkpoints.load import load_target
@@ -167,7 +169,7 @@ def test_answers_are_by_the_trainers_weights(
         with LLM(folder, speculation="off", **ROOM) as fresh:
             expected = fresh.generate([[1, *Letters().encode(prompt)] for prompt in PROMPTS], params)
         assert [[*tokens] for tokens in greedy.tokens] == [[*each.outputs[0].token_ids] for each in expected]
-    for seed in (3, jax.random.key(3), jax.random.PRNGKey(3), None):
+    for seed in (3, jax.random.key(3), None):
         found = rollout.generate(PROMPTS, type(config)(**vars(config) | {"seed": seed}))
     assert len({each.tobytes() for each in rollout.generate(["same"] * 4, config).tokens}) == 4
     completions = jnp.array([np.pad(each, (0, 16 - len(each))) for each in found.tokens])
@@ -178,6 +180,20 @@ def test_answers_are_by_the_trainers_weights(
     sampled = np.stack([np.pad(each, (0, 16 - len(each))) for each in found.logprobs])
     _check_logps(sampled, moved, prompts, completions)
     assert not scored[sampled == 0].any()
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1))
+def test_a_seed_of_any_form_is_one_that_answers_have(number: int, small: int) -> None:
+    """Seeds that differ below 2^62 stay different, also as the words of a key; the key of a seed is that seed; and
+    there is room for many answers' own, whatever the words are."""
+    from specserve.serve.tunix import MOST_SEEDS, _whole
+
+    words = jnp.array([number >> 32, number & 0xFFFFFFFF], jnp.uint32)
+    forms = (number, np.uint64(number), words, jax.random.wrap_key_data(words))
+    assert {_whole(form) for form in forms} == {number % 2**62}
+    assert {_whole(form) for form in (small, jax.random.key(small), jax.random.PRNGKey(small))} == {small}
+    SamplingParams(seed=MOST_SEEDS - 1 + 2**32)
+    assert _whole(None) is None
 
 
 @pytest.mark.parametrize("has_lora", [False, True])

@@ -29,6 +29,7 @@ from specserve.serve.llm import LLM
 from specserve.serve.loras import read_loras
 from specserve.serve.requests.request import SamplingParams
 from specserve.serve.settings import ServeRun
+from specserve.train.head import adapter_notes
 
 PROMPTS = [[int(i) for i in np.random.default_rng(seed).integers(3, 64, 30)] for seed in range(3)]
 ROUTES = ("v1/load_lora_adapter", "v1/unload_lora_adapter", "load_lora_adapter", "unload_lora_adapter")
@@ -158,7 +159,8 @@ def test_only_those_with_a_key_may_and_no_other_server_has_the_routes(
 
 def test_settings_name_adapters_and_their_room(tiny_target: Target, folders: dict[str, Path], tmp_path: Path) -> None:
     a, b = (f"{name}={folders[name]}" for name in "ab")
-    _, run = read_loras(tiny_target.config, ServeRun(lora=(a, b)))
+    loras, run = read_loras(tiny_target.config, ServeRun(lora=(a, b)))
+    assert loras.fingerprint(loras.folders["b"]) == adapter_notes(str(folders["b"]))["lora_fingerprint"]
     assert (run.max_loras, run.max_lora_rank) == (2, 2)
     _, run = read_loras(tiny_target.config, ServeRun(max_loras=3))
     assert (run.max_loras, run.max_lora_rank) == (3, 16)

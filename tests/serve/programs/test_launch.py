@@ -20,7 +20,9 @@ from specserve.checkpoints.tensors import write_json
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import describe, parse_speculation
 from specserve.errors import ConfigError
+from specserve.eval.trial import noted_rates
 from specserve.interop.head import save_head
+from specserve.interop.notes import read_notes
 from specserve.serve import launch
 from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.engines import with_draft
@@ -68,6 +70,22 @@ def test_a_head_of_other_weights_or_bits_is_warned_of(
     assert caplog.text.count("was trained on other weights") == 3 * (trained_on == "others")
     said = f"against a target with quantization {bits or 'none'} and is served with {served}"
     assert caplog.text.count(said) == caplog.text.count("quantization") == 3 * ((bits or "none") != served)
+
+
+def test_what_a_head_that_follows_an_adapter_promises_is_of_that_adapter(models: Models, tmp_path: Path) -> None:
+    """Beside the plain target neither `auto` begins with it, nor does the doctor expect it. An engine with adapters
+    knows whose head it has."""
+    assert models.head is not None
+    promise = {"speculation": "chain:1", "accept_rate": [0.9], "tau": 1.9}
+    plain = {"target_fingerprint": models.fingerprint, "acceptance": promise}
+    for name, more in (("plain", {}), ("follows", {"lora": "here/sql", "lora_fingerprint": "0" * 16})):
+        save_head(tmp_path / name, models.head, models.target, dtype="float32", notes=plain | more)
+        found = load_beside(models, "", tmp_path / name)
+        swapped = launch._head_loader(models, ServeRun(speculation="chain:1"))(str(tmp_path / name))
+        expected = () if more else (0.9,)
+        assert tuple(found.head_acceptance) == tuple(swapped.acceptance) == expected
+        assert noted_rates(read_notes(tmp_path / name)) == expected
+        assert found.draft == swapped.info == DraftInfo(name, 1.9, *more.values())
 
 
 @pytest.mark.parametrize(("max_model_len", "page_size"), [(96, 16), (97, 16), (50, 32), (7, 32)])
