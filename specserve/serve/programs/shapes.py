@@ -174,7 +174,7 @@ class Shapes:
     def readings(self) -> Iterator[StepProgram]:
         """Yield the programs by which the draft reads what the target has run alone, the largest chunks first, each of
         whole pages."""
-        sizes = [-(-chunk // self.page_size) * self.page_size for chunk in self.chunks[-1::-2]]
+        sizes = [-(-chunk // self.page_size) * self.page_size for chunk in self.chunks[-1::-2][:2]]
         for chunk in dict.fromkeys(sizes) if self.has_alone else ():
             yield StepProgram(1, self.widths[-1], kind="reading", chunk=chunk)
 

@@ -113,7 +113,7 @@ def test_what_follows_has_the_same_state(
     sent = [messages.read(*frame, runner.shapes.trees) for frame in tape.frames()]
     assert {word for word, _ in sent} == {"run", "forget_answers"}
     kinds = {values[0].kind for word, values in sent if word == "run"}
-    assert kinds == {*get_args(Kind)} - {"empty state", "kept state"}
+    assert kinds == {*get_args(Kind)} - {"empty state", "kept state", "reading"}  # the last is a CPU's
     _check_same(state, twin.state)
 
 
