@@ -109,7 +109,7 @@ class Watched:
             return "prompts"
         way, batch = describe(each.tree), f"{_batch(each):2d} sequences"
         way = f"look at {way}" if id(each) in self._looks else way
-        return f"{batch}, {way}" + (", the draft reads before" if each.tree and each.num_unread else "")
+        return f"{batch}, {way}" + (", the draft reads before" if each.has_read else "")
 
 
 def _batch(each: InFlight) -> int:

@@ -20,7 +20,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -99,10 +99,11 @@ class Controller:
     most_steps: int = 1  # of one call, at most
     is_following: bool = True  # whether speculation may pay soon, so that the draft should keep up with plain steps
     # Where speculation would pay while the draft is behind, it begins once plain steps have lost as many seconds as the
-    # draft would have needed to read what there was at first. For how long it will pay is not known; so no more is lost
-    # than twice the reading, and the reading of what has come meanwhile.
+    # draft would have needed to read what there was at first, in one piece or in several. For how long it will pay is
+    # not known; so no more is lost than twice the reading, and the reading of what has come meanwhile.
     _missed: float = 0.0  # seconds that they have lost
     _num_missed: int = 0  # tokens that they have made
+    _next_look: tuple[Any, Tree] | None = None  # the kind and the tree of a look, for which the draft is still reading
     _gain: float = 0.0  # seconds lost in each of theirs; 0 where nothing is lost, or the draft is not behind
     _lift: dict[Tree, float] = field(default_factory=dict)
     # By batch size and the trees that there are: steps with a token mask have fewer, and a schedule of their own.
@@ -118,6 +119,7 @@ class Controller:
         head."""
         self._lift.clear()
         self.calibration.forget()
+        self.is_following, self._missed, self._num_missed, self._gain, self._next_look = True, 0.0, 0, 0.0, None
         rates = [*prior] or [UNKNOWN_PRIOR]
         rates += [rates[-1]] * (MAX_DEPTH - len(rates))
         self._prior = np.clip(np.array(rates[:MAX_DEPTH]), 0.02, 0.98)
@@ -155,18 +157,23 @@ class Controller:
             promises[present.tree] *= LOYALTY
         best = max(known, key=promises.__getitem__)
         speculative = [tree for tree in known if tree is not None]
-        is_behind = num_unread > 0 and best is not None and not self.is_following
-        self._gain = promises[best] / promises[None] - 1.0 if is_behind and None in known else 0.0
-        if self._gain and self._missed < self._reading_seconds(num_unread - self._num_missed):
+        is_behind = num_unread > 0 and best is not None and None in known
+        self._gain = promises[best] / promises[None] - 1.0 if is_behind else 0.0
+        if not num_unread:
+            self._missed, self._num_missed = 0.0, 0
+        if self._gain and self._missed < self._price(num_unread):
             return known[None]
-        self._missed = self._gain = 0.0
-        self._num_missed = 0
-        self.is_following = any(
-            LOYALTY * promises[tree] > promises[best] or not (num_unread or self._served.has_seen(known[tree]))
-            for tree in speculative
-        )
+        is_near = any(LOYALTY * promises[tree] > promises[best] for tree in speculative)
+        if num_unread and best is None:  # it would have to read all the same whatever it is shown now
+            is_near = is_near and self.is_following
+        is_unknown = not (num_unread or any(self._served.has_seen(known[tree]) for tree in speculative))
+        self.is_following = is_open and bool(speculative) and (is_near or is_unknown)
         if not is_open:
             return known[best]
+        expected, self._next_look = self._next_look, None
+        if expected is not None and expected[0] == kind:  # the draft has been reading for it
+            self._next_look = expected if num_unread else None
+            return known[expected[1]]
         present = self._present.setdefault(kind, _Present(best))
         if (best is None) != (present.tree is None):
             present.num_steps, present.patience = 0, FIRST_LOOK_STEPS
@@ -184,6 +191,7 @@ class Controller:
                 present.num_steps, present.patience = 0, min(2 * present.patience, LOOK_STEPS)
                 present.num_looks += 1
                 if look != best:
+                    self._next_look = (kind, look) if num_unread and look is not None else None
                     return known[look]
         for estimate in estimates if best is None else ():
             if estimate.surety is not None:
@@ -211,11 +219,18 @@ class Controller:
         promised = self._promise(forecast, look) / self._promise(forecast, best)
         return max(0.0, (1.0 - promised) * self._call_seconds(look) / self._call_seconds(best))
 
-    def _reading_seconds(self, num_unread: int) -> float:
-        """Return what reading so many tokens takes, at most: a row of a large plain step takes longer than a token of a
-        prompt."""
-        plain = (self._served.seconds(each) / each.batch for each in self.costs if each.tree is None)
-        return num_unread * min(plain, default=0.0)
+    def missed(self, program: StepProgram, num_steps: int, num_sequences: int) -> None:
+        """Note that so many plain steps are made where speculation would pay if the draft were not behind."""
+        self._missed += self._gain * self._served.seconds(program) * num_steps if program in self.costs else 0.0
+        self._num_missed += num_sequences * num_steps if self._gain else 0
+
+    def _price(self, num_unread: int) -> float:
+        """Return the seconds that plain steps may lose before the draft reads: those of reading what was unread before
+        they began to lose any. Of other sequences than now that may be too little, so half counts at least."""
+        return self._reading_seconds(max(num_unread - self._num_missed, num_unread / 2))
+
+    def _reading_seconds(self, num_unread: float) -> float:
+        return num_unread * min((self.costs[each] / each.chunk for each in self.costs if each.chunk), default=0.0)
 
     def _call_seconds(self, program: StepProgram) -> float:
         seconds = self._served.seconds(program)
@@ -291,9 +306,6 @@ class Controller:
         """Learn that each of so many steps in a row took so many seconds in service, and whether they came behind a
         step of another program."""
         self._served.observe(program, seconds, num_steps, is_switch=is_switch)
-        if self._gain:
-            self._missed += self._gain * seconds * num_steps
-            self._num_missed += program.batch * num_steps
 
     def _promise(self, forecast: _Forecast, program: StepProgram) -> float:
         """Return the tokens per second that a step promises. Sequences of a batch that speculates do not end together,

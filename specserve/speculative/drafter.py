@@ -138,6 +138,11 @@ class Drafter:
         that of a miss."""
         return state
 
+    def resume(self, state: Any, slot: jax.Array, page_row: jax.Array, num_read: jax.Array, promise: jax.Array) -> Any:
+        """Go on in a sequence that the drafter has left: `observe` gets what it was not shown, as chunks of a prompt.
+        What it has read is in the pages, as for `admit`, whose arguments these are."""
+        return self.admit(state, slot, page_row, num_read, promise)
+
     def observe(self, weights: Weights, state: Any, view: SlotView, committed: Committed, after: After) -> Any:
         """Take note of committed tokens: a chunk of a prompt, the token of a plain step, or the accepted path of the
         tree that the drafter proposed in this step. `view` shows the state before the step."""

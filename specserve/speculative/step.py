@@ -254,7 +254,7 @@ def read(
     assert config.drafter is not None, "there is nobody to read"
     slots, start = unread.slot[None], unread.start[None]
     page_row = state.page_table[unread.slot]
-    draft = config.drafter.admit(state.draft, unread.slot, page_row, unread.start, unread.promise)
+    draft = config.drafter.resume(state.draft, unread.slot, page_row, unread.start, unread.promise)
     now = gather(state, slots, width)
     index = start[:, None] + jnp.arange(chunk)
     token_ids, next_ids = (state.history.at[slots[:, None], each].get(mode="clip") for each in (index, index + 1))

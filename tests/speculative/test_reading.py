@@ -20,8 +20,10 @@ SECONDS = {
     StepProgram(FEW, WIDTH, TREE): 0.010 * TOKENS / 1.4,
     StepProgram(MANY, WIDTH, is_alone=True): 0.016,
     StepProgram(MANY, WIDTH, TREE): 0.016 * TOKENS / 0.6,
+    StepProgram(MANY, WIDTH, chain(1)): 0.016 * 1.8 / 0.7,
+    StepProgram(1, WIDTH, kind="reading", chunk=64): 0.064,
 }
-PER_TOKEN = 0.001  # seconds of reading, by what a row of the largest plain step takes
+PER_TOKEN = 0.001  # seconds of reading
 LENGTH = 200  # tokens that a sequence has when it comes
 
 
@@ -37,13 +39,16 @@ class Load:
         """Serve new sequences. Their prompts are run with the draft or without, as the last choice was."""
         estimates = [self.controller.start(None) for _ in range(batch)]
         self.num_unread = 0 if self.controller.is_following else LENGTH * batch
-        choices = [StepProgram(batch, WIDTH, is_alone=True), StepProgram(batch, WIDTH, TREE)]
+        choices = [program for program in SECONDS if program.batch == batch]
         for _ in range(num_steps):
             program = self.controller.choose(estimates, choices, self.num_unread)
+            if program.tree is None:
+                self.controller.missed(program, 1, batch)
             if program.tree is not None:
                 self.read_seconds += PER_TOKEN * self.num_unread
                 self.num_unread = 0
-                self.controller.observe(estimates, TREE, np.array([_accepted(each) for each in range(batch)]))
+                accepted = [min(_accepted(each), program.tree.depth) for each in range(batch)]
+                self.controller.observe(estimates, program.tree, np.array(accepted))
             elif self.num_unread or not self.controller.is_following:
                 self.num_unread += batch
             self.controller.observe_seconds(program, SECONDS[program])
@@ -69,7 +74,7 @@ def test_nothing_is_read_where_speculation_never_pays() -> None:
     load = Load()
     load.serve(MANY, 3000)
     assert load.controller.is_following is False
-    assert sum(load.chosen) > 0, "a look, before anything is known"
+    assert 0 < sum(load.chosen) < 20, "looks, before anything is known"
     assert load.read_seconds < 0.02 * load.seconds
     assert sum(load.chosen[500:]) <= 0.005 * 2500
 
@@ -116,11 +121,57 @@ def test_loads_that_change_lose_no_more_than_twice_what_must_be_lost() -> None:
     assert took - best < most + 0.02 * took
 
 
-def test_a_draft_that_keeps_up_never_waits() -> None:
-    """Nor where a prompt's beginning was found in the cache, without its entries."""
+def _choose(controller: Controller, batch: int, num_unread: int, max_depth: int | None = None) -> StepProgram:
+    estimates = [controller.start(max_depth) for _ in range(batch)]
+    choices = [program for program in SECONDS if program.batch == batch]
+    program = controller.choose(estimates, choices, num_unread)
+    if program.tree is None:
+        controller.missed(program, 1, batch)
+    return program
+
+
+def test_a_hit_without_entries_has_its_price_too() -> None:
+    """A prompt's beginning is found in the cache, and the draft has not read it. The others keep up meanwhile."""
     load = Load()
     load.serve(FEW, 50)
+    num_steps = 0
+    while _choose(load.controller, FEW, FEW * LENGTH).tree is None:
+        assert load.controller.is_following
+        num_steps += 1
+    assert PER_TOKEN * FEW * LENGTH * 0.45 <= _worth(FEW, num_steps) <= PER_TOKEN * FEW * LENGTH * 1.1
+
+
+def test_many_short_lulls_add_up() -> None:
+    """One step of few sequences at a time, among many others."""
+    load = Load()
+    load.serve(MANY, 300)
+    num_lulls = 0
+    while _choose(load.controller, FEW, FEW * LENGTH).tree is None:
+        num_lulls += 1
+        for _ in range(5):
+            assert _choose(load.controller, MANY, MANY * LENGTH).tree is None
+    assert _worth(FEW, num_lulls) <= PER_TOKEN * FEW * LENGTH * 1.1
+
+
+def test_reading_goes_on_until_all_is_read() -> None:
+    """In several rounds, for steps and for looks alike, however often the choice is asked in between."""
+    load = Load()
+    load.serve(MANY, 300)
+    while _choose(load.controller, FEW, FEW * LENGTH).tree is None:
+        pass
+    rounds = [_choose(load.controller, FEW, left).tree for left in range(FEW * LENGTH, -1, -50)]
+    assert rounds.count(None) <= 1, "a look at plain decoding"
+    look = next(program for _ in range(9**6) if (program := _choose(load.controller, MANY, 10)).tree is not None)
+    assert all(_choose(load.controller, MANY, left) == look for left in (8, 5, 2, 0))
+    assert _choose(load.controller, MANY, 0).tree is None
+
+
+def test_a_draft_follows_nobody_who_wants_none_and_a_new_one_from_the_start() -> None:
+    load = Load()
+    load.serve(FEW, 50)
+    assert _choose(load.controller, FEW, 0, max_depth=0).tree is None
+    assert not load.controller.is_following
+    load.serve(MANY, 300)
+    assert not load.controller.is_following
+    load.controller.expect(RATES)
     assert load.controller.is_following
-    estimates = [load.controller.start(None) for _ in range(FEW)]
-    choices = [StepProgram(FEW, WIDTH, is_alone=True), StepProgram(FEW, WIDTH, TREE)]
-    assert load.controller.choose(estimates, choices, LENGTH).tree == TREE

@@ -99,6 +99,11 @@ class Mixed(Drafter):
         head = self.head.admit(state.head, slot, page_row, num_cached, promise)
         return dataclasses.replace(state, head=head, gains=state.gains.at[slot].set(_first_gains(promise)))
 
+    def resume(
+        self, state: MixedState, slot: jax.Array, page_row: jax.Array, num_read: jax.Array, promise: jax.Array
+    ) -> MixedState:
+        return dataclasses.replace(state, head=self.head.resume(state.head, slot, page_row, num_read, promise))
+
     def observe(
         self, weights: Weights, state: MixedState, view: SlotView, committed: Committed, after: After
     ) -> MixedState:

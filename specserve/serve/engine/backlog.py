@@ -4,10 +4,13 @@ While speculation is far from paying, the target runs alone, so that a draft tha
 then lack entries of these tokens. It reads them before it proposes for such a sequence (`speculative.step.read`).
 """
 
-from collections.abc import Callable, Iterable
+import dataclasses
+import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from specserve.serve.engine.sequence import Chunk, PageRow, Sequence
+from specserve.serve.engine.step_choice import StepChoice
 from specserve.serve.programs.runner import PromptPart, Runner
 from specserve.speculative.program import StepProgram
 
@@ -18,6 +21,8 @@ class Backlog:
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._page_size = runner, runner.shapes.page_size
+        self._most = runner.shapes.chunks[-1]  # tokens that it reads in one round, where it can read in several
+        self.num_read = 0  # tokens, of all sequences so far
         self._unread: set[int] = set()  # pages
         self._behind: set[int] = set()  # slots of the sequences that it has not read to their end
 
@@ -47,9 +52,14 @@ class Backlog:
                 number += len(each.request.prompt_ids) + len(each.output_ids) + each.num_in_flight - each.unread_from
         return number
 
-    def leaves_out(self, chunks: Seq[Chunk], parts: Seq[PromptPart], is_unused: bool) -> bool:
-        """Return whether the target is to run these chunks, of such parts, without a draft that `is_unused` or that has
-        not read what is before them, and note it."""
+    def leaves_out(self, chunks: Seq[Chunk], parts: Seq[PromptPart], choice: StepChoice) -> bool:
+        """Return whether the target is to run these chunks, of such parts, without a draft that is not used, or that is
+        far behind them, and note it. A draft that is a little behind reads that first."""
+        is_unused = choice.leaves_draft
+        for chunk in () if is_unused else chunks:
+            start, end = chunk.sequence.unread_from, chunk.num_cached
+            if start is not None and end - start <= self._most and self._can_read():
+                self._read(chunk.sequence, end, end - start, choice.promise(chunk.sequence))
         is_behind = any(chunk.sequence.unread_from is not None for chunk in chunks)
         if not (is_unused or is_behind) or not self._runner.can_prefill_alone(parts):
             return False
@@ -58,17 +68,41 @@ class Backlog:
                 self._leave_out(chunk.sequence, chunk.num_cached)
         return True
 
-    def before_step(self, sequences: Seq[Sequence], program: StepProgram, promise: Callable[[Sequence], float]) -> None:
-        """Have the draft read what it must before such a step, or note that the step leaves it out."""
+    def before_step(self, sequences: Seq[Sequence], program: StepProgram, choice: StepChoice) -> StepProgram:
+        """Have the draft read what it must before such a step, or note that the step leaves it out. Returns the step to
+        make: where there is more to read than a chunk of a prompt, streams do not wait for all of it, and a plain step
+        comes first."""
+        if program.is_alone:
+            for sequence in sequences:
+                if sequence.unread_from is None:
+                    self._leave_out(sequence, sequence.entries_after(0) - self._runner.config.max_pending)
+        if program.tree is None or not self._behind:
+            return program
+        plain = dataclasses.replace(program, tree=None)  # the draft keeps up where it has read
+        room = float(self._most) if plain in self._runner.compiled else math.inf
         for sequence in sequences:
-            if program.is_alone and sequence.unread_from is None:
-                self._leave_out(sequence, sequence.entries_after(0) - self._runner.config.max_pending)
-            elif program.tree is not None and sequence.unread_from is not None:
+            if sequence.unread_from is not None and room > 0:
                 end = sequence.entries_after(sequence.most_in_flight)  # no step in flight has a tree
-                self._runner.read(sequence.slot, sequence.unread_from, end, promise(sequence))
-                self._unread.difference_update(sequence.pages)
-                self._behind.discard(sequence.slot)
-                sequence.unread_from = None
+                room -= self._read(sequence, end, room, choice.promise(sequence))
+        return plain if any(sequence.unread_from is not None for sequence in sequences) else program
+
+    def _can_read(self) -> bool:
+        return any(program in self._runner.compiled for program in self._runner.shapes.readings())
+
+    def _read(self, sequence: Sequence, end: int, room: float, promise: float) -> int:
+        """Have the draft read what it has not of a sequence's first `end` tokens, or as many as there is room for.
+        Returns how many."""
+        start = sequence.unread_from
+        assert start is not None
+        last = end if end - start <= room else start + max(1, int(room) // self._page_size) * self._page_size
+        self._runner.read(sequence.slot, start, last, promise)
+        self.num_read += last - start
+        self._unread.difference_update(sequence.pages[: -(-last // self._page_size)])
+        sequence.unread_from = last
+        if last == end:
+            self._behind.discard(sequence.slot)
+            sequence.unread_from = None
+        return last - start
 
     def _leave_out(self, sequence: Sequence, num_read: int) -> None:
         """Note that the draft has read so many tokens at least, and is not to read the next ones."""

@@ -71,7 +71,7 @@ class InFlight:
     rows: dict[int, tuple[Sequence, int]]  # of the result: the sequence of their tokens, and the epoch that it was in
     program: StepProgram | None = None  # of steps
     num_steps: int = 1
-    num_unread: int = 0  # tokens that the draft reads before it proposes
+    has_read: bool = False  # the draft reads before it
     # of scored chunks, by the row: the sequence, its epoch, the number of tokens
     scored: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
     num_prompt: int = 0  # prompt tokens that it reads
@@ -339,15 +339,17 @@ class Rounds:
 
     def _step(self, decode: list[Sequence], work: Round) -> InFlight:
         slots, asked, num_steps = [sequence.slot for sequence in decode], _asked(decode), 1
-        num_unread = self.backlog.num_unread(decode)
+        num_unread, num_read = self.backlog.num_unread(decode), self.backlog.num_read
         if any(sequence.request.token_mask is not None for sequence in decode):
             program, handle = self._constrained_step(decode, slots, asked, num_unread)
         else:
             program, num_steps = self.choice.choose(decode, slots, work, num_unread)
-            self.backlog.before_step(decode, program, self.choice.promise)
+            chosen, program = program, self.backlog.before_step(decode, program, self.choice)
+            num_steps = num_steps if program == chosen else 1
             is_following = self.choice.keeps_up(program, slots, num_steps)
             handle = self.runner.step(slots, program.tree, num_steps=num_steps, **asked, is_following=is_following)
-        return InFlight(handle, _awaiting(dict(enumerate(decode))), program, num_steps, num_unread)
+        has_read = self.backlog.num_read > num_read
+        return InFlight(handle, _awaiting(dict(enumerate(decode))), program, num_steps, has_read)
 
     def _step_beside(self, decode: list[Sequence], prefills: Seq[Seq[Chunk]]) -> tuple[InFlight, InFlight] | None:
         """Dispatch a step together with the first prefill, where one program does both. None: it does not."""
@@ -368,7 +370,7 @@ class Rounds:
         """Dispatch a step with constrained sequences. A tree takes two programs, because the host must compute which
         tokens may follow each proposed one."""
         program = self.choice.choose_constrained(decode, slots, num_unread)
-        self.backlog.before_step(decode, program, self.choice.promise)
+        program = self.backlog.before_step(decode, program, self.choice)
         if program.tree is None:
             nothing = np.zeros((len(slots), 1), np.int32)
             allowed = self._masks(decode, nothing, nothing)
@@ -396,7 +398,7 @@ class Rounds:
         lasts, parts, is_scored = _ending(chunks), _parts(chunks), any(chunk.sequence.is_scored for chunk in chunks)
         handle = self.runner.prefill(
             parts,
-            is_alone=not is_scored and self.backlog.leaves_out(chunks, parts, self.choice.leaves_draft),
+            is_alone=not is_scored and self.backlog.leaves_out(chunks, parts, self.choice),
             is_scored=is_scored,
             has_states=any(chunk.sequence.request.params.hidden_states for chunk in chunks),
             has_logprobs=_asked(lasts.values())["has_logprobs"],
@@ -457,13 +459,7 @@ class Rounds:
                 self._counters.steps[describe(None if self.runner.shapes.accepts_nothing else each.tree)] += len(steps)
             if not steps and each.awaited():
                 raise RuntimeError("the device takes sequences for ended that are not")
-            if (
-                each.program
-                and steps
-                and len(of_round) == 1
-                and self._last_read
-                and not (each.tree and each.num_unread)
-            ):
+            if each.program and steps and len(of_round) == 1 and self._last_read and not each.has_read:
                 is_switch, seconds = each.program != self._last_program, (now - self._last_read) / len(steps)
                 # read late where it had long been made, a step seems slower than it was, and the next one faster
                 how = {"is_switch": is_switch, "is_exact": is_done == self._was_done}

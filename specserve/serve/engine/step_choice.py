@@ -141,6 +141,8 @@ class StepChoice:
         program = self._followed(self._program(decode, self._choices(slots), num_unread), slots, work.most_steps)
         num_steps = self._bursts.num_steps(program, work.num_steps(1 + depth_of(program.tree)))
         num_steps = self._runner.bounds.num_alike(slots, program.tree, num_steps)
+        if program.tree is None and self.only is None:
+            self.controller.missed(program, num_steps, len(decode))
         if self.is_choosing and self.only is None:
             estimates = [self.estimate(sequence) for sequence in decode]
             tokens = num_steps * self.controller.expected_tokens(estimates, program.tree)
@@ -180,7 +182,10 @@ class StepChoice:
 
     def _can_read(self, program: StepProgram, num_unread: int) -> bool:
         """Return whether the draft can read so many tokens before such a step, which it need not before a plain one."""
-        return program.tree is None or not num_unread or self._are_here(self._runner.shapes.readings())
+        if program.tree is None or not num_unread:
+            return True
+        readings = list(self._runner.shapes.readings())
+        return self._are_here(readings) or any(each in self._runner.compiled for each in readings)
 
     def _are_here(self, programs: Iterable[StepProgram]) -> bool:
         """Return whether all of these programs are here. Those that are not are required from now on."""
@@ -209,7 +214,7 @@ class StepChoice:
         tree = shapes.only_tree(sizes.batch)
         plain, speculative = (shapes.step(sizes.batch, sizes.width, each) for each in (None, tree))
         if tree is None or None not in shapes.trees:
-            return speculative
+            return self._followed(speculative, slots)
         needed = *program_list.needed(self._runner, speculative)[:-1], *shapes.constrained_step(sizes.batch, tree)
         chosen = plain
         if self.only != (None,) and self._are_here(needed) and not self.is_partial:

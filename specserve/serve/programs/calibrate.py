@@ -1,7 +1,6 @@
 """The costs of all ways to make a step on this machine. They are measured once per host, model and version, kept in a
 file, and measured in part again at each start."""
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -75,7 +74,7 @@ def step_costs(runner: Runner, file: Path | None) -> Timing:
     programs = {
         runner.shapes.label(program): program
         for program in program_list.list_programs(runner)
-        if program.kind == "step" and program_list.is_there(runner, program)
+        if program.kind in ("step", "reading") and program_list.is_there(runner, program)
     }
     known = _read(file, programs) if file is not None and file.is_file() else {}
     if known is None:
@@ -101,9 +100,10 @@ def step_costs(runner: Runner, file: Path | None) -> Timing:
 def first_costs(runner: Runner) -> Timing:
     """Measure the seconds of the speculative step that a server begins with, and of the plain one beside it, in such a
     generator."""
-    speculative = [program for program in program_list.first_speculation(runner) if program.kind == "step"]
-    plain = [dataclasses.replace(program, tree=runner.shapes.plain) for program in speculative]
-    labels = {runner.shapes.label(program): program for program in plain + speculative}
+    first, shapes = program_list.first_speculation(runner), runner.shapes
+    timed = [program for program in first if program.kind in ("step", "reading")]
+    timed += [shapes.step(each.batch, each.width, shapes.plain) for each in first if each.kind == "step"]
+    labels = {shapes.label(program): program for program in timed}
     seconds = yield from _time(runner, labels, AGAIN_ROUNDS)
     return {program: seconds[label] for label, program in labels.items()}
 
@@ -171,7 +171,9 @@ def describe_costs(costs: Costs) -> str:
     """Describe the costs in one line for the log: milliseconds by batch size at the narrowest width."""
     narrow = min(program.width for program in costs)
     by_batch: dict[int, list[str]] = {}
+    has_alone = any(program.is_alone for program in costs)
     for program, seconds in costs.items():
-        if program.width == narrow:
-            by_batch.setdefault(program.batch, []).append(f"{describe(program.tree)} {seconds * 1e3:.1f}")
+        if program.width == narrow and program.kind == "step":
+            way = "off, followed" if has_alone and (program.tree, program.is_alone) == (None, False) else None
+            by_batch.setdefault(program.batch, []).append(f"{way or describe(program.tree)} {seconds * 1e3:.1f}")
     return "; ".join(f"batch {batch}: " + ", ".join(parts) for batch, parts in sorted(by_batch.items()))

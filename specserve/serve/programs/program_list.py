@@ -49,11 +49,14 @@ def first_programs(runner: Runner, programs: Iterable[StepProgram]) -> list[Step
 
 
 def first_speculation(runner: Runner) -> list[StepProgram]:
-    """List the programs of the one speculative step that a server on a CPU begins with. It is for one sequence, which
-    it brings most: they are made in a second, where one client may wait a minute for all the others."""
+    """List the programs of the one speculative step that a server on a CPU begins with, and the smallest by which the
+    draft reads what plain steps have left out. It is for one sequence, which it brings most: they are made in a second,
+    where one client may wait a minute for all the others."""
     size = min(runner.shapes.batch_sizes)
     tree = runner.shapes.only_tree(size) if program_platform() == "cpu" else None
-    return [] if tree is None else needed(runner, StepProgram(size, runner.shapes.widths[-1], tree))
+    if tree is None:
+        return []
+    return [*needed(runner, StepProgram(size, runner.shapes.widths[-1], tree)), *[*runner.shapes.readings()][-1:]]
 
 
 def _catches_up(runner: Runner) -> bool:

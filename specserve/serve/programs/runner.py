@@ -411,7 +411,7 @@ class Runner:
     def read(self, slot: int, start: int, end: int, promise: float) -> None:
         """Have the draft read the committed tokens of a sequence from `start`, a whole number of pages, to `end`, which
         the target has run alone."""
-        programs = list(self.shapes.readings())
+        programs = [each for each in self.shapes.readings() if each in self.compiled] or [*self.shapes.readings()]
         while start < end:
             chunk = chunk_size([each.chunk for each in programs[::-1]], end - start, programs[0].chunk)
             self.run(next(each for each in programs if each.chunk == chunk), slot, start, promise)

@@ -80,7 +80,7 @@ class Shapes:
         """Return whether there are plain steps and prefills of the target alone, beside a draft that reads later what
         they have run, if it is ever asked to propose."""
         is_simple = not self.windows and not self.is_mixing
-        return self.leaves_draft and is_simple and None in self.trees and self.uses_head
+        return self.leaves_draft and is_simple and self.trees[0] is None and self.uses_head
 
     @property
     def max_pages(self) -> int:

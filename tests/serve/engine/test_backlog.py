@@ -2,6 +2,7 @@
 proposes later as if it had followed."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -31,9 +32,9 @@ class Script(Controller):
         return next(each for each in choices if (each.tree is None) == (self.num_plain >= 0))
 
 
-@pytest.fixture(scope="module")
-def runner(tiny_target: Target, tiny_head: Head) -> Runner:
-    runner = make_runner(tiny_target, tiny_head, "off", "chain:3", has_constrained=False)
+@pytest.fixture(scope="module", params=["chain:3", "head+suffix:3"])
+def runner(request: pytest.FixtureRequest, tiny_target: Target, tiny_head: Head) -> Runner:
+    runner = make_runner(tiny_target, tiny_head, "off", request.param, has_constrained=False)
     compile_programs(runner)
     return runner
 
@@ -54,16 +55,28 @@ def test_the_target_alone_runs_the_programs_of_a_server_without_a_draft(runner: 
 
 
 def _ask(runner: Runner, controllers: Sequence[Controller], prompts: Sequence[list[int]]) -> list[tuple]:
-    """Each prompt's answer with the next controller, in one engine: what was drafted and accepted, and its tokens."""
+    """Each prompt's answer with the next controller, in one engine: what was drafted at each of its tokens, its tokens,
+    and how many of the prompt's were cached."""
     engine, answers = make_engine(runner, most_steps=1), []
-    params = SamplingParams(max_tokens=40, temperature=4.0, seed=5, ignore_eos=True)
+    params = SamplingParams(max_tokens=40, temperature=4.0, seed=5, ignore_eos=True, return_tree=True)
     with serving(engine):
         for controller, prompt in zip(controllers, prompts, strict=True):
             engine.rounds.choice.controller, engine.rounds.choice.is_choosing = controller, True
             inbox = Inbox()
             engine.submit(prompt, params, inbox)
-            answers.append((inbox.wait().stats, inbox.token_ids))
+            num_cached = inbox.wait().stats.num_cached_tokens
+            ends = itertools.accumulate(len(delta.token_ids) for delta in inbox.deltas)
+            trees = zip(ends, (delta.tree for delta in inbox.deltas), inbox.deltas, strict=True)
+            drafts = {end - len(delta.token_ids): tree.token_ids for end, tree, delta in trees if tree}
+            answers.append((drafts, inbox.token_ids, num_cached))
     return answers
+
+
+def _check_alike(drafts: dict[int, tuple[int, ...]], others: dict[int, tuple[int, ...]]) -> None:
+    """Wherever both have proposed, they have proposed the same."""
+    both = drafts.keys() & others.keys()
+    assert len(both) > 2, "little was proposed, so little was tested"
+    assert {at: drafts[at] for at in both} == {at: others[at] for at in both}
 
 
 @pytest.mark.parametrize("num_plain", [0, 1, 7, 20])
@@ -72,17 +85,17 @@ def test_a_draft_that_was_left_out_proposes_as_if_it_had_followed(runner: Runner
     the draft had read them for the first one."""
     answers = {}
     for is_following in (True, False):
-        scripts = [Script(num_plain, is_following=is_following) for _ in range(2)]
-        [(stats, token_ids)] = _ask(runner, scripts[:1], [PROMPT])
-        last = Script(0, is_following=True)
-        never = Script(99, is_following=is_following)
-        _, (hit, more) = _ask(runner, [never, last], [PROMPT, [*PROMPT, *token_ids[:30]]])
-        answers[is_following] = stats.drafts, token_ids, hit.drafts, hit.num_cached_tokens, more
-        assert (max(scripts[0].num_unread) > 0) == (not is_following)
+        script = Script(num_plain, is_following=is_following)
+        [first] = _ask(runner, [script], [PROMPT])
+        last, never = Script(0, is_following=True), Script(99, is_following=is_following)
+        _, hit = _ask(runner, [never, last], [PROMPT, [*PROMPT, *first[1][:30]]])
+        answers[is_following] = first, hit
+        assert (max(script.num_unread) > 0) == (not is_following)
         assert (max(last.num_unread) > 0) == (not is_following), "the draft had read nothing of it"
-    assert answers[True] == answers[False]
-    assert answers[True][3] > len(PROMPT), "a part of the answer was found too"
-    assert sum(number for _, number in answers[True][0]) > 3, "little was accepted, so little was tested"
+    for followed, left in zip(*answers.values(), strict=True):
+        assert followed[1:] == left[1:]
+        _check_alike(followed[0], left[0])
+    assert hit[2] > len(PROMPT), "a part of the answer was found too"
 
 
 def test_a_draft_that_follows_again_has_read_everything(runner: Runner) -> None:
@@ -97,9 +110,9 @@ def test_a_draft_that_follows_again_has_read_everything(runner: Runner) -> None:
             return next(each for each in choices if (each.tree is None) == is_plain)
 
     followed, left = Turns(0, is_following=True), Turns(0, is_following=False)
-    [(stats, token_ids)] = _ask(runner, [followed], [PROMPT])
-    [(other, same)] = _ask(runner, [left], [PROMPT])
+    [(drafts, token_ids, _)] = _ask(runner, [followed], [PROMPT])
+    [(others, same, _)] = _ask(runner, [left], [PROMPT])
     assert same == token_ids
-    assert other.drafts == stats.drafts
+    _check_alike(drafts, others)
     assert max(followed.num_unread) == 0
     assert sum(number > 0 for number in left.num_unread) > 3

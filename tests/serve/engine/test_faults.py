@@ -15,6 +15,7 @@ from specserve.errors import CapacityError
 from specserve.serve.engine import engine as engine_module
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.late import LateWork
+from specserve.serve.programs.calibrate import finish, first_costs
 from specserve.serve.programs.calls import Call
 from specserve.serve.programs.compile_queue import CompiledPrograms, compile_all
 from specserve.serve.programs.program_list import first_programs, list_programs
@@ -325,10 +326,12 @@ def test_one_client_speculates_while_the_rest_compiles(runner: Runner, monkeypat
     late = [program for program in programs if program not in first and not program.is_for_masks]
     monkeypatch.setattr(runner, "compile", functools.partial(_compile_late, runner.compile, released, released))
     [alike] = [program for program in first if program.tree == CHAIN]
+    plain = runner.shapes.step(alike.batch, alike.width, None)
+    assert {alike, plain} <= finish(first_costs(runner)).keys() <= {*first}, "what is timed is what is there"
 
     def on_begin(_runner: Runner) -> Iterator[object]:
         yield
-        return Controller({alike: 1.0, dataclasses.replace(alike, tree=None): 9.0}, (0.9,))
+        return Controller({alike: 1.0, plain: 9.0}, (0.9,))
 
     work = LateWork(late, first=first, on_begin=on_begin)
     settings = {"model_name": "tiny", "eos_ids": (2,), "controller": Controller({}), "late": work}
