@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +94,12 @@ class AttentionShape:
     kv_heads: int = 8
     head_dim: int = 128
     page_size: int = 32
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str = field(default_factory=default_dtype)
 
 
 def attention(shape: AttentionShape, batch: int, entries: int, n: int) -> KernelWork:
     """Attention of n queries of each sequence over its committed entries and over the queries themselves."""
-    stored, rng = CACHE_DTYPES.get(shape.kv_cache_dtype, default_dtype()), np.random.default_rng(0)
+    stored, rng = CACHE_DTYPES[shape.kv_cache_dtype], np.random.default_rng(0)
     width = -(-entries // shape.page_size)
     pages = Pages.zeros(batch * width, shape.page_size, shape.kv_heads, shape.head_dim, stored)
     largest = LARGEST.get(jnp.dtype(stored), 4.0)
@@ -215,9 +215,9 @@ def main() -> None:
     lists = {"--batch": [1, 8, 32], "--queries": [1, 4, 16, 64], "--entries": [256, 2048], "--rows": [1, 4, 16, 256]}
     for flag, usual in lists.items():
         parser.add_argument(flag, default=usual, type=lambda text: [int(each) for each in text.split(",") if each])
-    for flag in ("--heads", "--kv-heads", "--head-dim", "--page-size", "--kv-cache-dtype"):
-        usual = getattr(AttentionShape, flag[2:].replace("-", "_"))
-        parser.add_argument(flag, default=usual, type=type(usual))
+    for flag in ("--heads", "--kv-heads", "--head-dim", "--page-size"):
+        parser.add_argument(flag, default=getattr(AttentionShape, flag[2:].replace("-", "_")), type=int)
+    parser.add_argument("--kv-cache-dtype", default=default_dtype(), choices=CACHE_DTYPES, help="of the pages")
     parser.add_argument("--target", default="pydoc", help="whose products are timed; weights are random")
     parser.add_argument("--layers", default=0, type=int, help="of the target; 0: all")
     on_gpu = jax.default_backend() == "gpu"

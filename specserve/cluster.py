@@ -142,6 +142,11 @@ def reserve(
     return each
 
 
+def platform_of(each: Mapping[str, float]) -> str:
+    """Return JAX's platform of workers that Ray keeps these resources for (`reserve`): "cpu", "gpu" or "tpu"."""
+    return next((name.lower() for name in ("TPU", "GPU") if name in each), "cpu")
+
+
 def check_room(
     ray: Any,
     each: Mapping[str, float],  # worker's resources, by Ray's own names

@@ -55,7 +55,7 @@ from specserve.tokenizer import Tokenizer
 from specserve.train.run import budget as budgets
 from specserve.train.run.budget import Budget
 from specserve.train.run.prepare import Mixture, merged_tensors
-from specserve.train.run.recipe import ANSWER_SLOTS, CPU_SLOTS
+from specserve.train.run.recipe import usual_answer_slots
 from specserve.train.settings import DataSettings, TrainRun, TrainSettings
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ def answer_slots(models: Models, most: int, seq_len: int) -> int:
     """Return how many answers of at most `seq_len` tokens are made at once: as many as the devices have room for, at
     most `most`, as a multiple of the parts that they are spread over. 0: at most as many as a step of such devices
     makes faster than fewer."""
-    most = most or num_parts(models.mesh, "batch") * (CPU_SLOTS if program_platform() == "cpu" else ANSWER_SLOTS)
+    most = most or num_parts(models.mesh, "batch") * usual_answer_slots(program_platform())
     drafter = models.head.drafter if models.head else None
     each = bytes_per_token(models.target.config, drafter, models.mesh) * seq_len
     room = num_parts(models.mesh, "batch") * int(CACHE_SHARE * free_memory(models.mesh) / max(each, 1))

@@ -26,7 +26,7 @@ from specserve.provenance import fingerprint
 from specserve.serve.engines import answering_engine, load
 from specserve.serve.sizes import longest_sequence
 from specserve.tokenizer import Tokenizer
-from specserve.train.run.recipe import ANSWER_SLOTS
+from specserve.train.run.recipe import usual_answer_slots
 
 CALLS = 2  # batches at once in an engine: one fills the slots that the other's last answers leave
 
@@ -50,7 +50,8 @@ def regenerate(
         account.start = time.monotonic()  # workers report late
         try:
             each = cluster.reserve(ray, num_devices(run.mesh, SERVING_AXES), run.num_workers)
-            pool = cluster.Pool(run.num_workers, each, batch_size(run, len(jobs)), CALLS)
+            size = batch_size(run, len(jobs), cluster.platform_of(each))
+            pool = cluster.Pool(run.num_workers, each, size, CALLS)
             for found, answered in cluster.map_over(ray, jobs, _make_answerer, (run, settings, target), pool):
                 for row in found:
                     write(row)
@@ -62,11 +63,11 @@ def regenerate(
     return regenerate_by(ask, source, rows, Path(run.output), settings, samples=run.samples)
 
 
-def batch_size(run: RegenerateRun, num_jobs: int) -> int:
-    """Return how many of the questions a batch has. As many are in an engine as one alone would have there, or all of
-    its share; beyond that batches are as small as shares them out evenly."""
+def batch_size(run: RegenerateRun, num_jobs: int, platform: str) -> int:
+    """Return how many of the questions a batch has, for engines on such a platform. As many are in an engine as one
+    alone would have there, or all of its share; beyond that batches are as small as shares them out evenly."""
     ranks = math.prod(mesh_sizes(run.mesh, SERVING_AXES).get(axis, 1) for axis in LOGICAL_TO_MESH["batch"])
-    num_slots, share = run.max_slots or ranks * ANSWER_SLOTS, -(-num_jobs // run.num_workers)
+    num_slots, share = run.max_slots or ranks * usual_answer_slots(platform), -(-num_jobs // run.num_workers)
     filling, even = -(-min(num_slots, share) // CALLS), -(-share // (2 * CALLS))
     return max(1, filling, min(num_slots, even))
 

@@ -75,7 +75,7 @@ class _OfflineRun(HeadRun):
     """Settings that the benchmarks of one engine in this process share."""
 
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = setting(
-        "auto", help="of the pages, as of `serve`"
+        "auto", help="of the pages, as of `serve`; float32 is for CPUs"
     )
     speculation: str = setting("auto", help="anything that serve takes")
     bench: str = setting("pydoc", help="what is asked, as of `eval`; or random token ids")

@@ -21,7 +21,7 @@ from specserve.drafters.registry import check_trained
 from specserve.drafters.speculation import describe, parse_speculation, within_reach
 from specserve.errors import ConfigError, SpecServeError, first_line
 from specserve.host import write_whole
-from specserve.interop.notes import read_notes
+from specserve.interop.notes import followed, read_notes
 from specserve.learn.learner import LearnerProcess
 from specserve.learn.live import MOST_ANSWERS, LiveTaus
 from specserve.learn.task import HEAD, ROUND, TRAFFIC, RoundResult, RoundTask
@@ -290,7 +290,13 @@ def _first_task(run: ServeRun, models: Models, folder: Path) -> RoundTask:
     if models.head is None or static is None:
         raise ConfigError("--learn: no draft head with a folder of its own; train one first, and give it with --draft")
     check_trained(models.head.drafter.name, "--learn")
-    trained_on = read_notes(static).get("target_fingerprint", models.fingerprint)
+    notes = read_notes(static)
+    if "lora" in notes:
+        raise ConfigError(
+            f"--learn: the head of {static} follows {followed(notes)}, and answers of adapters are not learnt from; "
+            "expected a head of the plain target: train one without --lora, and give it with --draft"
+        )
+    trained_on = notes.get("target_fingerprint", models.fingerprint)
     if trained_on != models.fingerprint:
         raise ConfigError(
             f"--learn: the head of {static} was trained for other weights of the target; train one for these"

@@ -195,4 +195,5 @@ def read_traffic(folder: Path, most_tokens: int) -> list[ServedAnswer]:
 
 def _parse(row: dict[str, Any]) -> ServedAnswer:
     prompt_ids, answer_ids = (tuple(row[name]) for name in ("prompt_ids", "answer_ids"))
-    return ServedAnswer(prompt_ids, answer_ids, row["client"], row["version"], float(row["temperature"]))
+    temperature = float(row.get("temperature", 0.0))  # greedy in segments of before it was kept
+    return ServedAnswer(prompt_ids, answer_ids, row["client"], row["version"], temperature)

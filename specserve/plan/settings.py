@@ -32,7 +32,7 @@ class PlanServeRun:
     )
     quantization: Literal["none", "int8", "fp8"] = setting("none", help="8-bit weights of the target, as of `serve`")
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = setting(
-        "auto", help="of the pages, as of `serve`"
+        "auto", help="of the pages, as of `serve`; float32 is for CPUs"
     )
     mesh: str = setting("", help="devices of a replica by axis, as of `serve`; empty: the one with the fastest tokens")
     max_slots: int = setting(256, help="sequences that run at once in a replica, at most", ge=1)

@@ -31,7 +31,7 @@ from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.engine.late import LateWork
 from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.pages import Watcher
-from specserve.serve.engine.swap import DraftWeights, HeadForm, LoadedHead, ServedWeights, TargetWeights
+from specserve.serve.engine.swap import DraftWeights, HeadForm, LoadedHead, ServedWeights, TargetWeights, WeightsReader
 from specserve.serve.fleet.ranks import Follower, Leader, LeadingRunner
 from specserve.serve.programs import program_list
 from specserve.serve.programs.calibrate import Between, cost_file, describe_costs, finish, first_costs, step_costs
@@ -164,7 +164,7 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
 
 def with_version(models: Models, name: str, target: str, draft: str) -> Models:
     """The models with another version's weights, in folders or files (empty: these stay). Raises as `load_beside`."""
-    other, _ = _weights_reader(models)(None, target or None, None)
+    other, *_ = _weights_reader(models)(None, target or None, None)
     models = dataclasses.replace(models, target=other or models.target, version=name)
     return load_beside(models, draft, Path(draft)) if draft else models  # perhaps another kind than the command names
 
@@ -351,9 +351,7 @@ def _head_loader(models: Models, run: ServeRun) -> Callable[[str], LoadedHead]:
     return load
 
 
-def _weights_reader(
-    models: Models,
-) -> Callable[[HeadForm | None, TargetWeights | None, DraftWeights | None], tuple[Target | None, Head | None]]:
+def _weights_reader(models: Models) -> WeightsReader:
     """Return a function that reads other weights of the target, and of the head that is served. It keeps no
     parameters."""
     served = dataclasses.replace(models.target, params=cast(Any, None))
@@ -362,23 +360,24 @@ def _weights_reader(
 
     def read(
         form: HeadForm | None, target: TargetWeights | None, draft: DraftWeights | None
-    ) -> tuple[Target | None, Head | None]:
+    ) -> tuple[Target | None, Head | None, DraftInfo | None]:
         other = None
         if target is not None:
             from specserve.checkpoints.update import other_target  # needed where weights change alone
 
             other = other_target(served, target, quantization=quantization, mesh=mesh)
         if draft is None:
-            return other, None
+            return other, None, None
         if form is None:
             raise ConfigError("this server speculates without a head, so there is none to update")
         if not isinstance(draft, str | Path):
-            return other, other_head(form.head, draft, quantization=form.quantization, mesh=mesh)
-        head = load_beside(kept, str(draft), Path(draft)).head
+            return other, other_head(form.head, draft, quantization=form.quantization, mesh=mesh), None
+        found = load_beside(kept, str(draft), Path(draft))
+        head = found.head
         assert head is not None
         if head.drafter != form.head.drafter or not np.array_equal(head.target_ids, form.head.target_ids):
             raise ConfigError(f"{draft}: another head than the one that is served; load_draft changes to another")
-        return other, head
+        return other, head, found.draft
 
     return read
 

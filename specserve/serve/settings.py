@@ -78,8 +78,8 @@ class ServeRun:
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = setting(
         "auto",
         scope=PROGRAM,
-        help="the target's committed keys and values: float32, bfloat16, or 8 bits with a scale per entry and KV head; "
-        "auto: as it is computed, but bfloat16 on CPUs where its checkpoint is",
+        help="the target's committed keys and values: float32 (for CPUs), bfloat16, or 8 bits with a scale per "
+        "entry and KV head; auto: as it is computed, but bfloat16 on CPUs where its checkpoint is",
     )
     mesh: str = setting(
         "",

@@ -51,7 +51,7 @@ def earlier_head(name: str, settings: DraftSettings, target: Target, lora: str =
             f"{target.folder}; give its own target (--target)"
         )
     own = adapter_notes(lora)
-    if notes.get("lora_fingerprint") != own.get("lora_fingerprint"):
+    if ("lora" in notes, notes.get("lora_fingerprint")) != ("lora" in own, own.get("lora_fingerprint")):
         logger.warning(
             "--init-from %s: a head that follows %s, for a run that follows %s: it begins with a lower acceptance, and "
             "the new head follows the run's; for the other give %s",

@@ -19,6 +19,7 @@ from tiny_folder import FAMILY, write_folder, write_mixture
 from tiny_run import tiny_run
 from typer.testing import CliRunner
 
+from specserve import cluster
 from specserve.answers import cache as answers
 from specserve.answers.cache import AnswerProgress, Watch
 from specserve.answers.openings import OPENINGS
@@ -41,6 +42,7 @@ from specserve.serve.programs.placement import bytes_per_token
 from specserve.train.run import budget as budgets
 from specserve.train.run.budget import Budget
 from specserve.train.run.prepare import Mixture, load_mixture
+from specserve.train.run.recipe import usual_answer_slots
 from specserve.train.settings import DataSettings, TrainRun
 
 
@@ -241,21 +243,29 @@ def test_as_many_at_once_as_there_is_room_for(
     monkeypatch.setattr(answers, "free_memory", lambda _mesh: free)
     spread = Models("tiny", tiny_target, None, None, mesh=parse_mesh(mesh))
     assert answers.answer_slots(spread, run.data.answer_slots, run.train.seq_len) == expected
-    with made_for("gpu"):
-        ranks = num_parts(spread.mesh, "batch")
-        assert answers.answer_slots(spread, 0, run.train.seq_len) == (64 * ranks if free else expected)
+    for platform, usual in (("gpu", 64), ("cpu", 16)):
+        assert usual_answer_slots(platform) == usual
+        with made_for(platform):
+            ranks = num_parts(spread.mesh, "batch")
+            assert answers.answer_slots(spread, 0, run.train.seq_len) == (usual * ranks if free else expected)
     each = bytes_per_token(tiny_target.config, None) * run.train.seq_len
     monkeypatch.setattr(answers, "free_memory", lambda _mesh: 5 * each / answers.CACHE_SHARE)
     assert answers.answer_slots(Models("tiny", tiny_target, None, None), run.data.answer_slots, run.train.seq_len) == 5
 
 
-@given(st.integers(1, 2000), st.integers(1, 9), st.integers(0, 200), st.integers(1, 3))
+@given(
+    *(st.integers(1, 2000), st.integers(1, 9), st.integers(0, 200), st.integers(1, 3)),
+    st.sampled_from(("CPU", "GPU", "TPU")),
+)
 def test_engines_on_ray_have_as_many_questions_as_one_alone(
-    num_jobs: int, workers: int, slots: int, ranks: int
+    num_jobs: int, workers: int, slots: int, ranks: int, kind: str
 ) -> None:
     """Or all of their share; in batches no larger than that takes, or than gives each worker several of them."""
     run = RegenerateRun(num_workers=workers, max_slots=slots, mesh=f"data={ranks},expert=2,tensor=2")
-    size, share, num_slots = batch_size(run, num_jobs), -(-num_jobs // workers), slots or 64 * 2 * ranks
+    platform = cluster.platform_of({"CPU": 12.0} if kind == "CPU" else {"CPU": 1.0, kind: 12.0})
+    assert platform == kind.lower()
+    size, share = batch_size(run, num_jobs, platform), -(-num_jobs // workers)
+    num_slots = slots or usual_answer_slots(platform) * 2 * ranks
     assert 1 <= size <= num_slots
     assert CALLS * size >= min(num_slots, share)
     assert CALLS * (size - 1) < min(num_slots, share) or 2 * CALLS * (size - 1) < share

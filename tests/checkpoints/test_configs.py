@@ -45,7 +45,10 @@ def test_all_who_load_a_target_keep_its_keys_and_values_alike(tmp_path: Path, st
     tiny.write_target(tmp_path, tiny.TARGET | {"dtype": stored}, seed=0)
     target, served = load_target(tmp_path, dtype="float32"), load_models(str(tmp_path), "", has_tokenizer=False).target
     random = random_target(str(tmp_path))
-    again = other_target(served, tmp_path, quantization="none", mesh=None)
+    other = "float32" if stored == "bfloat16" else "bfloat16"
+    (tmp_path / "update").mkdir()
+    tiny.write_target(tmp_path / "update", tiny.TARGET | {"dtype": other}, seed=1)
+    again = other_target(served, tmp_path / "update", quantization="none", mesh=None)
     found = [
         each.config.cache_dtype for each in (target, served, load_target_of(tmp_path, str(tmp_path)), random, again)
     ]

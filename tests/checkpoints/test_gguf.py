@@ -143,6 +143,13 @@ def test_matrices_of_a_type_are_the_packages(kind: Kind, tmp_path: Path, caplog:
     jax.tree.map(np.testing.assert_array_equal, restored, found.params)
 
 
+@pytest.mark.parametrize(("kind", "kept"), [(Kind.BF16, "bfloat16"), (Kind.F16, ""), (Kind.F32, ""), (Kind.Q8_0, "")])
+def test_keys_and_values_of_a_file_are_kept_as_its_tensors_are_stored(kind: Kind, kept: str, tmp_path: Path) -> None:
+    changes = PLAIN | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+    folder = _folder("qwen3-tied", tmp_path / "theirs", changes)
+    assert _as_file(folder, kind=kind).config.cache_dtype == kept
+
+
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1], ids=lambda kind: kind.name)
 def test_a_tied_head_is_served_as_it_is_stored(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where it is a matrix of its own; the embedding is looked up, and read whole in one go."""

@@ -278,6 +278,9 @@ def test_what_cannot_learn_is_refused(models: Models, tmp_path: Path, tmp_path_f
     (other / "specserve.json").write_text('{"target_fingerprint": "another"}')
     with pytest.raises(ConfigError, match="was trained for other weights of the target"):
         LearningHead(dataclasses.replace(_run(models, tmp_path), draft=str(other)), models)
+    (other / "specserve.json").write_text('{"lora": "here/sql"}')
+    with pytest.raises(ConfigError, match=r"the LoRA adapter here/sql .*; expected .* train one without --lora"):
+        LearningHead(dataclasses.replace(_run(models, tmp_path), draft=str(other)), models)
     assert not any(tmp_path.iterdir()), "something was made for what was refused"
 
 

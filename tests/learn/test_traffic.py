@@ -1,6 +1,7 @@
 """What is kept of answers for a head to learn from, and what is not."""
 
 import dataclasses
+import json
 import random
 import re
 from collections import Counter
@@ -90,6 +91,12 @@ def test_what_is_read_is_what_was_kept(tmp_path: Path) -> None:
     assert read_traffic(tmp_path, 1) == second[-1:]
     assert {path.stat().st_mode & 0o077 for path in segments(tmp_path)} == {0}
     oldest, newest = segments(tmp_path)
+    text = oldest.read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    earlier = [json.dumps({name: row[name] for name in row if name != "temperature"}) for row in rows]
+    oldest.write_text("\n".join(earlier))  # of a server that kept no temperatures
+    assert read_traffic(tmp_path, ALL) == [*(dataclasses.replace(each, temperature=0.0) for each in first), *second]
+    oldest.write_text(text)
     oldest.write_bytes(oldest.read_bytes()[:-9])
     (tmp_path / f"{newest.name}.1-2.partial").write_bytes(newest.read_bytes())  # of a server that was killed
     assert read_traffic(tmp_path, ALL) == second

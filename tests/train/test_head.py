@@ -190,6 +190,11 @@ def test_a_head_that_follows_another_adapter_than_the_run_is_warned_of(
             earlier_head(str(head), DraftSettings(), tiny_target, of_run and str(tmp_path / of_run))
             is_same = of_head == of_run or (of_head, of_run) == ("a", "copy")
             assert caplog.text.count(f"follows {adapters[of_head]}, for a run that follows {named}:") == (not is_same)
+    (tmp_path / "heada" / "specserve.json").write_text('{"lora": "elsewhere"}')  # of unknown files
+    for of_run in adapters:
+        caplog.clear()
+        earlier_head(str(tmp_path / "heada"), DraftSettings(), tiny_target, of_run and str(tmp_path / of_run))
+        assert "follows the LoRA adapter elsewhere (unknown files)" in caplog.text
 
 
 def test_a_run_goes_on_from_an_earlier_head(learned: Learned, tmp_path: Path, tiny_target: Target) -> None:

@@ -181,12 +181,12 @@ class Engine:
         self.stop()
 
     def load_draft(self, folder: str) -> DraftInfo:
-        def on_swapped(info: DraftInfo) -> None:
-            self.draft = info
-            if self._loras is not None:
-                self._loras.follow(info)
+        return self._swaps.load_head(folder, self._take_note)
 
-        return self._swaps.load_head(folder, on_swapped)
+    def _take_note(self, head: DraftInfo) -> None:
+        self.draft = head
+        if self._loras is not None:
+            self._loras.follow(head)
 
     @property
     def weight_version(self) -> str:
@@ -206,7 +206,12 @@ class Engine:
         stay. May be called from any thread, and returns the version's name (`version`, or a number) when it serves.
         Raises ConfigError or CheckpointError where anything is wrong with it, and then nothing has changed;
         CapacityError when the engine stops meanwhile."""
-        return self._swaps.update(target, draft, version=version, mode=mode)
+
+        def on_swapped(info: DraftInfo | None) -> None:
+            if self.draft is not None:  # another version of it has its name
+                self._take_note(dataclasses.replace(info or DraftInfo(""), name=self.draft.name))
+
+        return self._swaps.update(target, draft, on_swapped, version=version, mode=mode)
 
     @property
     def loras(self) -> Mapping[str, str]:

@@ -46,6 +46,13 @@ class HeadForm:
     quantization: Quantization
 
 
+# with what is known of the head: nothing where its parameters were given
+WeightsReader = Callable[
+    [HeadForm | None, TargetWeights | None, DraftWeights | None],
+    tuple[Target | None, Head | None, DraftInfo | None],
+]
+
+
 @dataclass(frozen=True)
 class LoadedHead:
     """A head that has been read from a folder, and what is known of it."""
@@ -71,9 +78,7 @@ class ServedWeights:
     load_head: Callable[[str], LoadedHead] | None = None  # from a folder; None: it stays
     form: HeadForm | None = None
     # reads weights of the same models, each where there are some; None: they stay
-    read: (
-        Callable[[HeadForm | None, TargetWeights | None, DraftWeights | None], tuple[Target | None, Head | None]] | None
-    ) = None
+    read: WeightsReader | None = None
 
 
 class Swaps:
@@ -112,10 +117,17 @@ class Swaps:
         return loaded.info
 
     def update(
-        self, target: TargetWeights | None, draft: DraftWeights | None, *, version: str, mode: UpdateMode
+        self,
+        target: TargetWeights | None,
+        draft: DraftWeights | None,
+        on_swapped: Callable[[DraftInfo | None], None],
+        *,
+        version: str,
+        mode: UpdateMode,
     ) -> str:
         """Serve other weights of the same models from the next round on, or, to `drain`, once those sequences have
-        ended that have begun. Returns the name of this version of the weights; empty: the next number."""
+        ended that have begun. Returns the name of this version of the weights; empty: the next number. Where it has
+        another head, `on_swapped` is called with what is known of that, on the engine's thread."""
         if mode not in MODES:
             raise ConfigError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
         if target is None and draft is None:
@@ -128,7 +140,7 @@ class Swaps:
             self.check_awake()
             runner = self._rounds.runner
             try:
-                other, head = self.weights.read(self._form if runner.shapes.uses_head else None, target, draft)
+                other, head, info = self.weights.read(self._form if runner.shapes.uses_head else None, target, draft)
                 beside = runner.with_weights(other and other.params, head)
                 self._prepare(beside, "for other weights")
             except (OSError, jax.errors.JaxRuntimeError) as error:
@@ -138,6 +150,8 @@ class Swaps:
             def swap() -> None:
                 self._rounds.swap(beside, version=name)
                 self._late.use(beside, None, has_others=beside.compiled is not runner.compiled)
+                if head is not None:
+                    on_swapped(info)
 
             self._changes.ask(swap, is_patient=mode == "drain")
         logger.info("the weights are version %s now", name)

@@ -193,6 +193,12 @@ def _often_enough(settings: Mapping[str, Any], given: Mapping[str, Any], found: 
     return brought
 
 
+def usual_answer_slots(platform: str) -> int:
+    """Return how many answers each data rank makes at once where nobody says: as many as a step of such devices makes
+    faster than fewer."""
+    return CPU_SLOTS if platform == "cpu" else ANSWER_SLOTS
+
+
 def _of_devices(settings: Mapping[str, Any], given: Mapping[str, Any], device: Device, rows: int) -> dict[str, Any]:
     """The mesh and the batch for the devices found: those that the target needs, and batches of so many rows or more,
     cut over as many times that as there are. A CPU is one device, however its host counts; a dry run there for other
@@ -212,9 +218,8 @@ def _of_devices(settings: Mapping[str, Any], given: Mapping[str, Any], device: D
                 (part for part in range(1, parts + 1) if given["train.batch_size"] % (part * least) == 0), default=1
             )
         mesh = ",".join(filter(None, (f"data={parts}" if parts > 1 else "", mesh)))
-    slots = CPU_SLOTS if device.kind == "cpu" else ANSWER_SLOTS
     batch_size = parts * least * -(-rows // (parts * least))
-    return {"mesh": mesh, "data.answer_slots": slots, "train.batch_size": batch_size}
+    return {"mesh": mesh, "data.answer_slots": usual_answer_slots(device.kind), "train.batch_size": batch_size}
 
 
 def _is_published(entry: str) -> bool:

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -334,7 +334,9 @@ def test_a_head_beside_another_adapter_than_its_own_is_warned_of(
     engine = _engine(runner, tiny_target, by_folder, "off")
     heads: dict[str, DraftInfo] = {}
     engine._swaps.weights = dataclasses.replace(
-        engine._swaps.weights, load_head=lambda name: LoadedHead(tiny_head, (), heads[name])
+        engine._swaps.weights,
+        load_head=lambda name: LoadedHead(tiny_head, (), heads[name]),
+        read=lambda _form, _target, name: (None, tiny_head, heads[cast(str, name)]),
     )
 
     def warned(act: Callable[[], object]) -> list[str]:
@@ -360,9 +362,11 @@ def test_a_head_beside_another_adapter_than_its_own_is_warned_of(
             found = [
                 warned(lambda name=name, folder=folder: engine.load_lora(name, folder)),
                 warned(lambda key=key: engine.load_draft(key)),
+                warned(lambda key=key: engine.update_weights(draft=key)),
                 warned(lambda first=first, swaps=swaps: Loras(first, "tiny", engine.rounds, engine._changes, swaps)),
             ]
             for each in found:
                 assert len(each) == is_other, (name, folder, lora, each)
                 assert all(f"{lora} ({fingerprint})" in text and f"{folder} ({folder})" in text for text in each)
+            assert engine.draft == info
             engine.unload_lora(name)

@@ -211,9 +211,9 @@ def test_an_update_has_as_few_bits_as_what_it_replaces(
     """Parameters and a folder of the same values become the same arrays, to the last bit."""
     models = Models("tiny", tiny_target, None, None, quantization=quantization)
     read = launch._weights_reader(models)
-    folder, _ = read(None, _whole(moved)["folder"](tmp_path), None)
+    folder, *_ = read(None, _whole(moved)["folder"](tmp_path), None)
     for given in ("parameters", "by name"):
-        found, _ = read(None, _whole(moved)[given](tmp_path), None)
+        found, *_ = read(None, _whole(moved)[given](tmp_path), None)
         assert found is not None
         assert folder is not None
         jax.tree.map(np.testing.assert_array_equal, found.params, folder.params)

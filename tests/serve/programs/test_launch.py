@@ -85,7 +85,8 @@ def test_what_a_head_that_follows_an_adapter_promises_is_of_that_adapter(models:
         expected = () if more else (0.9,)
         assert tuple(found.head_acceptance) == tuple(swapped.acceptance) == expected
         assert noted_rates(read_notes(tmp_path / name)) == expected
-        assert found.draft == swapped.info == DraftInfo(name, 1.9, *more.values())
+        _, _, updated = launch._weights_reader(models)(models.head_form, None, str(tmp_path / name))
+        assert found.draft == swapped.info == updated == DraftInfo(name, 1.9, *more.values())
 
 
 @pytest.mark.parametrize(("max_model_len", "page_size"), [(96, 16), (97, 16), (50, 32), (7, 32)])
