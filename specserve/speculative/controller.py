@@ -101,6 +101,8 @@ class Controller:
     # Where speculation would pay while the draft is behind, it begins once plain steps have lost as many seconds as the
     # draft would have needed to read what there was at first, in one piece or in several. For how long it will pay is
     # not known; so no more is lost than twice the reading, and the reading of what has come meanwhile.
+    # In the same way a draft that is not used is left out once following has cost as much as it will cost to go on.
+    _kept_up: float = 0.0  # seconds that following has taken since speculation paid
     _missed: float = 0.0  # seconds that they have lost
     _num_missed: int = 0  # tokens that they have made
     _next_look: tuple[Any, Tree] | None = None  # the kind and the tree of a look, for which the draft is still reading
@@ -120,6 +122,7 @@ class Controller:
         self._lift.clear()
         self.calibration.forget()
         self.is_following, self._missed, self._num_missed, self._gain, self._next_look = True, 0.0, 0, 0.0, None
+        self._kept_up = 0.0
         rates = [*prior] or [UNKNOWN_PRIOR]
         rates += [rates[-1]] * (MAX_DEPTH - len(rates))
         self._prior = np.clip(np.array(rates[:MAX_DEPTH]), 0.02, 0.98)
@@ -167,7 +170,9 @@ class Controller:
         if num_unread and best is None:  # it would have to read all the same whatever it is shown now
             is_near = is_near and self.is_following
         is_unknown = not (num_unread or any(self._served.has_seen(known[tree]) for tree in speculative))
-        self.is_following = is_open and bool(speculative) and (is_near or is_unknown)
+        is_used = is_open and bool(speculative) and (is_near or is_unknown)
+        if is_used or self._extra_seconds(choices[0]) is None:
+            self.is_following, self._kept_up = is_used, 0.0
         if not is_open:
             return known[best]
         expected, self._next_look = self._next_look, None
@@ -219,10 +224,24 @@ class Controller:
         promised = self._promise(forecast, look) / self._promise(forecast, best)
         return max(0.0, (1.0 - promised) * self._call_seconds(look) / self._call_seconds(best))
 
-    def missed(self, program: StepProgram, num_steps: int, num_sequences: int) -> None:
-        """Note that so many plain steps are made where speculation would pay if the draft were not behind."""
-        self._missed += self._gain * self._served.seconds(program) * num_steps if program in self.costs else 0.0
-        self._num_missed += num_sequences * num_steps if self._gain else 0
+    def stepped_plainly(self, program: StepProgram, num_steps: int, num_sequences: int) -> None:
+        """Note that so many plain steps are made: where speculation would pay if the draft were not behind they lose
+        something, and where it would not, a draft that follows has cost something for nothing."""
+        if self._gain and program in self.costs:
+            self._missed += self._gain * self._served.seconds(program) * num_steps
+            self._num_missed += num_sequences * num_steps
+        elif self.is_following and (extra := self._extra_seconds(program)) is not None:
+            self._kept_up += extra * num_steps
+            least = min((self.costs[each] for each in self.costs if each.chunk), default=0.0)
+            self.is_following = self._kept_up < least * num_sequences
+
+    def _extra_seconds(self, program: StepProgram) -> float | None:
+        """Return what a plain step that the draft follows takes beyond one of the target alone, a hundredth at least:
+        prompts take longer too. None where there are not both."""
+        alone, followed = (StepProgram(program.batch, program.width, is_alone=each) for each in (True, False))
+        if not {alone, followed} <= self.costs.keys():
+            return None
+        return max(self.costs[followed] - self.costs[alone], self.costs[alone] / 100)
 
     def _price(self, num_unread: int) -> float:
         """Return the seconds that plain steps may lose before the draft reads: those of reading what was unread before

@@ -43,7 +43,7 @@ class Load:
         for _ in range(num_steps):
             program = self.controller.choose(estimates, choices, self.num_unread)
             if program.tree is None:
-                self.controller.missed(program, 1, batch)
+                self.controller.stepped_plainly(program, 1, batch)
             if program.tree is not None:
                 self.read_seconds += PER_TOKEN * self.num_unread
                 self.num_unread = 0
@@ -126,7 +126,7 @@ def _choose(controller: Controller, batch: int, num_unread: int, max_depth: int 
     choices = [program for program in SECONDS if program.batch == batch]
     program = controller.choose(estimates, choices, num_unread)
     if program.tree is None:
-        controller.missed(program, 1, batch)
+        controller.stepped_plainly(program, 1, batch)
     return program
 
 
@@ -175,3 +175,22 @@ def test_a_draft_follows_nobody_who_wants_none_and_a_new_one_from_the_start() ->
     assert not load.controller.is_following
     load.controller.expect(RATES)
     assert load.controller.is_following
+
+
+def test_a_draft_is_left_out_once_following_has_cost_what_going_on_will() -> None:
+    """Where one way is the better now and another in a moment, nothing is read again."""
+    costs = SECONDS | {StepProgram(MANY, WIDTH): 0.017, StepProgram(FEW, WIDTH): 0.0105}
+    controller = Controller(costs, prior=RATES)
+    estimates = [controller.start(None) for _ in range(MANY)]
+    choices = [program for program in SECONDS if program.batch == MANY]
+    for program in choices[1:]:
+        controller.observe_seconds(program, costs[program], 9)
+    num_steps = 0
+    while controller.is_following:
+        program = controller.choose(estimates, choices)
+        if program.tree is None:  # no look
+            controller.stepped_plainly(program, 4, MANY)
+            num_steps += 4
+    assert num_steps * 0.001 == pytest.approx(0.064 * MANY, rel=0.05)
+    assert controller.choose(estimates, choices, MANY * LENGTH).tree is None
+    assert not controller.is_following

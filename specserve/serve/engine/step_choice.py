@@ -142,7 +142,7 @@ class StepChoice:
         num_steps = self._bursts.num_steps(program, work.num_steps(1 + depth_of(program.tree)))
         num_steps = self._runner.bounds.num_alike(slots, program.tree, num_steps)
         if program.tree is None and self.only is None:
-            self.controller.missed(program, num_steps, len(decode))
+            self.controller.stepped_plainly(program, num_steps, len(decode))
         if self.is_choosing and self.only is None:
             estimates = [self.estimate(sequence) for sequence in decode]
             tokens = num_steps * self.controller.expected_tokens(estimates, program.tree)
