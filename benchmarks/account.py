@@ -109,6 +109,7 @@ class Watched:
             return "prompts"
         way, batch = describe(each.tree), f"{_batch(each):2d} sequences"
         way = f"look at {way}" if id(each) in self._looks else way
+        way += ", followed" if each.tree is None and not each.program.is_alone and self.name != PLAIN else ""
         return f"{batch}, {way}" + (", the draft reads before" if each.has_read else "")
 
 

@@ -36,6 +36,7 @@ LOOK_STEPS = 64  # after so many steps, one looks whether another way would pay 
 FIRST_LOOK_STEPS = 8  # the same after speculation has begun or ended; then twice as many, up to that
 LOOK_SHARE = 0.005  # of the time: what looks at a way may lose once its cost has been seen in service
 WORTH = 1.05  # a batch speculates where that promises more than so much of plain decoding
+FOLLOWING = 0.1  # of a plain step: following adds as much in service, where padding shows less (docs/log)
 LOYALTY = 1.02  # another way must promise more than this much of what the current one does
 
 
@@ -101,12 +102,14 @@ class Controller:
     # Where speculation would pay while the draft is behind, it begins once plain steps have lost as many seconds as the
     # draft would have needed to read what there was at first, in one piece or in several. For how long it will pay is
     # not known; so no more is lost than twice the reading, and the reading of what has come meanwhile.
-    # In the same way a draft that is not used is left out once following has cost as much as it will cost to go on.
-    _kept_up: float = 0.0  # seconds that following has taken since speculation paid
+    # In the same way a draft that is not used is left out once following has cost what going on will cost at least: the
+    # smallest reading, of one sequence.
+    _kept_up: float = 0.0  # seconds that following has taken, less those that speculation has saved
     _missed: float = 0.0  # seconds that they have lost
     _num_missed: int = 0  # tokens that they have made
     _next_look: tuple[Any, Tree] | None = None  # the kind and the tree of a look, for which the draft is still reading
-    _gain: float = 0.0  # seconds lost in each of theirs; 0 where nothing is lost, or the draft is not behind
+    _is_behind: bool = False  # speculation would pay now, and waits
+    _gain: float = 0.0  # of the best way over plain decoding, as a share
     _lift: dict[Tree, float] = field(default_factory=dict)
     # By batch size and the trees that there are: steps with a token mask have fewer, and a schedule of their own.
     _present: dict[tuple[int, frozenset[Tree | None]], _Present] = field(default_factory=dict)
@@ -160,11 +163,11 @@ class Controller:
             promises[present.tree] *= LOYALTY
         best = max(known, key=promises.__getitem__)
         speculative = [tree for tree in known if tree is not None]
-        is_behind = num_unread > 0 and best is not None and None in known
-        self._gain = promises[best] / promises[None] - 1.0 if is_behind else 0.0
+        self._gain = promises[best] / promises[None] - 1.0 if None in known else 0.0
         if not num_unread:
             self._missed, self._num_missed = 0.0, 0
-        if self._gain and self._missed < self._price(num_unread):
+        self._is_behind = num_unread > 0 and self._gain > 0 and self._missed < self._price(num_unread)
+        if self._is_behind:
             return known[None]
         is_near = any(LOYALTY * promises[tree] > promises[best] for tree in speculative)
         if num_unread and best is None:  # it would have to read all the same whatever it is shown now
@@ -172,7 +175,7 @@ class Controller:
         is_unknown = not (num_unread or any(self._served.has_seen(known[tree]) for tree in speculative))
         is_used = is_open and bool(speculative) and (is_near or is_unknown)
         if is_used or self._extra_seconds(choices[0]) is None:
-            self.is_following, self._kept_up = is_used, 0.0
+            self.is_following = is_used
         if not is_open:
             return known[best]
         expected, self._next_look = self._next_look, None
@@ -224,24 +227,30 @@ class Controller:
         promised = self._promise(forecast, look) / self._promise(forecast, best)
         return max(0.0, (1.0 - promised) * self._call_seconds(look) / self._call_seconds(best))
 
-    def stepped_plainly(self, program: StepProgram, num_steps: int, num_sequences: int) -> None:
-        """Note that so many plain steps are made: where speculation would pay if the draft were not behind they lose
-        something, and where it would not, a draft that follows has cost something for nothing."""
-        if self._gain and program in self.costs:
-            self._missed += self._gain * self._served.seconds(program) * num_steps
+    def stepped(self, program: StepProgram, num_steps: int, num_sequences: int) -> None:
+        """Note that so many steps are made. Plain ones, where speculation would pay if the draft were not behind, lose
+        something; where it would not, a draft that follows has cost something for nothing."""
+        if program.tree is not None:
+            self._kept_up = max(0.0, self._kept_up - self._gain * self._seconds(program) * num_steps)
+        elif self._is_behind:
+            self._missed += self._gain * self._seconds(program) * num_steps
             self._num_missed += num_sequences * num_steps
         elif self.is_following and (extra := self._extra_seconds(program)) is not None:
             self._kept_up += extra * num_steps
             least = min((self.costs[each] for each in self.costs if each.chunk), default=0.0)
-            self.is_following = self._kept_up < least * num_sequences
+            if self._kept_up >= least:
+                self.is_following, self._kept_up = False, 0.0
+
+    def _seconds(self, program: StepProgram) -> float:
+        return self._served.seconds(program) if program in self.costs else 0.0
 
     def _extra_seconds(self, program: StepProgram) -> float | None:
-        """Return what a plain step that the draft follows takes beyond one of the target alone, a hundredth at least:
-        prompts take longer too. None where there are not both."""
+        """Return what a plain step that the draft follows takes beyond one of the target alone, or FOLLOWING of it.
+        None where there are not both."""
         alone, followed = (StepProgram(program.batch, program.width, is_alone=each) for each in (True, False))
         if not {alone, followed} <= self.costs.keys():
             return None
-        return max(self.costs[followed] - self.costs[alone], self.costs[alone] / 100)
+        return max(self.costs[followed] - self.costs[alone], FOLLOWING * self.costs[alone])
 
     def _price(self, num_unread: int) -> float:
         """Return the seconds that plain steps may lose before the draft reads: those of reading what was unread before

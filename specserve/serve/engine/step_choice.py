@@ -141,8 +141,8 @@ class StepChoice:
         program = self._followed(self._program(decode, self._choices(slots), num_unread), slots, work.most_steps)
         num_steps = self._bursts.num_steps(program, work.num_steps(1 + depth_of(program.tree)))
         num_steps = self._runner.bounds.num_alike(slots, program.tree, num_steps)
-        if program.tree is None and self.only is None:
-            self.controller.stepped_plainly(program, num_steps, len(decode))
+        if self.only is None:
+            self.controller.stepped(program, num_steps, len(decode))
         if self.is_choosing and self.only is None:
             estimates = [self.estimate(sequence) for sequence in decode]
             tokens = num_steps * self.controller.expected_tokens(estimates, program.tree)
