@@ -102,14 +102,14 @@ class Controller:
     # Where speculation would pay while the draft is behind, it begins once plain steps have lost as many seconds as the
     # draft would have needed to read what there was at first, in one piece or in several. For how long it will pay is
     # not known; so no more is lost than twice the reading, and the reading of what has come meanwhile.
+    _is_behind: bool = False  # speculation would pay now, and waits
+    _missed: float = 0.0  # seconds that such plain steps have lost
+    _num_missed: int = 0  # tokens that they have made
     # In the same way a draft that is not used is left out once following has cost what going on will cost at least: the
     # smallest reading, of one sequence.
     _kept_up: float = 0.0  # seconds that following has taken, less those that speculation has saved
-    _missed: float = 0.0  # seconds that they have lost
-    _num_missed: int = 0  # tokens that they have made
-    _next_look: tuple[Any, Tree] | None = None  # the kind and the tree of a look, for which the draft is still reading
-    _is_behind: bool = False  # speculation would pay now, and waits
     _gain: float = 0.0  # of the best way over plain decoding, as a share
+    _next_look: tuple[Any, Tree] | None = None  # the kind and the tree of a look, for which the draft is still reading
     _lift: dict[Tree, float] = field(default_factory=dict)
     # By batch size and the trees that there are: steps with a token mask have fewer, and a schedule of their own.
     _present: dict[tuple[int, frozenset[Tree | None]], _Present] = field(default_factory=dict)

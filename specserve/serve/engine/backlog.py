@@ -94,7 +94,9 @@ class Backlog:
         Returns how many."""
         start = sequence.unread_from
         assert start is not None
-        last = end if end - start <= room else start + max(1, int(room) // self._page_size) * self._page_size
+        last = end
+        if end - start > room:  # whole pages
+            last = min(end, start + max(1, int(room) // self._page_size) * self._page_size)
         self._runner.read(sequence.slot, start, last, promise)
         self.num_read += last - start
         self._unread.difference_update(sequence.pages[: -(-last // self._page_size)])

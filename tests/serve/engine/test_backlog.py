@@ -4,12 +4,17 @@ proposes later as if it had followed."""
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from engines import Inbox, compile_programs, make_engine, make_runner, serving
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
+from specserve.serve.engine.backlog import Backlog
 from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import SamplingParams
@@ -65,11 +70,15 @@ def _ask(runner: Runner, controllers: Sequence[Controller], prompts: Sequence[li
             inbox = Inbox()
             engine.submit(prompt, params, inbox)
             num_cached = inbox.wait().stats.num_cached_tokens
-            ends = itertools.accumulate(len(delta.token_ids) for delta in inbox.deltas)
-            trees = zip(ends, (delta.tree for delta in inbox.deltas), inbox.deltas, strict=True)
-            drafts = {end - len(delta.token_ids): tree.token_ids for end, tree, delta in trees if tree}
-            answers.append((drafts, inbox.token_ids, num_cached))
+            answers.append((_drafts(inbox), inbox.token_ids, num_cached))
     return answers
+
+
+def _drafts(inbox: Inbox) -> dict[int, tuple[int, ...]]:
+    """What was drafted, by how many tokens there were before."""
+    ends = itertools.accumulate(len(delta.token_ids) for delta in inbox.deltas)
+    trees = zip(ends, (delta.tree for delta in inbox.deltas), inbox.deltas, strict=True)
+    return {end - len(delta.token_ids): tree.token_ids for end, tree, delta in trees if tree}
 
 
 def _check_alike(drafts: dict[int, tuple[int, ...]], others: dict[int, tuple[int, ...]]) -> None:
@@ -116,3 +125,42 @@ def test_a_draft_that_follows_again_has_read_everything(runner: Runner) -> None:
     _check_alike(drafts, others)
     assert max(followed.num_unread) == 0
     assert sum(number > 0 for number in left.num_unread) > 3
+
+
+@pytest.mark.parametrize("runner", ["chain:3"], indirect=True)  # a lookup's part depends on the steps before
+@pytest.mark.parametrize("num_plain", [3, 14])
+def test_ragged_sequences_are_read_in_rounds(runner: Runner, num_plain: int) -> None:
+    """More of them than one round has room for, of any lengths: each proposes as if the draft had followed."""
+    prompts = [PROMPT[:number] for number in (8, 3, 3, 13)]
+    params = SamplingParams(max_tokens=40, temperature=4.0, seed=5, ignore_eos=True, return_tree=True)
+    found = []
+    for is_following in (True, False):
+        engine, script = make_engine(runner, most_steps=1), Script(num_plain, is_following=is_following)
+        engine.rounds.choice.controller, engine.rounds.choice.is_choosing = script, True
+        inboxes = [Inbox() for _ in prompts]
+        with serving(engine):
+            for prompt, inbox in zip(prompts, inboxes, strict=True):
+                engine.submit(prompt, params, inbox)
+            for inbox in inboxes:
+                inbox.wait()
+        found.append([(_drafts(inbox), inbox.token_ids) for inbox in inboxes])
+        assert min(script.num_unread) >= 0
+        assert (engine.rounds.backlog.num_read > 0) == (not is_following)
+    for (drafts, token_ids), (others, same) in zip(*found, strict=True):
+        assert token_ids == same
+        _check_alike(drafts, others)
+
+
+@given(st.integers(0, 5), st.integers(1, 60), st.integers(1, 40))
+def test_what_is_read_is_whole_pages_or_all(page: int, number: int, room: int) -> None:
+    asked: list[tuple[int, int]] = []
+    shapes = SimpleNamespace(page_size=8, chunks=(16,))
+    reader = SimpleNamespace(shapes=shapes, read=lambda _slot, start, end, _promise: asked.append((start, end)))
+    backlog, end = Backlog(cast(Runner, reader)), 8 * page + number
+    sequence = cast(Any, SimpleNamespace(slot=0, pages=list(range(99)), unread_from=8 * page))
+    while sequence.unread_from is not None:
+        backlog._read(sequence, end, room, 0.0)
+    assert [start for start, _ in asked] == [8 * page, *[last for _, last in asked[:-1]]]
+    assert asked[-1][1] == end
+    assert all(start < last <= end for start, last in asked)
+    assert all(last % 8 == 0 and last - start <= max(8, room) for start, last in asked[:-1])
