@@ -80,7 +80,7 @@ def test_a_target_that_drafts_for_itself_accepts_everything(
     reference, rng = Reference(target, kept), np.random.default_rng(1)
     with reference.engine:
         asks = [reference.any_ask(rng, length, i % 2 == 1) for i, length in enumerate((1, 40, 17, 33, 8, 26))]
-        with serving(make_engine(runner, Dice(0), num_pages=FEW_PAGES)) as engine:
+        with serving(make_engine(runner, Dice(0, leaves_draft=False), num_pages=FEW_PAGES)) as engine:
             inboxes = run(engine, asks)
             assert engine.stats().num_preemptions > 0
             begun = dataclasses.replace(asks[2], prompt=(*asks[2].prompt, *inboxes[2].token_ids[:24]))

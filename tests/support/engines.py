@@ -178,14 +178,14 @@ class Fixed(Controller):
 
 
 class Dice(Controller):
-    """Any tree, and plain decoding, in any order, beside a draft that is left out half of the time."""
+    """Any tree, and plain decoding, in any order, beside a draft that is left out half of the time, or never."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, leaves_draft: bool = True) -> None:
         super().__init__({})
-        self.random, self._draft = random.Random(seed), random.Random(seed)
+        self.random, self._draft, self._leaves_draft = random.Random(seed), random.Random(seed), leaves_draft
 
     def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0) -> StepProgram:
-        self.is_following = self._draft.random() < 0.5
+        self.is_following = not self._leaves_draft or self._draft.random() < 0.5
         return self.random.choice(choices)
 
 
