@@ -169,13 +169,15 @@ class Controller:
         self._is_behind = num_unread > 0 and self._gain > 0 and self._missed < self._price(num_unread)
         if self._is_behind:
             return known[None]
-        is_near = any(LOYALTY * promises[tree] > promises[best] for tree in speculative)
-        if num_unread and best is None:  # it would have to read all the same whatever it is shown now
-            is_near = is_near and self.is_following
         is_unknown = not (num_unread or any(self._served.has_seen(known[tree]) for tree in speculative))
-        is_used = is_open and bool(speculative) and (is_near or is_unknown)
-        if is_used or self._extra_seconds(choices[0]) is None:
+        is_used = is_open and bool(speculative) and (best is not None or is_unknown)
+        if (
+            self._extra_seconds(choices[0]) is None
+        ):  # following costs little, and a draft that has not cannot read later
+            is_used = is_used or (is_open and any(LOYALTY * promises[tree] > promises[best] for tree in speculative))
             self.is_following = is_used
+        elif is_used:
+            self.is_following = True
         if not is_open:
             return known[best]
         expected, self._next_look = self._next_look, None
