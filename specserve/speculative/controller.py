@@ -169,13 +169,11 @@ class Controller:
         self._is_behind = num_unread > 0 and self._gain > 0 and self._missed < self._price(num_unread)
         if self._is_behind:
             return known[None]
+        is_near = is_open and any(LOYALTY * promises[tree] > promises[best] for tree in speculative)
         is_unknown = not (num_unread or any(self._served.has_seen(known[tree]) for tree in speculative))
         is_used = is_open and bool(speculative) and (best is not None or is_unknown)
-        if (
-            self._extra_seconds(choices[0]) is None
-        ):  # following costs little, and a draft that has not cannot read later
-            is_used = is_used or (is_open and any(LOYALTY * promises[tree] > promises[best] for tree in speculative))
-            self.is_following = is_used
+        if self._extra_seconds(choices[0]) is None:  # following costs little, and a draft could not read later
+            self.is_following = is_used or is_near
         elif is_used:
             self.is_following = True
         if not is_open:
@@ -191,10 +189,7 @@ class Controller:
         present.num_steps += bool(speculative)
         if present.num_steps >= present.patience:
             look = self._look(forecast, known, present)
-            lost = self._loss(forecast, known[look], known[best])
-            if look is not None and num_unread:
-                lost += self._reading_seconds(num_unread) / self._call_seconds(known[best])
-            wait = lost / LOOK_SHARE
+            wait = self._loss(forecast, known[look], known[best], num_unread) / LOOK_SHARE
             if present.num_steps < wait:
                 present.patience = math.ceil(wait)
             else:
@@ -221,13 +216,15 @@ class Controller:
 
         return max(others, key=hope, default=present.tree)
 
-    def _loss(self, forecast: _Forecast, look: StepProgram, best: StepProgram) -> float:
+    def _loss(self, forecast: _Forecast, look: StepProgram, best: StepProgram, num_unread: int) -> float:
         """Return the calls of the best way that a call of the other one loses, where a call is as many steps as end
-        within STRETCH, or one. 0 where the other has not been seen in service: its measured cost may be wrong."""
-        if not self._served.has_seen(look):
-            return 0.0
-        promised = self._promise(forecast, look) / self._promise(forecast, best)
-        return max(0.0, (1.0 - promised) * self._call_seconds(look) / self._call_seconds(best))
+        within STRETCH, or one, and reading before it. The call itself counts only where the other way has been seen in
+        service: its measured cost may be wrong."""
+        lost = self._reading_seconds(num_unread) if look.tree is not None else 0.0
+        if self._served.has_seen(look):
+            promised = self._promise(forecast, look) / self._promise(forecast, best)
+            lost += max(0.0, (1.0 - promised) * self._call_seconds(look))
+        return lost / self._call_seconds(best)
 
     def stepped(self, program: StepProgram, num_steps: int, num_sequences: int) -> None:
         """Note that so many steps are made. Plain ones, where speculation would pay if the draft were not behind, lose
