@@ -157,14 +157,19 @@ def lower_priority() -> bool:
     return True
 
 
-def let_wait(pid: int) -> None:
+def let_wait(pid: int, *, is_idle: bool = False) -> None:
     """Have a process of ours, and the threads that it starts from now on, run in the time that no other one wants, and
     beside others that want all of a processor in a twentieth of it: with less, it would never come to an end there.
-    Where memory ends, it is the first to be killed."""
+    Where memory ends, it is the first to be killed.
+
+    One that `is_idle` gets next to nothing beside such others; but it gives way at once to a thread that wakes up,
+    where any other may first run for milliseconds, in which the threads of a step wait for the one that is late."""
     try:
         os.setpriority(os.PRIO_PROCESS, pid, _LOW_PRIORITY)
         with Path(f"/proc/{pid}/oom_score_adj").open("w") as file:
             file.write("1000")
+        if is_idle:
+            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
     except OSError as error:  # macOS has no such file
         logger.debug("process %d keeps its priority: %s", pid, error)
 

@@ -43,6 +43,7 @@ class CompiledPrograms:
         self._required: dict[StepProgram, float] = {}  # when a step would last have used it
         self._used: dict[StepProgram, float] = {}  # when each compiled one was last called, or came
         self._set_aside: set[StepProgram] = set()
+        self._num_gone: dict[StepProgram, int] = {}  # how many times each was let go
         self._dropped: set[StepProgram] = set()
         self._lock = threading.Lock()
         self.num_missed = 0  # compiled, and not only read from a file, because a call needed them
@@ -91,11 +92,15 @@ class CompiledPrograms:
         return [program for program in list(self._required) if self.is_away(program) and self.is_required(program)]
 
     def let_go(self, seconds: float) -> int:
-        """Let go of the programs that are set aside and that no step has used for so long. Returns how many."""
-        before = time.monotonic() - seconds
-        gone = [program for program in list(self._set_aside) if self._used.get(program, math.inf) < before]
+        """Let go of the programs that are set aside and that no step has used for so long; twice as long each time that
+        one has come back, so that what is used now and then does not come and go. Returns how many."""
+        now, gone = time.monotonic(), list[StepProgram]()
+        for program in list(self._set_aside):
+            if now - self._used.get(program, math.inf) > seconds * 2 ** self._num_gone.get(program, 0):
+                gone.append(program)
         with self._lock:
             for program in gone:
+                self._num_gone[program] = 1 + self._num_gone.get(program, 0)
                 del self._compiled[program], self._used[program]
         return len(gone)
 

@@ -3,8 +3,9 @@
 Tracing is Python, which runs on one thread of a process at a time, and compiling takes all cores: on threads of the
 serving process both cost it more than half of its tokens. So a child traces and compiles, in the time that nobody else
 wants, and keeps the programs in their files (`program_cache`). The server reads them, which takes a tenth of a second
-each. The child gets shapes in place of weights. Where there can be no such process, or it has ended, the server
-compiles on threads of its own.
+each. The child gets shapes in place of weights. Where others want all of the machine's time, it is started anew, to
+have a small share of that. Where there can be no such process, or it has ended, the server compiles on threads of its
+own.
 """
 
 import contextlib
@@ -15,10 +16,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import Future
 from typing import IO
 
 import jax
+import psutil
 
 from specserve import host
 from specserve.drafters.registry import add_module, outside_kinds
@@ -29,6 +32,9 @@ from specserve.speculative.program import StepProgram
 
 logger = logging.getLogger(__name__)
 
+STARVED_SECONDS = 10.0  # in which a process that compiles has had at least
+STARVED_SHARE = 0.02  # of a core, unless others want all of them
+
 
 class CompilingProcess:
     """Compiles programs of one runner in a process of its own, which begins with the first program that is in no file
@@ -38,7 +44,8 @@ class CompilingProcess:
         self._runner, self._lock = runner, threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: dict[StepProgram, Future[str]] = {}  # as `_ask` returns or raises
-        self._is_closed = self._has_failed = False
+        self._is_closed = self._has_failed = self._is_starved = False
+        self._had = 0.0, 0.0  # when its share was last looked at, and the seconds of a core that it had had by then
         self._is_useful = runner.compiled.is_keeping and _can_be_kept(runner)
 
     def keep(self, program: StepProgram) -> bool:
@@ -92,7 +99,30 @@ class CompilingProcess:
             except Exception as error:  # of the system, or an object of a drafter from outside that no pickle takes
                 self._waiting.pop(program, None)
                 return first_line(error)
+        while not self._is_starved:
+            with contextlib.suppress(TimeoutError):
+                return answer.result(STARVED_SECONDS)
+            self._look_after()
         return answer.result()
+
+    def _look_after(self) -> None:
+        """Start the process anew where it comes to nothing in the time that no other one wants: from then on it has a
+        share. Only the superuser may take a thread out of idle scheduling."""
+        with self._lock, contextlib.suppress(psutil.Error, OSError):  # `_listen` finds that it has ended
+            if self._process is None or self._is_closed or self._is_starved:
+                return
+            (since, before), now = self._had, time.monotonic()
+            if now - since < STARVED_SECONDS:  # another thread has looked
+                return
+            times = psutil.Process(self._process.pid).cpu_times()
+            self._had = now, times.user + times.system
+            if self._had[1] - before < STARVED_SHARE * (now - since):
+                self._is_starved = True
+                logger.info("nothing is left of the processor for compiling, so it takes a share from now on")
+                self._process.kill()
+                self._process = self._start()
+                for program in self._waiting:
+                    _send(self._process.stdin, program)
 
     def _start(self) -> "subprocess.Popen[bytes]":
         """Start the process. Raises OSError, and what pickling raises."""
@@ -113,7 +143,8 @@ class CompilingProcess:
             )
             files.pop_all()
             begin.close()
-        host.let_wait(process.pid)
+        host.let_wait(process.pid, is_idle=not self._is_starved)
+        self._had = time.monotonic(), 0.0
         threading.Thread(target=self._listen, args=(process, said), name="compiling-process", daemon=True).start()
         return process
 
@@ -123,7 +154,9 @@ class CompilingProcess:
         with contextlib.suppress(EOFError, pickle.UnpicklingError, KeyError):
             while True:
                 program, failure = pickle.load(process.stdout)
-                answer = self._waiting.pop(program)
+                answer = self._waiting.pop(program, None)
+                if answer is None:  # the process before had kept it, and has been heard since
+                    continue
                 if failure:
                     answer.set_exception(jax.errors.JaxRuntimeError(failure))
                 else:
@@ -134,6 +167,8 @@ class CompilingProcess:
             said.seek(0)
             last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
         with self._lock:
+            if process is not self._process:
+                return  # another one has taken its place
             self._is_useful = False
             waiting = [self._waiting.popitem()[1] for _ in range(len(self._waiting))]
         for answer in waiting:

@@ -23,6 +23,7 @@ from specserve.serve.engine import late as late_module
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.interface import EngineStats
 from specserve.serve.engine.late import LateWork
+from specserve.serve.programs import compiling_process
 from specserve.serve.programs.calls import Call
 from specserve.serve.programs.compile_queue import compile_all
 from specserve.serve.programs.compiling_process import CompilingProcess
@@ -38,7 +39,7 @@ LET_WAIT = host.let_wait
 @pytest.fixture(autouse=True)
 def _as_in_a_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No compilation cache of JAX's; and the process has its share of a machine that is busy with other tests."""
-    monkeypatch.setattr(host, "let_wait", lambda _pid: None)
+    monkeypatch.setattr(host, "let_wait", lambda _pid, **_how: None)
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield
@@ -184,7 +185,45 @@ def test_who_waits_for_a_process_that_is_closed_goes_on_without_compiling(make: 
     assert process._process.wait(PATIENCE) == -signal.SIGKILL
 
 
-def test_a_process_that_waits_for_others_has_a_low_priority() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        LET_WAIT(process.pid)
+def test_a_process_that_gets_nothing_is_started_anew_with_a_share(
+    make: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    how: list[bool] = []
+    monkeypatch.setattr(host, "let_wait", lambda _pid, is_idle: how.append(is_idle))
+    monkeypatch.setattr(compiling_process, "STARVED_SECONDS", 0.2)
+    monkeypatch.setattr(compiling_process, "STARVED_SHARE", 0.0)
+    runner = make()
+    process, program = CompilingProcess(runner), StepProgram(1, runner.shapes.max_pages)
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(process.keep, each) for each in (program, ADMISSION)]
+        wait_until(lambda: len(process._waiting) == 2)
+        first = process._process
+        assert first is not None
+        first.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(compiling_process, "STARVED_SHARE", 0.02)
+        wait_until(lambda: process._process is not first)
+        assert all(each.result(PATIENCE) for each in asked)
+        assert first.wait(PATIENCE) == -signal.SIGKILL
+        assert how == [True, False]
+        assert process.keep(PAGE_TABLE), "it goes on"
+    assert all(runner.compiled.is_kept(runner.call(each)) for each in (program, ADMISSION, PAGE_TABLE))
+    assert how == [True, False], "a process with a share is never taken for one that has none"
+    process.close()
+    assert not caplog.records
+
+
+WAITS = """
+import os, threading
+input()
+thread = threading.Thread(target=lambda: print(os.sched_getscheduler(0)))
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_process_that_waits_for_others_has_a_low_priority(is_idle: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        LET_WAIT(process.pid, is_idle=is_idle)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == 13
+        assert int(process.communicate(b"\n")[0]) == (os.SCHED_IDLE if is_idle else os.SCHED_OTHER)

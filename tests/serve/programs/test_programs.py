@@ -170,8 +170,11 @@ def test_what_is_in_files_is_here_while_steps_use_it(tmp_path: Path, monkeypatch
     assert compiled.to_read() == [unused.program]
     compiled.compile(unused)
     assert not compiled.to_read()
+    clock[0] = 22.0
+    assert compiled.let_go(10.0) == 1, "what has come back is kept twice as long"
+    assert unused.program in compiled
     clock[0] = 40.0
-    assert compiled.let_go(10.0) == 2
+    assert compiled.let_go(10.0) == 1
     assert compiled.run(unused).tolist() == [1.0] * 4
     assert compiled.num_missed == 0
     compiled.require([used.program])
