@@ -60,7 +60,7 @@ def parse(formats: Mapping[str, float], description: str) -> argparse.Namespace:
     add("--prompts", type=int, default=18, help="questions (%(default)s)")
     add("--max-tokens", type=int, default=128, help="of an answer (%(default)s)")
     add("--clients", default=["1", "4"], help="how many ask at once, one measurement each (1,4)", **listed)
-    add("--formats", default=list(formats), help=f"weights of the other engine: {', '.join(formats)} (all)", **listed)
+    add("--formats", default=list(formats), help=f"of the other engine: {', '.join(formats)} (all); or none", **listed)
     add("--speculation", default=[PLAIN, "chain:3", "auto"], help="of specserve (off,chain:3,auto)", **listed)
     add("--draft", type=Path, help="a head as `specserve train` or `import` writes it, for both; else the bundled one")
     add("--lookup", action="store_true", help="serve the other engine also with its speculation without a head")
@@ -85,6 +85,7 @@ def parse(formats: Mapping[str, float], description: str) -> argparse.Namespace:
     options = parser.parse_args()
     if bad := [text for text in options.clients if not text.isdecimal() or text == "0"]:
         parser.error(f"--clients {bad[0]}: expected numbers such as 1,4")
+    options.formats = [] if options.formats == ["none"] else options.formats
     if bad := [text for text in options.formats if text not in formats]:
         parser.error(f"--formats {bad[0]}: expected some of {', '.join(formats)}")
     options.clients = [int(text) for text in options.clients]
@@ -161,10 +162,11 @@ def compare(options: argparse.Namespace, make_peer: Callable[[Path], Peer], cach
     bandwidth = {weights: statistics.median(of_round) for weights, of_round in bandwidths.items()}
     bounds = {weights: bandwidth[weights] / size / sizes[weights] for weights in sizes}
     reference = Arm(OURS, next(iter(options.serve)), PLAIN)
-    rows = summarize(batches, bounds, peaks, reference, peer.name)
+    beside = peer.name if options.formats else OURS
+    rows = summarize(batches, bounds, peaks, reference, beside)
     machine = f"{processor()}, {options.threads} cores"
     reads = ", ".join(f"{size * sizes[name] / 1e6:.0f} MB at {bandwidth[name] / 1e9:.1f} GB/s" for name in sizes)
-    print(f"{machine}; it reads {reads}\n{peer.describe()}\n\n{table(rows, peer.name)}")
+    print(f"{machine}; it reads {reads}\n{peer.describe()}\n\n{table(rows, beside)}")
     for arm, count in late.items():
         if count:
             say(f"warning: {arm} compiled {count} programs while it was measured")
