@@ -26,6 +26,7 @@ import numpy as np
 
 from specserve.speculative.confidence import Calibration, Surety
 from specserve.speculative.costs import STRETCH, ServedCosts
+from specserve.speculative.following import Following
 from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import StaticTree, Tree
 
@@ -36,7 +37,6 @@ LOOK_STEPS = 64  # after so many steps, one looks whether another way would pay 
 FIRST_LOOK_STEPS = 8  # the same after speculation has begun or ended; then twice as many, up to that
 LOOK_SHARE = 0.005  # of the time: what looks at a way may lose once its cost has been seen in service
 WORTH = 1.05  # a batch speculates where that promises more than so much of plain decoding
-FOLLOWING = 0.1  # of a plain step: following adds as much in service, where padding shows less (docs/log)
 LOYALTY = 1.02  # another way must promise more than this much of what the current one does
 
 
@@ -98,16 +98,6 @@ class Controller:
     prior: Sequence[float] = ()
     calibration: Calibration = field(default_factory=Calibration)
     most_steps: int = 1  # of one call, at most
-    is_following: bool = True  # whether speculation may pay soon, so that the draft should keep up with plain steps
-    # Where speculation would pay while the draft is behind, it begins once plain steps have lost as many seconds as the
-    # draft would have needed to read what there was at first, in one piece or in several. For how long it will pay is
-    # not known; so no more is lost than twice the reading, and the reading of what has come meanwhile.
-    _is_behind: bool = False  # speculation would pay now, and waits
-    _missed: float = 0.0  # seconds that such plain steps have lost
-    _num_missed: int = 0  # tokens that they have made
-    # In the same way a draft that is not used is left out once following has cost what going on will cost at least: the
-    # smallest reading, of one sequence.
-    _kept_up: float = 0.0  # seconds that following has taken, less those that speculation has saved
     _gain: float = 0.0  # of the best way over plain decoding, as a share
     _next_look: tuple[Any, Tree] | None = None  # the kind and the tree of a look, for which the draft is still reading
     _lift: dict[Tree, float] = field(default_factory=dict)
@@ -119,13 +109,17 @@ class Controller:
         self._last: tuple[list[np.ndarray], _Forecast] = [], _Forecast.of(())
         self.expect(self.prior)
 
+    @property
+    def is_following(self) -> bool:
+        """Whether speculation may pay soon, so that the draft should keep up with plain steps."""
+        return self._following.is_following
+
     def expect(self, prior: Sequence[float]) -> None:
         """Begin anew with a head of this acceptance by depth. Estimates that were started before belong to the old
         head."""
         self._lift.clear()
         self.calibration.forget()
-        self.is_following, self._missed, self._num_missed, self._gain, self._next_look = True, 0.0, 0, 0.0, None
-        self._kept_up = 0.0
+        self._following, self._gain, self._next_look = Following(self.costs), 0.0, None
         rates = [*prior] or [UNKNOWN_PRIOR]
         rates += [rates[-1]] * (MAX_DEPTH - len(rates))
         self._prior = np.clip(np.array(rates[:MAX_DEPTH]), 0.02, 0.98)
@@ -164,18 +158,12 @@ class Controller:
         best = max(known, key=promises.__getitem__)
         speculative = [tree for tree in known if tree is not None]
         self._gain = promises[best] / promises[None] - 1.0 if None in known else 0.0
-        if not num_unread:
-            self._missed, self._num_missed = 0.0, 0
-        self._is_behind = num_unread > 0 and self._gain > 0 and self._missed < self._price(num_unread)
-        if self._is_behind:
+        if self._following.waits(num_unread, self._gain):
             return known[None]
         is_near = is_open and any(LOYALTY * promises[tree] > promises[best] for tree in speculative)
         is_unknown = not (num_unread or any(self._served.has_seen(known[tree]) for tree in speculative))
         is_used = is_open and bool(speculative) and (best is not None or is_unknown)
-        if self._extra_seconds(choices[0]) is None:  # following costs little, and a draft could not read later
-            self.is_following = is_used or is_near
-        elif is_used:
-            self.is_following = True
+        self._following.choose(choices[0], is_used=is_used, is_near=is_near)
         if not is_open:
             return known[best]
         expected, self._next_look = self._next_look, None
@@ -220,44 +208,16 @@ class Controller:
         """Return the calls of the best way that a call of the other one loses, where a call is as many steps as end
         within STRETCH, or one, and reading before it. The call itself counts only where the other way has been seen in
         service: its measured cost may be wrong."""
-        lost = self._reading_seconds(num_unread) if look.tree is not None else 0.0
+        lost = self._following.reading_seconds(num_unread) if look.tree is not None else 0.0
         if self._served.has_seen(look):
             promised = self._promise(forecast, look) / self._promise(forecast, best)
             lost += max(0.0, (1.0 - promised) * self._call_seconds(look))
         return lost / self._call_seconds(best)
 
     def stepped(self, program: StepProgram, num_steps: int, num_sequences: int) -> None:
-        """Note that so many steps are made. Plain ones, where speculation would pay if the draft were not behind, lose
-        something; where it would not, a draft that follows has cost something for nothing."""
-        if program.tree is not None:
-            self._kept_up = max(0.0, self._kept_up - self._gain * self._seconds(program) * num_steps)
-        elif self._is_behind:
-            self._missed += self._gain * self._seconds(program) * num_steps
-            self._num_missed += num_sequences * num_steps
-        elif self.is_following and (extra := self._extra_seconds(program)) is not None:
-            self._kept_up += extra * num_steps
-            least = min((self.costs[each] for each in self.costs if each.chunk), default=0.0)
-            if self._kept_up >= least:
-                self.is_following, self._kept_up = False, 0.0
-
-    def _seconds(self, program: StepProgram) -> float:
-        return self._served.seconds(program) if program in self.costs else 0.0
-
-    def _extra_seconds(self, program: StepProgram) -> float | None:
-        """Return what a plain step that the draft follows takes beyond one of the target alone, or FOLLOWING of it.
-        None where there are not both."""
-        alone, followed = (StepProgram(program.batch, program.width, is_alone=each) for each in (True, False))
-        if not {alone, followed} <= self.costs.keys():
-            return None
-        return max(self.costs[followed] - self.costs[alone], FOLLOWING * self.costs[alone])
-
-    def _price(self, num_unread: int) -> float:
-        """Return the seconds that plain steps may lose before the draft reads: those of reading what was unread before
-        they began to lose any. Of other sequences than now that may be too little, so half counts at least."""
-        return self._reading_seconds(max(num_unread - self._num_missed, num_unread / 2))
-
-    def _reading_seconds(self, num_unread: float) -> float:
-        return num_unread * min((self.costs[each] / each.chunk for each in self.costs if each.chunk), default=0.0)
+        """Note that so many steps are made of so many sequences."""
+        seconds = self._served.seconds(program) if program in self.costs else 0.0
+        self._following.stepped(program, num_steps * seconds, self._gain, num_steps * num_sequences)
 
     def _call_seconds(self, program: StepProgram) -> float:
         seconds = self._served.seconds(program)

@@ -1,12 +1,13 @@
 """When a draft that was left behind reads what the target has run alone: against loads whose best choice is known."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
 
-from specserve.speculative.controller import FOLLOWING, Controller
+from specserve.speculative.controller import Controller
+from specserve.speculative.following import FOLLOWING
 from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import chain
 
@@ -23,6 +24,7 @@ SECONDS = {
     StepProgram(MANY, WIDTH, chain(1)): 0.016 * 1.8 / 0.7,
     StepProgram(1, WIDTH, kind="reading", chunk=64): 0.064,
 }
+FOLLOWED = {StepProgram(MANY, WIDTH): 0.016, StepProgram(FEW, WIDTH): 0.0105}  # plain steps that the draft follows
 PER_TOKEN = 0.001  # seconds of reading
 LENGTH = 200  # tokens that a sequence has when it comes
 
@@ -30,8 +32,8 @@ LENGTH = 200  # tokens that a sequence has when it comes
 class Load:
     """Sequences that are served, so many at a time: what is made of their seconds."""
 
-    def __init__(self) -> None:
-        self.controller = Controller(SECONDS, prior=RATES)
+    def __init__(self, costs: Mapping[StepProgram, float] = SECONDS) -> None:
+        self.controller, self.has_followed = Controller(costs, prior=RATES), costs is not SECONDS
         self.num_unread, self.seconds, self.tokens, self.read_seconds = 0, 0.0, 0.0, 0.0
         self.chosen: list[bool] = []  # whether each step is over the tree
 
@@ -42,8 +44,7 @@ class Load:
         choices = [program for program in SECONDS if program.batch == batch]
         for _ in range(num_steps):
             program = self.controller.choose(estimates, choices, self.num_unread)
-            if program.tree is None:
-                self.controller.stepped(program, 1, batch)
+            self.controller.stepped(program, 1, batch)
             if program.tree is not None:
                 self.read_seconds += PER_TOKEN * self.num_unread
                 self.num_unread = 0
@@ -53,6 +54,12 @@ class Load:
                 self.num_unread += batch
             self.controller.observe_seconds(program, SECONDS[program])
             self.seconds += SECONDS[program]
+            if (
+                self.controller.is_following
+                and program.tree is None
+                and FOLLOWED.keys() <= self.controller.costs.keys()
+            ):
+                self.seconds += FOLLOWING * SECONDS[program]
             self.tokens += batch * (TOKENS if program.tree else 1.0)
             self.chosen.append(program.tree is not None)
 
@@ -153,6 +160,30 @@ def test_many_short_lulls_add_up() -> None:
     assert _worth(FEW, num_lulls) <= PER_TOKEN * FEW * LENGTH * 1.1
 
 
+def test_short_lulls_are_not_read_for_again_and_again() -> None:
+    """Batches that come one after another, and whose last answers end alone: each lull would pay for a part of what it
+    takes to read, and those after it are of other sequences. A long one pays, and then the next is not waited for."""
+
+    def serve(load: Load, *lulls: int) -> float:
+        start, plain = load.seconds + load.read_seconds, 0.0
+        for num_steps in lulls:
+            for batch, number in ((MANY, 100), (FEW, num_steps)):
+                tokens = load.tokens
+                load.serve(batch, number)
+                plain += (load.tokens - tokens) / batch * SECONDS[StepProgram(batch, WIDTH, is_alone=True)]
+        return (load.seconds + load.read_seconds - start) / plain
+
+    load = Load(SECONDS | FOLLOWED)
+    load.serve(MANY, 300)
+    serve(load, *[30] * 60)
+    assert serve(load, *[30] * 200) < 1.01
+    assert serve(load, 2000, 2000) < 0.85
+    before = len(load.chosen)
+    load.serve(MANY, 100)
+    load.serve(FEW, 200)
+    assert 40 < load.chosen[before + 100 :].index(True) < 160, "one reading has to be worth it, as at the beginning"
+
+
 def test_reading_goes_on_until_all_is_read() -> None:
     """In several rounds, for steps and for looks alike, however often the choice is asked in between."""
     load = Load()
@@ -179,7 +210,7 @@ def test_a_draft_follows_nobody_who_wants_none_and_a_new_one_from_the_start() ->
 
 def test_a_draft_is_left_out_once_following_has_cost_what_going_on_will() -> None:
     """Where one way is the better now and another in a moment, nothing is read again."""
-    costs = SECONDS | {StepProgram(MANY, WIDTH): 0.016, StepProgram(FEW, WIDTH): 0.0105}
+    costs = SECONDS | FOLLOWED
     controller = Controller(costs, prior=RATES)
     estimates = [controller.start(None) for _ in range(MANY)]
     choices = [program for program in SECONDS if program.batch == MANY]

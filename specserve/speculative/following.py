@@ -1,0 +1,109 @@
+"""When a draft that was left out reads what the target has run alone, and when one that follows is left out.
+
+A draft that is not used need not read what the target runs: plain steps and prompts are quicker without it. Where
+speculation pays again, the draft must read all that first, and for how long it will pay is not known. So both changes
+wait until not to make them has cost as many seconds as they would. In a single lull no more is lost than twice the
+reading, and the reading of what has come meanwhile.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from specserve.speculative.program import StepProgram
+
+FOLLOWING = 0.1  # of a plain step: following adds as much in service, where padding shows less (docs/log)
+MOST_PATIENCE = 64  # times the price of reading, of what many short lulls have lost
+MOST_PATIENCE_NOW = 8  # the same, of one lull that lasts
+
+
+@dataclass(eq=False)
+class _Missed:
+    """The plain steps that were made where speculation would pay."""
+
+    seconds: float = 0.0  # lost by them
+    num_tokens: int = 0  # made by them
+
+
+class Following:
+    """Whether the draft is to keep up with plain steps, by what that and reading cost and what speculation saves.
+
+    What was lost in many short lulls adds up. But where speculation has saved less, by the time that the draft is left
+    out again, than reading and following took, then twice as much must be lost before the next reading. So it is at the
+    ragged ends of batches that are full again at once."""
+
+    def __init__(self, costs: Mapping[StepProgram, float]) -> None:
+        self._costs = costs
+        self.is_following = True
+        self._is_waiting = self._is_reading = False  # speculation would pay now: until it has cost enough, and after
+        self._now, self._all = _Missed(), _Missed()  # since it would pay without a break, and since all was read
+        self._patience = 1
+        # seconds since the draft was last left out: of following, less what speculation has saved; of both following
+        # and reading; and what speculation has saved
+        self._kept_up = self._spent = self._saved = 0.0
+
+    def waits(self, num_unread: int, gain: float) -> bool:
+        """Return whether plain steps go on for now, since the draft has so many tokens to read before the best way,
+        which brings so much more than plain decoding, as a share of it."""
+        is_wanted = num_unread > 0 and gain > 0
+        if not num_unread:
+            self._all = _Missed()
+        if not is_wanted:
+            self._now = _Missed()
+        self._is_waiting = is_wanted and not self._has_waited(num_unread)
+        if is_wanted and not (self._is_waiting or self._is_reading):
+            self._spent += self.reading_seconds(num_unread)
+        self._is_reading = is_wanted and not self._is_waiting
+        return self._is_waiting
+
+    def _has_waited(self, num_unread: int) -> bool:
+        """Return whether plain steps have lost the price: the reading of what was unread before they began to lose any.
+        Of other sequences than now that may be too little, so half of it all counts at least."""
+        now, all_ = num_unread - self._now.num_tokens, num_unread - self._all.num_tokens
+        for_now = max(min(self._patience, MOST_PATIENCE_NOW) * now, num_unread / 2)
+        return self._now.seconds >= self.reading_seconds(for_now) or self._all.seconds >= self.reading_seconds(
+            self._patience * max(all_, num_unread / 2)
+        )
+
+    def choose(self, plain: StepProgram, *, is_used: bool, is_near: bool) -> None:
+        """Note that speculation is used for such a batch, or is nearly as good as plain decoding."""
+        if self._extra_seconds(plain) is None:  # following costs little, and a draft could not read later
+            self.is_following = is_used or is_near
+        elif is_used:
+            self.is_following = True
+
+    def stepped(self, program: StepProgram, seconds: float, gain: float, num_tokens: int) -> None:
+        """Note steps of so many seconds together, and what the best way brings over plain ones. They lose it, where
+        speculation would pay and waits, and a draft that follows for nothing costs something."""
+        if program.tree is not None:
+            self._saved += gain * seconds
+            self._kept_up = max(0.0, self._kept_up - gain * seconds)
+        elif self._is_waiting:
+            for missed in (self._now, self._all):
+                missed.seconds += gain * seconds
+                missed.num_tokens += num_tokens
+        elif self.is_following and (extra := self._extra_seconds(program)) is not None:
+            self._kept_up += extra * seconds
+            self._spent += extra * seconds
+            if self._kept_up >= min((self._costs[each] for each in self._readings()), default=0.0):
+                self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Leave the draft out once following has cost what going on will at least: the smallest reading."""
+        self._patience = 1 if self._saved >= self._spent else min(2 * self._patience, MOST_PATIENCE)
+        self.is_following = False
+        self._kept_up = self._spent = self._saved = 0.0
+
+    def reading_seconds(self, num_tokens: float) -> float:
+        """Return what the draft takes to read so many tokens."""
+        return num_tokens * min((self._costs[each] / each.chunk for each in self._readings()), default=0.0)
+
+    def _readings(self) -> list[StepProgram]:
+        return [program for program in self._costs if program.chunk]
+
+    def _extra_seconds(self, program: StepProgram) -> float | None:
+        """Return what a plain step that the draft follows takes beyond one of the target alone, as a share of that;
+        FOLLOWING at least. None where there are not both."""
+        alone, followed = (StepProgram(program.batch, program.width, is_alone=each) for each in (True, False))
+        if not {alone, followed} <= self._costs.keys():
+            return None
+        return max(self._costs[followed] / self._costs[alone] - 1.0, FOLLOWING)
