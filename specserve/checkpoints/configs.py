@@ -30,8 +30,8 @@ def find_config(name: str, option: str = "--target") -> tuple[ModelConfig, str]:
 
 
 def find_stored_dtype(name: str) -> str:
-    """Return the dtype of the weights of a target that `find_config` finds, as `stored_dtype`; presets have the facts of
-    checkpoints in bfloat16. Raises ConfigError or CheckpointError."""
+    """Return the dtype of the weights of a target that `find_config` finds, as `stored_dtype`; those of presets are
+    published in bfloat16. Raises ConfigError or CheckpointError."""
     return stored_dtype(_find_raw(name, "--target")[0])
 
 

@@ -252,7 +252,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-ROUNDED = (  # whose pages are not keys and values of heads
+ROUNDED = (  # their pages hold no keys and values of heads
     "latents",
     "latents that an indexer chooses",
     "pools that an indexer chooses, delta nets, streams side by side",
