@@ -25,14 +25,26 @@ def find_config(name: str, option: str = "--target") -> tuple[ModelConfig, str]:
     """Find a target's config, and where it stands, without the network: in a folder's config.json, in a preset's facts,
     or in what the hub's cache on this machine has. `option` named it, for errors. Raises ConfigError or
     CheckpointError."""
+    raw, where = _find_raw(name, option)
+    return model_config(raw, dtype=DTYPE, where=where), where
+
+
+def find_stored_dtype(name: str) -> str:
+    """Return the dtype of the weights of a target that `find_config` finds, as `stored_dtype`; those of presets are
+    published in bfloat16. Raises ConfigError or CheckpointError."""
+    return stored_dtype(_find_raw(name, "--target")[0])
+
+
+def _find_raw(name: str, option: str) -> tuple[Mapping[str, Any], str]:
+    """Find a target's config.json, or a preset's facts of it, and where that stands, as `find_config`."""
     if folder := BUNDLED_FOLDER if name == BUNDLED else find_folder(name, option):
         file = folder / CONFIG
-        return model_config(read_json(file), dtype=DTYPE, where=str(file)), str(file)
+        return read_json(file), str(file)
     if name in PRESETS:
-        return PRESETS[name].config(), f"preset {name} ({PRESETS[name].hub_id})"
+        return {"dtype": DTYPE} | dict(PRESETS[name].facts), f"preset {name} ({PRESETS[name].hub_id})"
     cached = _cached_config(name)
     if cached is not None:
-        return model_config(read_json(Path(cached)), dtype=DTYPE, where=cached), cached
+        return read_json(Path(cached)), cached
     raise ConfigError(
         f"{option} {name!r}: a dry run asks no hub, and there is no such folder or preset, nor a config.json of it in "
         "the hub's cache; give a folder that holds its config.json"

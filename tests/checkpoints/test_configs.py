@@ -39,20 +39,23 @@ def test_keys_and_values_are_kept_in_bfloat16_where_a_cpu_computes_a_checkpoint_
     assert configs.auto_cache_dtype(configs.stored_dtype(stated), dtype) == expected
 
 
-@pytest.mark.parametrize(("stored", "kept"), [("bfloat16", "bfloat16"), ("float16", ""), ("float32", "")])
-def test_all_who_load_a_target_keep_its_keys_and_values_alike(tmp_path: Path, stored: str, kept: str) -> None:
-    """So what a training run, `eval` and a random twin measure is what serves; and an update changes nothing of it."""
+@pytest.mark.parametrize(("stored", "kept"), [("bfloat16", "bfloat16"), ("float16", ""), ("float32", ""), ("", "")])
+def test_all_who_load_a_target_keep_its_keys_and_values_alike(
+    tmp_path: Path, stored: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So what a training run, `eval` and a random twin measure, of a folder or of a hub id whose config.json the hub's
+    cache has, is what serves; and an update changes nothing of it."""
     tiny.write_target(tmp_path, tiny.TARGET | {"dtype": stored}, seed=0)
     target, served = load_target(tmp_path, dtype="float32"), load_models(str(tmp_path), "", has_tokenizer=False).target
-    random = random_target(str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda _name, file: str(tmp_path / file))
+    random, of_hub = random_target(str(tmp_path)), random_target("somebody/tiny")
     other = "float32" if stored == "bfloat16" else "bfloat16"
     (tmp_path / "update").mkdir()
     tiny.write_target(tmp_path / "update", tiny.TARGET | {"dtype": other}, seed=1)
     again = other_target(served, tmp_path / "update", quantization="none", mesh=None)
-    found = [
-        each.config.cache_dtype for each in (target, served, load_target_of(tmp_path, str(tmp_path)), random, again)
-    ]
-    assert found == [kept] * 5
+    measured = load_target_of(tmp_path, str(tmp_path))
+    found = [each.config.cache_dtype for each in (target, served, measured, random, of_hub, again)]
+    assert found == [kept] * 6
     for asked in ("auto", "float32", "bfloat16"):
         run = ServeRun(kv_cache_dtype=asked)
         config = with_cache_dtype(Models("m", served, None, None), run).target.config

@@ -11,10 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from specserve.checkpoints.configs import auto_cache_dtype, find_config, stored_dtype
+from specserve.checkpoints.configs import auto_cache_dtype, find_config, find_stored_dtype
 from specserve.checkpoints.load import Quantization, Target, has_own_head, in_few_bits, rounded
 from specserve.checkpoints.source import BUNDLED
-from specserve.checkpoints.tensors import read_json
 from specserve.drafters.interface import Head
 from specserve.drafters.registry import DEFAULT_KIND
 from specserve.errors import ConfigError
@@ -33,7 +32,7 @@ from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.engines import load
 from specserve.serve.launch import Models
 
-PUBLISHED = "bfloat16"  # the dtype of weights where no config.json names another
+PUBLISHED = "bfloat16"  # the dtype of weights where a config.json names none
 
 
 def bench_models(run: BenchRun | LatencyRun | ThroughputRun) -> Models:
@@ -75,7 +74,7 @@ def draw_target(
     is_looped: bool = False,  # layers that repeat are stacked, as `load_target` does
 ) -> Target:
     """The same of a config that is given, such as the first layers of what the name stands for."""
-    dtype, stored = default_dtype(), _stored_dtype(name)
+    dtype, stored = default_dtype(), find_stored_dtype(name)
     config = dataclasses.replace(config, dtype=dtype, cache_dtype=auto_cache_dtype(stored, dtype))
     spec = target_spec(config, has_own_head=has_own_head(quantization, is_one_device=mesh is None))
     places = None if mesh is None else place_target(config, spec, mesh)
@@ -84,7 +83,7 @@ def draw_target(
     found = jax.tree.leaves(places) or [None] * len(leaves)
     params = list[Any]()
     for number, ((path, leaf), place) in enumerate(zip(leaves, found, strict=True)):
-        drawn = _drawing(dataclasses.replace(leaf, name=""), stored, dtype, place)(jax.random.key(number))
+        drawn = _drawing(dataclasses.replace(leaf, name=""), stored or PUBLISHED, dtype, place)(jax.random.key(number))
         if quantization not in ("none", "stored") and is_product(path):
             drawn = rounded(drawn, quantization)
         params.append(drawn)
@@ -98,20 +97,11 @@ def random_head(name: str, target: Target, *, mesh: Mesh | None = None) -> Head:
     drafter = planned_head(name, DEFAULT_KIND, target.config)
     chosen = np.random.default_rng(0).permutation(target.config.vocab_size)[: drafter.draft_vocab_size]
     target_ids = np.sort(chosen).astype(np.int32)
-    stored = _stored_dtype(name)
+    stored = find_stored_dtype(name) or PUBLISHED
     params = jax.tree.map(lambda x: x.astype(stored).astype(x.dtype), drafter.init_params(target, target_ids, 0))
     if mesh is not None:
         params = jax.device_put(params, drafter.place(mesh))
     return Head(drafter, params, target_ids)
-
-
-def _stored_dtype(name: str) -> str:
-    """The dtype of a checkpoint's weights, as its config.json names it."""
-    file = Path(name).expanduser() / "config.json"
-    if not file.is_file():
-        return PUBLISHED
-    raw = read_json(file)
-    return stored_dtype(raw) or PUBLISHED
 
 
 @functools.cache

@@ -19,10 +19,10 @@ class Backlog:
     """Notes how far the draft has read each running sequence, and which pages lack its entries. A cached page may be of
     many sequences; the first one that the draft reads fills it for all."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, num_read: int = 0) -> None:
         self._runner, self._page_size = runner, runner.shapes.page_size
         self._most = runner.shapes.chunks[-1]  # tokens that it reads in one round, where it can read in several
-        self.num_read = 0  # tokens, of all sequences so far
+        self.num_read = num_read  # tokens, of all sequences so far, and by the drafts before this one
         self._unread: set[int] = set()  # pages
         self._behind: set[int] = set()  # slots of the sequences that it has not read to their end
 

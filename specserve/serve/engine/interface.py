@@ -39,6 +39,7 @@ class EngineStats:
     num_programs_left: int = 0  # still to be compiled, while plain decoding serves
     num_late_compiles: int = 0  # programs compiled because a step had to wait for them; must stay 0
     estimated_speedup: float = 1.0  # emitted tokens over what plain steps of the same measured cost would have emitted
+    num_caught_up: int = 0  # tokens that the draft read after the target had run them alone
     num_promised: float = 0.0  # draft tokens that a head's confidence expected to be accepted, where that was seen
     num_kept: int = 0  # of them, accepted
     confidence_trust: float = 0.0  # how much of what the confidence says of a row the choice of trees takes over

@@ -214,7 +214,7 @@ class Rounds:
         self.runner, self._num_missed, self._last_read = runner, runner.compiled.num_missed, 0.0
         self.delivery.use(runner)
         shapes, cache_lag = runner.shapes, runner.config.max_pending
-        self.backlog = Backlog(runner)
+        self.backlog = Backlog(runner, self.backlog.num_read)
         self.scheduler.set_step(max_step=shapes.max_step, cache_lag=cache_lag, windows=shapes.windows)
         self.choice.use(runner, prior)
         if version:
@@ -298,6 +298,7 @@ class Rounds:
             busy_seconds=counters.busy_seconds,
             host_seconds=counters.busy_seconds - counters.wait_seconds,
             num_late_compiles=counters.num_late_compiles,
+            num_caught_up=self.backlog.num_read,
             estimated_speedup=self.choice.estimated_speedup,
             num_promised=calibration.promised,
             num_kept=calibration.kept,

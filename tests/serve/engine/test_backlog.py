@@ -130,8 +130,18 @@ def test_a_draft_that_follows_again_has_read_everything(runner: Runner) -> None:
 
 @pytest.mark.parametrize("runner", ["chain:3"], indirect=True)  # a lookup's part depends on the steps before
 @pytest.mark.parametrize("num_plain", [3, 14])
-def test_ragged_sequences_are_read_in_rounds(runner: Runner, num_plain: int) -> None:
-    """More of them than one round has room for, of any lengths: each proposes as if the draft had followed."""
+def test_ragged_sequences_are_read_in_rounds(
+    runner: Runner, tiny_head: Head, num_plain: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than one round has room for, of any lengths: each proposes as if the draft had followed. What was
+    read is counted, and stays so where another draft takes its place."""
+    read, num_read = runner.read, [0]
+
+    def counted(slot: int, start: int, end: int, promise: float) -> None:
+        num_read[-1] += end - start
+        read(slot, start, end, promise)
+
+    monkeypatch.setattr(runner, "read", counted)
     prompts = [PROMPT[:number] for number in (8, 3, 3, 13)]
     params = SamplingParams(max_tokens=40, temperature=4.0, seed=5, ignore_eos=True, return_tree=True)
     found = []
@@ -146,7 +156,10 @@ def test_ragged_sequences_are_read_in_rounds(runner: Runner, num_plain: int) -> 
                 inbox.wait()
         found.append([(_drafts(inbox), inbox.token_ids) for inbox in inboxes])
         assert min(script.num_unread) >= 0
-        assert (engine.rounds.backlog.num_read > 0) == (not is_following)
+        assert (num_read[-1] > 0) == (not is_following)
+        engine.rounds.swap(runner.with_head(tiny_head))
+        assert engine.stats().num_caught_up == num_read[-1]
+        num_read.append(0)
     for (drafts, token_ids), (others, same) in zip(*found, strict=True):
         assert token_ids == same
         _check_alike(drafts, others)

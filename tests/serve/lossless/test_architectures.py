@@ -3,6 +3,7 @@ mixed batches with preemptions and hits of prefixes, over plain steps and trees 
 alone."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import pytest
 import tiny
 from engines import VOCAB, Ask, Dice, Reference, compile_programs, make_engine, make_runner, run, serving
 from parity import RAWS, mechanisms
+from rounding import assert_within, tolerance
 
 from specserve.checkpoints.load import Target
+from specserve.models.cache import Cache, Prefix
 from specserve.models.families.table import model_config
 from specserve.models.params import init_params, is_spec
-from specserve.models.target import TargetParams, target_spec
+from specserve.models.target import TargetParams, forward, logits, target_spec
 from specserve.serve.programs import shapes
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
@@ -249,6 +252,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+ROUNDED = (  # their pages hold no keys and values of heads
+    "latents",
+    "latents that an indexer chooses",
+    "pools that an indexer chooses, delta nets, streams side by side",
+    "windows beside compressed keys, experts by token",
+)
 TWO_WIDTHS = "heads of two widths, sinks and KV heads by layer"
 CACHES = {
     "dense in bfloat16": ("dense", "bfloat16"),
@@ -315,6 +324,48 @@ def test_speculation_changes_no_token_of(case: str, kept: Path | None, rng: np.r
         assert again.wait().stats.num_cached_tokens >= 32, "nothing was hit"
         stats = [inbox.wait().stats for inbox in inboxes]
     assert sum(sum(each.accepted_per_depth) for each in stats if each) > 10, "nothing was accepted"
+
+
+QUICK = ("latents", "latents that an indexer chooses")
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in ROUNDED]
+)
+def test_new_tokens_see_of_each_other_what_pages_keep(case: str, cache_dtype: str, rng: np.random.Generator) -> None:
+    """Entries of one head and no values are rounded alike where they are new and where they are read from pages, and
+    so is what an indexer and a pool make of them: some tokens behind committed ones, of ragged lengths, have the logits
+    of one forward over all of them."""
+    target = make_target(case)
+    config = dataclasses.replace(target.config, cache_dtype=cache_dtype)
+    token_ids = jnp.asarray(rng.integers(0, VOCAB, (2, 20)), jnp.int32)
+    places, lens, slots = jnp.tile(jnp.arange(20), (2, 1)), jnp.asarray([6, 14]), jnp.arange(2)
+    later, table = lens[:, None] + jnp.arange(6), jnp.asarray([[2, 0, 5], [4, 1, 3]])
+    empty = Cache.zeros(config, num_slots=2, num_pages=6, page_size=8)
+
+    def run(params: TargetParams, cache: Cache | None, at: jax.Array, lens: jax.Array) -> tuple[jax.Array, Any]:
+        prefix = None if cache is None else Prefix(table, lens, slots=slots)
+        ids, mask = jnp.take_along_axis(token_ids, at, axis=1), tiny.causal(at.shape[1])
+        out = forward(params, config, ids, at, mask, cache=cache, prefix=prefix)
+        return logits(params, config, out.hidden_states), out.new
+
+    @functools.partial(jax.jit, static_argnames="is_plain")
+    def whole(params: TargetParams, *, is_plain: bool = False) -> tuple[jax.Array, Any]:
+        found, new = run(params, None if is_plain else empty, places, jnp.zeros(2, jnp.int32))
+        return jnp.take_along_axis(found, later[..., None], axis=1), new
+
+    @jax.jit
+    def behind(params: TargetParams, new: Any) -> jax.Array:
+        cache = empty.write(new, table, places, places < lens[:, None], slots=slots)
+        return run(params, cache, later, lens)[0]
+
+    expected, new = whole(target.params)
+    off = tolerance(lambda params: whole(params)[0], target.params)
+    assert_within(behind(target.params, new), expected, off)
+    unrounded, _ = whole(target.params, is_plain=True)
+    far = np.abs(np.asarray(unrounded) - expected).max(axis=-1)
+    assert np.median(far) > 2 * off.max(), "rounding shows too little; choose another seed"
 
 
 def test_every_mechanism_is_served() -> None:

@@ -220,6 +220,8 @@ _OF_ENGINE: Sequence[_Series] = (
     (_GAUGE, "specserve:estimated_speedup",
      "Tokens emitted over what plain steps of the same measured cost would have emitted.",
      lambda s: s.estimated_speedup),
+    (_COUNTER, "specserve:draft_catch_up_tokens",
+     "Tokens that the draft read after the target had run them alone.", lambda s: s.num_caught_up),
     (_COUNTER, "specserve:confidence_promised_tokens",
      "Draft tokens that the head's confidence expected to be accepted.", lambda s: s.num_promised),
     (_COUNTER, "specserve:confidence_kept_tokens", "Of them, accepted.", lambda s: s.num_kept),
