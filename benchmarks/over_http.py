@@ -134,7 +134,7 @@ def compare(options: argparse.Namespace, make_peer: Callable[[Path], Peer], cach
 
     folder = (options.cache or cache_folder() / "benchmarks" / cache_name).absolute()
     peer = make_peer(folder)
-    sizes = peer.weight_bytes
+    sizes, beside = peer.weight_bytes, peer.name if options.formats else OURS
     target = resolve_target(options.target).folder
     asked = questions(
         target, options.bench, options.prompts + max(options.clients), CONTEXT - options.max_tokens - MARGIN
@@ -162,7 +162,6 @@ def compare(options: argparse.Namespace, make_peer: Callable[[Path], Peer], cach
     bandwidth = {weights: statistics.median(of_round) for weights, of_round in bandwidths.items()}
     bounds = {weights: bandwidth[weights] / size / sizes[weights] for weights in sizes}
     reference = Arm(OURS, next(iter(options.serve)), PLAIN)
-    beside = peer.name if options.formats else OURS
     rows = summarize(batches, bounds, peaks, reference, beside)
     machine = f"{processor()}, {options.threads} cores"
     reads = ", ".join(f"{size * sizes[name] / 1e6:.0f} MB at {bandwidth[name] / 1e9:.1f} GB/s" for name in sizes)

@@ -26,8 +26,8 @@ import numpy as np
 
 from specserve.speculative.confidence import Calibration, Surety
 from specserve.speculative.costs import STRETCH, ServedCosts
-from specserve.speculative.following import Following
 from specserve.speculative.program import StepProgram
+from specserve.speculative.reading import ReadingRule
 from specserve.speculative.tree import StaticTree, Tree
 
 MAX_DEPTH = 16  # acceptance beyond is taken for that at this depth
@@ -111,15 +111,15 @@ class Controller:
 
     @property
     def is_following(self) -> bool:
-        """Whether speculation may pay soon, so that the draft should keep up with plain steps."""
-        return self._following.is_following
+        """The draft is to keep up with plain steps, since speculation may pay soon."""
+        return self._reading.is_following
 
     def expect(self, prior: Sequence[float]) -> None:
         """Begin anew with a head of this acceptance by depth. Estimates that were started before belong to the old
         head."""
         self._lift.clear()
         self.calibration.forget()
-        self._following, self._gain, self._next_look = Following(self.costs), 0.0, None
+        self._reading, self._gain, self._next_look = ReadingRule(self.costs), 0.0, None
         rates = [*prior] or [UNKNOWN_PRIOR]
         rates += [rates[-1]] * (MAX_DEPTH - len(rates))
         self._prior = np.clip(np.array(rates[:MAX_DEPTH]), 0.02, 0.98)
@@ -158,12 +158,12 @@ class Controller:
         best = max(known, key=promises.__getitem__)
         speculative = [tree for tree in known if tree is not None]
         self._gain = promises[best] / promises[None] - 1.0 if None in known else 0.0
-        if self._following.waits(num_unread, self._gain):
+        if self._reading.waits(num_unread, self._gain):
             return known[None]
         is_near = is_open and any(LOYALTY * promises[tree] > promises[best] for tree in speculative)
         is_unknown = not (num_unread or any(self._served.has_seen(known[tree]) for tree in speculative))
         is_used = is_open and bool(speculative) and (best is not None or is_unknown)
-        self._following.choose(choices[0], is_used=is_used, is_near=is_near)
+        self._reading.choose(choices[0], is_used=is_used, is_near=is_near)
         if not is_open:
             return known[best]
         expected, self._next_look = self._next_look, None
@@ -208,7 +208,7 @@ class Controller:
         """Return the calls of the best way that a call of the other one loses, where a call is as many steps as end
         within STRETCH, or one, and reading before it. The call itself counts only where the other way has been seen in
         service: its measured cost may be wrong."""
-        lost = self._following.reading_seconds(num_unread) if look.tree is not None else 0.0
+        lost = self._reading.reading_seconds(num_unread) if look.tree is not None else 0.0
         if self._served.has_seen(look):
             promised = self._promise(forecast, look) / self._promise(forecast, best)
             lost += max(0.0, (1.0 - promised) * self._call_seconds(look))
@@ -217,7 +217,7 @@ class Controller:
     def stepped(self, program: StepProgram, num_steps: int, num_sequences: int) -> None:
         """Note that so many steps are made of so many sequences."""
         seconds = self._served.seconds(program) if program in self.costs else 0.0
-        self._following.stepped(program, num_steps * seconds, self._gain, num_steps * num_sequences)
+        self._reading.stepped(program, num_steps * seconds, self._gain, num_steps * num_sequences)
 
     def _call_seconds(self, program: StepProgram) -> float:
         seconds = self._served.seconds(program)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from specserve.speculative.controller import Controller
-from specserve.speculative.following import FOLLOWING
 from specserve.speculative.program import StepProgram
+from specserve.speculative.reading import FOLLOWING
 from specserve.speculative.tree import chain
 
 WIDTH, FEW, MANY = 8, 2, 16

@@ -185,7 +185,7 @@ class Dice(Controller):
         self.random, self._draft, self._leaves_draft = random.Random(seed), random.Random(seed), leaves_draft
 
     def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0) -> StepProgram:
-        self._following.is_following = not self._leaves_draft or self._draft.random() < 0.5
+        self._reading.is_following = not self._leaves_draft or self._draft.random() < 0.5
         return self.random.choice(choices)
 
 

@@ -29,7 +29,7 @@ class Script(Controller):
 
     def __init__(self, num_plain: int, *, is_following: bool) -> None:
         super().__init__({})
-        self._following.is_following = is_following
+        self._reading.is_following = is_following
         self.num_plain, self.num_unread = num_plain, [0]
 
     def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0) -> StepProgram:

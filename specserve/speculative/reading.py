@@ -1,4 +1,4 @@
-"""When a draft that was left out reads what the target has run alone, and when one that follows is left out.
+"""The rule by which a draft that was left out reads what the target has run alone, and one that follows is left out.
 
 A draft that is not used need not read what the target runs: plain steps and prompts are quicker without it. Where
 speculation pays again, the draft must read all that first, and for how long it will pay is not known. So both changes
@@ -24,8 +24,8 @@ class _Missed:
     num_tokens: int = 0  # made by them
 
 
-class Following:
-    """Whether the draft is to keep up with plain steps, by what that and reading cost and what speculation saves.
+class ReadingRule:
+    """Decides whether the draft keeps up with plain steps, by what that and reading cost and what speculation saves.
 
     What was lost in many short lulls adds up. But where speculation has saved less, by the time that the draft is left
     out again, than reading and following took, then twice as much must be lost before the next reading. So it is at the
@@ -44,15 +44,15 @@ class Following:
     def waits(self, num_unread: int, gain: float) -> bool:
         """Return whether plain steps go on for now, since the draft has so many tokens to read before the best way,
         which brings so much more than plain decoding, as a share of it."""
-        is_wanted = num_unread > 0 and gain > 0
+        pays = num_unread > 0 and gain > 0
         if not num_unread:
             self._all = _Missed()
-        if not is_wanted:
+        if not pays:
             self._now = _Missed()
-        self._is_waiting = is_wanted and not self._has_waited(num_unread)
-        if is_wanted and not (self._is_waiting or self._is_reading):
+        self._is_waiting = pays and not self._has_waited(num_unread)
+        if pays and not (self._is_waiting or self._is_reading):
             self._spent += self.reading_seconds(num_unread)
-        self._is_reading = is_wanted and not self._is_waiting
+        self._is_reading = pays and not self._is_waiting
         return self._is_waiting
 
     def _has_waited(self, num_unread: int) -> bool:
