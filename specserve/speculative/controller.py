@@ -84,6 +84,7 @@ class _Present:
     num_looks: int = 0
     num_steps: int = 0  # since the last look
     patience: int = FIRST_LOOK_STEPS  # steps from one look to the next
+    awaits_reading: bool = False  # so many because the draft would have to read before it
 
 
 @dataclass(eq=False)
@@ -175,9 +176,10 @@ class Controller:
             present.num_steps, present.patience = 0, FIRST_LOOK_STEPS
         present.tree = best
         present.num_steps += bool(speculative)
-        if present.num_steps >= present.patience:
+        if present.num_steps >= present.patience or (present.awaits_reading and not num_unread):
             look = self._look(forecast, known, present)
             wait = self._loss(forecast, known[look], known[best], num_unread) / LOOK_SHARE
+            present.awaits_reading = num_unread > 0 and present.num_steps < wait
             if present.num_steps < wait:
                 present.patience = math.ceil(wait)
             else:

@@ -184,6 +184,17 @@ def test_short_lulls_are_not_read_for_again_and_again() -> None:
     assert 40 < load.chosen[before + 100 :].index(True) < 160, "one reading has to be worth it, as at the beginning"
 
 
+def test_a_look_that_waited_for_reading_comes_as_soon_as_all_is_read() -> None:
+    """Until then nothing is known of the way, and the draft follows for that."""
+    costs = SECONDS | FOLLOWED
+    controller = Controller(costs, prior=RATES)
+    choices = [program for program in SECONDS if program.batch == MANY]
+    for _ in range(3):  # of ways that are not known yet one would look after eight steps
+        controller.observe_seconds(choices[0], costs[choices[0]], 9)
+        assert all(_choose(controller, MANY, MANY * LENGTH).tree is None for _ in range(2 * 8))
+    assert any(_choose(controller, MANY, 0).tree is not None for _ in range(8))
+
+
 def test_reading_goes_on_until_all_is_read() -> None:
     """In several rounds, for steps and for looks alike, however often the choice is asked in between."""
     load = Load()
