@@ -28,8 +28,8 @@ class ReadingRule:
     """Decides whether the draft keeps up with plain steps, by what that and reading cost and what speculation saves.
 
     What was lost in many short lulls adds up. But where speculation has saved less, by the time that the draft is left
-    out again, than reading and following took, then twice as much must be lost before the next reading. So it is at the
-    ragged ends of batches that are full again at once."""
+    out again, than reading and following took, then twice as much must be lost before the next reading, until it saves
+    twice what they take. So it is at the ragged ends of batches that are full again at once."""
 
     def __init__(self, costs: Mapping[StepProgram, float]) -> None:
         self._costs = costs
@@ -89,7 +89,10 @@ class ReadingRule:
 
     def _leave_out(self) -> None:
         """Leave the draft out once following has cost what going on will at least: the smallest reading."""
-        self._patience = 1 if self._saved >= self._spent else min(2 * self._patience, MOST_PATIENCE)
+        if self._saved < self._spent:
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+        elif self._saved > 2 * self._spent:  # what is between may as well have lost
+            self._patience = 1
         self.is_following = False
         self._kept_up = self._spent = self._saved = 0.0
 
