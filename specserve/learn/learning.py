@@ -32,6 +32,7 @@ from specserve.serve.http.openai.streaming import Hear, WorkOptions
 from specserve.serve.launch import Models, find_names, with_version
 from specserve.serve.requests.request import Delta, FinishReason, Request
 from specserve.serve.settings import ServeRun
+from specserve.speculative.sampling import DrawOptions
 from specserve.speculative.tree import Tree, chain
 
 logger = logging.getLogger(__name__)
@@ -97,8 +98,10 @@ class LearningHead(Collector):
                 self.live.observe(delta.stats.version, delta.stats.of_drafts)
             if delta.finish_reason in FINISHED and len(answer_ids) > 1:
                 digest = hashlib.blake2b(request.client.encode(), key=self._secret, digest_size=6).hexdigest()
-                version, temperature = delta.stats.version, request.params.temperature
-                self._traffic.keep(ServedAnswer(request.prompt_ids, tuple(answer_ids), digest, version, temperature))
+                names = [field.name for field in dataclasses.fields(DrawOptions)]
+                options = DrawOptions(**{name: getattr(request.params, name) for name in names})
+                served = ServedAnswer(request.prompt_ids, tuple(answer_ids), digest, delta.stats.version, options)
+                self._traffic.keep(served)
 
         return hear
 

@@ -37,6 +37,7 @@ from specserve.serve.launch import Models
 from specserve.serve.requests.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
 from specserve.serve.settings import ServeRun
 from specserve.speculative.acceptance import Acceptance
+from specserve.speculative.sampling import DrawOptions
 
 GOOD, BAD = Acceptance(10, 30, (9, 8, 7)), Acceptance(10, 30, (2, 1, 0))
 
@@ -94,9 +95,13 @@ def _adopt(folder: Path, models: Models, learning: LearningHead, engine: Engine)
     return learning.versions.state.version
 
 
+def _options(i: int) -> DrawOptions:
+    return DrawOptions(i / 40, i, 1 - i / 900, i / 900, i / 300, -i / 300, 1 + i / 900, i % 9)
+
+
 def _answer(learning: LearningHead, version: str, found: Acceptance, number: int) -> None:
     for i in range(number):
-        params = SamplingParams(temperature=i / 4)
+        params = SamplingParams(**dataclasses.asdict(_options(i)))
         request = Request("id", (1, 2, i), params, 9, 0, lambda _delta: None, client="someone")
         options: Any = type("Options", (), {"may_learn": True})
         hear = learning.listen(request, options)
@@ -175,7 +180,7 @@ def test_a_version_whose_tau_falls_while_it_serves_is_given_up(models: Models, t
         assert recorder.folders[-1] == models.name
     kept = read_traffic(tmp_path / TRAFFIC, 10**9)
     assert [(len(kept), answer.prompt_ids, answer.answer_ids) for answer in kept[:1]] == [(128, (1, 2, 0), (5, 6, 7))]
-    assert [answer.temperature for answer in kept[:9]] == [i / 4 for i in range(9)]
+    assert [answer.options for answer in kept[:9]] == [_options(i) for i in range(9)]
     assert len({answer.client for answer in kept}) == 1
     assert "someone" not in kept[0].client
 
