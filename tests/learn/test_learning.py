@@ -185,6 +185,35 @@ def test_a_version_whose_tau_falls_while_it_serves_is_given_up(models: Models, t
     assert "someone" not in kept[0].client
 
 
+@pytest.mark.parametrize("num_restarts", [1, 3])
+def test_the_watch_goes_on_after_a_restart(models: Models, tmp_path: Path, num_restarts: int) -> None:
+    """Each server hears a part of the answers, and the last one gives the version up, which no restart brings back; not
+    where the way of speculation is another one, whose tau says nothing of the head."""
+    with _learning(models, tmp_path) as (learning, _, engine):
+        _answer(learning, STATIC, GOOD, MOST_ANSWERS + 9)
+        _adopt(tmp_path, models, learning, engine)
+    for _ in range(num_restarts):
+        with _learning(models, tmp_path) as (learning, recorder, engine):
+            learning.look_back(engine)
+            _answer(learning, "001", BAD, FEWEST_ANSWERS // num_restarts)
+            assert recorder.served == [STATIC]
+            learning.remember()
+            state = (tmp_path / versions.STATE_FILE).read_bytes()
+    with _learning(models, tmp_path, speculation="chain:1") as (learning, recorder, engine):
+        learning.look_back(engine)
+        assert recorder.served == [STATIC]
+    (tmp_path / versions.STATE_FILE).write_bytes(state)
+    assert len(state) < 200 * MOST_ANSWERS
+    with _learning(models, tmp_path) as (learning, recorder, engine):
+        _answer(learning, "001", BAD, num_restarts)
+        learning.look_back(engine)
+        assert recorder.served == [STATIC, STATIC]
+        _answer(learning, "001", GOOD, 1)  # it was under way
+    with _learning(models, tmp_path) as (learning, _, _):
+        assert learning.take_models().version == STATIC
+        assert not [*learning.live.taus()]
+
+
 def test_the_first_answers_of_a_version_are_compared_alone() -> None:
     """Whenever that is looked at; later answers are of traffic that has moved. Of other versions nothing is kept."""
     live = LiveTaus()
@@ -259,9 +288,11 @@ def test_versions_are_few_and_of_one_head(tmp_path: Path) -> None:
     (tmp_path / versions.VERSIONS / names[-1]).rmdir()
     with pytest.raises(CheckpointError, match=r"version 013 is missing; remove state\.json"):
         HeadVersions(tmp_path, "target", "static")
-    (tmp_path / versions.STATE_FILE).write_text('{"version": "0"}')
-    with pytest.raises(CheckpointError, match=r"state\.json: .*; remove it"):
-        HeadVersions(tmp_path, "target", "static")
+    whole = '{"target": "target", "static": "static", "answers": %s}'
+    for text in ('{"version": "0"}', *(whole % answers for answers in ('{"0": [[[1]], []]}', '{"0": [[]]}', "[1]"))):
+        (tmp_path / versions.STATE_FILE).write_text(text)
+        with pytest.raises(CheckpointError, match=r"state\.json: .*; remove it"):
+            HeadVersions(tmp_path, "target", "static")
 
 
 def test_what_cannot_learn_is_refused(models: Models, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
