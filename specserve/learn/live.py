@@ -21,7 +21,7 @@ class LiveTaus:
         self._first: dict[str, list[Acceptance]] = {}
         self._answers: dict[str, deque[Acceptance]] = {}
         for version, parts in (kept or {}).items():
-            first, last = ([Acceptance(*each[:2], tuple(each[2]), each[3]) for each in part] for part in parts)
+            first, last = ([Acceptance(a, b, tuple(depths), c) for a, b, depths, c in part] for part in parts)
             self._first[version], self._answers[version] = first, deque(last, MOST_ANSWERS)
 
     def kept(self, version: str, before: str) -> dict[str, Any]:
