@@ -32,6 +32,7 @@ from specserve.serve.http.openai.streaming import Hear, WorkOptions
 from specserve.serve.launch import Models, find_names, with_version
 from specserve.serve.requests.request import Delta, FinishReason, Request
 from specserve.serve.settings import ServeRun
+from specserve.speculative.sampling import DrawOptions
 from specserve.speculative.tree import Tree, chain
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,9 @@ class LearningHead(Collector):
         redact = load_redact(run.learn_redact)
         self._task = _first_task(run, models, self._folder)
         self.versions = HeadVersions(self._folder, models.fingerprint, provenance.fingerprint(Path(self._task.static)))
-        self.live = LiveTaus()
+        state = self.versions.state
+        # by another way of speculation tau is another one, whichever head drafts
+        self.live = LiveTaus(state.answers if state.speculation == run.speculation else {})
         if (served := self._served_folder()) != self._task.static:
             models = with_version(models, self.versions.state.version, "", served)
         self._models: Models | None = models
@@ -97,8 +100,10 @@ class LearningHead(Collector):
                 self.live.observe(delta.stats.version, delta.stats.of_drafts)
             if delta.finish_reason in FINISHED and len(answer_ids) > 1:
                 digest = hashlib.blake2b(request.client.encode(), key=self._secret, digest_size=6).hexdigest()
-                version, temperature = delta.stats.version, request.params.temperature
-                self._traffic.keep(ServedAnswer(request.prompt_ids, tuple(answer_ids), digest, version, temperature))
+                names = [field.name for field in dataclasses.fields(DrawOptions)]
+                options = DrawOptions(**{name: getattr(request.params, name) for name in names})
+                served = ServedAnswer(request.prompt_ids, tuple(answer_ids), digest, delta.stats.version, options)
+                self._traffic.keep(served)
 
         return hear
 
@@ -130,6 +135,7 @@ class LearningHead(Collector):
             for thread in threads:
                 thread.join()
             self._traffic.close()
+            self.remember()
             self.versions.close()
 
     def _make_rounds(self, engine: Engine) -> None:
@@ -193,9 +199,24 @@ class LearningHead(Collector):
     def _watch(self, engine: Engine) -> None:
         while not self._closing.wait(CHECK_SECONDS):
             try:
+                self.remember()
                 self.look_back(engine)
             except Exception:  # the next look may find it well again
                 logger.exception("the versions of the head could not be compared")
+
+    def remember(self) -> None:
+        """Keep what has been answered by the versions that are compared, so that a restart goes on from there."""
+        with self._change:
+            state = self._with_answers(self.versions.state)
+            if state != self.versions.state:
+                try:
+                    self.versions.keep(state)
+                except OSError as error:
+                    logger.warning("a restart will not know how version %s has served: %s", state.version, error)
+
+    def _with_answers(self, state: LearnState) -> LearnState:
+        answers = self.live.kept(state.version, state.before)
+        return dataclasses.replace(state, answers=answers, speculation=self._run.speculation if answers else "")
 
     def look_back(self, engine: Engine) -> None:
         """Go back to the version before where the present one's tau has fallen below what that one had."""
@@ -223,7 +244,7 @@ class LearningHead(Collector):
         self.live.begin(state.version, state.before)
         engine.update_weights(draft=folder, version=state.version, mode=mode)
         try:
-            self.versions.keep(state)
+            self.versions.keep(self._with_answers(state))
         except OSError as error:
             logger.warning("version %s of the head serves, but a restart will not know: %s", state.version, error)
 

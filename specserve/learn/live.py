@@ -2,7 +2,8 @@
 worse than the one before it."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.intervals import Interval, tau_interval
@@ -15,9 +16,22 @@ class LiveTaus:
     """The last answers of each version. Only steps that verified draft tokens count, so that it does not matter how
     often `auto` decodes plainly. One thread observes; others may read."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Mapping[str, Any] | None = None) -> None:
+        """Go on from what `kept` has returned. Raises TypeError or ValueError where that is damaged."""
         self._first: dict[str, list[Acceptance]] = {}
         self._answers: dict[str, deque[Acceptance]] = {}
+        for version, parts in (kept or {}).items():
+            first, last = ([Acceptance(a, b, tuple(depths), c) for a, b, depths, c in part] for part in parts)
+            self._first[version], self._answers[version] = first, deque(last, MOST_ANSWERS)
+
+    def kept(self, version: str, before: str) -> dict[str, Any]:
+        """Return the answers of two versions as JSON has them: the first ones and the last ones of each."""
+
+        def part(answers: list[Acceptance]) -> list[Any]:
+            return [[a.num_steps, a.num_draft_tokens, [*a.accepted_per_depth], a.num_cut] for a in answers]
+
+        both = sorted({version, before} & self._answers.keys())
+        return {each: [part([*self._first[each]]), part(self._last(each))] for each in both}
 
     def observe(self, version: str, found: Acceptance) -> None:
         """Take the acceptance of one answer that one version has drafted throughout."""

@@ -162,7 +162,7 @@ def _keep_first_data(task: RoundTask, vocab_size: int) -> Path | None:
 def _measure(
     task: RoundTask, target: Target, held_out: Sequence[ServedAnswer]
 ) -> dict[Contender, Sequence[Acceptance]]:
-    """Answer the held-out prompts with each contender by speculative steps, each at the temperature of its request, and
+    """Answer the held-out prompts with each contender by speculative steps, each with the options of its request, and
     count what is accepted."""
     folders: dict[Contender, str] = {
         "static": task.static,
@@ -172,7 +172,7 @@ def _measure(
     arm, bits = Arm(task.speculation), cast(DraftQuantization, task.draft_quantization)
     most = min(target.config.max_len, MAX_CONTEXT) - ANSWER_TOKENS  # of a longer prompt the end
     prompts = [Prompt("traffic", list(answer.prompt_ids[-max(1, most) :])) for answer in held_out]
-    temperatures = [answer.temperature for answer in held_out]
+    options = [answer.options for answer in held_out]
     meter = drafter = None
     found: dict[Contender, Sequence[Acceptance]] = {}
     for name, folder in folders.items():
@@ -186,5 +186,5 @@ def _measure(
         if head.drafter != drafter:
             raise CheckpointError(f"{folder}: another kind or shape of head than {task.static}")
         params = head.params if bits == "none" else in_few_bits(head.params, bits)
-        found[name] = meter.measure(params, head.target_ids, arm, temperatures).by_prompt
+        found[name] = meter.measure(params, head.target_ids, arm, options).by_prompt
     return found

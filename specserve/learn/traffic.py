@@ -2,6 +2,7 @@
 The oldest go beyond a size or an age. Hidden states are not kept: a round of training runs the target over the tokens,
 so they are never of older weights, and serving pays nothing for them."""
 
+import dataclasses
 import hashlib
 import importlib
 import json
@@ -11,12 +12,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from specserve.errors import ConfigError, first_line
 from specserve.host import write_whole
+from specserve.speculative.sampling import DrawOptions
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ class ServedAnswer:
     answer_ids: tuple[int, ...]
     client: str = ""  # a digest, by which the answers of one client are recognised and no more
     version: str = ""  # of the head that proposed its last tokens
-    temperature: float = 0.0  # that it was sampled at; 0: greedily
+    options: DrawOptions = field(default_factory=DrawOptions)  # that it was drawn by
 
     @property
     def num_tokens(self) -> int:
@@ -121,7 +123,8 @@ class Traffic:
 
     def _line(self, answer: ServedAnswer) -> bytes:
         """Return the line of an answer, which is empty where nothing of it may be kept."""
-        row: dict[str, Any] = {name: getattr(answer, name) for name in ("client", "version", "temperature")}
+        row: dict[str, Any] = {"client": answer.client, "version": answer.version}
+        row |= dataclasses.asdict(answer.options)
         try:
             found = answer if self._redact is None else self._redact(answer, self._tokenizer)
             if found is not None:
@@ -195,5 +198,6 @@ def read_traffic(folder: Path, most_tokens: int) -> list[ServedAnswer]:
 
 def _parse(row: dict[str, Any]) -> ServedAnswer:
     prompt_ids, answer_ids = (tuple(row[name]) for name in ("prompt_ids", "answer_ids"))
-    temperature = float(row.get("temperature", 0.0))  # greedy in segments of before it was kept
-    return ServedAnswer(prompt_ids, answer_ids, row["client"], row["version"], temperature)
+    known = dataclasses.asdict(DrawOptions())  # of segments of before an option was kept: it was off
+    options = DrawOptions(**{name: type(value)(row.get(name, value)) for name, value in known.items()})
+    return ServedAnswer(prompt_ids, answer_ids, row["client"], row["version"], options)

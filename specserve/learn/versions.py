@@ -2,17 +2,18 @@
 whole or not at all, and `state.json` is written once it serves, so a server that was killed, at whatever moment, begins
 with the last one that did."""
 
-import dataclasses
 import fcntl
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specserve.checkpoints.tensors import read_json
 from specserve.errors import CheckpointError, ConfigError
 from specserve.host import whole_file
+from specserve.learn.live import LiveTaus
 
 STATE_FILE, LOCK_FILE, VERSIONS = "state.json", ".lock", "versions"
 STATIC = "0"  # the version that the server was started with
@@ -29,6 +30,8 @@ class LearnState:
     before: str = STATIC  # the one that served before it, to which a fall of tau returns
     num_rounds: int = 0
     first_static_tau: float = 0.0  # tau of the static head on the traffic of the first round; 0: there was none
+    speculation: str = ""  # of the server, by which these were drafted
+    answers: Mapping[str, Any] = field(default_factory=dict)  # of both versions, see `LiveTaus.kept`
 
 
 class HeadVersions:
@@ -85,7 +88,7 @@ class HeadVersions:
         cannot be written; it counts all the same until the server ends."""
         self.state = state
         with whole_file(self.folder / STATE_FILE) as partial:
-            partial.write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
+            partial.write_text(json.dumps(vars(state)), encoding="utf-8")
         needed = {state.version, state.before}
         others = sorted((path for path in self._all.iterdir() if path.name not in needed), key=_number)
         for path in others[:-MOST_KEPT]:
@@ -101,8 +104,10 @@ class HeadVersions:
             return None
         try:
             stated: dict[str, Any] = dict(read_json(path))
-            return LearnState(**stated)
-        except TypeError as error:
+            state = LearnState(**stated)
+            LiveTaus(state.answers)
+            return state
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
             raise CheckpointError(f"{path}: {error}; remove it to begin with the static head") from error
 
 

@@ -9,6 +9,7 @@ candidates with that noise is accepted far more often (drafter-invariant specula
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,21 @@ IN_PROMPT, IS_STOP, EMITTED = 1, 2, 4  # the parts of an entry of `TokenRows.see
 UNBOUNDED = 2**31 - 1
 BITS_PER_ROUND = 4  # of a floor that is looked for on an accelerator
 NOTHING = -1  # drawn in place of a token id where every token is banned
+
+
+@dataclass(frozen=True)
+class DrawOptions:
+    """The options of one sequence that shape what is drawn and are numbers, under vLLM's names. The default draws
+    greedily."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
 
 
 @pytree

@@ -27,7 +27,7 @@ from specserve.mesh import on_mesh, whole
 from specserve.speculative import slot_state, step
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.drafter import DraftWeights, Weights
-from specserve.speculative.sampling import SamplerRows
+from specserve.speculative.sampling import IN_PROMPT, IS_STOP, UNBOUNDED, DrawOptions, SamplerRows
 from specserve.speculative.slot_state import PromptChunks, SlotState, StepConfig, StepResult
 from specserve.speculative.tree import Tree
 from specserve.speculative.vocab import DraftVocab
@@ -141,10 +141,10 @@ class AcceptanceMeter:
         params: Any,
         target_ids: np.ndarray,
         arm: Arm,
-        temperatures: Sequence[float] = (),  # of each prompt, in place of the arm's; empty: the arm's
+        options: Sequence[DrawOptions] = (),  # of each prompt; empty: the arm's temperature alone
     ) -> ArmAcceptance:
         """Answer every prompt with at most `max_new_tokens` tokens, or fewer where the context ends, and count."""
-        temperatures = temperatures or [arm.temperature] * len(self._prompts)
+        options = options or [DrawOptions(arm.temperature)] * len(self._prompts)
         target = self._target.params
         weights = Weights(target, DraftWeights(params, DraftVocab(jnp.asarray(target_ids))))
         by_source: defaultdict[str, Acceptance] = defaultdict(Acceptance)
@@ -152,7 +152,7 @@ class AcceptanceMeter:
         by_prompt = [Acceptance()] * len(self._prompts)
         for start in range(0, len(self._order), self._num_slots):
             group = self._order[start : start + self._num_slots]
-            for i, (found, answer) in zip(group, self._answer(weights, group, arm, temperatures), strict=True):
+            for i, (found, answer) in zip(group, self._answer(weights, group, arm, options), strict=True):
                 by_source[self._prompts[i].source] += found
                 answers[i], by_prompt[i] = tuple(answer), found
         total = sum(by_source.values(), Acceptance())
@@ -163,7 +163,7 @@ class AcceptanceMeter:
         return -(-(longest + self._max_depth + 1) // PAGE_SIZE)
 
     def _answer(
-        self, weights: Weights, group: list[int], arm: Arm, temperatures: Sequence[float]
+        self, weights: Weights, group: list[int], arm: Arm, options: Sequence[DrawOptions]
     ) -> list[tuple[Acceptance, list[int]]]:
         """Answer one group, and return for each prompt what was accepted of it, and its tokens. Slots beyond the group
         stay empty."""
@@ -171,7 +171,7 @@ class AcceptanceMeter:
         lens = np.array([len(self._prompts[i].token_ids) for i in group])
         limits = np.minimum(self._max_new_tokens, self._context - lens)
         eos = np.array(self._target.eos_ids)
-        state, tree = self._admit(group, temperatures), arm.tree
+        state, tree = self._admit(group, options), arm.tree
         found = [Acceptance(accepted_per_depth=(0,) * tree.depth) for _ in group]
         answers: list[list[int]] = [[] for _ in group]
         is_open = limits > 1
@@ -200,29 +200,34 @@ class AcceptanceMeter:
                 is_open[row] = not ends.size and len(answers[row]) < limits[row]
         return list(zip(found, answers, strict=True))
 
-    def _admit(self, group: list[int], temperatures: Sequence[float]) -> SlotState:
+    def _admit(self, group: list[int], options: Sequence[DrawOptions]) -> SlotState:
         """Make a state whose slots hold the group's prompts, each with pages for its own answer."""
         num_slots, max_pages = self._num_slots, self._max_pages
         num_pages = sum(self._num_pages(i) for i in self._order[:num_slots])  # of the longest group
         history = np.zeros((num_slots, max_pages * PAGE_SIZE), np.int32)
         page_table = np.full((num_slots, max_pages), num_pages, np.int32)
-        seeds, first_page, own_temperatures = np.zeros((num_slots, 2), np.uint32), 0, np.zeros(num_slots, np.float32)
+        seeds, first_page = np.zeros((num_slots, 2), np.uint32), 0
+        seen = np.zeros((num_slots, self._target.config.vocab_size), np.int32)
+        seen[:, list(self._target.eos_ids)] |= IS_STOP
         for slot, i in enumerate(group):
             token_ids, own = self._prompts[i].token_ids, self._num_pages(i)
             history[slot, : len(token_ids)] = token_ids
             page_table[slot, :own] = np.arange(first_page, first_page + own)
             first_page += own
-            seed, own_temperatures[slot] = self._seed + i, temperatures[i]
+            seen[slot, token_ids] |= IN_PROMPT
+            seed = self._seed + i
             seeds[slot] = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
         state = slot_state.init_state(
             self._config, num_slots=num_slots, num_pages=num_pages, page_size=PAGE_SIZE, max_pages=max_pages
         )
-        rows = dataclasses.replace(
-            SamplerRows.greedy(num_slots),
-            temperature=jnp.asarray(own_temperatures),
-            seed=jnp.asarray(seeds),
+        lens = [len(self._prompts[i].token_ids) for i in group]
+        return dataclasses.replace(
+            state,
+            page_table=jnp.asarray(page_table),
+            history=jnp.asarray(history),
+            rows=_sampler_rows([options[i] for i in group], lens, seeds),
+            tokens=dataclasses.replace(state.tokens, seen=jnp.asarray(seen)),
         )
-        return dataclasses.replace(state, page_table=jnp.asarray(page_table), history=jnp.asarray(history), rows=rows)
 
     def _slots(self, is_active: np.ndarray) -> jax.Array:  # [slot] int32; a slot that is not active is a padded one
         active = np.full(self._num_slots, self._num_slots, np.int32)
@@ -233,3 +238,21 @@ class AcceptanceMeter:
         filled = np.full(self._num_slots, rest, bool if values.dtype == bool else np.int32)
         filled[: len(values)] = values
         return jnp.asarray(filled)
+
+
+def _sampler_rows(options: Sequence[DrawOptions], prompt_lens: Sequence[int], seeds: np.ndarray) -> SamplerRows:
+    """Return the rows of some sequences' options; those beyond them, for which there are seeds too, are greedy."""
+    blank = SamplerRows.greedy(len(seeds))
+
+    def filled(name: str) -> jax.Array:
+        column = np.array(getattr(blank, name))
+        column[: len(options)] = [min(getattr(own, name), UNBOUNDED) for own in options]
+        return jnp.asarray(column)
+
+    names = [each.name for each in dataclasses.fields(DrawOptions) if each.name != "min_tokens"]
+    stop_start = np.zeros(len(seeds), np.int32)
+    stop_start[: len(options)] = [
+        min(num + own.min_tokens, UNBOUNDED) for num, own in zip(prompt_lens, options, strict=True)
+    ]
+    columns = {name: filled(name) for name in names}
+    return dataclasses.replace(blank, **columns, seed=jnp.asarray(seeds), stop_start=jnp.asarray(stop_start))

@@ -18,6 +18,7 @@ from specserve.errors import ConfigError, DataError
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
+from specserve.speculative.sampling import DrawOptions
 from specserve.train import acceptance
 from specserve.train.acceptance import AcceptanceMeter, Arm, arms
 
@@ -83,11 +84,50 @@ def test_one_program_for_prompts_and_one_for_each_tree(meter: AcceptanceMeter, t
     assert [program._cache_size() for program in programs] == [1, 1, 1]  # type: ignore[attr-defined]
 
 
+# each shapes what is drawn; the rest of the options of a prompt are the first ones
+SHAPED = [DrawOptions(0.8)] + [
+    dataclasses.replace(DrawOptions(0.8), **{name: value})
+    for name, value in {
+        "temperature": 1.5, "top_k": 3, "top_p": 0.3, "min_p": 0.5, "presence_penalty": 1.9, "frequency_penalty": 1.9,
+        "repetition_penalty": 3.0, "min_tokens": MAX_NEW,
+    }.items()
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arm", ARMS[::2], ids=lambda arm: arm.name)
+def test_each_prompt_is_answered_by_its_own_options(
+    arm: Arm, meter: AcceptanceMeter, runner: Runner, tiny_target: Target, tiny_head: Head, prompts: list[Prompt]
+) -> None:
+    """Every option acts as it does in a request, beside prompts that do not have it."""
+    assert {field.name for field in dataclasses.fields(DrawOptions)} == {
+        name for own in SHAPED for name, value in vars(own).items() if value != getattr(SHAPED[0], name)
+    }
+    for start in range(0, len(SHAPED), 3):  # prompts have other options each time
+        options = [SHAPED[(start + i) % len(SHAPED)] for i in range(len(prompts))]
+        params = [
+            SamplingParams(max_tokens=MAX_NEW, seed=SEED + i, **dataclasses.asdict(own))
+            for i, own in enumerate(options)
+        ]
+
+        def served(asked: list[SamplingParams] = params) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+            with make_engine(runner, Fixed(arm.tree)) as engine:
+                done = engine.generate([prompt.token_ids for prompt in prompts], asked)
+            return [(tuple(each.token_ids), each.stats.accepted_per_depth) for each in done]
+
+        expected = served()
+        for seed in SEEDS:
+            with moved_weights(runner, tiny_target, tiny_head, seed):
+                assert served() == expected, "a prompt sits on a near-tie; another seed"
+        found = meter.measure(tiny_head.params, tiny_head.target_ids, arm, options)
+        accepted = [each.accepted_per_depth for each in found.by_prompt]
+        assert [*zip(found.answers, accepted, strict=True)] == expected
+
+
 def test_each_prompt_is_answered_at_its_own_temperature(meter: AcceptanceMeter, tiny_head: Head) -> None:
     """As it is where all are at that one."""
     weights, way = (tiny_head.params, tiny_head.target_ids), ARMS[0].speculation
     alike = [meter.measure(*weights, Arm(way, temperature)) for temperature in (0.0, 1.0)]
-    mixed = meter.measure(*weights, Arm(way), [float(i % 2) for i in range(len(alike[0].answers))])
+    mixed = meter.measure(*weights, Arm(way), [DrawOptions(float(i % 2)) for i in range(len(alike[0].answers))])
     assert alike[0].answers[1::2] != alike[1].answers[1::2]
     for start, own in enumerate(alike):
         assert mixed.answers[start::2] == own.answers[start::2]

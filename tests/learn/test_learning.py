@@ -37,6 +37,7 @@ from specserve.serve.launch import Models
 from specserve.serve.requests.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
 from specserve.serve.settings import ServeRun
 from specserve.speculative.acceptance import Acceptance
+from specserve.speculative.sampling import DrawOptions
 
 GOOD, BAD = Acceptance(10, 30, (9, 8, 7)), Acceptance(10, 30, (2, 1, 0))
 
@@ -94,9 +95,13 @@ def _adopt(folder: Path, models: Models, learning: LearningHead, engine: Engine)
     return learning.versions.state.version
 
 
+def _options(i: int) -> DrawOptions:
+    return DrawOptions(i / 40, i, 1 - i / 900, i / 900, i / 300, -i / 300, 1 + i / 900, i % 9)
+
+
 def _answer(learning: LearningHead, version: str, found: Acceptance, number: int) -> None:
     for i in range(number):
-        params = SamplingParams(temperature=i / 4)
+        params = SamplingParams(**dataclasses.asdict(_options(i)))
         request = Request("id", (1, 2, i), params, 9, 0, lambda _delta: None, client="someone")
         options: Any = type("Options", (), {"may_learn": True})
         hear = learning.listen(request, options)
@@ -175,9 +180,38 @@ def test_a_version_whose_tau_falls_while_it_serves_is_given_up(models: Models, t
         assert recorder.folders[-1] == models.name
     kept = read_traffic(tmp_path / TRAFFIC, 10**9)
     assert [(len(kept), answer.prompt_ids, answer.answer_ids) for answer in kept[:1]] == [(128, (1, 2, 0), (5, 6, 7))]
-    assert [answer.temperature for answer in kept[:9]] == [i / 4 for i in range(9)]
+    assert [answer.options for answer in kept[:9]] == [_options(i) for i in range(9)]
     assert len({answer.client for answer in kept}) == 1
     assert "someone" not in kept[0].client
+
+
+@pytest.mark.parametrize("num_restarts", [1, 3])
+def test_the_watch_goes_on_after_a_restart(models: Models, tmp_path: Path, num_restarts: int) -> None:
+    """Each server hears a part of the answers, and the last one gives the version up, which no restart brings back; not
+    where the way of speculation is another one, whose tau says nothing of the head."""
+    with _learning(models, tmp_path) as (learning, _, engine):
+        _answer(learning, STATIC, GOOD, MOST_ANSWERS + 9)
+        _adopt(tmp_path, models, learning, engine)
+    for _ in range(num_restarts):
+        with _learning(models, tmp_path) as (learning, recorder, engine):
+            learning.look_back(engine)
+            _answer(learning, "001", BAD, FEWEST_ANSWERS // num_restarts)
+            assert recorder.served == [STATIC]
+            learning.remember()
+            state = (tmp_path / versions.STATE_FILE).read_bytes()
+    with _learning(models, tmp_path, speculation="chain:1") as (learning, recorder, engine):
+        learning.look_back(engine)
+        assert recorder.served == [STATIC]
+    (tmp_path / versions.STATE_FILE).write_bytes(state)
+    assert len(state) < 200 * MOST_ANSWERS
+    with _learning(models, tmp_path) as (learning, recorder, engine):
+        _answer(learning, "001", BAD, num_restarts)
+        learning.look_back(engine)
+        assert recorder.served == [STATIC, STATIC]
+        _answer(learning, "001", GOOD, 1)  # it was under way
+    with _learning(models, tmp_path) as (learning, _, _):
+        assert learning.take_models().version == STATIC
+        assert not [*learning.live.taus()]
 
 
 def test_the_first_answers_of_a_version_are_compared_alone() -> None:
@@ -254,9 +288,11 @@ def test_versions_are_few_and_of_one_head(tmp_path: Path) -> None:
     (tmp_path / versions.VERSIONS / names[-1]).rmdir()
     with pytest.raises(CheckpointError, match=r"version 013 is missing; remove state\.json"):
         HeadVersions(tmp_path, "target", "static")
-    (tmp_path / versions.STATE_FILE).write_text('{"version": "0"}')
-    with pytest.raises(CheckpointError, match=r"state\.json: .*; remove it"):
-        HeadVersions(tmp_path, "target", "static")
+    whole = '{"target": "target", "static": "static", "answers": %s}'
+    for text in ('{"version": "0"}', *(whole % answers for answers in ('{"0": [[[1]], []]}', '{"0": [[]]}', "[1]"))):
+        (tmp_path / versions.STATE_FILE).write_text(text)
+        with pytest.raises(CheckpointError, match=r"state\.json: .*; remove it"):
+            HeadVersions(tmp_path, "target", "static")
 
 
 def test_what_cannot_learn_is_refused(models: Models, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -25,6 +25,7 @@ from specserve.serve.llm import LLM
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.intervals import tau_difference
+from specserve.speculative.sampling import DrawOptions
 from specserve.train.acceptance import AcceptanceMeter, Arm
 
 NUM_ANSWERS = 160
@@ -141,7 +142,7 @@ def test_a_round_learns_the_traffic_and_undoes_what_is_poisoned(task: RoundTask,
     assert undone.taus["static"] == found.taus["candidate"]
 
 
-def test_contenders_are_judged_at_the_temperatures_of_the_traffic(
+def test_contenders_are_judged_by_the_options_of_the_traffic(
     tiny_target: Target, tiny_head: Head, tmp_path: Path
 ) -> None:
     """The judge's tau is the one that such requests see."""
@@ -149,13 +150,14 @@ def test_contenders_are_judged_at_the_temperatures_of_the_traffic(
         save_head(folder, tiny_head, tiny_target, dtype="float32", notes={})
     static, rng = str(tmp_path / "static"), np.random.default_rng(0)
     prompts = [tuple(int(i) for i in rng.integers(3, 64, 9)) for _ in range(8)]
-    held_out = [ServedAnswer(prompt, (5, 6), "a", "0", 1.5 * (i % 2)) for i, prompt in enumerate(prompts)]
+    both = DrawOptions(), DrawOptions(1.5, top_k=9, presence_penalty=1.0)
+    held_out = [ServedAnswer(prompt, (5, 6), "a", "0", both[i % 2]) for i, prompt in enumerate(prompts)]
     task = RoundTask(str(tmp_path), "target", static, static, "eagle3", "chain:2", 1, 0)
     found = _measure(task, tiny_target, held_out)
-    head, arms = load_head(Path(static), tiny_target, dtype=default_dtype()), [Arm("chain:2"), Arm("chain:2", 1.5)]
+    head, arm = load_head(Path(static), tiny_target, dtype=default_dtype()), Arm("chain:2")
     asked = [Prompt("traffic", list(prompt)) for prompt in prompts]
-    meter = AcceptanceMeter(tiny_target, head.drafter, arms, asked, max_new_tokens=ANSWER_TOKENS)
-    alike = [meter.measure(head.params, head.target_ids, arm).by_prompt for arm in arms]
+    meter = AcceptanceMeter(tiny_target, head.drafter, [arm], asked, max_new_tokens=ANSWER_TOKENS)
+    alike = [meter.measure(head.params, head.target_ids, arm, [own] * len(asked)).by_prompt for own in both]
     expected = [alike[i % 2][i] for i in range(len(prompts))]
     assert expected != [*alike[0]]
     assert [*found["static"]] == [*found["candidate"]] == expected

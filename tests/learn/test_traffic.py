@@ -24,6 +24,7 @@ from specserve.serve.http.app import create_app
 from specserve.serve.http.openai.streaming import WorkOptions
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.requests.request import Delta, Request
+from specserve.speculative.sampling import DrawOptions
 
 ALL = 10**9  # tokens
 TEXT = {"prompt": "tell", "max_tokens": 5, "seed": 0}
@@ -70,8 +71,12 @@ def test_every_route_states_whether_a_request_may_be_learnt_from(fake_engine: Fa
         server.stop()
 
 
+def _options(i: int) -> DrawOptions:
+    return DrawOptions(i / 4, i, 1 - i / 900, i / 900, i / 300, -i / 300, 1 + i / 9, i)
+
+
 def _answers(number: int, client: str = "a", first: int = 0) -> list[ServedAnswer]:
-    return [ServedAnswer((1, 2, i), (3, i, 2), client, "0", i / 4) for i in range(first, first + number)]
+    return [ServedAnswer((1, 2, i), (3, i, 2), client, "0", _options(i)) for i in range(first, first + number)]
 
 
 def _write(folder: Path, answers: list[ServedAnswer], **options: Any) -> Traffic:
@@ -93,9 +98,12 @@ def test_what_is_read_is_what_was_kept(tmp_path: Path) -> None:
     oldest, newest = segments(tmp_path)
     text = oldest.read_text()
     rows = [json.loads(line) for line in text.splitlines()]
-    earlier = [json.dumps({name: row[name] for name in row if name != "temperature"}) for row in rows]
-    oldest.write_text("\n".join(earlier))  # of a server that kept no temperatures
-    assert read_traffic(tmp_path, ALL) == [*(dataclasses.replace(each, temperature=0.0) for each in first), *second]
+    for known in ((), ("temperature",)):  # of a server that kept no options, or this one alone
+        kept = {"prompt_ids", "answer_ids", "client", "version", *known}
+        oldest.write_text("\n".join(json.dumps({name: row[name] for name in row if name in kept}) for row in rows))
+        earlier = [DrawOptions(**{name: getattr(each.options, name) for name in known}) for each in first]
+        found = [dataclasses.replace(each, options=own) for each, own in zip(first, earlier, strict=True)]
+        assert read_traffic(tmp_path, ALL) == [*found, *second]
     oldest.write_text(text)
     oldest.write_bytes(oldest.read_bytes()[:-9])
     (tmp_path / f"{newest.name}.1-2.partial").write_bytes(newest.read_bytes())  # of a server that was killed
@@ -179,7 +187,7 @@ def test_nothing_is_kept_that_the_hook_has_not_passed(tmp_path: Path) -> None:
         return None if number % 3 else ServedAnswer(answer.prompt_ids[1:], answer.answer_ids, "forged", "forged")
 
     own = _write(tmp_path, _answers(9), redact=redact, tokenizer="tokenizer")
-    assert read_traffic(tmp_path, ALL) == [ServedAnswer((2, i), (3, i, 2), "a", "0", i / 4) for i in (0, 3, 6)]
+    assert read_traffic(tmp_path, ALL) == [ServedAnswer((2, i), (3, i, 2), "a", "0", _options(i)) for i in (0, 3, 6)]
     assert (own.num_kept, own.num_dropped) == (3, 6)
 
 

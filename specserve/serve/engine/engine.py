@@ -208,8 +208,9 @@ class Engine:
         CapacityError when the engine stops meanwhile."""
 
         def on_swapped(info: DraftInfo | None) -> None:
-            if self.draft is not None:  # another version of it has its name
-                self._take_note(dataclasses.replace(info or DraftInfo(""), name=self.draft.name))
+            if self.draft is not None:  # another version of it has its name; its tau was of the weights before
+                info = info or (dataclasses.replace(self.draft, tau=None) if draft is None else DraftInfo(""))
+                self._take_note(dataclasses.replace(info, name=self.draft.name))
 
         return self._swaps.update(target, draft, on_swapped, version=version, mode=mode)
 

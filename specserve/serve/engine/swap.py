@@ -46,7 +46,7 @@ class HeadForm:
     quantization: Quantization
 
 
-# with what is known of the head: nothing where its parameters were given
+# with what is known of the head: nothing where its parameters were given, or it stays
 WeightsReader = Callable[
     [HeadForm | None, TargetWeights | None, DraftWeights | None],
     tuple[Target | None, Head | None, DraftInfo | None],
@@ -126,8 +126,8 @@ class Swaps:
         mode: UpdateMode,
     ) -> str:
         """Serve other weights of the same models from the next round on, or, to `drain`, once those sequences have
-        ended that have begun. Returns the name of this version of the weights; empty: the next number. Where it has
-        another head, `on_swapped` is called with what is known of that, on the engine's thread."""
+        ended that have begun. Returns the name of this version of the weights; empty: the next number. When it serves,
+        `on_swapped` is called on the engine's thread, with what is known of another head that came from a folder."""
         if mode not in MODES:
             raise ConfigError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
         if target is None and draft is None:
@@ -150,8 +150,7 @@ class Swaps:
             def swap() -> None:
                 self._rounds.swap(beside, version=name)
                 self._late.use(beside, None, has_others=beside.compiled is not runner.compiled)
-                if head is not None:
-                    on_swapped(info)
+                on_swapped(info)
 
             self._changes.ask(swap, is_patient=mode == "drain")
         logger.info("the weights are version %s now", name)

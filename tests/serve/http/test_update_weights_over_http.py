@@ -1,5 +1,6 @@
 """Weights that change over HTTP, under the names that RL code calls: SGLang's and vLLM's."""
 
+import contextlib
 import dataclasses
 import json
 import threading
@@ -21,10 +22,12 @@ from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import write_tensors
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
+from specserve.errors import ConfigError
 from specserve.interop.head import save_head
 from specserve.models.target import target_spec
 from specserve.serve import launch
 from specserve.serve.engine.engine import Engine
+from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.engine.swap import HeadForm, ServedWeights
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
@@ -151,6 +154,30 @@ def test_the_steps_of_an_rl_driver(
     _do(rl, "/update_weights_from_disk", {"model_path": str(tiny_target.folder), "abort_all_requests": True})
     _do(rl, "/resume_memory_occupation", {"tags": ["kv_cache"]})
     assert [ids for ids, _ in _answers(rl)] == [ids for ids, _ in old]
+
+
+def test_a_promised_tau_is_of_the_weights_that_serve(
+    rl: httpx.Client, engine: Engine, tiny_target: Target, tiny_head: Head, moved: Path, tmp_path: Path
+) -> None:
+    """None after an update of the target or by arrays, which nobody has measured, also after a restart; what its notes
+    say of a head from a folder; and that of before where nothing was changed."""
+    promised = {"acceptance": {"tau": 1.9, "accept_rate": [0.5]}}
+    save_head(tmp_path / "head", tiny_head, tiny_target, dtype="float32", notes=promised)
+    targets: list[dict[str, Any]] = [{"target": tiny_target.params}, {"target": str(moved)}]
+    folder, arrays = {"draft": str(tmp_path / "head")}, {"draft": tiny_head.params}
+    updates = [
+        *((update, None) for update in (*targets, arrays, targets[0] | arrays)),
+        *((update, 1.9) for update in (folder, targets[0] | folder)),
+        ({"draft": {"no": "head"}}, 2.5),
+    ]
+    for update, tau in updates:
+        engine.draft = DraftInfo("mine", 2.5)
+        with contextlib.suppress(ConfigError):
+            engine.update_weights(**update)
+        [_, card] = rl.get("/v1/models").json()["data"]
+        assert (engine.draft, card["id"], card["tau"]) == (DraftInfo("mine", tau), "mine", tau), update.keys()
+    models = Models("tiny", tiny_target, tiny_head, None, draft=DraftInfo("mine", 2.5))
+    assert launch.with_version(models, "7", str(moved), "").draft == DraftInfo("mine")
 
 
 APIS: dict[str, dict[str, Any]] = {
