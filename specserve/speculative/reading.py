@@ -91,7 +91,7 @@ class ReadingRule:
         """Leave the draft out once following has cost what going on will at least: the smallest reading."""
         if self._saved < self._spent:
             self._patience = min(2 * self._patience, MOST_PATIENCE)
-        elif self._saved > 2 * self._spent:  # what is between may as well have lost
+        elif self._saved > 2 * self._spent:  # a saving between the two may as well be a loss
             self._patience = 1
         self.is_following = False
         self._kept_up = self._spent = self._saved = 0.0
