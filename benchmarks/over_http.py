@@ -6,6 +6,7 @@ A file of this folder makes a comparison of it by a `Peer`, and calls `main`.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import platform
 import shlex
@@ -43,11 +44,29 @@ class Peer(Protocol):
         ...
 
 
+class Nobody:
+    """No other engine: specserve's own ways beside each other, in the table beside plain decoding."""
+
+    name = OURS
+
+    def __init__(self, weight_bytes: Mapping[str, float], folder: Path) -> None:
+        self.weight_bytes, self.folder = weight_bytes, folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def servers(self, options: argparse.Namespace, target: Path) -> Iterator[Server]:
+        del options, target
+        yield from ()
+
+    def describe(self) -> str:
+        return "no other engine"
+
+
 def main(make_peer: Callable[[Path], Peer], cache_name: str, formats: Mapping[str, float], description: str) -> int:
     """Run a comparison from the command line; `cache_name` is the peer's folder in the cache."""
     options = parse(formats, description)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end too
-    return report(lambda: compare(options, make_peer, cache_name), options.output)
+    make = make_peer if options.formats else functools.partial(Nobody, formats)
+    return report(lambda: compare(options, make, cache_name), options.output)
 
 
 def parse(formats: Mapping[str, float], description: str) -> argparse.Namespace:
@@ -87,7 +106,9 @@ def parse(formats: Mapping[str, float], description: str) -> argparse.Namespace:
         parser.error(f"--clients {bad[0]}: expected numbers such as 1,4")
     options.formats = [] if options.formats == ["none"] else options.formats
     if bad := [text for text in options.formats if text not in formats]:
-        parser.error(f"--formats {bad[0]}: expected some of {', '.join(formats)}")
+        parser.error(f"--formats {bad[0]}: expected some of {', '.join(formats)}, or none")
+    if options.lookup and not options.formats:
+        parser.error("--lookup: is of the other engine, which --formats none leaves out")
     options.clients = [int(text) for text in options.clients]
     options.speculation = list(dict.fromkeys([PLAIN, *options.speculation]))  # all must answer as the first
     options.serve = dict(options.serve or [("bf16", "")])  # as it is published; the arithmetic is float32
@@ -134,7 +155,7 @@ def compare(options: argparse.Namespace, make_peer: Callable[[Path], Peer], cach
 
     folder = (options.cache or cache_folder() / "benchmarks" / cache_name).absolute()
     peer = make_peer(folder)
-    sizes, beside = peer.weight_bytes, peer.name if options.formats else OURS
+    sizes = peer.weight_bytes
     target = resolve_target(options.target).folder
     asked = questions(
         target, options.bench, options.prompts + max(options.clients), CONTEXT - options.max_tokens - MARGIN
@@ -162,10 +183,10 @@ def compare(options: argparse.Namespace, make_peer: Callable[[Path], Peer], cach
     bandwidth = {weights: statistics.median(of_round) for weights, of_round in bandwidths.items()}
     bounds = {weights: bandwidth[weights] / size / sizes[weights] for weights in sizes}
     reference = Arm(OURS, next(iter(options.serve)), PLAIN)
-    rows = summarize(batches, bounds, peaks, reference, beside)
+    rows = summarize(batches, bounds, peaks, reference, peer.name)
     machine = f"{processor()}, {options.threads} cores"
     reads = ", ".join(f"{size * sizes[name] / 1e6:.0f} MB at {bandwidth[name] / 1e9:.1f} GB/s" for name in sizes)
-    print(f"{machine}; it reads {reads}\n{peer.describe()}\n\n{table(rows, beside)}")
+    print(f"{machine}; it reads {reads}\n{peer.describe()}\n\n{table(rows, peer.name)}")
     for arm, count in late.items():
         if count:
             say(f"warning: {arm} compiled {count} programs while it was measured")

@@ -166,10 +166,10 @@ def let_wait(pid: int, *, is_idle: bool = False) -> None:
     where any other may first run for milliseconds, in which the threads of a step wait for the one that is late."""
     try:
         os.setpriority(os.PRIO_PROCESS, pid, _LOW_PRIORITY)
+        if is_idle and sys.platform == "linux":
+            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
         with Path(f"/proc/{pid}/oom_score_adj").open("w") as file:
             file.write("1000")
-        if is_idle:
-            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
     except OSError as error:  # macOS has no such file
         logger.debug("process %d keeps its priority: %s", pid, error)
 

@@ -1,9 +1,12 @@
 """The config of a target: by its name, without its weights and without the network, and as a checkpoint loads it."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import jax.numpy as jnp
 
 from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, find_folder, is_hub_id
 from specserve.checkpoints.tensors import CONFIG, read_json
@@ -60,11 +63,14 @@ def loaded_config(raw: Mapping[str, Any], *, dtype: str, where: str) -> ModelCon
 
 def stored_dtype(raw: Mapping[str, Any]) -> str:
     """Return the dtype of a checkpoint's weights as its config.json states it, of its text model where that has its
-    own, or an empty string."""
+    own. An empty string where it states none, or none that there is, such as `auto`."""
     text = raw.get("text_config")
     places = (text, raw) if isinstance(text, Mapping) else (raw,)
     stated = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
-    return next((str(each).removeprefix("torch.") for each in stated if each), "")
+    named = next((str(each).removeprefix("torch.") for each in stated if each), "")
+    with contextlib.suppress(TypeError):
+        return jnp.dtype(named).name
+    return ""
 
 
 def auto_cache_dtype(stored: str, computed: str) -> str:

@@ -115,12 +115,16 @@ class Controller:
         """The draft is to keep up with plain steps, since speculation may pay soon."""
         return self._reading.is_following
 
+    def retract(self) -> None:
+        """Begin anew to choose when the draft reads: weights have changed, and every sequence is prefilled anew."""
+        self._reading, self._gain, self._next_look = ReadingRule(self.costs), 0.0, None
+
     def expect(self, prior: Sequence[float]) -> None:
         """Begin anew with a head of this acceptance by depth. Estimates that were started before belong to the old
         head."""
         self._lift.clear()
         self.calibration.forget()
-        self._reading, self._gain, self._next_look = ReadingRule(self.costs), 0.0, None
+        self.retract()
         rates = [*prior] or [UNKNOWN_PRIOR]
         rates += [rates[-1]] * (MAX_DEPTH - len(rates))
         self._prior = np.clip(np.array(rates[:MAX_DEPTH]), 0.02, 0.98)
@@ -216,10 +220,10 @@ class Controller:
             lost += max(0.0, (1.0 - promised) * self._call_seconds(look))
         return lost / self._call_seconds(best)
 
-    def stepped(self, program: StepProgram, num_steps: int, num_sequences: int) -> None:
-        """Note that so many steps are made of so many sequences."""
+    def stepped(self, program: StepProgram, num_steps: int, num_sequences: int, num_read: int = 0) -> None:
+        """Note that so many steps of so many sequences are made, before which the draft has read so many tokens."""
         seconds = self._served.seconds(program) if program in self.costs else 0.0
-        self._reading.stepped(program, num_steps * seconds, self._gain, num_steps * num_sequences)
+        self._reading.stepped(program, num_steps * seconds, self._gain, num_steps * num_sequences, num_read)
 
     def _call_seconds(self, program: StepProgram) -> float:
         seconds = self._served.seconds(program)

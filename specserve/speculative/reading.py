@@ -2,8 +2,8 @@
 
 A draft that is not used need not read what the target runs: plain steps and prompts are quicker without it. Where
 speculation pays again, the draft must read all that first, and for how long it will pay is not known. So both changes
-wait until not to make them has cost as many seconds as they would. In a single lull no more is lost than twice the
-reading, and the reading of what has come meanwhile.
+wait until not to make them has cost as many seconds as they would. So in a single lull at first no more is lost than
+twice the reading, and the reading of what has come meanwhile.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class ReadingRule:
     def __init__(self, costs: Mapping[StepProgram, float]) -> None:
         self._costs = costs
         self.is_following = True
-        self._is_waiting = self._is_reading = False  # speculation would pay now: until it has cost enough, and after
+        self._is_waiting = False  # speculation would pay now, and plain steps have not lost enough yet
         self._now, self._all = _Missed(), _Missed()  # since it would pay without a break, and since all was read
         self._patience = 1
         # seconds since the draft was last left out: of following, less what speculation has saved; of both following
@@ -50,9 +50,6 @@ class ReadingRule:
         if not pays:
             self._now = _Missed()
         self._is_waiting = pays and not self._has_waited(num_unread)
-        if pays and not (self._is_waiting or self._is_reading):
-            self._spent += self.reading_seconds(num_unread)
-        self._is_reading = pays and not self._is_waiting
         return self._is_waiting
 
     def _has_waited(self, num_unread: int) -> bool:
@@ -66,14 +63,17 @@ class ReadingRule:
 
     def choose(self, plain: StepProgram, *, is_used: bool, is_near: bool) -> None:
         """Note that speculation is used for such a batch, or is nearly as good as plain decoding."""
-        if self._extra_seconds(plain) is None:  # following costs little, and a draft could not read later
+        if self._extra_share(plain) is None:  # following costs little, and a draft could not read later
             self.is_following = is_used or is_near
         elif is_used:
             self.is_following = True
 
-    def stepped(self, program: StepProgram, seconds: float, gain: float, num_tokens: int) -> None:
-        """Note steps of so many seconds together, and what the best way brings over plain ones. They lose it, where
-        speculation would pay and waits, and a draft that follows for nothing costs something."""
+    def stepped(self, program: StepProgram, seconds: float, gain: float, num_tokens: int, num_read: int) -> None:
+        """Note steps of so many seconds and tokens together, before which the draft has read so many tokens, and what
+        the best way brings over plain ones. They lose it, where speculation would pay and waits, and a draft that
+        follows for nothing costs something."""
+        if self.is_following:  # and not for a look
+            self._spent += self.reading_seconds(num_read)
         if program.tree is not None:
             self._saved += gain * seconds
             self._kept_up = max(0.0, self._kept_up - gain * seconds)
@@ -81,9 +81,9 @@ class ReadingRule:
             for missed in (self._now, self._all):
                 missed.seconds += gain * seconds
                 missed.num_tokens += num_tokens
-        elif self.is_following and (extra := self._extra_seconds(program)) is not None:
-            self._kept_up += extra * seconds
-            self._spent += extra * seconds
+        elif self.is_following and not program.is_alone and (share := self._extra_share(program)) is not None:
+            self._kept_up += share * seconds
+            self._spent += share * seconds
             if self._kept_up >= min((self._costs[each] for each in self._readings()), default=0.0):
                 self._leave_out()
 
@@ -103,7 +103,7 @@ class ReadingRule:
     def _readings(self) -> list[StepProgram]:
         return [program for program in self._costs if program.chunk]
 
-    def _extra_seconds(self, program: StepProgram) -> float | None:
+    def _extra_share(self, program: StepProgram) -> float | None:
         """Return what a plain step that the draft follows takes beyond one of the target alone, as a share of that;
         FOLLOWING at least. None where there are not both."""
         alone, followed = (StepProgram(program.batch, program.width, is_alone=each) for each in (True, False))

@@ -1,5 +1,6 @@
 """When a draft that was left behind reads what the target has run alone: against loads whose best choice is known."""
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -44,9 +45,12 @@ class Load:
         choices = [program for program in SECONDS if program.batch == batch]
         for _ in range(num_steps):
             program = self.controller.choose(estimates, choices, self.num_unread)
-            self.controller.stepped(program, 1, batch)
+            num_read = 0 if program.tree is None else self.num_unread
+            is_followed = program.tree is None and self.has_followed and self.controller.is_following
+            made = StepProgram(batch, WIDTH) if is_followed else program
+            self.controller.stepped(made, 1, batch, num_read)
             if program.tree is not None:
-                self.read_seconds += PER_TOKEN * self.num_unread
+                self.read_seconds += PER_TOKEN * num_read
                 self.num_unread = 0
                 accepted = [min(_accepted(each), program.tree.depth) for each in range(batch)]
                 self.controller.observe(estimates, program.tree, np.array(accepted))
@@ -54,11 +58,7 @@ class Load:
                 self.num_unread += batch
             self.controller.observe_seconds(program, SECONDS[program])
             self.seconds += SECONDS[program]
-            if (
-                self.controller.is_following
-                and program.tree is None
-                and FOLLOWED.keys() <= self.controller.costs.keys()
-            ):
+            if is_followed:
                 self.seconds += FOLLOWING * SECONDS[program]
             self.tokens += batch * (TOKENS if program.tree else 1.0)
             self.chosen.append(program.tree is not None)
@@ -231,7 +231,7 @@ def test_a_draft_is_left_out_once_following_has_cost_what_going_on_will() -> Non
     while controller.is_following:
         program = controller.choose(estimates, choices)
         if program.tree is None:  # no look
-            controller.stepped(program, 4, MANY)
+            controller.stepped(dataclasses.replace(program, is_alone=False), 4, MANY)
             num_steps += 4
     assert 0.064 <= num_steps * FOLLOWING * SECONDS[choices[0]] <= 0.064 + 8 * FOLLOWING * SECONDS[choices[0]]
     assert controller.choose(estimates, choices, MANY * LENGTH).tree is None

@@ -349,8 +349,9 @@ class Rounds:
             num_steps = num_steps if program == chosen else 1
             is_following = self.choice.keeps_up(program, slots, num_steps)
             handle = self.runner.step(slots, program.tree, num_steps=num_steps, **asked, is_following=is_following)
-        has_read = self.backlog.num_read > num_read
-        return InFlight(handle, _awaiting(dict(enumerate(decode))), program, num_steps, has_read)
+        num_read = self.backlog.num_read - num_read
+        self.choice.stepped(decode, program, num_steps, num_read)
+        return InFlight(handle, _awaiting(dict(enumerate(decode))), program, num_steps, num_read > 0)
 
     def _step_beside(self, decode: list[Sequence], prefills: Seq[Seq[Chunk]]) -> tuple[InFlight, InFlight] | None:
         """Dispatch a step together with the first prefill, where one program does both. None: it does not."""

@@ -83,6 +83,7 @@ class StepChoice:
         learnt of the one before holds."""
         self._runner = runner
         if prior is None:
+            self.controller.retract()
             return
         self._bursts, self._prior = Bursts(self._expected_seconds), prior
         if self.only and self.only[0] not in runner.shapes.trees:
@@ -140,15 +141,16 @@ class StepChoice:
         many of their tokens to read before it can propose."""
         program = self._followed(self._program(decode, self._choices(slots), num_unread), slots, work.most_steps)
         num_steps = self._bursts.num_steps(program, work.num_steps(1 + depth_of(program.tree)))
-        num_steps = self._runner.bounds.num_alike(slots, program.tree, num_steps)
-        if self.only is None:
-            self.controller.stepped(program, num_steps, len(decode))
+        return program, self._runner.bounds.num_alike(slots, program.tree, num_steps)
+
+    def stepped(self, decode: Seq[Sequence], program: StepProgram, num_steps: int, num_read: int) -> None:
+        """Note that so many steps of these sequences are made, before which the draft has read so many tokens."""
         if self.is_choosing and self.only is None:
+            self.controller.stepped(program, num_steps, len(decode), num_read)
             estimates = [self.estimate(sequence) for sequence in decode]
             tokens = num_steps * self.controller.expected_tokens(estimates, program.tree)
             self._num_tokens += tokens
             self._plain_tokens += tokens / max(self.controller.speedup(estimates, program), 1e-9)
-        return program, num_steps
 
     def _followed(self, program: StepProgram, slots: Seq[int], most_steps: int = 1) -> StepProgram:
         """Return the plain step that the draft follows in place of the target's alone, where it is to keep up."""

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_THREADS = 8  # threads side by side: tracing is Python, so more would wait for each other
 LOG_SECONDS = 10.0
 CHECK_SECONDS = 0.2
+MOST_DOUBLINGS = 4  # of the time after which a program is let go
 REQUIRED_SECONDS = 5.0  # how long a program counts as required after a step would have used it
 # of JAX's monitoring, with the program's identity: JAX reports what it compiles and not what it dispatches, and devices
 # of several processes wait for each other where these do not dispatch the same programs in the same order
@@ -92,11 +93,12 @@ class CompiledPrograms:
         return [program for program in list(self._required) if self.is_away(program) and self.is_required(program)]
 
     def let_go(self, seconds: float) -> int:
-        """Let go of the programs that are set aside and that no step has used for so long; twice as long each time that
-        one has come back, so that what is used now and then does not come and go. Returns how many."""
+        """Let go of the programs that are set aside and that no step has used for so long; twice as long each of the
+        first times that one has come back, so that it does not come and go. Returns how many."""
         now, gone = time.monotonic(), list[StepProgram]()
         for program in list(self._set_aside):
-            if now - self._used.get(program, math.inf) > seconds * 2 ** self._num_gone.get(program, 0):
+            number = min(self._num_gone.get(program, 0), MOST_DOUBLINGS)
+            if now - self._used.get(program, math.inf) > seconds * 2**number:
                 gone.append(program)
         with self._lock:
             for program in gone:

@@ -45,7 +45,8 @@ class CompilingProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: dict[StepProgram, Future[str]] = {}  # as `_ask` returns or raises
         self._is_closed = self._has_failed = self._is_starved = False
-        self._had = 0.0, 0.0  # when its share was last looked at, and the seconds of a core that it had had by then
+        # when its share was last looked at, and the seconds of a core that it had had by then
+        self._had: tuple[float, float] | None = None
         self._is_useful = runner.compiled.is_keeping and _can_be_kept(runner)
 
     def keep(self, program: StepProgram) -> bool:
@@ -94,6 +95,7 @@ class CompilingProcess:
                     return "it is closed"
                 if self._process is None:
                     self._process = self._start()
+                self._had = self._had if self._waiting else None
                 answer = self._waiting[program] = Future()
                 _send(self._process.stdin, program)
             except Exception as error:  # of the system, or an object of a drafter from outside that no pickle takes
@@ -109,19 +111,20 @@ class CompilingProcess:
         """Start the process anew where it comes to nothing in the time that no other one wants: from then on it has a
         share. Only the superuser may take a thread out of idle scheduling."""
         with self._lock, contextlib.suppress(psutil.Error, OSError):  # `_listen` finds that it has ended
-            if self._process is None or self._is_closed or self._is_starved:
+            if self._process is None or not self._is_useful or self._is_closed or self._is_starved:
                 return
-            (since, before), now = self._had, time.monotonic()
+            times, now = psutil.Process(self._process.pid).cpu_times(), time.monotonic()
+            since, before = had = self._had or (now, times.user + times.system)
             if now - since < STARVED_SECONDS:  # another thread has looked
+                self._had = had
                 return
-            times = psutil.Process(self._process.pid).cpu_times()
             self._had = now, times.user + times.system
             if self._had[1] - before < STARVED_SHARE * (now - since):
                 self._is_starved = True
                 logger.info("nothing is left of the processor for compiling, so it takes a share from now on")
                 self._process.kill()
                 self._process = self._start()
-                for program in self._waiting:
+                for program in list(self._waiting):  # answers of the one before still come
                     _send(self._process.stdin, program)
 
     def _start(self) -> "subprocess.Popen[bytes]":
@@ -144,14 +147,13 @@ class CompilingProcess:
             files.pop_all()
             begin.close()
         host.let_wait(process.pid, is_idle=not self._is_starved)
-        self._had = time.monotonic(), 0.0
         threading.Thread(target=self._listen, args=(process, said), name="compiling-process", daemon=True).start()
         return process
 
     def _listen(self, process: "subprocess.Popen[bytes]", said: IO[bytes]) -> None:
         """Hand out the answers of the process, until it ends."""
         assert process.stdout is not None
-        with contextlib.suppress(EOFError, pickle.UnpicklingError, KeyError):
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
             while True:
                 program, failure = pickle.load(process.stdout)
                 answer = self._waiting.pop(program, None)

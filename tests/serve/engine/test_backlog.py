@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from engines import Inbox, compile_programs, make_engine, make_runner, serving
+from engines import Ask, Inbox, compile_programs, greedy, make_engine, make_runner, run, serving
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -163,6 +163,59 @@ def test_ragged_sequences_are_read_in_rounds(
     for (drafts, token_ids), (others, same) in zip(*found, strict=True):
         assert token_ids == same
         _check_alike(drafts, others)
+
+
+class Certain(Controller):
+    """Costs and acceptance stay as they are at first, by which the chain makes the half more of plain decoding."""
+
+    def __init__(self, runner: Runner) -> None:
+        costs = dict[StepProgram, float]()
+        for program in list_programs(runner):
+            if program.kind == "step":
+                costs[program] = 0.020 if program.tree else 0.010 if program.is_alone else 0.0105
+            elif program.kind == "reading":
+                costs[program] = 0.003 * program.chunk
+        super().__init__(costs, prior=(0.8, 0.8, 0.8))
+        self._reading.is_following = False
+
+    def observe(self, *_of: object) -> None:
+        pass
+
+    def observe_seconds(self, *_of: object, **_how: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def masked(tiny_target: Target, tiny_head: Head) -> Runner:
+    runner = make_runner(tiny_target, tiny_head, "off", "chain:3", num_slots=1)
+    compile_programs(runner)
+    return runner
+
+
+@pytest.mark.parametrize(("is_constrained", "is_away"), [(False, False), (True, False), (False, True)])
+def test_speculation_begins_when_plain_steps_have_lost_what_reading_takes(
+    masked: Runner, is_constrained: bool, is_away: bool
+) -> None:
+    """Also of requests with token masks, and where its program comes from its file first: the reading counts once."""
+    controller = Certain(masked)
+    if is_away:
+        for program in list_programs(masked):
+            if program.kind == "step" and program.tree is not None:
+                masked.compiled.set_aside(program)
+        assert masked.compiled.let_go(-1.0)
+    engine = make_engine(masked, controller, most_steps=1)
+    rule = controller._reading
+    with engine:
+        for number in range(9):
+            ask = Ask((5, 9, 11, 5, 9, 11, 5, 9), greedy(60, ignore_eos=True), is_constrained=is_constrained)
+            run(engine, [dataclasses.replace(ask, salt=str(number))])
+            if engine.stats().num_steps_by_speculation["chain:3"]:
+                break
+        stats = engine.stats()
+        assert stats.num_steps_by_speculation["chain:3"]
+        assert controller.is_following
+        seconds = rule.reading_seconds(stats.num_caught_up)
+        assert 0 < seconds <= rule._spent < 2 * seconds
 
 
 @given(st.integers(0, 5), st.integers(1, 60), st.integers(1, 40))
