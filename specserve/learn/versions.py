@@ -30,7 +30,7 @@ class LearnState:
     before: str = STATIC  # the one that served before it, to which a fall of tau returns
     num_rounds: int = 0
     first_static_tau: float = 0.0  # tau of the static head on the traffic of the first round; 0: there was none
-    speculation: str = ""  # of the server, by which these were drafted
+    speculation: str = ""  # and bits of the server, by which these were drafted
     answers: Mapping[str, Any] = field(default_factory=dict)  # of both versions, see `LiveTaus.kept`
 
 
