@@ -19,7 +19,7 @@ from specserve import provenance
 from specserve.data.sources import parse_entry
 from specserve.drafters.registry import check_trained
 from specserve.drafters.speculation import describe, parse_speculation, within_reach
-from specserve.errors import ConfigError, SpecServeError, first_line
+from specserve.errors import CheckpointError, ConfigError, SpecServeError, first_line
 from specserve.host import write_whole
 from specserve.interop.notes import followed, read_notes
 from specserve.learn.learner import LearnerProcess
@@ -77,6 +77,7 @@ class LearningHead(Collector):
         self._num_used = 0  # answers that were kept when the last round began
         self._rounds: dict[str, int] = {}  # by what they chose, or "failed"
         self._num_returns = 0
+        self._has_warned = False
         self._last: RoundResult | None = None
         self._closing, self._change = threading.Event(), threading.Lock()
         self._process: LearnerProcess | None = None
@@ -211,7 +212,9 @@ class LearningHead(Collector):
                 try:
                     self.versions.keep(state)
                 except OSError as error:
-                    logger.warning("a restart will not know how version %s has served: %s", state.version, error)
+                    if not self._has_warned:  # each look would say it again
+                        logger.warning("a restart will not know how version %s has served: %s", state.version, error)
+                    self._has_warned = True
 
     def _with_answers(self, state: LearnState) -> LearnState:
         answers = self.live.kept(state.version, state.before)
@@ -241,6 +244,8 @@ class LearningHead(Collector):
     def _use(self, engine: Engine, state: LearnState) -> None:
         """Serve the version of a state, and keep the state. Raises SpecServeError where it cannot serve."""
         folder = self.versions.folder_of(state.version) or self._task.static
+        if state.version != STATIC and folder == self._task.static:
+            raise CheckpointError(f"{self._folder}: version {state.version} is missing")
         mode = "drain" if self._run.deterministic else "continue"
         engine.update_weights(draft=folder, version=state.version, mode=mode)
         self.live.begin(state.version, state.before)
