@@ -19,7 +19,7 @@ from specserve import provenance
 from specserve.data.sources import parse_entry
 from specserve.drafters.registry import check_trained
 from specserve.drafters.speculation import describe, parse_speculation, within_reach
-from specserve.errors import ConfigError, SpecServeError, first_line
+from specserve.errors import CheckpointError, ConfigError, SpecServeError, first_line
 from specserve.host import write_whole
 from specserve.interop.notes import followed, read_notes
 from specserve.learn.learner import LearnerProcess
@@ -56,8 +56,7 @@ class LearningHead(Collector):
         self._task = _first_task(run, models, self._folder)
         self.versions = HeadVersions(self._folder, models.fingerprint, provenance.fingerprint(Path(self._task.static)))
         state = self.versions.state
-        # by another way of speculation tau is another one, whichever head drafts
-        self.live = LiveTaus(state.answers if state.speculation == run.speculation else {})
+        self.live = LiveTaus(state.answers if state.speculation == _drafted_by(run) else {})
         if (served := self._served_folder()) != self._task.static:
             models = with_version(models, self.versions.state.version, "", served)
         self._models: Models | None = models
@@ -78,6 +77,7 @@ class LearningHead(Collector):
         self._num_used = 0  # answers that were kept when the last round began
         self._rounds: dict[str, int] = {}  # by what they chose, or "failed"
         self._num_returns = 0
+        self._has_warned = False
         self._last: RoundResult | None = None
         self._closing, self._change = threading.Event(), threading.Lock()
         self._process: LearnerProcess | None = None
@@ -86,9 +86,9 @@ class LearningHead(Collector):
 
     def listen(self, request: Request, options: WorkOptions) -> Hear | None:
         """Return the listener of a sequence that the target alone answers."""
-        if request.lora:
+        if request.lora or not options.may_learn:
             return None
-        is_kept = options.may_learn and random.random() < self._run.learn_share
+        is_kept = random.random() < self._run.learn_share
         answer_ids: list[int] = []
 
         def hear(delta: Delta) -> None:
@@ -212,11 +212,15 @@ class LearningHead(Collector):
                 try:
                     self.versions.keep(state)
                 except OSError as error:
-                    logger.warning("a restart will not know how version %s has served: %s", state.version, error)
+                    if not self._has_warned:  # each look would say it again
+                        logger.warning("a restart will not know how version %s has served: %s", state.version, error)
+                    self._has_warned = True
 
     def _with_answers(self, state: LearnState) -> LearnState:
         answers = self.live.kept(state.version, state.before)
-        return dataclasses.replace(state, answers=answers, speculation=self._run.speculation if answers else "")
+        if not answers:  # those of a server with other settings, which may come back
+            return state
+        return dataclasses.replace(state, answers=answers, speculation=_drafted_by(self._run))
 
     def look_back(self, engine: Engine) -> None:
         """Go back to the version before where the present one's tau has fallen below what that one had."""
@@ -240,11 +244,13 @@ class LearningHead(Collector):
     def _use(self, engine: Engine, state: LearnState) -> None:
         """Serve the version of a state, and keep the state. Raises SpecServeError where it cannot serve."""
         folder = self.versions.folder_of(state.version) or self._task.static
+        if state.version != STATIC and folder == self._task.static:
+            raise CheckpointError(f"{self._folder}: version {state.version} is missing")
         mode = "drain" if self._run.deterministic else "continue"
-        self.live.begin(state.version, state.before)
         engine.update_weights(draft=folder, version=state.version, mode=mode)
+        self.live.begin(state.version, state.before)
         try:
-            self.versions.keep(self._with_answers(state))
+            self.versions.keep(self._with_answers(dataclasses.replace(state, answers={})))
         except OSError as error:
             logger.warning("version %s of the head serves, but a restart will not know: %s", state.version, error)
 
@@ -344,6 +350,11 @@ def _first_task(run: ServeRun, models: Models, folder: Path) -> RoundTask:
         draft_quantization=models.head_quantization,
         drafter_module=run.drafter_module,
     )
+
+
+def _drafted_by(run: ServeRun) -> str:
+    """Return the settings that move tau whichever head drafts."""
+    return f"{run.speculation} {run.quantization} {run.draft_quantization} {run.kv_cache_dtype}"
 
 
 def _secret(path: Path) -> bytes:

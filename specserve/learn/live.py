@@ -21,7 +21,9 @@ class LiveTaus:
         self._first: dict[str, list[Acceptance]] = {}
         self._answers: dict[str, deque[Acceptance]] = {}
         for version, parts in (kept or {}).items():
-            first, last = ([Acceptance(a, b, tuple(depths), c) for a, b, depths, c in part] for part in parts)
+            first, last = (
+                [Acceptance(int(a), int(b), tuple(map(int, d)), int(c)) for a, b, d, c in part] for part in parts
+            )
             self._first[version], self._answers[version] = first, deque(last, MOST_ANSWERS)
 
     def kept(self, version: str, before: str) -> dict[str, Any]:
@@ -42,11 +44,12 @@ class LiveTaus:
             self._answers.setdefault(version, deque(maxlen=MOST_ANSWERS)).append(found)
 
     def begin(self, version: str, before: str) -> None:
-        """Begin anew with a version, whose traffic is not that of the time when it served last, and keep beside it that
-        of the one before it alone."""
+        """Compare a version that serves by now with the one before it alone. Its own answers are kept where it is new;
+        where it is the one before, which serves again, the traffic is not that of the time when it served last."""
+        compared = {version, before} if version != before else set()
         for answers in (self._first, self._answers):
             for other in [*answers]:
-                if other == version or other != before:
+                if other not in compared:
                     del answers[other]
 
     def taus(self) -> Iterator[tuple[str, float, int]]:

@@ -177,7 +177,7 @@ def read_traffic(folder: Path, most_tokens: int) -> list[ServedAnswer]:
     for path in reversed(segments(folder)):
         try:
             own = [_parse(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             logger.warning("%s is left out: %s", path, first_line(error))
             continue
         for answer in reversed(own):

@@ -6,7 +6,7 @@ import fcntl
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from specserve.checkpoints.tensors import read_json
 from specserve.errors import CheckpointError, ConfigError
 from specserve.host import whole_file
 from specserve.learn.live import LiveTaus
+from specserve.serve.update_folder import settle
 
 STATE_FILE, LOCK_FILE, VERSIONS = "state.json", ".lock", "versions"
 STATIC = "0"  # the version that the server was started with
@@ -30,7 +31,7 @@ class LearnState:
     before: str = STATIC  # the one that served before it, to which a fall of tau returns
     num_rounds: int = 0
     first_static_tau: float = 0.0  # tau of the static head on the traffic of the first round; 0: there was none
-    speculation: str = ""  # of the server, by which these were drafted
+    speculation: str = ""  # and bits of the server, by which these were drafted
     answers: Mapping[str, Any] = field(default_factory=dict)  # of both versions, see `LiveTaus.kept`
 
 
@@ -66,6 +67,8 @@ class HeadVersions:
             )
         if self.folder_of(self.state.version) is None and self.state.version != STATIC:
             raise CheckpointError(f"{self.folder}: version {self.state.version} is missing; remove {STATE_FILE}")
+        if self.folder_of(self.state.before) is None:
+            self.state = replace(self.state, before=STATIC)
 
     @property
     def _all(self) -> Path:
@@ -86,9 +89,11 @@ class HeadVersions:
     def keep(self, state: LearnState) -> None:
         """Take the state, whose version serves now, write it, and forget versions that are old. Raises OSError where it
         cannot be written; it counts all the same until the server ends."""
-        self.state = state
-        with whole_file(self.folder / STATE_FILE) as partial:
-            partial.write_text(json.dumps(vars(state)), encoding="utf-8")
+        is_another, self.state = state.version != self.state.version, state
+        with whole_file(self.folder / STATE_FILE) as partial, partial.open("w", encoding="utf-8") as stream:
+            json.dump(vars(state), stream)
+            if is_another:  # counts of answers may be lost with the machine
+                settle(stream)
         needed = {state.version, state.before}
         others = sorted((path for path in self._all.iterdir() if path.name not in needed), key=_number)
         for path in others[:-MOST_KEPT]:
@@ -107,7 +112,9 @@ class HeadVersions:
             state = LearnState(**stated)
             LiveTaus(state.answers)
             return state
-        except (TypeError, ValueError, AttributeError, IndexError) as error:
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; remove it to begin with the static head") from error
+        except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise CheckpointError(f"{path}: {error}; remove it to begin with the static head") from error
 
 

@@ -165,9 +165,13 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
 def with_version(models: Models, name: str, target: str, draft: str) -> Models:
     """The models with another version's weights, in folders or files (empty: these stay). Raises as `load_beside`."""
     other, *_ = _weights_reader(models)(None, target or None, None)
-    info = dataclasses.replace(models.draft, tau=None) if models.draft and other else models.draft  # of another target
-    models = dataclasses.replace(models, target=other or models.target, version=name, draft=info)
-    return load_beside(models, draft, Path(draft)) if draft else models  # perhaps another kind than the command names
+    models = dataclasses.replace(models, target=other or models.target, version=name)
+    if draft:  # perhaps another kind than the command names
+        models = load_beside(models, draft, Path(draft))
+    if other:  # both were measured with another target
+        info = dataclasses.replace(models.draft, tau=None) if models.draft else None
+        models = dataclasses.replace(models, draft=info, head_acceptance=())
+    return models
 
 
 def find_names(target: str, draft: str) -> tuple[str, Path | None]:

@@ -208,13 +208,14 @@ class AcceptanceMeter:
         page_table = np.full((num_slots, max_pages), num_pages, np.int32)
         seeds, first_page = np.zeros((num_slots, 2), np.uint32), 0
         seen = np.zeros((num_slots, self._target.config.vocab_size), np.int32)
-        seen[:, list(self._target.eos_ids)] |= IS_STOP
+        size = self._target.config.vocab_size
+        seen[:, [each for each in self._target.eos_ids if 0 <= each < size]] |= IS_STOP
         for slot, i in enumerate(group):
             token_ids, own = self._prompts[i].token_ids, self._num_pages(i)
             history[slot, : len(token_ids)] = token_ids
             page_table[slot, :own] = np.arange(first_page, first_page + own)
             first_page += own
-            seen[slot, token_ids] |= IN_PROMPT
+            seen[slot, [each for each in token_ids if 0 <= each < size]] |= IN_PROMPT
             seed = self._seed + i
             seeds[slot] = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
         state = slot_state.init_state(

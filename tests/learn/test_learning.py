@@ -99,13 +99,15 @@ def _options(i: int) -> DrawOptions:
     return DrawOptions(i / 40, i, 1 - i / 900, i / 900, i / 300, -i / 300, 1 + i / 900, i % 9)
 
 
-def _answer(learning: LearningHead, version: str, found: Acceptance, number: int) -> None:
+def _answer(learning: LearningHead, version: str, found: Acceptance, number: int, may_learn: bool = True) -> None:
     for i in range(number):
         params = SamplingParams(**dataclasses.asdict(_options(i)))
         request = Request("id", (1, 2, i), params, 9, 0, lambda _delta: None, client="someone")
-        options: Any = type("Options", (), {"may_learn": True})
+        options: Any = type("Options", (), {"may_learn": may_learn})
         hear = learning.listen(request, options)
-        assert hear is not None
+        assert (hear is not None) == may_learn
+        if hear is None:
+            continue
         hear(Delta((5, 6)))
         drafts = ((3, found.num_accepted // found.num_steps),) * found.num_steps
         counts = dataclasses.asdict(found) | {"versions": ((0, version),), "drafts": drafts}
@@ -166,14 +168,21 @@ def test_a_full_disk_does_not_part_what_serves_from_what_is_said_to(
 
 def test_a_version_whose_tau_falls_while_it_serves_is_given_up(models: Models, tmp_path: Path) -> None:
     """Once its 95% interval lies below that of the version before, with enough answers of both, soon after it began;
-    and the answers of both are traffic, by digests of their clients."""
+    and the answers of both are traffic, by digests of their clients, but those that opted out. What the engine refuses,
+    a candidate or the return, leaves the watch as it was."""
     with _learning(models, tmp_path) as (learning, recorder, engine):
         _answer(learning, STATIC, GOOD, FEWEST_ANSWERS)
         _adopt(tmp_path, models, learning, engine)
         _answer(learning, "001", BAD, FEWEST_ANSWERS - 1)
+        _answer(learning, "001", BAD, 9, may_learn=False)
         learning.look_back(engine)
         assert recorder.served == [STATIC, "001"]
+        recorder.error = ConfigError("not now")
+        assert _adopt(tmp_path, models, learning, engine) == "001"
         _answer(learning, "001", BAD, 1)
+        learning.look_back(engine)
+        assert recorder.served == [STATIC, "001"]
+        recorder.error = None
         learning.look_back(engine)
         learning.look_back(engine)
         assert recorder.served == [STATIC, "001", STATIC]
@@ -188,7 +197,7 @@ def test_a_version_whose_tau_falls_while_it_serves_is_given_up(models: Models, t
 @pytest.mark.parametrize("num_restarts", [1, 3])
 def test_the_watch_goes_on_after_a_restart(models: Models, tmp_path: Path, num_restarts: int) -> None:
     """Each server hears a part of the answers, and the last one gives the version up, which no restart brings back; not
-    where the way of speculation is another one, whose tau says nothing of the head."""
+    where the way of speculation or the bits are others, whose tau says nothing of the head."""
     with _learning(models, tmp_path) as (learning, _, engine):
         _answer(learning, STATIC, GOOD, MOST_ANSWERS + 9)
         _adopt(tmp_path, models, learning, engine)
@@ -199,10 +208,13 @@ def test_the_watch_goes_on_after_a_restart(models: Models, tmp_path: Path, num_r
             assert recorder.served == [STATIC]
             learning.remember()
             state = (tmp_path / versions.STATE_FILE).read_bytes()
-    with _learning(models, tmp_path, speculation="chain:1") as (learning, recorder, engine):
-        learning.look_back(engine)
-        assert recorder.served == [STATIC]
-    (tmp_path / versions.STATE_FILE).write_bytes(state)
+    others = {"speculation": "chain:1", "quantization": "int8", "draft_quantization": "int8", "kv_cache_dtype": "int8"}
+    for name, value in others.items():
+        with _learning(models, tmp_path, **{name: value}) as (learning, recorder, engine):
+            learning.look_back(engine)
+            assert recorder.served == [STATIC]
+            assert not [*learning.live.taus()]
+    assert (tmp_path / versions.STATE_FILE).read_bytes() == state
     assert len(state) < 200 * MOST_ANSWERS
     with _learning(models, tmp_path) as (learning, recorder, engine):
         _answer(learning, "001", BAD, num_restarts)
@@ -227,6 +239,10 @@ def test_the_first_answers_of_a_version_are_compared_alone() -> None:
     for _ in range(MOST_ANSWERS):
         live.observe("1", GOOD)
     assert live.has_fallen("1", "0")
+    live.begin("9", "1")
+    live.observe("10", GOOD)  # as it came to serve
+    live.begin("10", "1")
+    assert [version for version, *_ in live.taus()] == ["1", "10"]
     live.begin("9", "1")
     assert [version for version, *_ in live.taus()] == ["1"]
     for found in (GOOD, BAD):
@@ -289,7 +305,13 @@ def test_versions_are_few_and_of_one_head(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"version 013 is missing; remove state\.json"):
         HeadVersions(tmp_path, "target", "static")
     whole = '{"target": "target", "static": "static", "answers": %s}'
-    for text in ('{"version": "0"}', *(whole % answers for answers in ('{"0": [[[1]], []]}', '{"0": [[]]}', "[1]"))):
+    for text in (
+        '{"version": "0"}',
+        *(
+            whole % answers
+            for answers in ('{"0": [[[1]], []]}', '{"0": [[]]}', "[1]", '{"0": [[["a", 3, [1], 0]], []]}')
+        ),
+    ):
         (tmp_path / versions.STATE_FILE).write_text(text)
         with pytest.raises(CheckpointError, match=r"state\.json: .*; remove it"):
             HeadVersions(tmp_path, "target", "static")

@@ -176,8 +176,10 @@ def test_a_promised_tau_is_of_the_weights_that_serve(
             engine.update_weights(**update)
         [_, card] = rl.get("/v1/models").json()["data"]
         assert (engine.draft, card["id"], card["tau"]) == (DraftInfo("mine", tau), "mine", tau), update.keys()
-    models = Models("tiny", tiny_target, tiny_head, None, draft=DraftInfo("mine", 2.5))
-    assert launch.with_version(models, "7", str(moved), "").draft == DraftInfo("mine")
+    models = Models("tiny", tiny_target, tiny_head, None, draft=DraftInfo("mine", 2.5), head_acceptance=(0.9,))
+    for draft in ("", str(tmp_path / "head")):
+        began = launch.with_version(models, "7", str(moved), draft)
+        assert (began.draft and began.draft.tau, began.head_acceptance) == (None, ())
 
 
 APIS: dict[str, dict[str, Any]] = {
