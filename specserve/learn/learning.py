@@ -245,7 +245,8 @@ class LearningHead(Collector):
         """Serve the version of a state, and keep the state. Raises SpecServeError where it cannot serve."""
         folder = self.versions.folder_of(state.version) or self._task.static
         if state.version != STATIC and folder == self._task.static:
-            raise CheckpointError(f"{self._folder}: version {state.version} is missing")
+            where = f"{self._folder}: version {state.version}"
+            raise CheckpointError(f"{where} is missing under versions, so what serves stays; put its folder back")
         mode = "drain" if self._run.deterministic else "continue"
         engine.update_weights(draft=folder, version=state.version, mode=mode)
         self.live.begin(state.version, state.before)

@@ -2,8 +2,8 @@
 
 A draft that is not used need not read what the target runs: plain steps and prompts are quicker without it. Where
 speculation pays again, the draft must read all that first, and for how long it will pay is not known. So both changes
-wait until not to make them has cost as many seconds as they would. So in a single lull at first no more is lost than
-twice the reading, and the reading of what has come meanwhile.
+wait until not to make them has cost as many seconds as they would. In a single lull at first no more is lost than twice
+the reading, and the reading of what has come meanwhile.
 """
 
 from collections.abc import Mapping
