@@ -1,25 +1,31 @@
-"""A head that learns from traffic that drifts, and what keeping the traffic costs.
+"""A head that learns from traffic that drifts, beside the same head that stays; and what keeping the traffic costs.
 
-    python benchmarks/learning.py drift --styles chat,code,code,code
+    python benchmarks/learning.py drift --minutes 60 --styles chat,code
+    python benchmarks/learning.py drift --target FOLDER --draft HEAD --bench mt-bench:FILE
     python benchmarks/learning.py cost
 
-`drift` starts one server with --learn on the bundled target. In each round it asks as many questions of one style as
-begin a round of training, waits until that has ended, and prints the taus of the static, the served and the candidate
-head on held-out prompts, and which one was chosen. The styles are `chat`, the questions that the bundled heads were
-trained on, and `code`, files of Python's library to be continued, without a chat.
+`drift` asks two servers in turns, one of which has --learn: the same conversations, so both give the same tokens. The
+styles follow each other, each for an equal part of the time. While the static server is asked, the other one and its
+learner are stopped; then nobody asks for --pause seconds, so that a round gets on. It prints by style the tau and the
+tokens/s of both, and apart the turns beside which a round was being made. The styles of the bundled target are `chat`,
+the questions that its heads were trained on, and `code`, files of Python's library to be continued, without a chat; of
+a --bench they are its categories.
 
 `cost` asks two servers in turns, one of which keeps its traffic and never trains: tokens/s of both, and their ratio."""
 
 import argparse
+import dataclasses
 import itertools
+import json
 import random
 import statistics
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +33,37 @@ from environments import say
 from server_process import ServerProcess, value
 
 from specserve.data import pydoc
+from specserve.eval.prompts import load_questions
 
 CHARS = 300  # of a file, as a prompt
-COMMON = ("--target", "pydoc", "--speculation", "chain:3")
-POLL_SECONDS = 1.0
-SPARE = 1.2  # of the answers of a round are asked for: some are of one token, which teaches nothing
+BUNDLED_STYLES = ("chat", "code")
+OF_ROUNDS = ("learn_version", "learn_held_out_tau", "learn_drift", "learn_rounds_total", "learn_returns_total")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What one client asks: the user's turns of a chat, or one text to be continued."""
+
+    turns: tuple[str, ...]
+    is_chat: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one server made of some conversations."""
+
+    style: str
+    server: str  # static or learning
+    is_beside_round: bool
+    num_tokens: int
+    seconds: float
+    num_drafts: float  # steps that verified draft tokens
+    num_accepted: float
+
+    @property
+    def rate(self) -> float:
+        return self.num_tokens / self.seconds
 
 
 def main() -> int:
@@ -44,72 +76,168 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("what", choices=("drift", "cost"))
-    add("--styles", type=lambda text: text.split(","), default=["chat", "code", "code", "code"], metavar="A,B")
-    add("--answers", type=int, default=320, help="of a round (%(default)s)")
+    add("--target", default="pydoc", help="folder, preset or hub id (%(default)s)")
+    add("--draft", default="", help="the static head; else the one that is bundled for the target")
+    add("--speculation", default="chain:3", help="of both servers (%(default)s)")
+    add("--bench", help="questions as of `specserve eval`, whose categories are the styles")
+    add("--styles", type=lambda text: text.split(","), metavar="A,B", help="one after the other (each of them once)")
+    add("--minutes", type=float, default=60.0, help="of drift (%(default)s)")
+    add("--pause", type=float, default=15.0, help="seconds without a question between two turns of both (%(default)s)")
+    add("--conversations", type=int, default=16, help="of a turn (%(default)s)")
+    add("--answers", type=int, default=256, help="new ones that begin a round (%(default)s)")
     add("--steps", type=int, default=100, help="of training, of a round (%(default)s)")
-    add("--max-tokens", type=int, default=64, help="of an answer (%(default)s)")
-    add("--clients", type=int, default=8, help="that ask at once (%(default)s)")
+    add("--max-tokens", type=int, default=96, help="of an answer (%(default)s)")
+    add("--clients", type=int, default=4, help="that ask at once (%(default)s)")
     add("--rounds", type=int, default=6, help="of cost (%(default)s)")
     add("--serve", type=str.split, default=[], metavar="FLAGS", help="further flags of specserve serve")
+    add("--output", type=Path, help="write each turn to this file of JSON lines")
     return parser.parse_args()
 
 
-def questions(style: str, max_tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the path and the body of endless requests of a style, the same ones in every run."""
-    rng, options = random.Random(0), {"max_tokens": max_tokens, "temperature": 0.7}
-    if style == "chat":
-        pairs = [*pydoc.build("held-out")]
+def conversations(style: str, bench: str | None) -> Iterator[Conversation]:
+    """Yield endless conversations of a style, the same ones in every run."""
+    rng = random.Random(0)
+    if bench or style == "chat":
+        found = [each.turns for each in load_questions(bench, 0) if each.category == style] if bench else []
+        found = found or [(each.messages[0].content,) for each in pydoc.build("held-out")]
         while True:
-            messages = [rng.choice(pairs).messages[0].as_dict()]
-            yield "/v1/chat/completions", {"messages": messages, "seed": rng.randrange(2**31), **options}
+            yield Conversation(rng.choice(found), True, rng.randrange(2**31))
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     while True:
         text = rng.choice(files).read_text(errors="replace")
         begin = rng.randrange(max(1, len(text) - CHARS))
-        body = {"prompt": text[begin : begin + CHARS], "seed": rng.randrange(2**31), **options}
-        yield "/v1/completions", body
+        yield Conversation((text[begin : begin + CHARS],), False, rng.randrange(2**31))
 
 
-def ask(server: ServerProcess, asked: Sequence[tuple[str, dict[str, Any]]], clients: int) -> float:
-    """Ask all, and return the tokens per second."""
-    with ThreadPoolExecutor(clients) as pool:
+def converse(server: ServerProcess, asked: Conversation, max_tokens: int) -> int:
+    """Ask turn by turn, each with the answers so far, and return the number of tokens of the answers."""
+    body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.7, "seed": asked.seed}
+    if not asked.is_chat:
+        return server.client.json("/v1/completions", {"prompt": asked.turns[0], **body})["usage"]["completion_tokens"]
+    number, messages = 0, []
+    for turn in asked.turns:
+        messages.append({"role": "user", "content": turn})
+        reply = server.client.json("/v1/chat/completions", {"messages": messages, **body})
+        messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
+        number += reply["usage"]["completion_tokens"]
+    return number
+
+
+def ask(server: ServerProcess, asked: Sequence[Conversation], options: argparse.Namespace) -> tuple[int, float]:
+    """Have all conversations, and return the answers' tokens, and the seconds."""
+    with ThreadPoolExecutor(options.clients) as pool:
         begin = time.monotonic()
-        replies = list(pool.map(lambda each: server.client.json(*each), asked))
-    return sum(reply["usage"]["completion_tokens"] for reply in replies) / (time.monotonic() - begin)
+        number = sum(pool.map(lambda each: converse(server, each, options.max_tokens), asked))
+    return number, time.monotonic() - begin
 
 
 def drift(options: argparse.Namespace) -> None:
+    styles = options.styles or BUNDLED_STYLES
+    if options.bench:
+        there = list(dict.fromkeys(each.category for each in load_questions(options.bench, 0)))
+        styles = options.styles or there
+        if unknown := [style for style in styles if style not in there]:
+            sys.exit(f"--styles {unknown[0]}: expected some of {', '.join(there)}")
+    common = ["--target", options.target, "--speculation", options.speculation, *options.serve]
+    common += ["--draft", options.draft] if options.draft else []
     with tempfile.TemporaryDirectory() as folder:
         learn = ("--learn", folder, "--learn-answers", str(options.answers), "--learn-steps", str(options.steps))
-        streams = {style: questions(style, options.max_tokens) for style in options.styles}
-        with ServerProcess([*COMMON, *learn, *options.serve]) as server:
-            server.wait_until_complete()
-            for number, style in enumerate(options.styles, 1):
-                rate = ask(server, [*itertools.islice(streams[style], round(SPARE * options.answers))], options.clients)
-                begin = time.monotonic()
-                while (value(text := server.client.text("/metrics"), "specserve:learn_rounds_total") or 0) < number:
-                    server.check()
-                    time.sleep(POLL_SECONDS)
-                lines = [line for line in text.splitlines() if line.startswith("specserve:learn_")]
-                say(f"round {number}, {style}: {rate:.0f} tokens/s, then {time.monotonic() - begin:.0f} s of training")
-                for line in lines:
-                    if any(name in line for name in ("held_out_tau", "live_tau", "learn_version", "drift", "rounds")):
-                        say(f"  {line.removeprefix('specserve:learn_')}")
+        with ServerProcess([*common, *learn]) as learning:
+            learning.wait_until_complete()  # each measures its steps alone
+            with ServerProcess(common) as static:
+                static.wait_until_complete()
+                turns = _play_all(styles, {"static": static, "learning": learning}, options)
+    if options.output:
+        options.output.write_text("".join(json.dumps(dataclasses.asdict(turn)) + "\n" for turn in turns))
+
+
+def _play_all(styles: Sequence[str], servers: dict[str, ServerProcess], options: argparse.Namespace) -> list[Turn]:
+    """Ask both servers in one style after the other, and print what they made of each."""
+    turns: list[Turn] = []
+    for style in styles:
+        stream = conversations(style, options.bench)
+        end = time.monotonic() + 60 * options.minutes / len(styles)
+        turns += _play(style, stream, servers, options, end)
+        _show(style, [turn for turn in turns if turn.style == style], servers["learning"])
+    _show("all", turns, servers["learning"])
+    return turns
+
+
+def _play(
+    style: str,
+    stream: Iterator[Conversation],
+    servers: dict[str, ServerProcess],
+    options: argparse.Namespace,
+    end: float,
+) -> Iterator[Turn]:
+    """Ask both servers in turns until `end`."""
+    for number in itertools.count():
+        asked = [*itertools.islice(stream, options.conversations)]
+        for name in ("static", "learning") if number % 2 else ("learning", "static"):
+            if name == "learning":
+                yield _turn(style, name, servers[name], asked, options)
+            else:
+                with servers["learning"].stopped():
+                    yield _turn(style, name, servers[name], asked, options)
+        time.sleep(options.pause)
+        if time.monotonic() > end:
+            return
+
+
+def _turn(
+    style: str, name: str, server: ServerProcess, asked: Sequence[Conversation], options: argparse.Namespace
+) -> Turn:
+    server.check()
+    before, is_beside_round = server.client.text("/metrics"), server.has_child("specserve.learn.learner")
+    number, seconds = ask(server, asked, options)
+    after = server.client.text("/metrics")
+    of_drafts = [
+        (value(after, counter) or 0) - (value(before, counter) or 0)
+        for counter in ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total")
+    ]
+    return Turn(style, name, is_beside_round, number, seconds, *of_drafts)
+
+
+def _show(style: str, turns: Sequence[Turn], learning: ServerProcess) -> None:
+    """Print what both servers made of a style."""
+    static, own = ([turn for turn in turns if turn.server == name] for name in ("static", "learning"))
+    parts = []
+    for name, part in (("static", static), ("learning", own)):
+        drafts, accepted = sum(turn.num_drafts for turn in part), sum(turn.num_accepted for turn in part)
+        rate = sum(turn.num_tokens for turn in part) / sum(turn.seconds for turn in part)
+        parts.append(f"{name} tau {1 + accepted / max(1, drafts):.3f}, {rate:.0f} tokens/s")
+    say(f"{style}: {'; '.join(parts)}")
+    kinds: dict[str, Callable[[Turn], bool]] = {
+        "all": lambda _: True,
+        "beside a round": lambda turn: turn.is_beside_round,
+        "between rounds": lambda turn: not turn.is_beside_round,
+    }
+    for name, belongs in kinds.items():
+        pairs = zip(static, own, strict=True)
+        if ratios := sorted(after.rate / before.rate for before, after in pairs if belongs(after)):
+            spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            say(f"  tokens/s, learning to static, {name}: {spread}, {len(ratios)} turns")
+    for line in learning.client.text("/metrics").splitlines():
+        if any(line.startswith(f"specserve:{name}") for name in OF_ROUNDS):
+            say(f"  {line.removeprefix('specserve:')}")
 
 
 def cost(options: argparse.Namespace) -> None:
+    common = ["--target", options.target, "--speculation", options.speculation, *options.serve]
     with tempfile.TemporaryDirectory() as folder:
-        keeping = ServerProcess([*COMMON, "--learn", folder, "--learn-answers", str(10**9), *options.serve])
-        with keeping, ServerProcess([*COMMON, *options.serve]) as plain:
+        keeping = ServerProcess([*common, "--learn", folder, "--learn-answers", str(10**9)])
+        with keeping, ServerProcess(common) as plain:
             for server in (keeping, plain):
                 server.wait_until_complete()
-            stream, ratios = questions("chat", options.max_tokens), []
-            ask(keeping, (first := [*itertools.islice(stream, options.clients * 2)]), options.clients)
-            ask(plain, first, options.clients)
+            stream, ratios = conversations("chat", None), []
+            first = [*itertools.islice(stream, options.clients * 2)]
+            for server in (keeping, plain):
+                ask(server, first, options)
             for number in range(options.rounds):
                 asked, rates = [*itertools.islice(stream, options.clients * 8)], {}
                 for server in (keeping, plain) if number % 2 else (plain, keeping):
-                    rates[server] = ask(server, asked, options.clients)
+                    tokens, seconds = ask(server, asked, options)
+                    rates[server] = tokens / seconds
                 ratios.append(rates[keeping] / rates[plain])
                 say(f"{rates[keeping]:.0f} tokens/s while keeping, {rates[plain]:.0f} without: {ratios[-1]:.3f}")
             say(f"median {statistics.median(ratios):.3f}")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -63,6 +63,28 @@ class ServerProcess:
         """Check that the process runs. Raises SpecServeError."""
         if self._process.poll() is not None:
             raise SpecServeError(f"the server ended with status {self._process.returncode}:\n{self.last_lines()}")
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop it, and every process that it has started, until the context ends."""
+        own = psutil.Process(self._process.pid)
+        stopped = [own, *own.children(recursive=True)]
+        for process in stopped:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in stopped:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
+
+    def has_child(self, module: str) -> bool:
+        """Return whether a process runs that it has started as this module."""
+        for process in psutil.Process(self._process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if module in process.cmdline():
+                    return True
+        return False
 
     def last_lines(self) -> str:
         """Return the last lines of its output."""

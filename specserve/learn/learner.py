@@ -9,20 +9,42 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from typing import IO
+
+import psutil
 
 from specserve import host
 from specserve.errors import SpecServeError, first_line
 from specserve.learn.task import RoundResult, RoundTask
 
 MOST_SECONDS = 6 * 3600.0  # of a round; one that takes longer has come to a halt
+LEAST_SHARE = 0.05  # of the processors, since the round began: with less it goes on beside requests
+LOOK_SECONDS = 0.05  # from one look at the requests to the next
+
+
+def give_way(process: psutil.Process, is_busy: Callable[[], bool]) -> None:
+    """Stop a process while requests run, as long as it has had LEAST_SHARE. Returns when it has ended.
+
+    A low priority alone is not enough: a step's threads wait for the one of them that shares its core. Where the server
+    is killed, the kernel ends what stands still, since nothing is left that could let it go on."""
+    begin, cores, is_stopped = time.monotonic(), host.num_cores(), False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while process.status() != psutil.STATUS_ZOMBIE:
+            times = process.cpu_times()
+            has_share = times.user + times.system >= LEAST_SHARE * cores * (time.monotonic() - begin)
+            if (has_share and is_busy()) != is_stopped:
+                (process.resume if is_stopped else process.suspend)()
+                is_stopped = not is_stopped
+            time.sleep(LOOK_SECONDS)
 
 
 class LearnerProcess:
     """One round in a process of its own."""
 
-    def __init__(self, task: RoundTask) -> None:
-        """Start it. Raises OSError."""
+    def __init__(self, task: RoundTask, is_busy: Callable[[], bool]) -> None:
+        """Start it. It gives way to what `is_busy` is true of. Raises OSError."""
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # `result` closes it
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__],
@@ -38,6 +60,8 @@ class LearnerProcess:
         with contextlib.suppress(BrokenPipeError):  # `result` says why it has ended
             self._process.stdin.write(json.dumps(dataclasses.asdict(task)).encode() + b"\n")
             self._process.stdin.flush()  # and stays open: its end is that of the server
+        own = psutil.Process(self._process.pid)
+        threading.Thread(target=give_way, args=(own, is_busy), name="learner-gives-way", daemon=True).start()
 
     def result(self) -> RoundResult | str:
         """Wait for the end of the round, and return its judgement, or what went wrong."""

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -145,7 +146,7 @@ class LearningHead(Collector):
                 continue
             num_kept, version = self._traffic.num_kept, self.versions.state.version
             try:
-                found = self._make_round()
+                found = self._make_round(engine)
                 if self._closing.is_set():
                     return
                 if isinstance(found, RoundResult):
@@ -161,14 +162,16 @@ class LearningHead(Collector):
             logger.warning("a round of learning failed, the next one in %.0f s at the earliest: %s", seconds, found)
             self._closing.wait(seconds)
 
-    def _make_round(self) -> RoundResult | str:
-        """Return the judgement of a round, or what went wrong."""
-        seed = self.versions.state.num_rounds
+    def _make_round(self, engine: Engine) -> RoundResult | str:
+        """Return the judgement of a round, or what went wrong. Requests take its processors where their steps run on
+        these."""
+        is_on_cpu, seed = jax.default_backend() == "cpu", self.versions.state.num_rounds
         try:
             with self._change:
                 if self._closing.is_set():
                     return "the server ends"
-                self._process = LearnerProcess(dataclasses.replace(self._task, served=self._served_folder(), seed=seed))
+                task = dataclasses.replace(self._task, served=self._served_folder(), seed=seed)
+                self._process = LearnerProcess(task, lambda: is_on_cpu and engine.stats().num_running > 0)
         except OSError as error:
             return str(error)
         return self._process.result()

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,7 @@ from specserve.drafters.interface import Head
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.head import save_head
 from specserve.learn import versions
+from specserve.learn.learner import give_way
 from specserve.learn.learning import LearningHead, check_settings
 from specserve.learn.live import FEWEST_ANSWERS, MOST_ANSWERS, LiveTaus
 from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundResult
@@ -352,6 +354,32 @@ def _ask(http: httpx.Client, number: int) -> list[list[int]]:
     return found
 
 
+def test_a_learner_stands_still_while_requests_run() -> None:
+    """But for its least share, by which it comes to an end beside requests that never cease."""
+    code = "import time\nwhile time.process_time() < 3600: pass"
+    requests = [True]
+    with subprocess.Popen([sys.executable, "-c", code]) as child:
+        process = psutil.Process(child.pid)
+        thread = threading.Thread(target=give_way, args=(process, lambda: bool(requests)))
+        thread.start()
+        try:
+            for _ in range(2):
+                wait_for(lambda: process.status() == psutil.STATUS_STOPPED, PATIENCE)
+                had = sum(process.cpu_times()[:2])
+                wait_for(lambda: sum(process.cpu_times()[:2]) > had, PATIENCE)
+            requests.clear()
+            wait_for(lambda: process.status() != psutil.STATUS_STOPPED, PATIENCE)
+            had = sum(process.cpu_times()[:2])
+            wait_for(lambda: sum(process.cpu_times()[:2]) > had + 0.5, PATIENCE)
+            assert process.status() != psutil.STATUS_STOPPED
+            requests.append(True)
+            wait_for(lambda: process.status() == psutil.STATUS_STOPPED, PATIENCE)
+        finally:
+            child.kill()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
 @pytest.mark.slow
 def test_a_learner_that_is_killed_harms_no_request(models: Models, tmp_path: Path) -> None:
     """The server counts the round as failed and answers as before; killed itself, it leaves nothing that computes, and
@@ -382,6 +410,7 @@ def test_a_learner_that_is_killed_harms_no_request(models: Models, tmp_path: Pat
         assert _ask(http, 120) == before
         wait_for(lambda: bool(learner(process)), PATIENCE)
         [orphan] = learner(process)
+        orphan.suspend()  # as it is while requests run
         process.kill()
         orphan.wait(PATIENCE)
     code = f"""
