@@ -3,8 +3,7 @@
 The seconds of a step are modelled as (cost measured at start) x (the moment) x (its own factor). The moment is one
 factor for all steps: a machine that others use, or that is hot, is slower for all of them alike, and changes within
 seconds. The factor of each batch size and tree hardly changes: in service the host works beside the device, and a start
-on a busy machine may have measured anything. A plain step of the target alone has another one than a plain step that
-the draft follows, whose weights take the place of the target's in the processor's cache. Both logarithms are followed by a Kalman filter that keeps a variance for
+on a busy machine may have measured anything. Both logarithms are followed by a Kalman filter that keeps a variance for
 each of them, but no covariances. So a step that runs all the time teaches much about the moment and little about
 itself, one that has not been seen for long teaches much about itself, and ways to speculate stay comparable when they
 are seen at different moments. The noises below are shares of a step's time, and so the same for fast and slow machines.
@@ -27,13 +26,6 @@ STRETCH = 0.02  # seconds: calls of one program that follow each other are taken
 MOMENT_DRIFT = 0.05  # of the moment, from one step to the next
 OWN_DRIFT = 0.02  # of a step's own factor, for each step of any kind
 MOST_SIGMAS = 3.0  # a step that is further off counts as if it were so far off
-
-
-_Kind = tuple[int, Tree | None, bool]  # batch size, tree, and whether the target runs alone
-
-
-def _kind(program: StepProgram) -> _Kind:
-    return program.batch, program.tree, program.is_alone
 
 
 @dataclass(eq=False)
@@ -62,24 +54,24 @@ class ServedCosts:
     measured: Mapping[StepProgram, float]
     _moment: _Factor = field(default_factory=_Factor)
     _switch: _Factor = field(default_factory=_Factor)  # of a step behind one of another program
-    _own: dict[_Kind, _Factor] = field(default_factory=dict)
+    _own: dict[tuple[int, Tree | None], _Factor] = field(default_factory=dict)  # by batch size and tree
     _num_seen: int = 0
     _stretch: "_Stretch | None" = None  # the last calls, of which nothing is learned yet
 
     def has_seen(self, program: StepProgram) -> bool:
         """Return whether a step of this batch size and tree has run in service."""
-        return any(kind[:2] == (program.batch, program.tree) for kind in self._own)
+        return (program.batch, program.tree) in self._own
 
     def seconds(self, program: StepProgram) -> float:
         """Return what a step takes by all that is known. KeyError where it was never measured."""
-        own = self._own.get(_kind(program))
+        own = self._own.get((program.batch, program.tree))
         off = own.mean if own else self._usual(program)
         return self.measured[program] * math.exp(self._moment.mean + off)
 
     def hoped_seconds(self, program: StepProgram) -> float:
         """Return what a step would take if it were off its measured cost no more than others are, whatever its own
         steps seemed to take."""
-        own, off = self._own.get(_kind(program)), self._usual(program)
+        own, off = self._own.get((program.batch, program.tree)), self._usual(program)
         if own:
             off = min(own.mean, off)
         return self.measured[program] * math.exp(self._moment.mean + off)
@@ -105,7 +97,7 @@ class ServedCosts:
         if stretch is None:
             return
         program = stretch.program
-        own = self._own.setdefault(_kind(program), _Factor(self._usual(program)))
+        own = self._own.setdefault((program.batch, program.tree), _Factor(self._usual(program)))
         self._num_seen += stretch.num_steps
         own.variance = min(own.variance + OWN_DRIFT**2 * (self._num_seen - own.last_seen), UNKNOWN**2)
         own.last_seen = self._num_seen
@@ -132,8 +124,8 @@ class ServedCosts:
         similar steps where they were faster than measured, or half of it where they were slower, so that the step is
         tried before one that has proved expensive. Similar steps are those of the same kind, plain or speculative, or
         else all."""
-        seen = [(tree, factor.mean) for (size, tree, _), factor in self._own.items() if size == program.batch]
+        seen = {other: factor.mean for (size, other), factor in self._own.items() if size == program.batch}
         is_plain = program.tree is None
-        alike = [mean for tree, mean in seen if (tree is None) == is_plain] or [mean for _, mean in seen] or [0.0]
+        alike = [mean for other, mean in seen.items() if (other is None) == is_plain] or [*seen.values()] or [0.0]
         mean = sum(alike) / len(alike)
         return min(mean, 0.5 * mean)
