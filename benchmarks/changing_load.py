@@ -1,9 +1,9 @@
 """The server's own choice while other processes come and go: tokens/s of plain decoding, a fixed chain and `auto`, in
-each phase of a load that is played to all of them. `auto` should be within 3% of the better of the two.
+each phase of a load, in which they take turns. `auto` should be within 3% of the better of the two.
 
 Run from the checkout: `python benchmarks/changing_load.py --clients 1,4,16`. A phase has so many processes that take a
-core each; its first seconds are left out, in which the server may find out. With `--record FILE` the seconds of single
-steps under the same load are written instead, by which a test plays that load to the controller alone.
+core each; the first seconds of a turn are left out, in which the server may find out. With `--record FILE` the seconds
+of single steps under the same load are written instead, by which a test plays that load to the controller alone.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from over_http import CONTEXT, MARGIN, processor, questions
+from over_http import BUNDLED, CONTEXT, MARGIN, processor, questions
 
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.drafters.speculation import parse_speculation
@@ -65,7 +65,7 @@ def record(file: Path, clients: Sequence[int]) -> None:
     with measured_engine(load_models("", ""), "auto", num_slots=max(clients), max_model_len=CONTEXT) as engine:
         seen = _take_turns(engine)
         for number in clients:
-            phases = play(engine, asked, number, MAX_TOKENS, RECORDED, settling=1.0)
+            phases = [play(engine, asked, number, MAX_TOKENS, beside, RECORDED, settling=1.0) for beside in PHASES]
             found[str(number)] = [_calls(seen, number, begin, end) for _, begin, end in phases]
     file.write_text(json.dumps(found, separators=(",", ":")) + "\n")
 
@@ -82,9 +82,10 @@ def _take_turns(engine: Engine) -> list[Any]:
         choice.step_only((None, tree)[next(turns)])
         return choose(decode, *rest)
 
-    def observed(program: StepProgram, seconds: float, num_steps: int, *, is_switch: bool) -> None:
-        seen.append((time.perf_counter(), program, float(f"{seconds:.3g}"), num_steps, is_switch))
-        observe(program, seconds, num_steps, is_switch=is_switch)
+    def observed(program: StepProgram, seconds: float, num_steps: int, *, is_switch: bool, is_exact: bool) -> None:
+        if is_exact:
+            seen.append((time.perf_counter(), program, float(f"{seconds:.3g}"), num_steps, is_switch))
+        observe(program, seconds, num_steps, is_switch=is_switch, is_exact=is_exact)
 
     choice.choose, choice.observe_seconds = chosen, observed
     return seen
@@ -103,10 +104,16 @@ def _calls(seen: list[Any], clients: int, begin: float, end: float) -> list[list
 
 
 def play(
-    engine: Engine, prompts: Iterator[list[int]], clients: int, max_tokens: int, seconds: float, settling: float
-) -> list[tuple[float, float, float]]:
-    """Have clients ask all the time. Returns for each phase of so many seconds the answers' tokens/s once it has
-    settled, and when that part of it began and ended."""
+    engine: Engine,
+    prompts: Iterator[list[int]],
+    clients: int,
+    max_tokens: int,
+    processes: int,
+    seconds: float,
+    settling: float,
+) -> tuple[float, float, float]:
+    """Have clients ask all the time, beside so many processes. Returns the answers' tokens/s once it has settled, and
+    when that part began and ended. It leaves the engine at rest."""
     free, counts = queue.SimpleQueue[bool](), [0]  # whether to go on, for each client without a question
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
@@ -119,20 +126,20 @@ def play(
         while free.get():
             engine.submit(next(prompts), params, on_delta)
 
-    thread, found = threading.Thread(target=ask), []
+    thread = threading.Thread(target=ask)
     thread.start()
     for _ in range(clients):
         free.put(True)
-    for number in PHASES:
-        with load(number):
-            time.sleep(settling)
-            before, begin = counts[0], time.perf_counter()
-            time.sleep(seconds - settling)
-            end = time.perf_counter()
-            found.append(((counts[0] - before) / (end - begin), begin, end))
+    with load(processes):
+        time.sleep(settling)
+        before, begin = counts[0], time.perf_counter()
+        time.sleep(seconds - settling)
+        end, number = time.perf_counter(), counts[0] - before
     free.put(False)
     thread.join()
-    return found
+    while engine.stats().num_running or engine.stats().num_waiting:
+        time.sleep(0.05)
+    return number / (end - begin), begin, end
 
 
 def main() -> None:
@@ -140,25 +147,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", default="1,4,16", help="at once, with commas; of a record: sequences of a step")
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--target", default="", help="as of `specserve serve`; empty: the bundled one")
+    parser.add_argument("--draft", default="", help="as of `specserve serve`; empty: the bundled one")
+    parser.add_argument("--bench", default=BUNDLED, help="the questions, as of `specserve eval` (%(default)s)")
     parser.add_argument("--record", type=Path, help="write the seconds of steps here instead")
     given = parser.parse_args()
     clients = [int(each) for each in given.clients.split(",")]
     if given.record:
         record(given.record, clients)
         return
-    models = load_models("", "")
-    asked = questions(BUNDLED_FOLDER, "pydoc", 60, CONTEXT - given.max_tokens - MARGIN)
-    print(f"{processor()}; tokens/s of answers, by the processes beside it")
+    models = load_models(given.target, given.draft)
+    folder = BUNDLED_FOLDER if models.name == BUNDLED else models.target.folder
+    asked = questions(folder, given.bench, 60, CONTEXT - given.max_tokens - MARGIN)
+    print(f"{processor()}; {models.name}; tokens/s of answers, by the processes beside it")
     with ExitStack() as stack:
         engines = {
             way: stack.enter_context(measured_engine(models, way, num_slots=max(clients), max_model_len=CONTEXT))
             for way in (*WAYS, "auto")
         }
         for number in clients:
+            prompts = {way: itertools.cycle(asked) for way in engines}
+            rates: dict[str, list[float]] = {way: [] for way in engines}
+            for turn, beside in enumerate(PHASES):
+                first = turn % len(engines)
+                for way in [*engines][first:] + [*engines][:first]:
+                    played = play(engines[way], prompts[way], number, given.max_tokens, beside, SECONDS, SETTLING)
+                    rates[way].append(played[0])
             print(f"\n| {number} clients |", " | ".join(map(str, PHASES)), "|\n" + "|---" * (1 + len(PHASES)) + "|")
-            for way, engine in engines.items():
-                phases = play(engine, itertools.cycle(asked), number, given.max_tokens, SECONDS, SETTLING)
-                print("|", " | ".join([f"`{way}`", *(f"{rate:.0f}" for rate, *_ in phases)]), "|", flush=True)
+            for way, of_phases in rates.items():
+                print("|", " | ".join([f"`{way}`", *(f"{rate:.0f}" for rate in of_phases)]), "|", flush=True)
+            better = [max(pair) for pair in zip(*(rates[way] for way in WAYS), strict=True)]
+            shares = [own / best for own, best in zip(rates["auto"], better, strict=True)]
+            print("| to the better |", " | ".join(f"{share:.2f}" for share in shares), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONTEXT = 1024  # prompt and answer
 MARGIN = 32  # tokens that a tree may write beyond the answer
 OURS, BUNDLED = "specserve", "pydoc"
+FILE = "{file}"  # in the flags of --serve
 
 
 class Peer(Protocol):
@@ -37,6 +38,10 @@ class Peer(Protocol):
 
     def servers(self, options: argparse.Namespace, target: Path) -> Iterator[Server]:
         """Start its servers of `target`, one after the other, for the formats and chains of the options."""
+        ...
+
+    def file(self, target: Path, weights: str) -> Path:
+        """Return the file of `target` that it serves in a format. Raises BenchmarkError where it has none."""
         ...
 
     def describe(self) -> str:
@@ -56,6 +61,9 @@ class Nobody:
     def servers(self, options: argparse.Namespace, target: Path) -> Iterator[Server]:
         del options, target
         yield from ()
+
+    def file(self, target: Path, weights: str) -> Path:
+        raise BenchmarkError(f"--serve {weights}=...{FILE}: there is no other engine's file of {target}")
 
     def describe(self) -> str:
         return "no other engine"
@@ -88,7 +96,8 @@ def parse(formats: Mapping[str, float], description: str) -> argparse.Namespace:
         type=assignment,
         action="append",
         metavar="FORMAT=FLAGS",
-        help="serve specserve with these flags too, beside the other engine in that format (bf16=); may be repeated",
+        help="serve specserve with these flags too, beside the other engine in that format (bf16=); may be repeated. "
+        f"{FILE} is the file that the other one serves",
     )
     add(
         "--checkout",
@@ -208,7 +217,8 @@ def own_and_peers(options: argparse.Namespace, peer: Peer, target: Path) -> Iter
     """Start the servers one after the other: each measures its steps alone, and nothing but it runs."""
     yield from peer.servers(options, target)
     for name, checkout in options.checkout.items():
-        for weights, flags in options.serve.items():
+        for weights, given in options.serve.items():
+            flags = given.replace(FILE, str(peer.file(target, weights))) if FILE in given else given
             for speculation in options.speculation:
                 port = free_port()
                 command = [sys.executable, "-m", "specserve.cli.main", "serve", "--target", options.target]

