@@ -7,10 +7,8 @@ of single steps under the same load are written instead, by which a test plays t
 """
 
 import argparse
-import contextlib
 import itertools
 import json
-import multiprocessing
 import queue
 import threading
 import time
@@ -19,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from environments import load
 from over_http import BUNDLED, CONTEXT, MARGIN, processor, questions
 
 from specserve.checkpoints.source import BUNDLED_FOLDER
@@ -35,25 +34,6 @@ WAYS = ("off", "chain:3")
 MAX_TOKENS = 128
 # of a record: seconds of a phase, the ways of calls that follow each other, and how many are kept of each kind
 RECORDED, TURNS, MOST = 5.0, "0000000010000000011111111101111111", 40
-
-
-def spin() -> None:
-    while True:
-        pass
-
-
-@contextlib.contextmanager
-def load(number: int) -> Iterator[None]:
-    """Have so many processes take a core each."""
-    processes = [multiprocessing.get_context("spawn").Process(target=spin, daemon=True) for _ in range(number)]
-    for each in processes:
-        each.start()
-    try:
-        yield
-    finally:
-        for each in processes:
-            each.kill()
-            each.join()
 
 
 def record(file: Path, clients: Sequence[int]) -> None:

@@ -1,10 +1,13 @@
-"""Environments of their own for what is compared with specserve, so that nothing of a peer is installed beside it."""
+"""Environments of their own for what is compared with specserve, so that nothing of a peer is installed beside it; and
+other work on the machine meanwhile."""
 
+import contextlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,25 @@ def run(command: Sequence[str | Path], log: Path, what: str) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         if subprocess.run([str(part) for part in command], stdout=out, stderr=out, env=environment).returncode:
             raise BenchmarkError(f"{what} failed. The last lines of {log}:\n{tail(log)}")
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+@contextlib.contextmanager
+def load(number: int) -> Iterator[None]:
+    """Have so many processes take a core each."""
+    processes = [multiprocessing.get_context("spawn").Process(target=spin, daemon=True) for _ in range(number)]
+    for each in processes:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in processes:
+            each.kill()
+            each.join()
 
 
 def environment(folder: Path, packages: Sequence[str], *, needs: str = "", without: Sequence[str] = ()) -> Path:

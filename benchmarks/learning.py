@@ -4,9 +4,9 @@
     python benchmarks/learning.py drift --target FOLDER --draft HEAD --bench mt-bench:FILE
     python benchmarks/learning.py cost
 
-`drift` asks two servers in turns, one of which has --learn: the same conversations, so both give the same tokens. The
-styles follow each other, each for an equal part of the time. While the static server is asked, the other one and its
-learner are stopped; then nobody asks for --pause seconds, so that a round gets on. It prints by style the tau and the
+`drift` asks two servers in turns, one of which has --learn: the same conversations, whose texts it compares. The styles
+follow each other, each for an equal part of the time. While one server is asked the other one is stopped, and its
+learner with it; then nobody asks for --pause seconds, so that a round gets on. It prints by style the tau and the
 tokens/s of both, and apart the turns beside which a round was being made. The styles of the bundled target are `chat`,
 the questions that its heads were trained on, and `code`, files of Python's library to be continued, without a chat; of
 a --bench they are its categories.
@@ -15,6 +15,7 @@ a --bench they are its categories.
 
 import argparse
 import dataclasses
+import hashlib
 import itertools
 import json
 import random
@@ -26,10 +27,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 from environments import say
+from over_http import processor
 from server_process import ServerProcess, value
 
 from specserve.data import pydoc
@@ -37,6 +40,7 @@ from specserve.eval.prompts import load_questions
 
 CHARS = 300  # of a file, as a prompt
 BUNDLED_STYLES = ("chat", "code")
+LEARNER = "specserve.learn.learner"
 OF_ROUNDS = ("learn_version", "learn_held_out_tau", "learn_drift", "learn_rounds_total", "learn_returns_total")
 
 
@@ -60,6 +64,7 @@ class Turn:
     seconds: float
     num_drafts: float  # steps that verified draft tokens
     num_accepted: float
+    digest: str  # of all texts
 
     @property
     def rate(self) -> float:
@@ -90,8 +95,18 @@ def _parse() -> argparse.Namespace:
     add("--clients", type=int, default=4, help="that ask at once (%(default)s)")
     add("--rounds", type=int, default=6, help="of cost (%(default)s)")
     add("--serve", type=str.split, default=[], metavar="FLAGS", help="further flags of specserve serve")
-    add("--output", type=Path, help="write each turn to this file of JSON lines")
-    return parser.parse_args()
+    add("--learn", type=str.split, default=[], metavar="FLAGS", help="of the server that learns alone")
+    add("--output", type=Path, help="add each turn to this file of JSON lines")
+    options = parser.parse_args()
+    options.common = ["--target", options.target, "--speculation", options.speculation, *options.serve]
+    options.common += ["--draft", options.draft] if options.draft else []
+    options.styles = options.styles or list(BUNDLED_STYLES)
+    if options.bench:
+        there = list(dict.fromkeys(each.category for each in load_questions(options.bench, 0)))
+        options.styles = there if options.styles == list(BUNDLED_STYLES) else options.styles
+        if unknown := [style for style in options.styles if style not in there]:
+            parser.error(f"--styles {unknown[0]}: expected some of {', '.join(there)}")
+    return options
 
 
 def conversations(style: str, bench: str | None) -> Iterator[Conversation]:
@@ -109,58 +124,53 @@ def conversations(style: str, bench: str | None) -> Iterator[Conversation]:
         yield Conversation((text[begin : begin + CHARS],), False, rng.randrange(2**31))
 
 
-def converse(server: ServerProcess, asked: Conversation, max_tokens: int) -> int:
-    """Ask turn by turn, each with the answers so far, and return the number of tokens of the answers."""
+def converse(server: ServerProcess, asked: Conversation, max_tokens: int) -> tuple[int, str]:
+    """Ask turn by turn, each with the answers so far, and return the number of tokens of the answers, and the last."""
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.7, "seed": asked.seed}
     if not asked.is_chat:
-        return server.client.json("/v1/completions", {"prompt": asked.turns[0], **body})["usage"]["completion_tokens"]
+        reply = server.client.json("/v1/completions", {"prompt": asked.turns[0], **body})
+        return reply["usage"]["completion_tokens"], reply["choices"][0]["text"]
     number, messages = 0, []
     for turn in asked.turns:
         messages.append({"role": "user", "content": turn})
         reply = server.client.json("/v1/chat/completions", {"messages": messages, **body})
         messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
         number += reply["usage"]["completion_tokens"]
-    return number
+    return number, messages[-1]["content"]
 
 
-def ask(server: ServerProcess, asked: Sequence[Conversation], options: argparse.Namespace) -> tuple[int, float]:
-    """Have all conversations, and return the answers' tokens, and the seconds."""
+def ask(server: ServerProcess, asked: Sequence[Conversation], options: argparse.Namespace) -> tuple[int, float, str]:
+    """Have all conversations, and return the answers' tokens, the seconds, and a digest of the last answers."""
     with ThreadPoolExecutor(options.clients) as pool:
         begin = time.monotonic()
-        number = sum(pool.map(lambda each: converse(server, each, options.max_tokens), asked))
-    return number, time.monotonic() - begin
+        numbers, texts = zip(*pool.map(lambda each: converse(server, each, options.max_tokens), asked), strict=True)
+    seconds = time.monotonic() - begin
+    return sum(numbers), seconds, hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
 
 
 def drift(options: argparse.Namespace) -> None:
-    styles = options.styles or BUNDLED_STYLES
-    if options.bench:
-        there = list(dict.fromkeys(each.category for each in load_questions(options.bench, 0)))
-        styles = options.styles or there
-        if unknown := [style for style in styles if style not in there]:
-            sys.exit(f"--styles {unknown[0]}: expected some of {', '.join(there)}")
-    common = ["--target", options.target, "--speculation", options.speculation, *options.serve]
-    common += ["--draft", options.draft] if options.draft else []
     with tempfile.TemporaryDirectory() as folder:
-        learn = ("--learn", folder, "--learn-answers", str(options.answers), "--learn-steps", str(options.steps))
-        with ServerProcess([*common, *learn]) as learning:
+        learn = ["--learn", folder, "--learn-answers", str(options.answers), "--learn-steps", str(options.steps)]
+        with ServerProcess([*options.common, *learn, *options.learn]) as learning:
             learning.wait_until_complete()  # each measures its steps alone
-            with ServerProcess(common) as static:
+            with ServerProcess(options.common) as static:
                 static.wait_until_complete()
-                turns = _play_all(styles, {"static": static, "learning": learning}, options)
-    if options.output:
-        options.output.write_text("".join(json.dumps(dataclasses.asdict(turn)) + "\n" for turn in turns))
+                say(processor())
+                _play_all({"static": static, "learning": learning}, options)
 
 
-def _play_all(styles: Sequence[str], servers: dict[str, ServerProcess], options: argparse.Namespace) -> list[Turn]:
+def _play_all(servers: dict[str, ServerProcess], options: argparse.Namespace) -> None:
     """Ask both servers in one style after the other, and print what they made of each."""
     turns: list[Turn] = []
-    for style in styles:
-        stream = conversations(style, options.bench)
-        end = time.monotonic() + 60 * options.minutes / len(styles)
-        turns += _play(style, stream, servers, options, end)
+    for style in options.styles:
+        end = time.monotonic() + 60 * options.minutes / len(options.styles)
+        for turn in _play(style, conversations(style, options.bench), servers, options, end):
+            turns.append(turn)
+            if options.output:
+                with options.output.open("a") as file:
+                    file.write(json.dumps(dataclasses.asdict(turn)) + "\n")
         _show(style, [turn for turn in turns if turn.style == style], servers["learning"])
     _show("all", turns, servers["learning"])
-    return turns
 
 
 def _play(
@@ -173,12 +183,10 @@ def _play(
     """Ask both servers in turns until `end`."""
     for number in itertools.count():
         asked = [*itertools.islice(stream, options.conversations)]
-        for name in ("static", "learning") if number % 2 else ("learning", "static"):
-            if name == "learning":
-                yield _turn(style, name, servers[name], asked, options)
-            else:
-                with servers["learning"].stopped():
-                    yield _turn(style, name, servers[name], asked, options)
+        for name, other in [*permutations(servers)][:: 1 if number % 2 else -1]:
+            with servers[other].stopped():
+                turn = _turn(style, name, servers[name], asked, options)
+            yield turn
         time.sleep(options.pause)
         if time.monotonic() > end:
             return
@@ -188,14 +196,15 @@ def _turn(
     style: str, name: str, server: ServerProcess, asked: Sequence[Conversation], options: argparse.Namespace
 ) -> Turn:
     server.check()
-    before, is_beside_round = server.client.text("/metrics"), server.has_child("specserve.learn.learner")
-    number, seconds = ask(server, asked, options)
+    before, is_beside_round = server.client.text("/metrics"), server.has_child(LEARNER)
+    number, seconds, digest = ask(server, asked, options)
+    is_beside_round |= server.has_child(LEARNER)
     after = server.client.text("/metrics")
     of_drafts = [
         (value(after, counter) or 0) - (value(before, counter) or 0)
         for counter in ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total")
     ]
-    return Turn(style, name, is_beside_round, number, seconds, *of_drafts)
+    return Turn(style, name, is_beside_round, number, seconds, *of_drafts, digest)
 
 
 def _show(style: str, turns: Sequence[Turn], learning: ServerProcess) -> None:
@@ -206,7 +215,8 @@ def _show(style: str, turns: Sequence[Turn], learning: ServerProcess) -> None:
         drafts, accepted = sum(turn.num_drafts for turn in part), sum(turn.num_accepted for turn in part)
         rate = sum(turn.num_tokens for turn in part) / sum(turn.seconds for turn in part)
         parts.append(f"{name} tau {1 + accepted / max(1, drafts):.3f}, {rate:.0f} tokens/s")
-    say(f"{style}: {'; '.join(parts)}")
+    num_equal = sum(a.digest == b.digest for a, b in zip(static, own, strict=True))
+    say(f"{style}: {'; '.join(parts)}; equal texts in {num_equal} of {len(own)} turns")
     kinds: dict[str, Callable[[Turn], bool]] = {
         "all": lambda _: True,
         "beside a round": lambda turn: turn.is_beside_round,
@@ -223,20 +233,20 @@ def _show(style: str, turns: Sequence[Turn], learning: ServerProcess) -> None:
 
 
 def cost(options: argparse.Namespace) -> None:
-    common = ["--target", options.target, "--speculation", options.speculation, *options.serve]
     with tempfile.TemporaryDirectory() as folder:
-        keeping = ServerProcess([*common, "--learn", folder, "--learn-answers", str(10**9)])
-        with keeping, ServerProcess(common) as plain:
+        keeping = ServerProcess([*options.common, "--learn", folder, "--learn-answers", str(10**9), *options.learn])
+        with keeping, ServerProcess(options.common) as plain:
             for server in (keeping, plain):
                 server.wait_until_complete()
-            stream, ratios = conversations("chat", None), []
+            say(processor())
+            stream, ratios = conversations(options.styles[0], options.bench), []
             first = [*itertools.islice(stream, options.clients * 2)]
             for server in (keeping, plain):
                 ask(server, first, options)
             for number in range(options.rounds):
                 asked, rates = [*itertools.islice(stream, options.clients * 8)], {}
                 for server in (keeping, plain) if number % 2 else (plain, keeping):
-                    tokens, seconds = ask(server, asked, options)
+                    tokens, seconds, _ = ask(server, asked, options)
                     rates[server] = tokens / seconds
                 ratios.append(rates[keeping] / rates[plain])
                 say(f"{rates[keeping]:.0f} tokens/s while keeping, {rates[plain]:.0f} without: {ratios[-1]:.3f}")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from environments import report, say
+from environments import load, report, say
 from side_by_side import PLAIN, Arm, Batch, BenchmarkError, Server, summarize, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,6 +107,7 @@ def parse(formats: Mapping[str, float], description: str) -> argparse.Namespace:
         metavar="NAME=FOLDER",
         help="measure another checkout of specserve too; may be repeated",
     )
+    add("--beside", type=int, default=0, help="processes that take a core each meanwhile (%(default)s)")
     add("--threads", type=int, default=2, help="cores of every server (%(default)s)")
     add("--cache", type=Path, help="folder for the other engine's environment, models and logs")
     add("--output", type=Path, help="write everything that was measured to this JSON file")
@@ -173,6 +174,7 @@ def compare(options: argparse.Namespace, make_peer: Callable[[Path], Peer], cach
     size = num_weights(find_config(str(target))[0])
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(server) for server in own_and_peers(options, peer, target)]
+        stack.enter_context(load(options.beside))
         for server in servers:
             for clients in options.clients:
                 server.ask_all(dict(enumerate(asked[options.prompts :])), options.max_tokens, clients=clients)
@@ -193,7 +195,8 @@ def compare(options: argparse.Namespace, make_peer: Callable[[Path], Peer], cach
     bounds = {weights: bandwidth[weights] / size / sizes[weights] for weights in sizes}
     reference = Arm(OURS, next(iter(options.serve)), PLAIN)
     rows = summarize(batches, bounds, peaks, reference, peer.name)
-    machine = f"{processor()}, {options.threads} cores"
+    beside = f" beside {options.beside} other processes" if options.beside else ""
+    machine = f"{processor()}, {options.threads} cores{beside}"
     reads = ", ".join(f"{size * sizes[name] / 1e6:.0f} MB at {bandwidth[name] / 1e9:.1f} GB/s" for name in sizes)
     print(f"{machine}; it reads {reads}\n{peer.describe()}\n\n{table(rows, peer.name)}")
     for arm, count in late.items():

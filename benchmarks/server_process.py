@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -68,15 +68,14 @@ class ServerProcess:
     def stopped(self) -> Iterator[None]:
         """Stop it, and every process that it has started, until the context ends."""
         own = psutil.Process(self._process.pid)
-        stopped = [own, *own.children(recursive=True)]
-        for process in stopped:
-            process.suspend()
+        own.suspend()  # first, so that it starts no other one
         try:
+            children = own.children(recursive=True)
+            _each(children, psutil.Process.suspend)
             yield
+            _each(children, psutil.Process.resume)
         finally:
-            for process in stopped:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.resume()
+            own.resume()
 
     def has_child(self, module: str) -> bool:
         """Return whether a process runs that it has started as this module."""
@@ -95,6 +94,12 @@ class ServerProcess:
     def resident_bytes(self) -> int:
         """The memory that it holds now."""
         return psutil.Process(self._process.pid).memory_info().rss
+
+
+def _each(processes: Sequence[psutil.Process], act: Callable[[psutil.Process], None]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            act(process)
 
 
 def value(metrics: str, name: str) -> float | None:

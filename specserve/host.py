@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import platform
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 # of glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _LARGEST = 2**31 - 1
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _TOP_PAD_BYTES = 64 << 20
 COMPILER_THREAD = "specserve-compiler"
 _LOWEST_PRIORITY = 19  # of nice(2)
@@ -54,6 +56,14 @@ def num_cores() -> int:
     if hasattr(process, "cpu_affinity"):
         return len(process.cpu_affinity() or ())
     return psutil.cpu_count() or 1
+
+
+def granted_cores() -> float:
+    """The processors whose time this process may have: its cores, or fewer where a container of Linux has a quota."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())  # "max": no number
+        return min(num_cores(), quota / period)
+    return num_cores()
 
 
 def processor() -> str:
@@ -172,6 +182,13 @@ def let_wait(pid: int, *, is_idle: bool = False) -> None:
             file.write("1000")
     except OSError as error:  # macOS has no such file
         logger.debug("process %d keeps its priority: %s", pid, error)
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process where the thread ends that has started it, even if it is stopped then. Linux
+    alone can do that; elsewhere a stopped process of a dead session is hung up on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def is_compiling() -> bool:

@@ -19,25 +19,34 @@ from specserve import host
 from specserve.errors import SpecServeError, first_line
 from specserve.learn.task import RoundResult, RoundTask
 
-MOST_SECONDS = 6 * 3600.0  # of a round; one that takes longer has come to a halt
+MOST_SECONDS = 6 * 3600.0  # of a round, while it does not stand still; with more it has come to a halt
 LEAST_SHARE = 0.05  # of the processors, since the round began: with less it goes on beside requests
 LOOK_SECONDS = 0.05  # from one look at the requests to the next
 
 
-def give_way(process: psutil.Process, is_busy: Callable[[], bool]) -> None:
-    """Stop a process while requests run, as long as it has had LEAST_SHARE. Returns when it has ended.
+def attend(process: psutil.Process, is_busy: Callable[[], bool]) -> None:
+    """Stop a process while requests run, as long as it has had LEAST_SHARE, and kill it after MOST_SECONDS. Returns
+    when it has ended.
 
-    A low priority alone is not enough: a step's threads wait for the one of them that shares its core. Where the server
-    is killed, the kernel ends what stands still, since nothing is left that could let it go on."""
-    begin, cores, is_stopped = time.monotonic(), host.num_cores(), False
+    A low priority alone is not enough: a step's threads wait for the one of them that shares its core."""
+    cores, begin = host.granted_cores(), time.monotonic()
+    now, ran, is_stopped = begin, 0.0, False
     with contextlib.suppress(psutil.NoSuchProcess):
-        while process.status() != psutil.STATUS_ZOMBIE:
-            times = process.cpu_times()
-            has_share = times.user + times.system >= LEAST_SHARE * cores * (time.monotonic() - begin)
-            if (has_share and is_busy()) != is_stopped:
-                (process.resume if is_stopped else process.suspend)()
-                is_stopped = not is_stopped
-            time.sleep(LOOK_SECONDS)
+        try:
+            while process.status() != psutil.STATUS_ZOMBIE:
+                last, now = now, time.monotonic()
+                ran += 0.0 if is_stopped else now - last
+                if ran > MOST_SECONDS:
+                    process.kill()
+                times = process.cpu_times()
+                has_share = times.user + times.system >= LEAST_SHARE * cores * (now - begin)
+                if (has_share and is_busy()) != is_stopped:
+                    (process.resume if is_stopped else process.suspend)()
+                    is_stopped = not is_stopped
+                time.sleep(LOOK_SECONDS)
+        finally:
+            if is_stopped:
+                process.resume()
 
 
 class LearnerProcess:
@@ -61,18 +70,14 @@ class LearnerProcess:
             self._process.stdin.write(json.dumps(dataclasses.asdict(task)).encode() + b"\n")
             self._process.stdin.flush()  # and stays open: its end is that of the server
         own = psutil.Process(self._process.pid)
-        threading.Thread(target=give_way, args=(own, is_busy), name="learner-gives-way", daemon=True).start()
+        threading.Thread(target=attend, args=(own, is_busy), name="learner-attended", daemon=True).start()
 
     def result(self) -> RoundResult | str:
         """Wait for the end of the round, and return its judgement, or what went wrong."""
         assert self._process.stdout is not None
-        limit = threading.Timer(MOST_SECONDS, self.kill)
-        limit.daemon = True
-        limit.start()
         with self._process, self._said:
             answer = self._process.stdout.read()
             status = self._process.wait()
-            limit.cancel()
             self._said.seek(0)
             last = self._said.read().decode(errors="replace").strip().rpartition("\n")[2]
         try:
@@ -105,6 +110,7 @@ def _make(task: RoundTask, answers: IO[bytes]) -> int:
 
 
 def _main() -> None:
+    host.end_with_parent()  # by then it may stand still, and read no end of its input
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints of libraries are no answers
     task = RoundTask(**json.loads(sys.stdin.buffer.readline()))

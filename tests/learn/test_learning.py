@@ -21,13 +21,14 @@ from engines import PATIENCE
 from fakes import wait_for
 from prometheus_client import CollectorRegistry, generate_latest
 
+from specserve import host
 from specserve.checkpoints.load import Target
 from specserve.cli.serve import serve
 from specserve.drafters.interface import Head
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.head import save_head
 from specserve.learn import versions
-from specserve.learn.learner import give_way
+from specserve.learn.learner import attend
 from specserve.learn.learning import LearningHead, check_settings
 from specserve.learn.live import FEWEST_ANSWERS, MOST_ANSWERS, LiveTaus
 from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundResult
@@ -354,13 +355,14 @@ def _ask(http: httpx.Client, number: int) -> list[list[int]]:
     return found
 
 
-def test_a_learner_stands_still_while_requests_run() -> None:
+def test_a_learner_stands_still_while_requests_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for its least share, by which it comes to an end beside requests that never cease."""
     code = "import time\nwhile time.process_time() < 3600: pass"
     requests = [True]
+    monkeypatch.setattr(host, "granted_cores", lambda: 2)
     with subprocess.Popen([sys.executable, "-c", code]) as child:
         process = psutil.Process(child.pid)
-        thread = threading.Thread(target=give_way, args=(process, lambda: bool(requests)))
+        thread = threading.Thread(target=attend, args=(process, lambda: bool(requests)))
         thread.start()
         try:
             for more in (0.1, 0.2):  # seconds of a processor, beside requests
