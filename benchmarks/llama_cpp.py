@@ -28,7 +28,7 @@ SOURCE = "llama-cpp-python==0.3.36"  # its sdist has the whole of llama.cpp
 QUANTIZED = {"q4_0": "Q4_0", "q4_1": "Q4_1", "q4_k_m": "Q4_K_M"}  # formats that its converter does not write
 LOOKUP = "lookup"  # its own speculation without a head, from what stands in the text
 # Bytes of a weight; 32 of them share a 16-bit scale, and in q4_1 as large a minimum. q4_k_m mixes 4.5 and 6.6 bits.
-BYTES = {"f32": 4.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32, "q4_k_m": 0.64}
+BYTES = {"f32": 4.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32, "q4_k_m": 0.63}
 BUILD = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF")
 BUILD += ("-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF")
 
@@ -76,6 +76,9 @@ class LlamaCpp:
         run(
             [tools / "cmake", "--build", build, "--target", "llama-server", "llama-quantize"], log, "building llama.cpp"
         )
+
+    def file(self, target: Path, weights: str) -> Path:
+        return self.convert(target, weights)
 
     def convert(self, source: Path, weights: str, target: Path | None = None) -> Path:
         """Convert a model folder, or a head for `target`, to GGUF."""

@@ -43,6 +43,9 @@ TOKENS_OF_STEP = 2048  # in rows that most documents fit
 ROW_LENGTHS = (256, 512, 1024, 2048)
 MOST_HELD_OUT, ANSWER_TOKENS = 64, 128  # prompts that are judged on, and the longest answer to each
 FEWEST_TRAIN, FEWEST_HELD_OUT = 16, 8  # answers; with fewer there is no round
+# of the rate of a new head: with all of it a round gains little more of its own traffic, and what the head knows of
+# other traffic gets lost (docs/log)
+CONTINUED = 0.3
 FIRST_SHARE, MOST_FIRST = 0.25, 4096  # of a round's rows are the head's first data; and its conversations that are kept
 
 
@@ -122,7 +125,7 @@ def _train(task: RoundTask, chosen: Selection) -> Target:
         "train.max_minutes": 0.0,
         "train.seq_len": seq_len,
         "train.batch_size": max(1, TOKENS_OF_STEP // seq_len),
-        "train.lr": task.learning_rate or suited.get("train.lr", rate),
+        "train.lr": task.learning_rate or CONTINUED * suited.get("train.lr", rate),
         "train.eval_every": 0,
         "train.save_every": 0,
         "train.seed": task.seed,
