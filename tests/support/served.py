@@ -19,6 +19,11 @@ from specserve.checkpoints.load import Target
 
 SCRIPT = "from quick_compile import compile_quickly as quick; quick(); from specserve.cli.main import main; main()"
 
+OF_FLAGS = (  # an expression of the modules that no server without their flags imports
+    r"specserve\.(learn|models\.adapters|checkpoints\.(lora|update)"
+    r"|serve\.(loras|tunix|update_folder|engine\.adapters|http\.admin\.(loras|weights|sent_weights)))\b"
+)
+
 
 @contextlib.contextmanager
 def started(
