@@ -392,21 +392,17 @@ def test_a_learner_that_is_killed_harms_no_request(models: Models, tmp_path: Pat
         command = [soon + served.SCRIPT, *common, *flags]
         return served.started(command, environment, seconds=PATIENCE, timeout=PATIENCE)
 
-    def learner(process: subprocess.Popen[str]) -> list[psutil.Process]:
-        each = psutil.Process(process.pid).children()
-        return [child for child in each if "specserve.learn.learner" in child.cmdline()]
-
     with server(*learn) as (process, http):
         before = _ask(http, 120)
-        wait_for(lambda: bool(learner(process)), PATIENCE)
-        learner(process)[0].send_signal(signal.SIGKILL)
+        wait_for(lambda: bool(served.learners(process)), PATIENCE)
+        served.learners(process)[0].send_signal(signal.SIGKILL)
         assert _ask(http, 120) == before
         failed = 'specserve:learn_rounds_total{model_name="model",result="failed"} 1.0'
         wait_for(lambda: failed in http.get("/metrics").text, PATIENCE)
     with server(*learn) as (process, http):
         assert _ask(http, 120) == before
-        wait_for(lambda: bool(learner(process)), PATIENCE)
-        [orphan] = learner(process)
+        wait_for(lambda: bool(served.learners(process)), PATIENCE)
+        [orphan] = served.learners(process)
         orphan.suspend()  # as it is while requests run
         process.kill()
         orphan.wait(PATIENCE)

@@ -17,7 +17,7 @@ from fakes import wait_for
 from specserve.checkpoints.load import Target
 from specserve.interop.head import save_head
 
-HONEST, GARBAGE = ("first", "second", "third"), "garbage"  # keys, by which clients are told apart
+HONEST, GARBAGE = ("first", "second", "third"), "garbage"  # keys: each is a client
 NUM_PROMPTS = 40  # of each client
 NUM_STEPS = 60
 # Segments are written soon. Of many cores a learner never has its share, with which it would stand still.
@@ -67,15 +67,8 @@ def test_a_server_learns_from_its_clients_and_answers_as_before(tiny_target: Tar
         before = {key: _ask(http, key, prompts[key]) for key in HONEST}
         _ask(http, GARBAGE, prompts[GARBAGE], temperature=2.0)
         assert series("version") == {"0": 1.0}
-        server = psutil.Process(process.pid)
-        found: list[psutil.Process] = []
-
-        def is_learning() -> bool:
-            found[:] = [child for child in server.children() if "specserve.learn.learner" in child.cmdline()]
-            return bool(found)
-
-        wait_for(is_learning, PATIENCE)
-        [learner] = found
+        wait_for(lambda: bool(served.learners(process)), PATIENCE)
+        [learner] = served.learners(process)
         asked = prompts[HONEST[0]]
         wait_for(lambda: bool(_ask(http, HONEST[0], asked)) and learner.status() == psutil.STATUS_STOPPED, PATIENCE)
         wait_for(lambda: bool(series("rounds_total")), PATIENCE)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from engines import EOS, Letters
 from fakes import wait_for
 
@@ -49,6 +50,16 @@ def is_up(http: httpx.Client) -> bool:
         return http.get("/ready").status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def learners(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes that make a round for this server."""
+    found = []
+    for child in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # another one, which has ended meanwhile
+            if "specserve.learn.learner" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def write_folder(target: Target, folder: Path) -> Path:
