@@ -382,7 +382,7 @@ def test_a_learner_stands_still_while_requests_run(monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_a_learner_that_is_killed_harms_no_request(models: Models, tmp_path: Path) -> None:
     """The server counts the round as failed and answers as before; killed itself, it leaves nothing that computes, and
-    begins again. Without the flag none of it is imported, and nothing is written."""
+    begins again. Without flags nothing of theirs is imported, and nothing is written."""
     target = served.write_folder(models.target, tmp_path / "model")
     common = ["serve", "--target", str(target), "--draft", models.name, "--speculation", "chain:2", "--port", "0"]
     common += ["--max-model-len", "64", "--max-slots", "1"]
@@ -394,29 +394,25 @@ def test_a_learner_that_is_killed_harms_no_request(models: Models, tmp_path: Pat
         command = [soon + served.SCRIPT, *common, *flags]
         return served.started(command, environment, seconds=PATIENCE, timeout=PATIENCE)
 
-    def learner(process: subprocess.Popen[str]) -> list[psutil.Process]:
-        each = psutil.Process(process.pid).children()
-        return [child for child in each if "specserve.learn.learner" in child.cmdline()]
-
     with server(*learn) as (process, http):
         before = _ask(http, 120)
-        wait_for(lambda: bool(learner(process)), PATIENCE)
-        learner(process)[0].send_signal(signal.SIGKILL)
+        wait_for(lambda: bool(served.learners(process)), PATIENCE)
+        served.learners(process)[0].send_signal(signal.SIGKILL)
         assert _ask(http, 120) == before
         failed = 'specserve:learn_rounds_total{model_name="model",result="failed"} 1.0'
         wait_for(lambda: failed in http.get("/metrics").text, PATIENCE)
     with server(*learn) as (process, http):
         assert _ask(http, 120) == before
-        wait_for(lambda: bool(learner(process)), PATIENCE)
-        [orphan] = learner(process)
+        wait_for(lambda: bool(served.learners(process)), PATIENCE)
+        [orphan] = served.learners(process)
         orphan.suspend()  # as it is while requests run
         process.kill()
         orphan.wait(PATIENCE)
     code = f"""
-import sys
+import re, sys
 from specserve.cli import serve
 from specserve.serve.http.transport.server import HttpServer
-HttpServer.run = lambda self: print([name for name in sys.modules if name.startswith("specserve.learn")])
+HttpServer.run = lambda self: print([name for name in sys.modules if re.match({served.OF_FLAGS!r}, name)])
 from specserve.cli.main import main
 sys.argv[1:] = {common!r}
 main()

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -39,8 +40,10 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     return (sharp * z / math.sqrt(fan_in)).astype(np.float32)
 
 
-def write_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
-    save_file({name: draw(name, shape, seed) for name, shape in shapes.items()}, folder / "model.safetensors")
+def write_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: str = "float32") -> None:
+    tensors = {name: draw(name, shape, seed) for name, shape in shapes.items()}
+    rounded = {name: each.astype(jnp.dtype(dtype)) for name, each in tensors.items() if each.dtype == np.float32}
+    save_file(tensors | rounded, folder / "model.safetensors")
 
 
 def tokens(vocab_size: int, seed: int) -> np.ndarray:  # [64] int32

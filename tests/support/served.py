@@ -12,12 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from engines import EOS, Letters
 from fakes import wait_for
 
 from specserve.checkpoints.load import Target
 
 SCRIPT = "from quick_compile import compile_quickly as quick; quick(); from specserve.cli.main import main; main()"
+
+OF_FLAGS = (  # an expression of the modules that no server without their flags imports
+    r"specserve\.(learn|models\.adapters|checkpoints\.(lora|update)"
+    r"|serve\.(loras|tunix|update_folder|engine\.adapters|http\.admin\.(loras|weights|sent_weights)))\b"
+)
 
 
 @contextlib.contextmanager
@@ -44,6 +50,16 @@ def is_up(http: httpx.Client) -> bool:
         return http.get("/ready").status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def learners(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes that make a round for this server."""
+    found = []
+    for child in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # another one, which has ended meanwhile
+            if "specserve.learn.learner" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def write_folder(target: Target, folder: Path) -> Path:

@@ -1,6 +1,7 @@
 """The example of reinforcement learning: its trainer has the distribution of the versions that its engine samples from,
 on one device and on meshes, and its head follows."""
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import grpo
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -15,7 +17,11 @@ import tiny_folder
 
 from specserve import LLM
 from specserve.checkpoints.load import load_target
+from specserve.drafters.learning import Rows
 from specserve.interop.head import load_head, save_head
+from specserve.models.target import TargetParams
+from specserve.train.settings import TrainSettings
+from specserve.train.target_states import Outputs
 
 SMALL = {"steps": 3, "questions": 4, "group": 4, "max_tokens": 12, "head_rows": 8, "slots": 2}
 
@@ -37,10 +43,28 @@ def _run(folders: dict[str, str], output: Path, **changes: Any) -> list[dict[str
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
+Batch = tuple[TargetParams, Rows, Outputs]
+
+
 @pytest.fixture(scope="module")
-def rows(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    output = tmp_path_factory.mktemp("rows")
-    return output, _run(folders, output, arms="co-trained", inner_steps=2, lr=1e-3)
+def batches() -> list[Batch]:
+    """What the head of `rows` is given to learn from."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def rows(
+    folders: dict[str, str], batches: list[Batch], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
+    output, learn = tmp_path_factory.mktemp("rows"), grpo.Follower.learn
+
+    def noted(self: grpo.Follower, *given: Any) -> None:
+        batches.append(given)
+        learn(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo.Follower, "learn", noted)
+        return output, _run(folders, output, arms="co-trained", inner_steps=2, lr=1e-3)
 
 
 def test_sampler_and_trainer_have_one_distribution_while_policy_and_head_move(
@@ -62,6 +86,30 @@ def test_sampler_and_trainer_have_one_distribution_while_policy_and_head_move(
         for before, after in itertools.pairwise(models):
             pairs = zip(*(jax.tree.leaves(model.params) for model in (before, after)), strict=True)
             assert all(np.any(a != b) for a, b in pairs if a.ndim == 2)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_the_head_learns_the_policy_that_it_follows(
+    rows: tuple[Path, list[dict[str, Any]]], folders: dict[str, str], batches: list[Batch]
+) -> None:
+    """With each step it comes nearer to the policy's distribution: on all answers that it learns from, each under the
+    version that gave it, its loss is below that of the head of the step before."""
+    output, _ = rows
+    places = [Path(folders["draft"]), *(output / f"step-{i}" / "head" for i in (1, 2, 3))]
+    target = load_target(Path(folders["target"]), dtype="float32")
+    settings, losses = TrainSettings(rollout=3), []
+    heads = [load_head(place, target, dtype="float32") for place in places]
+    judge = grpo.Follower(heads[0], target, settings, None)
+    for head in heads:
+        losses.append([])
+        for version, answers, states in batches:
+            state = grpo.Follower(head, target, settings, None).state  # it is donated
+            given = dataclasses.replace(answers, features=states)
+            _, metrics = judge._step(state, version, judge._vocab, given, jnp.float32(1.0))
+            losses[-1].append(float(metrics.loss))
+    assert len(batches) == 3
+    for before, after in itertools.pairwise(losses):
+        assert all(b > a for b, a in zip(before, after, strict=True))
 
 
 @pytest.mark.slow
