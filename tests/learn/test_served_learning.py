@@ -19,7 +19,7 @@ from specserve.interop.head import save_head
 
 HONEST, GARBAGE = ("first", "second", "third"), "garbage"  # keys: each is a client
 NUM_PROMPTS = 40  # of each client
-NUM_STEPS = 60
+NUM_STEPS = 200
 # Segments are written soon. Of many cores a learner never has its share, with which it would stand still.
 SETUP = """
 import psutil
