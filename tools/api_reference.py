@@ -5,6 +5,7 @@ python tools/api_reference.py
 
 import json
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 from specserve.serve.http.admin.openapi import TEXTS, openapi
 from specserve.serve.http.admin.openapi_page import resolved, takes
 from specserve.serve.http.app import create_app
+from specserve.serve.settings import ServeRun
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 REFERENCE = re.compile(
@@ -30,6 +32,13 @@ _BOUNDS = {
     "maxItems": "length <= {:,}",
     "maxProperties": "length <= {:,}",
 }
+# the settings that open routes, each after those that it needs
+_GATES: dict[str, dict[str, Any]] = {
+    "--allow-update-weights": {"allow_update_weights": True},
+    "--update-folder": {"allow_update_weights": True, "update_folder": True},  # any folder
+    "--allow-load-lora": {"allow_load_lora": True},
+    "--docs": {"docs": True},
+}
 _INT64 = {-(2**63), 2**63 - 1}  # bounds that every integer has
 
 
@@ -38,16 +47,28 @@ def reference() -> str:
     template = SimpleNamespace(mentions=lambda _: False, reads_tools=False)
     tokenizer = SimpleNamespace(template=template, has_chat_template=False, special_token_ids=())
     engine: Any = SimpleNamespace(model_name="model", tokenizer=tokenizer, stats=None)
-    api = openapi(create_app(engine), has_key=False)
-    routes = [line for path, methods in api["paths"].items() for line in _route(api, path, methods)]
+
+    def described(**settings: Any) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            given = settings | ({"update_folder": folder} if "update_folder" in settings else {})
+            return openapi(create_app(engine, run=ServeRun(**given)), has_key=False)
+
+    gates = dict.fromkeys(described()["paths"], "")
+    for flag, settings in _GATES.items():
+        gates = dict.fromkeys(described(**settings)["paths"], flag) | gates
+    api = described(**{name: value for settings in _GATES.values() for name, value in settings.items()})
+    routes = [line for path, methods in api["paths"].items() for line in _route(api, path, methods, gates[path])]
     schemas = api["components"]["schemas"]
     objects = [line for name in sorted(schemas) for line in _object(name, schemas[name]) if not name.endswith("Body")]
     return "\n".join(["## Routes", "", *routes, "## Objects", "", *objects])
 
 
-def _route(api: dict[str, Any], path: str, methods: dict[str, Any]) -> Iterator[str]:
+def _route(api: dict[str, Any], path: str, methods: dict[str, Any], gate: str) -> Iterator[str]:
+    """Return a route; `gate` names the flag without which it is not there."""
     for method, operation in methods.items():
         yield from (f"### `{method.upper()} {path}`", "")
+        if gate:
+            yield from (f"With `{gate}`.", "")
         if "requestBody" in operation:
             schema = resolved(api, operation["requestBody"]["content"]["application/json"]["schema"])
             yield from (_text(schema).removeprefix(f"POST {path}").lstrip(".: "), "", *_members(schema))

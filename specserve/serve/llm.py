@@ -7,13 +7,15 @@ import dataclasses
 import itertools
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from specserve import config, host
 from specserve.errors import CapacityError, ConfigError, RequestError
+from specserve.serve.engine.rest import PauseMode, SleepMode
+from specserve.serve.engine.rounds import PARTS, Part
 from specserve.serve.engine.swap import DraftWeights, TargetWeights, UpdateMode
 from specserve.serve.engines import load
 from specserve.serve.launch import make_engine
@@ -121,6 +123,36 @@ class LLM:
         or, to `drain`, end first. Returns the version's name: `version`, or a number. Raises ConfigError or
         CheckpointError where anything is wrong with it; then nothing has changed."""
         return self.engine.update_weights(target, draft, version=version, mode=mode)
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Make no more steps until `resume`. Answers that are being made in other threads end as they are (`abort`),
+        end first (`wait`), or go on later: as they are (`keep`), or with their keys and values computed anew
+        (`retract`). Raises ConfigError."""
+        self.engine.pause(mode)
+
+    def resume(self) -> None:
+        """End a pause. Raises ConfigError while something is off the device."""
+        self.engine.resume()
+
+    def sleep(self, level: int = 1, *, parts: Collection[Part] = PARTS, mode: SleepMode = "retract") -> None:
+        """Take the `weights`, the `kv_cache`, or both off the device, and make no more steps until `wake`; `mode` is as
+        of `pause`. `level` is vLLM's, 1 or 2: the host keeps a copy of the weights at either. Raises ConfigError."""
+        if level not in (1, 2):
+            raise ConfigError(f"sleep: level {level!r}: expected 1 or 2; give parts for what is to leave the device")
+        self.engine.sleep(parts, mode)
+
+    def wake(self, parts: Collection[Part] = PARTS) -> None:
+        """Bring these parts back to the device. When all are there, answers go on, unless there is a pause too. Raises
+        ConfigError where the device has no room for one, which may be asked for again."""
+        self.engine.wake(parts)
+
+    def wake_up(self, tags: Collection[Part] | None = None) -> None:
+        """Bring parts back to the device: `wake` under vLLM's name."""
+        self.wake(PARTS if tags is None else tags)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, those of answers that are being made too. An update of the weights does so."""
+        self.engine.flush_cache()
 
     def load_lora(self, name: str, folder: str | Path) -> None:
         """Load the LoRA adapter in a PEFT folder under a name by which `lora` finds it. There is room for `max_loras`

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 from command_tables import commands, settings_table
 
+from specserve import config
 from specserve.answers.settings import RegenerateRun
 from specserve.eval.settings import EvalRun
 from specserve.plan.settings import PlanServeRun
+from specserve.serve.http.admin.openapi import openapi
+from specserve.serve.http.app import create_app
 from specserve.serve.settings import ServeRun
 from specserve.train.settings import TrainRun
 
@@ -68,6 +71,21 @@ def test_the_api_reference_is_current():
     found = tool.REFERENCE.search(tool.PAGE.read_text(encoding="utf-8"))
     assert found is not None
     assert found[0] == tool.reference(), "run `python tools/api_reference.py` to rewrite the page"
+
+
+def test_the_api_reference_has_every_route_whatever_flag_opens_it(fake_engine, tmp_path):
+    """Those of an app whose switches are all on, each with the flag without which it is not there."""
+    on = {leaf.name: True for leaf in config.leaves(ServeRun) if leaf.field.annotation is bool}
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    found = dict(re.findall(r"^### `([A-Z]+ /\S*)`\n\n(With `--[a-z-]+`)?", page, re.M))
+
+    def routes(**settings):
+        paths = openapi(create_app(fake_engine, run=ServeRun(**settings)), has_key=False)["paths"]
+        return {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+
+    every = routes(**on, update_folder=str(tmp_path))
+    assert found.keys() == every
+    assert {route for route, gate in found.items() if gate} == every - routes()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

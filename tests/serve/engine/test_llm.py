@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_type_hints
 
@@ -68,6 +68,33 @@ def test_choices_are_drawn_with_seeds_in_a_row(llm: LLM) -> None:
             assert [entry.token_id for entry in answer.logprobs] == list(answer.token_ids)
             assert alone.outputs[0].logprobs is None
             assert alone.prompt_logprobs is None
+
+
+def test_it_rests_and_forgets_as_its_engine_does(llm: LLM) -> None:
+    """Under vLLM's names and the engine's; answers are the same afterwards."""
+    expected = [request.outputs[0].token_ids for request in llm.generate(PROMPTS, _greedy(8))]
+    rests: list[tuple[Callable[[], None], Callable[[], None], bool]] = [
+        (llm.pause, llm.resume, False),
+        (lambda: llm.pause("keep"), llm.resume, False),
+        (llm.sleep, llm.wake, True),
+        (lambda: llm.sleep(2), llm.wake_up, True),
+        (lambda: llm.sleep(level=1, mode="abort"), lambda: llm.wake_up(tags=["weights", "kv_cache"]), True),
+        (lambda: llm.sleep(parts=["kv_cache"]), lambda: llm.wake(["kv_cache"]), True),
+    ]
+    for rest, go_on, is_asleep in rests:
+        rest()
+        assert (llm.engine.is_paused, llm.engine.is_sleeping) == (True, is_asleep)
+        go_on()
+        assert (llm.engine.is_paused, llm.engine.is_sleeping) == (False, False)
+        assert [request.outputs[0].token_ids for request in llm.generate(PROMPTS, _greedy(8))] == expected
+    for num_cached in (16, 0):
+        if not num_cached:
+            llm.reset_prefix_cache()
+        (again,) = llm.generate(PROMPTS[2], _greedy(8))
+        assert (again.outputs[0].stats.num_cached_tokens, again.outputs[0].token_ids) == (num_cached, expected[2])
+    for wrong, message in ((lambda: llm.sleep(0), "level 0: expected 1 or 2"), (lambda: llm.wake_up([]), "some of")):
+        with pytest.raises(ConfigError, match=message):
+            wrong()
 
 
 @pytest.mark.parametrize(

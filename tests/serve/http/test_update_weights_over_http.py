@@ -38,7 +38,7 @@ from specserve.serve.settings import ServeRun
 PROMPTS = [tuple(int(i) for i in np.random.default_rng(seed).integers(3, 64, 30)) for seed in range(4)]
 ROUTES = (
     "update_weights_from_disk", "abort_request", "pause_generation", "continue_generation", "release_memory_occupation",
-    "resume_memory_occupation", "pause", "resume", "sleep", "wake_up",
+    "resume_memory_occupation", "pause", "resume", "sleep", "wake_up", "collective_rpc", "reset_prefix_cache",
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ class ServedLetters(Letters):
         return self.encode("".join(each for each in messages[-1]["content"] if each in self.alphabet))
 
 
-VLLMS = {"/pause", "/resume", "/sleep", "/wake_up"}  # their options are in the query
+VLLMS = {"/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache"}  # their options are in the query
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +154,38 @@ def test_the_steps_of_an_rl_driver(
     _do(rl, "/update_weights_from_disk", {"model_path": str(tiny_target.folder), "abort_all_requests": True})
     _do(rl, "/resume_memory_occupation", {"tags": ["kv_cache"]})
     assert [ids for ids, _ in _answers(rl)] == [ids for ids, _ in old]
+
+
+def test_the_steps_of_a_driver_that_calls_vllms_workers(rl: httpx.Client, engine: Engine, moved: Path) -> None:
+    """Sleep, weights back, `reload_weights` by a folder, cache back; what is wrong with a call changes nothing; and a
+    reset of the prefix cache is one, also of what runs."""
+    old = _answers(rl)
+    for body, words in (
+        ({"method": "update_weights", "kwargs": {"weights_path": str(moved)}}, "'reload_weights'"),
+        ({"kwargs": {"weights_path": str(moved)}}, "method is required"),
+        ({"method": "reload_weights"}, "kwargs is required"),
+        ({"method": "reload_weights", "kwargs": {}}, "kwargs.weights_path is required"),
+        ({"method": "reload_weights", "kwargs": {"weights_path": "/no/such"}}, "/no/such"),
+        ({"method": "reload_weights", "kwargs": {"weights_path": "x", "weights_iterator": []}}, "weights_iterator"),
+        ({"method": "reload_weights", "args": [str(moved)], "kwargs": {"weights_path": "x"}}, "args"),
+    ):
+        error = assert_refused(rl.post("/collective_rpc", json=body))
+        assert words in f"{error['message']} {error['param']}", (body, error)
+    assert _answers(rl) == old
+    call = {"method": "reload_weights", "args": [], "kwargs": {"weights_path": str(moved)}}
+    _do(rl, "/sleep?level=2&mode=keep")
+    assert "off the device" in assert_refused(rl.post("/collective_rpc", json=call))["message"]
+    _do(rl, "/wake_up?tags=weights")
+    reply = rl.post("/collective_rpc", json=call)
+    assert (reply.status_code, reply.json()) == (200, {"results": [None]})
+    _do(rl, "/wake_up?tags=kv_cache")
+    new = _answers(rl)
+    assert {version for _, version in new} == {"1"}
+    assert [ids for ids, _ in new] != [ids for ids, _ in old]
+    assert engine.stats().num_pages_cached > 0
+    assert _do(rl, "/reset_prefix_cache?reset_running_requests=true") == {"status": "ok"}
+    wait_until(lambda: engine.stats().num_pages_cached == 0)
+    assert _answers(rl) == new
 
 
 def test_a_promised_tau_is_of_the_weights_that_serve(
@@ -388,6 +420,7 @@ def test_what_is_wrong_is_said_and_changes_nothing(rl: httpx.Client, tmp_path: P
         ("/sleep?level=3", None, "expected one of 1, 2, got '3'"),
         ("/sleep?depth=1", None, "unknown option; known are level, mode"),
         ("/wake_up?tags=all", None, "weights, kv_cache"),
+        ("/reset_prefix_cache?reset_external=1", None, "expected one of false, true, got '1'"),
     ):
         error = assert_refused(rl.post(path, json=body) if body is not None else rl.post(path))
         assert words in f"{error['message']} {error['param']}", (path, error)

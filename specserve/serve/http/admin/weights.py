@@ -13,6 +13,7 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 
 from specserve.errors import CheckpointError, ConfigError, RequestError
+from specserve.serve.engine.interface import EngineLike
 from specserve.serve.engine.rest import PauseMode, SleepMode
 from specserve.serve.engine.rounds import PARTS, Part
 from specserve.serve.engine.swap import DraftWeights, TargetWeights, UpdateMode
@@ -30,7 +31,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 _MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "retract", "in_place": "keep"}  # SGLang's
 
 
-class UpdatableEngine(Protocol):
+class UpdatableEngine(EngineLike, Protocol):
     """The interface of an engine whose weights may change."""
 
     @property
@@ -146,6 +147,29 @@ class MemoryBody(Body):
     tags: list[Literal["weights", "kv_cache"]] | None = None
 
 
+class ReloadOptions(Body):
+    """The options of `reload_weights`: a model folder on the server, as a checkpoint of the target that is served."""
+
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"weights_iterator": (), "is_checkpoint_format": (True,)}
+
+    weights_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class CollectiveRpcBody(Body):
+    """POST /collective_rpc: the one method of vLLM's workers that there is here. It waits until the weights serve."""
+
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"args": ([],), "timeout": ()}
+
+    method: Literal["reload_weights"]
+    kwargs: ReloadOptions
+
+
+class RpcResults(ReplyObject):
+    """POST /collective_rpc: what the method has returned, which is nothing."""
+
+    results: list[None]
+
+
 class WeightUpdates:
     """The updates of the weights that clients ask for, one at a time. The last one is kept where there is a folder for
     it."""
@@ -214,6 +238,10 @@ def add_weight_routes(app: FastAPI, service: Service, updates: WeightUpdates) ->
     def done(what: str) -> Done:
         return {"success": True, "message": what}
 
+    def call(body: CollectiveRpcBody) -> RpcResults:
+        updates.use_named(UpdateBody(model_path=body.kwargs.weights_path))
+        return {"results": [None]}
+
     def abort(body: AbortBody) -> Done:
         if not body.rid and not body.abort_all:
             raise RequestError("name a request, or give abort_all as true for all", param="rid")
@@ -237,6 +265,7 @@ def add_weight_routes(app: FastAPI, service: Service, updates: WeightUpdates) ->
         return done("on the device")
 
     add_change(app, service, "/update_weights_from_disk", UpdateBody, updates.use_named, Updated)
+    add_change(app, service, "/collective_rpc", CollectiveRpcBody, call, RpcResults)
     add_change(app, service, "/abort_request", AbortBody, abort, Done)
     add_change(app, service, "/pause_generation", PauseBody, pause, Done)
     add_change(app, service, "/continue_generation", ContinueBody, go_on, Done)
@@ -312,8 +341,13 @@ def _add_rest_routes(app: FastAPI, engine: UpdatableEngine) -> None:
         options_of(http)
         return engine.resume
 
-    for path, make in (("/pause", pause), ("/resume", resume), ("/sleep", sleep), ("/wake_up", wake_up)):
-        add(path, make)
+    def reset_prefix_cache(http: Request) -> Callable[[], None]:
+        # no page that a request holds is shared after a flush, so none is preempted; and there is no cache elsewhere
+        options_of(http, reset_running_requests=("false", "true"), reset_external=("false", "true"))
+        return engine.flush_cache
+
+    for make in (pause, resume, sleep, wake_up, reset_prefix_cache):
+        add(f"/{make.__name__}", make)
 
 
 def options_of(http: Request, **allowed: tuple[str, ...] | None) -> dict[str, str]:
