@@ -195,18 +195,16 @@ def compare(options: argparse.Namespace, make_peer: Callable[[Path], Peer], cach
     bounds = {weights: bandwidth[weights] / size / sizes[weights] for weights in sizes}
     reference = Arm(OURS, next(iter(options.serve)), PLAIN)
     rows = summarize(batches, bounds, peaks, reference, peer.name)
-    beside = f" beside {options.beside} other processes" if options.beside else ""
-    machine = f"{processor()}, {options.threads} cores{beside}"
+    machine = f"{processor()}, {options.threads} cores, {options.beside} other processes"
     reads = ", ".join(f"{size * sizes[name] / 1e6:.0f} MB at {bandwidth[name] / 1e9:.1f} GB/s" for name in sizes)
     print(f"{machine}; it reads {reads}\n{peer.describe()}\n\n{table(rows, peer.name)}")
     for arm, count in late.items():
         if count:
             say(f"warning: {arm} compiled {count} programs while it was measured")
-    commits = {name: commit(where) for name, where in options.checkout.items()}
     return {
         "settings": vars(options),
         "machine": machine,
-        "commits": commits,
+        "commits": {name: commit(where) for name, where in options.checkout.items()},
         "peer": peer.describe(),
         "read_bandwidth": bandwidths,
         "tokens_per_second_bound": bounds,

@@ -27,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def _llm(folder: Path, **settings: Any) -> LLM:
-    """One slot, as the bits of a row must not depend on who else runs."""
+    """One slot, as the bits of a row must not depend on what runs beside it."""
     own = {"max_slots": 1, "max_model_len": 64, "page_size": 16, **settings}
     return LLM(folder, speculation="ngram:2", tokenizer=None, progress=False, **own)
 
