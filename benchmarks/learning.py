@@ -200,11 +200,11 @@ def _turn(
     number, seconds, digest = ask(server, asked, options)
     is_beside_round |= server.has_child(LEARNER)
     after = server.client.text("/metrics")
-    of_drafts = [
+    num_drafts, num_accepted = [
         (value(after, counter) or 0) - (value(before, counter) or 0)
         for counter in ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total")
     ]
-    return Turn(style, name, is_beside_round, number, seconds, *of_drafts, digest)
+    return Turn(style, name, is_beside_round, number, seconds, num_drafts, num_accepted, digest)
 
 
 def _show(style: str, turns: Sequence[Turn], learning: ServerProcess) -> None:

@@ -50,7 +50,7 @@ def reference() -> str:
 
     def described(**settings: Any) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            given = settings | ({"update_folder": folder} if "update_folder" in settings else {})
+            given: dict[str, Any] = settings | ({"update_folder": folder} if "update_folder" in settings else {})
             return openapi(create_app(engine, run=ServeRun(**given)), has_key=False)
 
     gates = dict.fromkeys(described()["paths"], "")

@@ -47,8 +47,8 @@ from specserve.tokenizer import Tokenizer
 
 NAME = "model-of-somebody.gguf"
 # whether products read 4 bits, and scales of 16 bits each or in two levels; of others they read 8
-PACKED = {kind: (True, np.float16) for kind in (Kind.Q4_0, Kind.Q4_1)}
-PACKED |= {kind: (True, np.uint8) for kind in (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K)}
+PACKED = dict.fromkeys((Kind.Q4_0, Kind.Q4_1), (True, np.float16))
+PACKED |= dict.fromkeys((Kind.Q2_K, Kind.Q3_K, Kind.Q4_K), (True, np.uint8))
 PACKED |= {Kind.MXFP4: (True, np.float32)}
 WRITTEN = (Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_1)  # of those that the package writes
 PLAIN = {"use_sliding_window": False, "sliding_window": None}
