@@ -100,12 +100,12 @@ def _parse() -> argparse.Namespace:
     options = parser.parse_args()
     options.common = ["--target", options.target, "--speculation", options.speculation, *options.serve]
     options.common += ["--draft", options.draft] if options.draft else []
-    options.styles = options.styles or list(BUNDLED_STYLES)
+    there: Sequence[str] = BUNDLED_STYLES
     if options.bench:
         there = list(dict.fromkeys(each.category for each in load_questions(options.bench, 0)))
-        options.styles = there if options.styles == list(BUNDLED_STYLES) else options.styles
-        if unknown := [style for style in options.styles if style not in there]:
-            parser.error(f"--styles {unknown[0]}: expected some of {', '.join(there)}")
+    options.styles = options.styles or there
+    if unknown := [style for style in options.styles if style not in there]:
+        parser.error(f"--styles {unknown[0]}: expected some of {', '.join(there)}")
     return options
 
 
