@@ -23,9 +23,11 @@ UNKNOWN = 0.4  # of a factor before anything is seen: half as much again is comm
 STEP_NOISE = 0.15  # of a step's seconds around what is expected of it
 READ_NOISE = 0.002  # seconds, of when the host reads the result of a call: it may be busy, or wait for a core
 STRETCH = 0.02  # seconds: calls of one program that follow each other are taken together until they take so long
-MOMENT_DRIFT = 0.05  # of the moment, from one step to the next
-OWN_DRIFT = 0.02  # of a step's own factor, for each step of any kind
+MOMENT_DRIFT = 0.05  # of the moment, from one stretch to the next, and less from a shorter one
+OWN_DRIFT = 0.02  # of a step's own factor, for each stretch of steps of any kind
 MOST_SIGMAS = 3.0  # a step that is further off counts as if it were so far off
+
+_Way = tuple[int, Tree | None, bool]  # batch size, tree, and of the target alone
 
 
 @dataclass(eq=False)
@@ -34,7 +36,7 @@ class _Factor:
 
     mean: float = 0.0
     variance: float = UNKNOWN**2
-    last_seen: int = 0  # the number of steps that had been seen by then
+    last_seen: float = 0.0  # the stretches that had been seen by then
 
 
 @dataclass(eq=False)
@@ -46,6 +48,11 @@ class _Stretch:
     seconds: float = 0.0
     num_steps: int = 0
 
+    @property
+    def share(self) -> float:
+        """How much of a whole stretch it is."""
+        return min(self.seconds / STRETCH, 1.0)
+
 
 @dataclass(eq=False)
 class ServedCosts:
@@ -54,24 +61,24 @@ class ServedCosts:
     measured: Mapping[StepProgram, float]
     _moment: _Factor = field(default_factory=_Factor)
     _switch: _Factor = field(default_factory=_Factor)  # of a step behind one of another program
-    _own: dict[tuple[int, Tree | None], _Factor] = field(default_factory=dict)  # by batch size and tree
-    _num_seen: int = 0
+    _own: dict[_Way, _Factor] = field(default_factory=dict)
+    _seen: float = 0.0  # stretches
     _stretch: "_Stretch | None" = None  # the last calls, of which nothing is learned yet
 
     def has_seen(self, program: StepProgram) -> bool:
         """Return whether a step of this batch size and tree has run in service."""
-        return (program.batch, program.tree) in self._own
+        return _way(program) in self._own
 
     def seconds(self, program: StepProgram) -> float:
         """Return what a step takes by all that is known. KeyError where it was never measured."""
-        own = self._own.get((program.batch, program.tree))
+        own = self._own.get(_way(program))
         off = own.mean if own else self._usual(program)
         return self.measured[program] * math.exp(self._moment.mean + off)
 
     def hoped_seconds(self, program: StepProgram) -> float:
         """Return what a step would take if it were off its measured cost no more than others are, whatever its own
         steps seemed to take."""
-        own, off = self._own.get((program.batch, program.tree)), self._usual(program)
+        own, off = self._own.get(_way(program)), self._usual(program)
         if own:
             off = min(own.mean, off)
         return self.measured[program] * math.exp(self._moment.mean + off)
@@ -97,12 +104,12 @@ class ServedCosts:
         if stretch is None:
             return
         program = stretch.program
-        own = self._own.setdefault((program.batch, program.tree), _Factor(self._usual(program)))
-        self._num_seen += stretch.num_steps
-        own.variance = min(own.variance + OWN_DRIFT**2 * (self._num_seen - own.last_seen), UNKNOWN**2)
-        own.last_seen = self._num_seen
+        own = self._own.setdefault(_way(program), _Factor(self._usual(program)))
+        self._seen += stretch.share
+        own.variance = min(own.variance + OWN_DRIFT**2 * (self._seen - own.last_seen), UNKNOWN**2)
+        own.last_seen = self._seen
         moment = self._moment
-        moment.variance = min(moment.variance + MOMENT_DRIFT**2 * stretch.num_steps, UNKNOWN**2)
+        moment.variance = min(moment.variance + MOMENT_DRIFT**2 * stretch.share, UNKNOWN**2)
         switch = self._switch
         switch.variance = min(switch.variance + OWN_DRIFT**2, UNKNOWN**2)
         # of the mean step: only the first one comes behind another program
@@ -124,8 +131,12 @@ class ServedCosts:
         similar steps where they were faster than measured, or half of it where they were slower, so that the step is
         tried before one that has proved expensive. Similar steps are those of the same kind, plain or speculative, or
         else all."""
-        seen = {other: factor.mean for (size, other), factor in self._own.items() if size == program.batch}
+        seen = {other: factor.mean for (size, other, _), factor in self._own.items() if size == program.batch}
         is_plain = program.tree is None
         alike = [mean for other, mean in seen.items() if (other is None) == is_plain] or [*seen.values()] or [0.0]
         mean = sum(alike) / len(alike)
         return min(mean, 0.5 * mean)
+
+
+def _way(program: StepProgram) -> _Way:
+    return program.batch, program.tree, program.is_alone
