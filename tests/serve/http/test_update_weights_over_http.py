@@ -211,7 +211,9 @@ def test_a_reload_without_a_folder_reads_the_last_one_again(
     assert new != old
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[:-1])
-    assert "model.safetensors" in assert_refused(rl.post("/collective_rpc", json={"method": "reload_weights"}))["message"]
+    assert (
+        "model.safetensors" in assert_refused(rl.post("/collective_rpc", json={"method": "reload_weights"}))["message"]
+    )
     assert_refused(rl.post("/update_weights_from_disk", json={"model_path": "/no/such"}))
     assert _answers(rl) == [(ids, "3") for ids in new]
     back = to_numpy(tiny_target.params, target_spec(tiny_target.config), "float32")

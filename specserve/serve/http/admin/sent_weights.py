@@ -48,8 +48,9 @@ def _add_route(app: FastAPI, updates: WeightUpdates, folder: UpdateFolder, max_b
                 raise
             return await changed(lambda: updates.use_sent(path, version=version, mode=options["mode"]))
 
+    own: dict[int | str, dict[str, Any]] = {status: {} for status in (409, 411, 413, 415, 500, 507)}
     extra: dict[str, Any] = {"reply": Updated}
-    app.post("/update_weights_from_safetensors", response_model=None, openapi_extra=extra)(route)
+    app.post("/update_weights_from_safetensors", response_model=None, openapi_extra=extra, responses=own)(route)
 
 
 async def _receive(http: Request, path: Path, max_bytes: int, digest: str) -> None:

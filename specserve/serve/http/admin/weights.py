@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Protocol, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 from fastapi import FastAPI, Request
 from pydantic import Field
@@ -151,8 +151,8 @@ class MemoryBody(Body):
 
 
 class ReloadOptions(Body):
-    """The options of `reload_weights`: a model folder on the server, as a checkpoint of the target that is served. Where
-    it is left out the last one that was given is read again, or else the one that the server began with."""
+    """The options of `reload_weights`: a model folder on the server, as a checkpoint of the target that is served.
+    Where it is left out the last one that was given is read again, or else the one that the server began with."""
 
     UNSUPPORTED: ClassVar[UnsupportedFields] = {"weights_iterator": (), "is_checkpoint_format": (True,)}
 
@@ -277,8 +277,8 @@ def add_weight_routes(app: FastAPI, service: Service, updates: WeightUpdates) ->
         engine.wake(tuple(body.tags or PARTS))
         return done("on the device")
 
-    add_change(app, service, "/update_weights_from_disk", UpdateBody, updates.use_named, Updated)
-    add_change(app, service, "/collective_rpc", CollectiveRpcBody, call, RpcResults)
+    add_change(app, service, "/update_weights_from_disk", UpdateBody, updates.use_named, Updated, 409)
+    add_change(app, service, "/collective_rpc", CollectiveRpcBody, call, RpcResults, 409)
     add_change(app, service, "/abort_request", AbortBody, abort, Done)
     add_change(app, service, "/pause_generation", PauseBody, pause, Done)
     add_change(app, service, "/continue_generation", ContinueBody, go_on, Done)
@@ -288,15 +288,23 @@ def add_weight_routes(app: FastAPI, service: Service, updates: WeightUpdates) ->
 
 
 def add_change(
-    app: FastAPI, service: Service, path: str, body_type: type[BodyT], change: Callable[[BodyT], object], reply: object
+    app: FastAPI,
+    service: Service,
+    path: str,
+    body_type: type[BodyT],
+    change: Callable[[BodyT], object],
+    reply: object,
+    *statuses: int,
 ) -> None:
-    """Add a route that makes a change, which takes as long as loading does, and replies with what it returns."""
+    """Add a route that makes a change, which takes as long as loading does, and replies with what it returns.
+    `statuses`: of the errors that it alone may reply."""
 
     async def route(http: Request) -> object:
         body = await service.read(body_type, http, lambda body: body)
         return await changed(lambda: change(body))
 
-    app.post(path, response_model=None, openapi_extra={"body": body_type, "reply": reply})(route)
+    own: dict[int | str, dict[str, Any]] = {status: {} for status in statuses}
+    app.post(path, response_model=None, openapi_extra={"body": body_type, "reply": reply}, responses=own)(route)
 
 
 async def changed(change: Callable[[], object]) -> object:
