@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import logging
@@ -12,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import psutil
 
@@ -23,6 +24,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _LARGEST = 2**31 - 1
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _TOP_PAD_BYTES = 64 << 20
+LOCK_FILE = ".lock"  # of a folder that one process has for itself
 COMPILER_THREAD = "specserve-compiler"
 _LOWEST_PRIORITY = 19  # of nice(2)
 _LOW_PRIORITY = 13  # Linux shares a processor by weights, of which this has 56, and 0 has 1,024
@@ -88,18 +90,43 @@ def cache_folder() -> Path:
 @contextlib.contextmanager
 def whole_file(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
     """Give a file to write beside `path`, which takes its place at the end: a reader sees the old file or the new one,
-    never half of one. Where other processes may write the same file (`is_shared`) each writes a file of its own name;
-    otherwise what a killed process has left is overwritten the next time. Raises OSError."""
+    never half of one, also where the machine stops at any moment. What was written is on the disk before it takes that
+    place, and its name is there at the end. Where other processes may write the same file (`is_shared`) each writes a
+    file of its own name; otherwise what a killed process has left is overwritten the next time. Raises OSError."""
     own = ""
     if is_shared:
         own = f".{os.getpid()}-{threading.get_ident()}"
     partial = path.with_name(f"{path.name}{own}.partial")
     try:
         yield partial
+        settle(partial)
         os.replace(partial, path)
+        settle(path.parent)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def settle(path: Path) -> None:
+    """Have what was written to a file on the disk, or the names in a folder, also where the machine stops. Raises
+    OSError."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def hold(folder: Path) -> TextIO:
+    """Hold a folder for this process until the file that is returned is closed, or the process ends, however it does.
+    Raises BlockingIOError where another one holds it, and OSError."""
+    file = (folder / LOCK_FILE).open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def write_whole(path: Path, content: bytes) -> None:

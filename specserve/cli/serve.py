@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -127,7 +127,8 @@ def _as_kept(models: Models, folder: str) -> Models:
     from specserve.serve.launch import with_version
     from specserve.serve.update_folder import VERSION_FILE, UpdateFolder  # no other server needs it
 
-    kept = UpdateFolder(Path(folder).expanduser()).read()
+    with closing(UpdateFolder(Path(folder).expanduser())) as held:
+        kept = held.read()
     if kept is None:
         return models
     remedy = f"remove {folder}/{VERSION_FILE} to begin with those of the command"

@@ -2,7 +2,6 @@
 whole or not at all, and `state.json` is written once it serves, so a server that was killed, at whatever moment, begins
 with the last one that did."""
 
-import fcntl
 import json
 import shutil
 from collections.abc import Mapping
@@ -12,11 +11,10 @@ from typing import Any
 
 from specserve.checkpoints.tensors import read_json
 from specserve.errors import CheckpointError, ConfigError
-from specserve.host import whole_file
+from specserve.host import hold, settle, whole_file
 from specserve.learn.live import LiveTaus
-from specserve.serve.update_folder import settle
 
-STATE_FILE, LOCK_FILE, VERSIONS = "state.json", ".lock", "versions"
+STATE_FILE, VERSIONS = "state.json", "versions"
 STATIC = "0"  # the version that the server was started with
 MOST_KEPT = 8  # versions beside those that serve, or would after a return
 
@@ -45,10 +43,8 @@ class HeadVersions:
         try:
             self._all.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)  # clients' words are in it
-            self._lock = (folder / LOCK_FILE).open("a")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = hold(folder)
         except BlockingIOError:
-            self._lock.close()
             raise ConfigError(f"--learn {folder}: another server learns there; give another folder") from None
         except OSError as error:
             raise ConfigError(f"--learn {folder}: {error}") from error
@@ -84,16 +80,15 @@ class HeadVersions:
         OSError."""
         name = f"{max(map(_number, self._all.iterdir()), default=0) + 1:03d}"
         head.rename(self._all / name)
+        settle(self._all)  # before a state names it
         return name
 
     def keep(self, state: LearnState) -> None:
         """Take the state, whose version serves now, write it, and forget versions that are old. Raises OSError where it
         cannot be written; it counts all the same until the server ends."""
-        is_another, self.state = state.version != self.state.version, state
+        self.state = state
         with whole_file(self.folder / STATE_FILE) as partial, partial.open("w", encoding="utf-8") as stream:
             json.dump(vars(state), stream)
-            if is_another:  # counts of answers may be lost with the machine
-                settle(stream)
         needed = {state.version, state.before}
         others = sorted((path for path in self._all.iterdir() if path.name not in needed), key=_number)
         for path in others[:-MOST_KEPT]:

@@ -241,7 +241,7 @@ def make_engine(
     if not late:
         on_warmup(len(programs), len(programs), "timing the steps")
         controller = finish(make_controller(runner))
-    served = ServedWeights(models.version, models.draft, form=models.head_form)
+    served = ServedWeights(models.version, models.draft, str(models.target.folder), form=models.head_form)
     if leader is None:  # else the other processes would need them as well
         served = dataclasses.replace(served, load_head=_head_loader(models, run), read=_weights_reader(models))
     return Engine(

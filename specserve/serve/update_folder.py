@@ -8,11 +8,10 @@ import os
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
 from specserve.checkpoints.tensors import read_json
 from specserve.errors import CheckpointError, ConfigError
-from specserve.host import whole_file
+from specserve.host import hold, whole_file
 
 VERSION_FILE = "version.json"
 _SENT = "sent-{}.safetensors"
@@ -28,17 +27,33 @@ class KeptVersion:
 
 
 class UpdateFolder:
-    """The folder of one server. No two servers may share it."""
+    """The folder of one server, which holds it until it is closed. No two servers may share it."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError where nothing can be kept in it."""
+        """Raises ConfigError where nothing can be kept in it, or another server has it."""
         self.folder = Path(os.path.realpath(folder))
         self._file = self.folder / VERSION_FILE
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._forget_others()  # the file that a client was sending to a server that was killed
+            self._lock = hold(self.folder)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--update-folder {folder}: another server keeps its versions there; give another folder"
+            ) from None
         except OSError as error:
             raise ConfigError(f"--update-folder {folder}: {error}") from error
+        try:
+            self._forget_others()  # the file that a client was sending to a server that was killed
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"--update-folder {folder}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let another server have the folder."""
+        self._lock.close()
 
     def read(self) -> KeptVersion | None:
         """Return the version that is kept. Raises CheckpointError where the file is damaged."""
@@ -64,8 +79,6 @@ class UpdateFolder:
         )
         with whole_file(self._file) as partial, partial.open("w") as stream:
             json.dump(dataclasses.asdict(kept), stream)
-            settle(stream)
-        _settle_names(self.folder)
         self._forget_others()
 
     def new_file(self) -> Path:
@@ -81,17 +94,3 @@ class UpdateFolder:
 
     def _all_sent(self) -> list[Path]:
         return list(self.folder.glob(_SENT.format("*")))
-
-
-def settle(stream: IO[Any]) -> None:
-    """Have all that was written to a file on the disk, also where the machine stops."""
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-def _settle_names(folder: Path) -> None:
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

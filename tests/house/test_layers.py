@@ -236,6 +236,7 @@ OWN_RECORDS = {
 OF_LIBRARIES = {
     ("hub.py", "sys.modules['datasets'].config"),
     ("serve/http/app.py", "app.state"),
+    ("serve/http/admin/sent_weights.py", "app.state"),
     ("serve/http/transport/connections.py", "self.cycle"),
     ("serve/http/transport/server.py", "self._config"),
     ("serve/http/transport/server.py", "self._server"),

@@ -192,6 +192,11 @@ class Engine:
     def weight_version(self) -> str:
         return self.rounds.version
 
+    @property
+    def target_folder(self) -> str:
+        """The folder of the target that the engine began with."""
+        return self._swaps.weights.folder
+
     def update_weights(
         self,
         target: TargetWeights | None = None,

@@ -75,6 +75,7 @@ class ServedWeights:
 
     version: str = "0"
     info: DraftInfo | None = None  # None: there is no head
+    folder: str = ""  # of the target that the command names; empty: there is none
     load_head: Callable[[str], LoadedHead] | None = None  # from a folder; None: it stays
     form: HeadForm | None = None
     # reads weights of the same models, each where there are some; None: they stay

@@ -5,7 +5,6 @@ no training.
 """
 
 import dataclasses
-import fcntl
 import json
 import time
 from collections.abc import Iterable
@@ -15,14 +14,13 @@ from typing import Any, TextIO
 from specserve import config
 from specserve.checkpoints.tensors import SINGLE_FILE
 from specserve.errors import CheckpointError, ConfigError
-from specserve.host import whole_file
+from specserve.host import hold, whole_file
 from specserve.train.run.checks import check_settings
 from specserve.train.settings import TrainRun
 
 METRICS_FILE = "metrics.jsonl"
 SETTINGS_FILE = "run.yaml"
 STATE_FOLDER = "state"
-LOCK_FILE = ".lock"
 
 # A resumed run may change these settings. Everything else decides the curve, or the shape of the state.
 MAY_CHANGE = frozenset(
@@ -84,7 +82,7 @@ class RunFolder:
                 raise ConfigError(f"{self.path}: no run was started here, so there is nothing to --resume")
             self.path.mkdir(parents=True, exist_ok=True)
             if is_first:
-                self._lock = _locked(self.path / LOCK_FILE)
+                self._lock = _locked(self.path)
         except OSError as error:
             raise CheckpointError(
                 f"{self.path}: cannot be written ({error.strerror}); give another --output"
@@ -216,23 +214,20 @@ def wait_until_free(folder: Path, seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
-            _locked(folder / LOCK_FILE).close()
+            _locked(folder).close()
             return
         except ConfigError:
             time.sleep(0.1)
 
 
-def _locked(path: Path) -> TextIO:
+def _locked(folder: Path) -> TextIO:
     """Lock the folder. The lock goes with the process, however that ends."""
-    file = path.open("a")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return hold(folder)
     except BlockingIOError:
-        file.close()
         raise ConfigError(
-            f"{path.parent}: another process is training there; wait for it, or give another --output"
+            f"{folder}: another process is training there; wait for it, or give another --output"
         ) from None
-    return file
 
 
 def _replace(path: Path, text: str) -> None:

@@ -18,6 +18,7 @@ from fakes import FakeEngine, assert_refused
 from fastapi.routing import APIRoute
 from fixed_text import WEATHER, serving
 
+import specserve.serve.http
 from specserve.serve.http.admin.openapi import openapi
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
@@ -163,3 +164,17 @@ def test_schemathesis_finds_nothing(fake_engine: FakeEngine, key: str) -> None:
     finally:
         server.stop()
     assert done.returncode == 0, done.stdout[-5000:]
+
+
+def test_every_status_that_is_raised_is_described(fake_engine: FakeEngine, tmp_path: Path) -> None:
+    """Of a module that has one route by that route, which passes on what is raised for all that change weights."""
+    run = ServeRun(allow_update_weights=True, update_folder=str(tmp_path))
+    paths = openapi(create_app(fake_engine, api_keys=("k",), run=run), has_key=True)["paths"]
+    described = {path: {int(each) for of in way.values() for each in of["responses"]} for path, way in paths.items()}
+    every, changing = set[int]().union(*described.values()), ("/update_weights_from_disk", "/collective_rpc")
+    sent = "/update_weights_from_safetensors"
+    of_all = set.intersection(*(described[path] for path in (sent, *changing)))
+    of_route = {"sent_weights.py": described[sent], "weights.py": of_all}
+    for source in Path(specserve.serve.http.__file__).parent.rglob("*.py"):
+        raised = set(map(int, re.findall(r"\b(?:HTTPException|ErrorResponse)\(\s*(\d+)", source.read_text())))
+        assert raised <= of_route.get(source.name, every), source

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from fakes import assert_refused, wait_for
 from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import write_tensors
 from specserve.drafters.speculation import parse_speculation
-from specserve.errors import CheckpointError
+from specserve.errors import CheckpointError, ConfigError
 from specserve.models.target import target_spec
 from specserve.serve import launch
 from specserve.serve.engine.swap import ServedWeights
@@ -61,7 +61,8 @@ def _client(runner: Runner, models: Models, folder: Path) -> Iterator[httpx.Clie
     engine._tokenizer = type("ServedLetters", (Letters,), {"token_id": lambda _self, _token: None})()
     engine._swaps.weights = ServedWeights(models.version, read=launch._weights_reader(models))
     run = ServeRun(allow_update_weights=True, update_folder=str(folder), update_max_gb=0.001)
-    server = HttpServer(create_app(engine, run=run), port=0)
+    app = create_app(engine, run=run)
+    server = HttpServer(app, port=0)
     with serving(engine):
         server.start()
         try:
@@ -69,6 +70,7 @@ def _client(runner: Runner, models: Models, folder: Path) -> Iterator[httpx.Clie
                 yield http
         finally:
             server.stop()
+            app.state.update_folder.close()  # in a process of its own it goes with that
 
 
 def _answer(http: httpx.Client) -> list[int]:
@@ -89,7 +91,11 @@ def test_what_is_sent_serves_and_is_what_a_server_begins_with_again(
         assert http.post(ROUTE, content=sent, headers=HEADERS).json()["weight_version"] == "2"
         assert _answer(http) == new
         assert len(list(folder.glob("*.safetensors"))) == 1, "the version before needs none"
-        kept = UpdateFolder(folder).read()
+        with pytest.raises(ConfigError, match="another server keeps its versions there; give another folder"):
+            UpdateFolder(folder)
+        assert len(list(folder.glob("*.safetensors"))) == 1, "a second server took nothing from under the first"
+    with closing(UpdateFolder(folder)) as held:
+        kept = held.read()
         assert kept is not None
         assert (kept.name, Path(kept.target).read_bytes()) == ("2", sent)
     with _client(runner, launch.with_version(models, kept.name, kept.target, kept.draft), folder) as http:
@@ -131,10 +137,12 @@ def test_what_is_kept_is_found_however_its_folder_is_named(tmp_path: Path) -> No
     file = folder.new_file()
     file.write_text("weights")
     folder.keep("sent", str(file), None)
+    folder.close()
     (tmp_path / "link").symlink_to(tmp_path / "kept")
 
     def kept(name: str) -> KeptVersion:
-        found = UpdateFolder(tmp_path / name).read()
+        with closing(UpdateFolder(tmp_path / name)) as held:
+            found = held.read()
         assert found is not None
         return found
 
@@ -144,7 +152,8 @@ def test_what_is_kept_is_found_however_its_folder_is_named(tmp_path: Path) -> No
     for number in (1, 2):
         (tmp_path / f"step-{number}").mkdir()
     (tmp_path / "latest").symlink_to(tmp_path / "step-1")
-    UpdateFolder(tmp_path / "moved").keep("step-1", str(tmp_path / "latest"), None)
+    with closing(UpdateFolder(tmp_path / "moved")) as held:
+        held.keep("step-1", str(tmp_path / "latest"), None)
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").symlink_to(tmp_path / "step-2")
     assert kept("moved").target == str(tmp_path / "step-1")
@@ -198,7 +207,7 @@ def test_what_is_wrong_with_what_is_sent_is_named_and_changes_nothing(
                 lambda: http.post("/update_weights_from_disk", json={"model_path": str(tiny_target.folder)}),
             ):
                 assert "another update of the weights is under way" in assert_refused(second(), 409)["message"]
-        wait_for(lambda: not list(folder.iterdir()), PATIENCE)
+        wait_for(lambda: not list(folder.glob("*.safetensors")), PATIENCE)
         assert http.get("/weight_version").json() == {"weight_version": "0"}
         assert _answer(http) == before
         assert http.post(ROUTE, content=sent, headers=HEADERS).status_code == 200
@@ -243,6 +252,7 @@ def test_a_kept_version_is_the_old_one_or_the_new_one_wherever_a_process_ends(
                 ended = True
             except Killed:
                 ended = False
+        folder.close()
         again = UpdateFolder(folder.folder)
         kept = again.read()
         assert kept in (
@@ -251,6 +261,7 @@ def test_a_kept_version_is_the_old_one_or_the_new_one_wherever_a_process_ends(
         )
         assert Path(kept.target).read_text() == kept.name  # type: ignore[union-attr]
         assert [path.name for path in again.folder.glob("*.safetensors")] == [Path(kept.target).name]  # type: ignore[union-attr]
+        again.close()
         if ended:
             assert number > 4, "few calls were seen"
             return

@@ -34,18 +34,20 @@ _FAILURES = {
     404: "A model that is not served.",
     405: "The path has other methods.",
     408: "The head or the body of the request did not arrive in time.",
+    409: "Another update of the weights is under way.",
+    411: "The length of the body is not given.",
     413: "The body is too large.",
     415: "The body is not JSON, or compressed.",
     431: "The head of the request is too large.",
     500: "A failure on the server's side.",
     501: "The body is in another Transfer-Encoding than chunked.",
     503: "The server is full, starting, stopping or unhealthy.",
+    507: "The disk has no room for the body.",
 }
 _OF_ALL = (400, 405, 408, 431, 501)
 _OF_BODIES = (404, 413, 415, 500)
 _OF_NO_REQUEST = (431, 501)  # replied before it is known which route the data is for
 _EARLY = (400, 408, 503)  # may be replied then too: 503 where there are too many connections
-_OF_OPERATORS = ("/v1/hidden_states", "/v1/load_draft", "/v1/speculation")
 _HEADERS: Mapping[int, Json] = {
     401: {"WWW-Authenticate": "Bearer."},
     405: {"Allow": "The methods that the path has."},
@@ -123,7 +125,7 @@ def _operation(route: APIRoute, method: str, refs: Mapping[tuple[str, str], Json
     responses = {
         "200": {"description": "The reply.", "headers": {ID_HEADER: _ID_REF}, "content": _content(path, refs, body)}
     }
-    responses |= {str(status): _failure(path, status) for status in _statuses(path, has_body=body is not None)}
+    responses |= {str(status): _failure(path, status) for status in _statuses(route, has_body=body is not None)}
     operation: Json = {"operationId": f"{method.lower()}_{path.strip('/')}", "responses": responses}
     if body is not None:
         operation["summary"] = (body.__doc__ or "").partition("\n")[0]
@@ -133,15 +135,15 @@ def _operation(route: APIRoute, method: str, refs: Mapping[tuple[str, str], Json
     return operation | ({"parameters": parameters} if parameters else {})
 
 
-def _statuses(path: str, *, has_body: bool) -> Iterator[int]:
-    """Return the statuses of the errors that a route may reply."""
+def _statuses(route: APIRoute, *, has_body: bool) -> Iterator[int]:
+    """Return the statuses of the errors that a route may reply: those of its kind, and its own, which it declares."""
+    path = route.path_format
     yield from _OF_ALL
+    yield from map(int, route.responses)
     if path != "/version":  # it is always there
         yield 503
     if has_body:
         yield from _OF_BODIES
-    if has_body and path in _OF_OPERATORS:
-        yield 403
     if path == "/v1/models/{model}":
         yield 404
 

@@ -184,7 +184,7 @@ def add_draft_routes(app: FastAPI, service: Service, *, is_allowed: bool) -> Non
             raise RequestError(str(error), param="draft") from error
         return {"status": "ok", "draft": {"id": draft.name, "tau": draft.tau}}
 
-    @app.post("/v1/load_draft", openapi_extra={"body": LoadDraftBody})
+    @app.post("/v1/load_draft", openapi_extra={"body": LoadDraftBody}, responses={403: {}})
     async def load_draft(http: Request) -> LoadedDraft:
         check_permission()
         body = await service.read(LoadDraftBody, http, lambda body: body)
@@ -202,7 +202,7 @@ def add_draft_routes(app: FastAPI, service: Service, *, is_allowed: bool) -> Non
     async def get_speculation() -> SpeculationNow:
         return {"speculation": service.engine.speculation}
 
-    @app.post("/v1/speculation", openapi_extra={"body": SpeculationBody})
+    @app.post("/v1/speculation", openapi_extra={"body": SpeculationBody}, responses={403: {}})
     async def set_speculation(http: Request) -> SpeculationNow:
         check_permission()
         return await service.read(SpeculationBody, http, choose)

@@ -12,11 +12,12 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 
 from specserve.errors import RequestError
+from specserve.host import settle
 from specserve.serve.http.admin.weights import Updated, WeightUpdates, add_weight_routes, changed, options_of
 from specserve.serve.http.service import Service
 from specserve.serve.http.transport.guard import BODY_TIMEOUT_SECONDS
 from specserve.serve.settings import ServeRun
-from specserve.serve.update_folder import UpdateFolder, settle
+from specserve.serve.update_folder import UpdateFolder
 
 BLOCK_BYTES = 2**22  # that are written at once
 MAX_NAME = 200  # characters
@@ -25,6 +26,7 @@ MAX_NAME = 200  # characters
 def add_update_routes(app: FastAPI, service: Service, run: ServeRun) -> None:
     """Add all routes about weights that change; this one where there is a folder for what is sent."""
     folder = UpdateFolder(Path(run.update_folder).expanduser()) if run.update_folder else None
+    app.state.update_folder = folder
     updates = WeightUpdates(service, folder)
     add_weight_routes(app, service, updates)
     if folder is not None:
@@ -48,8 +50,9 @@ def _add_route(app: FastAPI, updates: WeightUpdates, folder: UpdateFolder, max_b
                 raise
             return await changed(lambda: updates.use_sent(path, version=version, mode=options["mode"]))
 
+    own: dict[int | str, dict[str, Any]] = {status: {} for status in (409, 411, 413, 415, 500, 507)}
     extra: dict[str, Any] = {"reply": Updated}
-    app.post("/update_weights_from_safetensors", response_model=None, openapi_extra=extra)(route)
+    app.post("/update_weights_from_safetensors", response_model=None, openapi_extra=extra, responses=own)(route)
 
 
 async def _receive(http: Request, path: Path, max_bytes: int, digest: str) -> None:
@@ -72,7 +75,7 @@ async def _receive(http: Request, path: Path, max_bytes: int, digest: str) -> No
                     await asyncio.to_thread(write, bytes(pending))
                     pending.clear()
             await asyncio.to_thread(write, bytes(pending))
-            await asyncio.to_thread(settle, stream)
+        await asyncio.to_thread(settle, path)
     except TimeoutError:
         raise HTTPException(
             408, f"nothing came within {BODY_TIMEOUT_SECONDS:.0f} s, after {num_bytes:,} bytes"

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Protocol, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 from fastapi import FastAPI, Request
 from pydantic import Field
@@ -36,6 +36,9 @@ class UpdatableEngine(EngineLike, Protocol):
 
     @property
     def weight_version(self) -> str: ...
+
+    @property
+    def target_folder(self) -> str: ...
 
     @property
     def is_paused(self) -> bool: ...
@@ -148,11 +151,12 @@ class MemoryBody(Body):
 
 
 class ReloadOptions(Body):
-    """The options of `reload_weights`: a model folder on the server, as a checkpoint of the target that is served."""
+    """The options of `reload_weights`: a model folder on the server, as a checkpoint of the target that is served.
+    Where it is left out the last one that was given is read again, or else the one that the server began with."""
 
     UNSUPPORTED: ClassVar[UnsupportedFields] = {"weights_iterator": (), "is_checkpoint_format": (True,)}
 
-    weights_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    weights_path: Annotated[str | None, Field(min_length=1, max_length=4096)] = None
 
 
 class CollectiveRpcBody(Body):
@@ -161,7 +165,7 @@ class CollectiveRpcBody(Body):
     UNSUPPORTED: ClassVar[UnsupportedFields] = {"args": ([],), "timeout": ()}
 
     method: Literal["reload_weights"]
-    kwargs: ReloadOptions
+    kwargs: ReloadOptions | None = None
 
 
 class RpcResults(ReplyObject):
@@ -178,6 +182,8 @@ class WeightUpdates:
         self._service, self._folder = service, folder
         self._engine = cast(UpdatableEngine, service.engine)
         self._one = threading.Lock()
+        kept = folder.read() if folder else None
+        self._last = kept.target if kept else ""  # target that was given; empty: none
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -199,6 +205,12 @@ class WeightUpdates:
             if body.keep_pause:
                 self._engine.pause("keep")
         return updated
+
+    def reload(self, target: str | None) -> None:
+        """Serve the weights in a folder, or those of the target that was given last, as its files are now. The head
+        stays."""
+        with self.alone():
+            self._use(target or self._last or self._engine.target_folder, None, "", "continue", 0)
 
     def use_sent(self, path: Path, *, version: str, mode: str) -> Updated:
         """Serve the target's weights in a file that a client has sent, which goes where they do not serve."""
@@ -222,6 +234,7 @@ class WeightUpdates:
         except BaseException:
             on_refused()
             raise
+        self._last = target or self._last
         if self._folder is not None:
             try:
                 self._folder.keep(name, target, draft)
@@ -239,7 +252,7 @@ def add_weight_routes(app: FastAPI, service: Service, updates: WeightUpdates) ->
         return {"success": True, "message": what}
 
     def call(body: CollectiveRpcBody) -> RpcResults:
-        updates.use_named(UpdateBody(model_path=body.kwargs.weights_path))
+        updates.reload(body.kwargs.weights_path if body.kwargs else None)
         return {"results": [None]}
 
     def abort(body: AbortBody) -> Done:
@@ -264,8 +277,8 @@ def add_weight_routes(app: FastAPI, service: Service, updates: WeightUpdates) ->
         engine.wake(tuple(body.tags or PARTS))
         return done("on the device")
 
-    add_change(app, service, "/update_weights_from_disk", UpdateBody, updates.use_named, Updated)
-    add_change(app, service, "/collective_rpc", CollectiveRpcBody, call, RpcResults)
+    add_change(app, service, "/update_weights_from_disk", UpdateBody, updates.use_named, Updated, 409)
+    add_change(app, service, "/collective_rpc", CollectiveRpcBody, call, RpcResults, 409)
     add_change(app, service, "/abort_request", AbortBody, abort, Done)
     add_change(app, service, "/pause_generation", PauseBody, pause, Done)
     add_change(app, service, "/continue_generation", ContinueBody, go_on, Done)
@@ -275,15 +288,23 @@ def add_weight_routes(app: FastAPI, service: Service, updates: WeightUpdates) ->
 
 
 def add_change(
-    app: FastAPI, service: Service, path: str, body_type: type[BodyT], change: Callable[[BodyT], object], reply: object
+    app: FastAPI,
+    service: Service,
+    path: str,
+    body_type: type[BodyT],
+    change: Callable[[BodyT], object],
+    reply: object,
+    *statuses: int,
 ) -> None:
-    """Add a route that makes a change, which takes as long as loading does, and replies with what it returns."""
+    """Add a route that makes a change, which takes as long as loading does, and replies with what it returns.
+    `statuses`: of the errors that it alone may reply."""
 
     async def route(http: Request) -> object:
         body = await service.read(body_type, http, lambda body: body)
         return await changed(lambda: change(body))
 
-    app.post(path, response_model=None, openapi_extra={"body": body_type, "reply": reply})(route)
+    own: dict[int | str, dict[str, Any]] = {status: {} for status in statuses}
+    app.post(path, response_model=None, openapi_extra={"body": body_type, "reply": reply}, responses=own)(route)
 
 
 async def changed(change: Callable[[], object]) -> object:

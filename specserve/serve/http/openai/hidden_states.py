@@ -76,7 +76,7 @@ def add_states_route(app: FastAPI, service: Service, layers: Sequence[int]) -> N
         work = service.completion(completion, StatesFormat(model, layers))
         return dataclasses.replace(work, body=body, params=dataclasses.replace(work.params, hidden_states=True))
 
-    @app.post("/v1/hidden_states", response_model=None, openapi_extra={"body": HiddenStatesBody})
+    @app.post("/v1/hidden_states", response_model=None, openapi_extra={"body": HiddenStatesBody}, responses={403: {}})
     async def hidden_states(http: Request) -> Response:
         if not layers:
             raise HTTPException(403, "this server returns no hidden states; --hidden-states names the layers to keep")
