@@ -33,7 +33,7 @@ def end(served: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> tup
     return status, found
 
 
-def test_the_bundled_target_has_questions_and_another_one_is_told_them(served, monkeypatch, tmp_path):
+def test_the_bundled_target_has_questions_and_another_one_takes_a_bench(served, monkeypatch, tmp_path):
     bundled = end(served, monkeypatch, "--target", "pydoc")
     assert bundled == end(served, monkeypatch)
     assert bundled[0] == 0
