@@ -9,16 +9,18 @@ the device are gaps. A look is a step by which the controller tries another way 
 import argparse
 import itertools
 import statistics
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from over_http import processor, questions
+from served import add_served, numbers, positive, run
 
-from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER
 from specserve.drafters.speculation import describe
 from specserve.eval.bench.comparison import PLAIN, EngineArm
 from specserve.serve.engine.engine import Engine
@@ -119,21 +121,24 @@ def _batch(each: InFlight) -> int:
     return program.batch
 
 
-def main() -> None:
-    """Print a table for each number of clients."""
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="", help="as of `specserve serve`; empty: the bundled one")
-    parser.add_argument("--draft", default="", help="as of `specserve serve`; empty: the bundled one")
-    parser.add_argument("--bench", default="pydoc", help="as of `specserve eval`")
+    add_served(parser)
     parser.add_argument("--ways", default="chain:3,auto", help="beside plain decoding, with commas")
-    parser.add_argument("--clients", default="8,16,32", help="at once, with commas")
+    parser.add_argument("--clients", type=numbers, default="8,16,32", help="at once, with commas")
     parser.add_argument("--slots", type=int, default=0, help="of each engine; 0: as many as the most clients")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    given = parser.parse_args()
-    clients = [int(each) for each in given.clients.split(",")]
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--max-tokens", type=positive, default=128)
+    return run(parser, account_for)
+
+
+def account_for(given: argparse.Namespace, target: Path) -> None:
+    """Print a table for each number of clients."""
+    clients = given.clients
     models, ways = load_models(given.target, given.draft), [PLAIN, *given.ways.split(",")]
-    prompts = itertools.cycle(_prompts(models, given, 2 * max(clients) * given.rounds))
+    prompts = itertools.cycle(
+        questions(target, given.bench, min(2 * max(clients) * given.rounds, 60), CONTEXT - given.max_tokens - 32)
+    )
     print(f"{processor()}; {models.name}, {models.draft.name if models.draft else 'no head'}")
     with ExitStack() as stack:
         engines = {
@@ -145,11 +150,6 @@ def main() -> None:
         watched = {way: Watched(way, engine) for way, engine in engines.items()}
         for number in clients:
             _measure(number, engines, watched, prompts, given)
-
-
-def _prompts(models: Any, given: argparse.Namespace, count: int) -> list[list[int]]:
-    folder = BUNDLED_FOLDER if models.name == BUNDLED else models.target.folder
-    return questions(folder, given.bench, min(count, 60), CONTEXT - given.max_tokens - 32)
 
 
 def _measure(number: int, engines: Any, watched: dict[str, Watched], prompts: Any, given: argparse.Namespace) -> None:
@@ -197,4 +197,4 @@ def _spread(ratios: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from environments import load
-from over_http import BUNDLED, CONTEXT, MARGIN, processor, questions
+from over_http import CONTEXT, MARGIN, processor, questions
+from served import add_served, numbers, positive, run
 
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.drafters.speculation import parse_speculation
@@ -122,23 +124,25 @@ def play(
     return number / (end - begin), begin, end
 
 
-def main() -> None:
-    """Print a table for each number of clients, or write the record."""
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", default="1,4,16", help="at once, with commas; of a record: sequences of a step")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--target", default="", help="as of `specserve serve`; empty: the bundled one")
-    parser.add_argument("--draft", default="", help="as of `specserve serve`; empty: the bundled one")
-    parser.add_argument("--bench", default=BUNDLED, help="the questions, as of `specserve eval` (%(default)s)")
+    parser.add_argument(
+        "--clients", type=numbers, default="1,4,16", help="at once, with commas; of a record: sequences of a step"
+    )
+    parser.add_argument("--max-tokens", type=positive, default=128)
+    add_served(parser)
     parser.add_argument("--record", type=Path, help="write the seconds of steps here instead")
-    given = parser.parse_args()
-    clients = [int(each) for each in given.clients.split(",")]
+    return run(parser, measure)
+
+
+def measure(given: argparse.Namespace, target: Path) -> None:
+    """Print a table for each number of clients, or write the record."""
+    clients = given.clients
     if given.record:
         record(given.record, clients)
         return
     models = load_models(given.target, given.draft)
-    folder = BUNDLED_FOLDER if models.name == BUNDLED else models.target.folder
-    asked = questions(folder, given.bench, 60, CONTEXT - given.max_tokens - MARGIN)
+    asked = questions(target, given.bench, 60, CONTEXT - given.max_tokens - MARGIN)
     print(f"{processor()}; {models.name}; tokens/s of answers, by the processes beside it")
     with ExitStack() as stack:
         engines = {
@@ -162,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

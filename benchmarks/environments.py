@@ -13,18 +13,20 @@ from typing import Any
 
 from side_by_side import BenchmarkError, tail
 
+from specserve.errors import SpecServeError
+
 
 def say(text: str) -> None:
     """Print the progress for the user, on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
-def report(compare: Callable[[], Any], output: Path | None) -> int:
+def report(compare: Callable[[], Any], output: Path | None = None) -> int:
     """Run a comparison and write what it found to a JSON file, where one is named. Returns the exit status: 2 where it
     could not be done; stderr then has the reason."""
     try:
         found = compare()
-    except BenchmarkError as error:
+    except (BenchmarkError, SpecServeError) as error:
         say(f"error: {error}")
         return 2
     if output:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
+from served import device
 
 from specserve.models.config import Experts, ModelConfig
 from specserve.models.moe import Form, all_experts, by_blocks, choose_form, moe, moe_spec, sorted_by_expert
@@ -72,6 +73,7 @@ def measure_moe(
 def main() -> None:
     """Print the table, row by row as it is measured."""
     names = [form.__name__ for form in FORMS]
+    print(f"{device()}\n")
     print(f"| d_model, experts, of them chosen, channels | tokens | {' | '.join(names)} | taken |")
     print("|" + "---|" * (3 + len(names)))
     for row in measure_moe():

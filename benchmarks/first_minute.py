@@ -8,6 +8,7 @@ is complete as soon as it can be. The checkouts take turns, each start with an e
 import argparse
 import contextlib
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -17,10 +18,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from over_http import BUNDLED, ROOT, assignment, commit, processor, questions
+from over_http import ROOT, assignment, commit, processor, questions
+from served import add_served, flags_of, numbers, positive, run
 from server_process import PROGRAMS_LEFT, ServerProcess, value
 
-from specserve.checkpoints.source import resolve_target
 from specserve.errors import SpecServeError
 from specserve.eval.client import RefusedError, UnreachableError
 
@@ -129,27 +130,32 @@ def table(starts: list[Start]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--clients", default="0,1,16", help="how many ask at once, a start for each (%(default)s)")
-    add("--rounds", type=int, default=1, help="starts of each (%(default)s)")
+    add_served(parser)
+    add("--clients", type=numbers, default="0,1,16", help="how many ask at once, a start for each (%(default)s)")
+    add("--rounds", type=positive, default=1, help="starts of each (%(default)s)")
     add("--seconds", type=float, default=60.0, help="of the first minute; later half as long each (%(default)s)")
-    add("--max-slots", type=int, default=16, help="of the server (%(default)s)")
+    add("--max-slots", type=positive, default=16, help="of the server (%(default)s)")
     add("--checkout", type=assignment, action="append", metavar="NAME=FOLDER", help="another one; may be repeated")
-    options = parser.parse_args()
+    return run(parser, start_all)
+
+
+def start_all(options: argparse.Namespace, target: Path) -> None:
+    """Start the server of each checkout in turns, and print the table."""
     checkouts = {"this": str(ROOT), **dict(options.checkout or ())}
-    prompts = questions(resolve_target(BUNDLED).folder, BUNDLED, 32, CONTEXT - ANSWER_TOKENS)
+    prompts = questions(target, options.bench, 32, CONTEXT - ANSWER_TOKENS)
     starts: list[Start] = []
     for _ in range(options.rounds):
-        for clients in map(int, options.clients.split(",")):
+        for clients in options.clients:
             for name, folder in checkouts.items():
-                flags = ["--max-slots", str(options.max_slots)]
+                flags = [*flags_of(options), "--max-slots", str(options.max_slots)]
                 starts.append(measure(name, folder, clients, options.seconds, prompts, flags))
                 print(starts[-1], flush=True)
     commits = ", ".join(f"{name} {commit(Path(folder))}" for name, folder in checkouts.items())
-    print(f"\n{processor()}; {commits}\n\n{table(starts)}")
+    print(f"\n{processor()}; {target}; {commits}\n\n{table(starts)}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,18 +1,22 @@
 """What a grammar costs a step, and what it does to acceptance.
 
-Run from the checkout: `python benchmarks/grammars.py`. Held-out questions of pydoc are answered by the bundled pair in
-turns: freely; under a grammar that allows everything, whose answers are the same, so that the difference is the cost of
-the masks and of the two programs that a constrained step takes; and under a JSON schema.
+Run from the checkout: `python benchmarks/grammars.py`. Questions, of the bundled pair held-out ones of pydoc, are
+answered in turns: freely; under a grammar that allows everything, whose answers are the same, so that the difference is
+the cost of the masks and of the two programs that a constrained step takes; and under a JSON schema.
 """
 
 import argparse
 import json
 import statistics
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
+
+from over_http import CONTEXT, MARGIN, processor, questions
+from served import add_served, numbers, positive, run
 
 from specserve import LLM, SamplingParams
-from specserve.eval.prompts import load_chats
 from specserve.serve.requests.request import GrammarSpec
 from specserve.speculative.acceptance import Acceptance
 
@@ -53,22 +57,27 @@ def measure(llm: LLM, prompts: list[list[int]], grammar: GrammarSpec | None, max
     return Round([output.token_ids for output in outputs], 1e3 * seconds / num_steps, total)
 
 
-def main() -> None:
-    """Print the table."""
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--clients", default="1,8", help="prompts at once")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--max-tokens", type=int, default=96)
+    add_served(parser)
+    parser.add_argument("--clients", type=numbers, default="1,8", help="prompts at once")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--max-tokens", type=positive, default=96)
     parser.add_argument("--speculation", default="chain:3")
-    options = parser.parse_args()
+    return run(parser, answer_all)
+
+
+def answer_all(options: argparse.Namespace, target: Path) -> None:
+    """Print the table."""
+    print(f"{processor()}; {target}\n")
     print(
         "| clients | speculation | | ms for each step | to free | tau | same answers |\n|---|---|---|---|---|---|---|"
     )
-    with LLM(speculation=options.speculation, constrained=True, max_slots=8, max_model_len=1024, progress=False) as llm:
-        render = llm.tokenizer.render_chat
-        for clients in map(int, options.clients.split(",")):
-            chats = load_chats("pydoc", clients * options.rounds, history=0)
-            prompts = [render(chat) for chat in chats]
+    settings = {"constrained": True, "max_slots": max(8, *options.clients), "max_model_len": CONTEXT, "progress": False}
+    with LLM(options.target, options.draft, speculation=options.speculation, **settings) as llm:
+        for clients in options.clients:
+            longest = CONTEXT - options.max_tokens - MARGIN
+            prompts = questions(target, options.bench, clients * options.rounds, longest, history=0)
             found: dict[str, list[Round]] = {name: [] for name in ARMS}
             for number in range(options.rounds):
                 batch = prompts[number * clients :][:clients]
@@ -92,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

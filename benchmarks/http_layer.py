@@ -18,18 +18,21 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from over_http import MARGIN, processor, questions
+from served import add_served, positive, run
+
 from specserve import LLM, SamplingParams
-from specserve.checkpoints.source import BUNDLED_FOLDER
-from specserve.eval.prompts import load_chats
 from specserve.serve.engine.interface import EngineStats
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.requests.request import Delta, FinishReason, GrammarSpec, Request, SpeculationStats
 from specserve.tokenizer import Tokenizer
 
+CONTEXT = 512
 TINY = 200  # requests of one token, to see what a request costs
 HEAD = (
     "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -145,8 +148,8 @@ class NoEngine:
     model_name, vocab_size, max_model_len, speculation, draft = "none", 4096, 4096, "off", None
     is_healthy = is_ready = True
 
-    def __init__(self) -> None:
-        self.tokenizer = Tokenizer.load(BUNDLED_FOLDER)
+    def __init__(self, target: Path) -> None:
+        self.tokenizer = Tokenizer.load(target)
         self._new: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -186,9 +189,9 @@ class NoEngine:
         request.on_delta(Delta((5,), " word", FinishReason.LENGTH, stats=stats, num_chars=(5,)))
 
 
-def alone(options: argparse.Namespace) -> None:
+def alone(options: argparse.Namespace, target: Path) -> None:
     """Print what the layer does over an engine that costs nothing."""
-    engine, slots = NoEngine(), options.clients
+    engine, slots = NoEngine(target), options.clients
     content = "What does `os.path.join` do?"
     asked = {
         "/v1/completions": {"prompt": content, "stream": True},
@@ -218,16 +221,16 @@ def alone(options: argparse.Namespace) -> None:
     engine.stop()
 
 
-def beside_engine(options: argparse.Namespace) -> None:
-    """Print what the layer adds to the tokens of the bundled target."""
+def beside_engine(options: argparse.Namespace, target: Path) -> None:
+    """Print what the layer adds to the tokens of a target."""
     slots = options.clients
+    sizes = {"max_slots": slots, "max_model_len": CONTEXT}
     with (
-        LLM(speculation=options.speculation, max_slots=slots, max_model_len=512, progress=False) as llm,
+        LLM(options.target, options.draft, speculation=options.speculation, progress=False, **sizes) as llm,
         Served(llm.engine, slots) as served,
     ):
         watch = served.watch
-        chats = load_chats("pydoc", slots, history=0)
-        prompts = [llm.tokenizer.render_chat(chat) for chat in chats]
+        prompts = questions(target, options.bench, slots, CONTEXT - options.max_tokens - MARGIN, history=0)
         params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
         asked = {"temperature": 0, "max_tokens": options.max_tokens, "ignore_eos": True, "stream": True}
         bodies = [{"prompt": prompt, **asked} for prompt in prompts]
@@ -265,17 +268,22 @@ def beside_engine(options: argparse.Namespace) -> None:
     print(f"Requests of one token: {rates[0]:.0f} a second from the engine, {rates[1]:.0f} over HTTP.")
 
 
-def main() -> None:
-    """Print the tables."""
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", choices=["bundled", "none"], default="bundled")
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--max-tokens", type=int, default=96)
+    add_served(parser)
+    parser.add_argument("--engine", choices=["own", "none"], default="own", help="none: only the target's tokenizer")
+    parser.add_argument("--clients", type=positive, default=16)
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--max-tokens", type=positive, default=96)
     parser.add_argument("--speculation", default="chain:3")
-    options = parser.parse_args()
-    (alone if options.engine == "none" else beside_engine)(options)
+    return run(parser, print_tables)
+
+
+def print_tables(options: argparse.Namespace, target: Path) -> None:
+    """Print the processor, and what the layer does with an engine or without one."""
+    print(f"{processor()}; {target}\n")
+    (alone if options.engine == "none" else beside_engine)(options, target)
 
 
 if __name__ == "__main__":
-    clients() if sys.argv[1:] == ["_clients"] else main()
+    clients() if sys.argv[1:] == ["_clients"] else sys.exit(main())

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from served import device
 
 from specserve import host
 from specserve.checkpoints.configs import find_config
@@ -231,8 +232,7 @@ def main() -> None:
     shape = AttentionShape(**{name: getattr(given, name) for name in vars(AttentionShape())})
     on_cpu = jax.default_backend() == "cpu"
     bandwidth, peak = read_bandwidth(), multiply_add_peak() if on_cpu else matmul_peak(default_dtype())
-    name = host.processor() if on_cpu else jax.devices()[0].device_kind
-    print(f"{name}: {bandwidth / 1e9:,.0f} GB/s, {peak / 1e12:,.2f} TFLOP/s\n")
+    print(f"{device()}: {bandwidth / 1e9:,.0f} GB/s, {peak / 1e12:,.2f} TFLOP/s\n")
     print("| shape | own, ms | XLA, ms | bound, ms | own at best, GFLOP/s | of the peak |\n|---|---|---|---|---|---|")
     of_weights = products(given.target, given.rows, given.layers, given.formats)
     sizes = itertools.product(given.batch, given.entries, given.queries)

@@ -1,22 +1,25 @@
 """What rounded keys and values change: the target's logits over texts, and how many tokens its head gets accepted.
 
-Run from the checkout: `python benchmarks/kv_cache.py`. Logits are those of prompts of pydoc that run in chunks over
+Run from the checkout: `python benchmarks/kv_cache.py`. Logits are those of prompts, of the bundled target held-out
+ones of pydoc, that run in chunks over
 pages, each dtype of the pages against plain ones. Tau is that of a chain over the same prompts, greedily answered.
 """
 
 import argparse
 import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from over_http import processor, questions
+from served import add_served, positive, run
 
 from specserve import LLM, SamplingParams
 from specserve.checkpoints.load import Target, load_target
-from specserve.checkpoints.source import resolve_target
-from specserve.eval.prompts import load_chats
 from specserve.kernels import native
 from specserve.mesh import default_dtype
 from specserve.models.cache import Cache, Prefix
@@ -24,7 +27,6 @@ from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams, forward, logits
 from specserve.serve.launch import CACHE_DTYPES
 from specserve.speculative.acceptance import Acceptance
-from specserve.tokenizer import Tokenizer
 
 CHUNK, PAGE_SIZE, MAX_LEN = 32, 16, 512
 
@@ -66,16 +68,21 @@ def compare(plain: np.ndarray, other: np.ndarray) -> tuple[float, float, float, 
     return float(np.sqrt(np.square(off).mean())), float(np.abs(off).max()), kl, same
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--max-tokens", type=int, default=128)
+    add_served(parser)
+    parser.add_argument("--prompts", type=positive, default=12)
+    parser.add_argument("--max-tokens", type=positive, default=128)
     parser.add_argument("--speculation", default="chain:3")
     parser.add_argument("--dtypes", default="float32,bfloat16,int8,fp8", help="as of specserve serve --kv-cache-dtype")
-    args = parser.parse_args()
-    source = resolve_target("pydoc")
-    target, tokenizer = load_target(source.folder, dtype=default_dtype()), Tokenizer.load(source.folder)
-    prompts = [tokenizer.render_chat(chat) for chat in load_chats("pydoc", args.prompts, 2)]
+    return run(parser, compare_all)
+
+
+def compare_all(args: argparse.Namespace, folder: Path) -> None:
+    """Print what each dtype changes."""
+    target = load_target(folder, dtype=default_dtype())
+    prompts = questions(folder, args.bench, args.prompts, MAX_LEN - args.max_tokens)
+    print(f"{processor()}; {folder}")
     texts = [prompt[: len(prompt) // CHUNK * CHUNK] for prompt in prompts if len(prompt) >= CHUNK]
     plain = [text_logits(target, text, "") for text in texts]
     print(f"{sum(map(len, plain))} positions of {len(texts)} prompts; logits vary by {np.concatenate(plain).std():.2f}")
@@ -87,13 +94,13 @@ def main() -> None:
             flush=True,
         )
         sizes = {"max_slots": 1, "max_model_len": MAX_LEN, "kv_cache_dtype": name}  # few programs to compile
-        with LLM(speculation=args.speculation, progress=False, **sizes) as llm:
+        with LLM(args.target, args.draft, speculation=args.speculation, progress=False, **sizes) as llm:
             asked = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
-            outputs = llm.generate([prompt[args.max_tokens - MAX_LEN :] for prompt in prompts], asked)
+            outputs = llm.generate(prompts, asked)
         stats = [output.outputs[0].stats for output in outputs]
         found = sum(stats, Acceptance())
         print(f"{name:5} tau {found.tau:.3f} over {found.num_steps} steps", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 import pydantic.dataclasses
 import typer
+from over_http import processor
 
 from specserve.checkpoints.load import load_target
 from specserve.checkpoints.tensors import INDEX_FILE, write_json, write_tensors
@@ -177,6 +178,7 @@ class LoadRun:
 @command(LoadRun)
 def main(run: LoadRun) -> None:
     """Load a synthetic checkpoint with every loader in turns, and say the seconds and the memory that it took."""
+    print(processor())
     for line in load_lines(bench_load(int(run.gigabytes * 1e9), num_rounds=run.rounds)):
         print(line)
 

@@ -12,12 +12,16 @@ import contextlib
 import http.client
 import json
 import random
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
+from over_http import processor
+from served import add_served, flags_of, positive, run
 from server_process import ServerProcess
 
 SAMPLE_SECONDS = 5.0
@@ -25,6 +29,7 @@ SETTLE_SECONDS = 60.0  # in which the programs for grammars are compiled, if no 
 IDLE_SECONDS = 30.0
 CLIENT_SECONDS = 120.0  # of silence, after which a client gives up
 VOCABULARY = 8000  # token ids below it
+CONTEXT = 4096  # the longest prompts of the storm almost fill it
 FILLING = 9  # prompts almost as long as the context, whose pages are more than the 8 slots' of a CPU's server
 Body = tuple[str, bytes, bool]  # path, what is sent, and whether the client hangs up after the first bytes
 
@@ -128,16 +133,22 @@ def ask_side_by_side(server: ServerProcess) -> None:
             server.client.json("/v1/completions", body)
 
 
-def main() -> None:
-    """Print what the server held."""
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    add_served(parser, has_questions=False)
     parser.add_argument("--minutes", type=float, default=10.0, help="of the storm")
-    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--clients", type=positive, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--speculation", default="chain:3")
     parser.add_argument("--serve", default="", help="more flags of `specserve serve`")
-    options = parser.parse_args()
-    flags = ["--speculation", options.speculation, *options.serve.split()]
+    return run(parser, watch)
+
+
+def watch(options: argparse.Namespace, target: Path) -> None:
+    """Print what the server held."""
+    print(f"{processor()}; {target}", flush=True)
+    flags = [*flags_of(options), "--max-model-len", str(CONTEXT), "--speculation", options.speculation]
+    flags += options.serve.split()
     seen: Counter[str] = Counter()
     with ServerProcess(flags) as server:
         server.wait_until_complete()
@@ -185,4 +196,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -240,13 +240,13 @@ def own_and_peers(options: argparse.Namespace, peer: Peer, target: Path) -> Iter
                 yield Server(arm, port, command, peer.folder, environment, has_salt=True)
 
 
-def questions(target: Path, bench: str, count: int, longest: int) -> list[list[int]]:
-    """Render a bench's questions as token ids; those of pydoc have answered ones before them."""
+def questions(target: Path, bench: str, count: int, longest: int, history: int = 2) -> list[list[int]]:
+    """Render a bench's questions as token ids; those of pydoc have up to `history` answered ones before them."""
     from specserve.eval.prompts import load_chats
     from specserve.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(target)
-    chats = load_chats(bench, 2 * count)
+    chats = load_chats(bench, 2 * count, history)
     fitting = [ids for chat in chats if len(ids := tokenizer.render_chat(chat, add_generation_prompt=True)) <= longest]
     if len(fitting) < count:
         raise BenchmarkError(

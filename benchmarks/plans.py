@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from over_http import processor
 
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine.options import sampler_rows
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument("--processes", default="2,4,8", help="of the server together")
     parser.add_argument("--rounds", type=int, default=500)
     asked = parser.parse_args()
+    print(f"{processor()}\n")
     print(f"{'processes':>9} {'bytes':>10} {'median us':>10} {'p99 us':>8}  message")
     for number in map(int, asked.processes.split(",")):
         with leading(number - 1) as leader:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 
 import httpx
 import psutil
+from over_http import processor
 
 REPLICA = "ray::ServeReplica:specserve:Engine"
 FLAGS = ["--speculation", "chain:3", "--max-model-len", "256", "--max-slots", "4", "--no-constrained"]
@@ -125,6 +126,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--port", type=int, default=8765)
     args, flags_of_all = parser.parse_known_args()
+    print(processor())
     cluster = ("--ray", "--replica-resources", "cpu=0.5")
     for name, flags in (
         ("bare", ()),

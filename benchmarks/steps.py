@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from served import device
 
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_few_bits
 from specserve.checkpoints.source import BUNDLED
@@ -345,6 +346,7 @@ def main() -> None:
     parser.add_argument("--account", type=int, default=0, help="sequences of a plain step to account for")
     parser.add_argument("--prompt-tokens", type=int, default=-1, help="of prompts in one program; -1: as a server")
     given = parser.parse_args()
+    print(f"{device()}\n")
     if given.account:
         how = {"num_layers": given.layers, "quantization": given.quantization, "num_rounds": given.rounds}
         _print_account(account(target=given.target, rows=given.account, **how))

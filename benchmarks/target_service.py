@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import jax
+from served import device
 
 from specserve import cluster, config
 from specserve.train.run.folder import RunFolder
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument("--arms", default="step,exact,int8")
     asked = parser.parse_args()
     cluster.connect()
+    print(f"{device()}\n")
     print(f"{'arm':>6} {'steps/s':>8} {'MB/s':>8} {'MB a batch':>11}")
     with tempfile.TemporaryDirectory() as folder:
         for name in asked.arms.split(","):
