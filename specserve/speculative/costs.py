@@ -2,11 +2,13 @@
 
 The seconds of a step are modelled as (cost measured at start) x (the moment) x (its own factor). The moment is one
 factor for all steps: a machine that others use, or that is hot, is slower for all of them alike, and changes within
-seconds. The factor of each batch size and tree hardly changes: in service the host works beside the device, and a start
-on a busy machine may have measured anything. Both logarithms are followed by a Kalman filter that keeps a variance for
-each of them, but no covariances. So a step that runs all the time teaches much about the moment and little about
-itself, one that has not been seen for long teaches much about itself, and ways to speculate stay comparable when they
-are seen at different moments. The noises below are shares of a step's time, and so the same for fast and slow machines.
+seconds, however short its steps are. The factor of each way hardly changes: in service the host works beside the
+device, and a start on a busy machine may have measured anything. A way is a batch size and a tree; plain steps of the
+target alone are another one than those that the draft follows. Both logarithms are followed by a Kalman filter that
+keeps a variance for each of them, but no covariances. So a step that runs all the time teaches much about the moment
+and little about itself, one that has not been seen for long teaches much about itself, and ways to speculate stay
+comparable when they are seen at different moments. The noises below are shares of a step's time, and so the same for
+fast and slow machines.
 
 This is host code, like the controller, which uses it.
 """
@@ -66,7 +68,7 @@ class ServedCosts:
     _stretch: "_Stretch | None" = None  # the last calls, of which nothing is learned yet
 
     def has_seen(self, program: StepProgram) -> bool:
-        """Return whether a step of this batch size and tree has run in service."""
+        """Return whether a step of this way has run in service."""
         return _way(program) in self._own
 
     def seconds(self, program: StepProgram) -> float:
