@@ -52,7 +52,7 @@ class _Stretch:
 
     @property
     def share(self) -> float:
-        """How much of a whole stretch it is."""
+        """The part of a whole stretch that it is."""
         return min(self.seconds / STRETCH, 1.0)
 
 
