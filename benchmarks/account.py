@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from over_http import processor, questions
-from served import add_served, numbers, positive, run
+from served_flags import add_served, numbers, positive, run
 
 from specserve.drafters.speculation import describe
 from specserve.eval.bench.comparison import PLAIN, EngineArm

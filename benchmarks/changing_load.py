@@ -20,7 +20,7 @@ from typing import Any
 
 from environments import load
 from over_http import CONTEXT, MARGIN, processor, questions
-from served import add_served, numbers, positive, run
+from served_flags import add_served, numbers, positive, run
 
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.drafters.speculation import parse_speculation

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
-from served import device
+from served_flags import device
 
 from specserve.models.config import Experts, ModelConfig
 from specserve.models.moe import Form, all_experts, by_blocks, choose_form, moe, moe_spec, sorted_by_expert

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from over_http import ROOT, assignment, commit, processor, questions
-from served import add_served, flags_of, numbers, positive, run
+from served_flags import add_served, flags_of, numbers, positive, run
 from server_process import PROGRAMS_LEFT, ServerProcess, value
 
 from specserve.errors import SpecServeError

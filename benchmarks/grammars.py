@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from over_http import CONTEXT, MARGIN, processor, questions
-from served import add_served, numbers, positive, run
+from served_flags import add_served, numbers, positive, run
 
 from specserve import LLM, SamplingParams
 from specserve.serve.requests.request import GrammarSpec

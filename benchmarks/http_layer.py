@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from over_http import MARGIN, processor, questions
-from served import add_served, positive, run
+from served_flags import add_served, positive, run
 
 from specserve import LLM, SamplingParams
 from specserve.serve.engine.interface import EngineStats

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from served import device
+from served_flags import device
 
 from specserve import host
 from specserve.checkpoints.configs import find_config

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from over_http import processor, questions
-from served import add_served, positive, run
+from served_flags import add_served, positive, run
 
 from specserve import LLM, SamplingParams
 from specserve.checkpoints.load import Target, load_target

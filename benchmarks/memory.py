@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from over_http import processor
-from served import add_served, flags_of, positive, run
+from served_flags import add_served, flags_of, positive, run
 from server_process import ServerProcess
 
 SAMPLE_SECONDS = 5.0

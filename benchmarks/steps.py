@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from served import device
+from served_flags import device
 
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_few_bits
 from specserve.checkpoints.source import BUNDLED

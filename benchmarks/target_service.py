@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import jax
-from served import device
+from served_flags import device
 
 from specserve import cluster, config
 from specserve.train.run.folder import RunFolder

@@ -1,4 +1,4 @@
-"""benchmarks/served.py: the flags that name what is served, and the end of a benchmark whose flags are wrong."""
+"""benchmarks/served_flags.py: the flags that name what is served, and the end of a benchmark whose flags are wrong."""
 
 import argparse
 import importlib
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 def served() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(FOLDER)
-        return importlib.import_module("served")
+        return importlib.import_module("served_flags")
 
 
 def end(served: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[object, list]:
