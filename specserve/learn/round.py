@@ -1,7 +1,6 @@
 """One round of learning: train on the latest traffic from the head that serves, by the trainer's own code, then judge
 the result in the shadow, on held-out prompts of that traffic, by the step that serves."""
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -11,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-import jax
 import numpy as np
 
 from specserve import config
@@ -21,13 +19,11 @@ from specserve.checkpoints.source import resolve_target
 from specserve.data import dataset, sources
 from specserve.data.conversations import TokenRow
 from specserve.data.dataset import Prompt
-from specserve.drafters.interface import Head
 from specserve.drafters.registry import add_module, load_kind
 from specserve.drafters.settings import DraftQuantization
 from specserve.errors import CheckpointError, DataError
 from specserve.host import whole_file
-from specserve.interop.head import load_head, save_head
-from specserve.interop.notes import read_notes
+from specserve.interop.head import load_head
 from specserve.learn.selection import Selection, select
 from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundResult, RoundTask
 from specserve.learn.traffic import ServedAnswer, read_traffic
@@ -47,9 +43,9 @@ TOKENS_OF_STEP = 2048  # in rows that most documents fit
 ROW_LENGTHS = (256, 512, 1024, 2048)
 MOST_HELD_OUT, ANSWER_TOKENS = 64, 128  # prompts that are judged on, and the longest answer to each
 FEWEST_TRAIN, FEWEST_HELD_OUT = 16, 8  # answers; with fewer there is no round
-# the share of what training made in a candidate, whose rest is the static head (WiSE-FT, arXiv 2109.01903): so the head
-# keeps what that knows of other traffic, and what rounds change cannot add up; with a half it loses some (docs/log)
-LEARNT = 0.25
+# of the rate of a new head: with all of it a round gains little more of its own traffic, and what the head knows of
+# other traffic gets lost (docs/log)
+CONTINUED = 0.3
 FIRST_SHARE, MOST_FIRST = 0.25, 4096  # of a round's rows are the head's first data; and its conversations that are kept
 
 
@@ -129,7 +125,7 @@ def _train(task: RoundTask, chosen: Selection) -> Target:
         "train.max_minutes": 0.0,
         "train.seq_len": seq_len,
         "train.batch_size": max(1, TOKENS_OF_STEP // seq_len),
-        "train.lr": task.learning_rate or suited.get("train.lr", rate),
+        "train.lr": task.learning_rate or CONTINUED * suited.get("train.lr", rate),
         "train.eval_every": 0,
         "train.save_every": 0,
         "train.seed": task.seed,
@@ -141,22 +137,7 @@ def _train(task: RoundTask, chosen: Selection) -> Target:
     if last.ending != "finished":
         raise DataError(f"the round was {last.ending}")
     shutil.rmtree(own.state, ignore_errors=True)  # no round goes on with the optimiser of another
-    target = trainer.learner.target
-    _hold_back(task, trainer.learner.head(), target, run.draft.export_dtype)
-    return target
-
-
-def _hold_back(task: RoundTask, trained: Head, target: Target, dtype: str) -> None:
-    """Write the candidate over what training made: the mean of that and the static head, weighed by LEARNT."""
-    static, folder = load_head(Path(task.static), target, dtype="float32"), Path(task.folder) / ROUND / HEAD
-    if static.drafter != trained.drafter or not np.array_equal(static.target_ids, trained.target_ids):
-        raise CheckpointError(
-            f"{task.served}: a head of another kind, shape or draft vocabulary than {task.static}; begin with an empty "
-            "--learn folder"
-        )
-    params = jax.tree.map(lambda own, first: LEARNT * own + (1 - LEARNT) * first, trained.params, static.params)
-    head = dataclasses.replace(trained, params=params)
-    save_head(folder, head, target, dtype=dtype, notes=read_notes(folder))
+    return trainer.learner.target
 
 
 def _write_rows(path: Path, answers: Sequence[ServedAnswer], seq_len: int) -> None:
@@ -195,7 +176,7 @@ def _measure(
     most = min(target.config.max_len, MAX_CONTEXT) - ANSWER_TOKENS  # of a longer prompt the end
     prompts = [Prompt("traffic", list(answer.prompt_ids[-max(1, most) :])) for answer in held_out]
     options = [answer.options for answer in held_out]
-    meter = None
+    meter = drafter = None
     found: dict[Contender, Sequence[Acceptance]] = {}
     for name, folder in folders.items():
         if name == "served" and folder == task.static:
@@ -204,6 +185,9 @@ def _measure(
         head = load_head(Path(folder), target, dtype=default_dtype())
         if meter is None:
             meter = AcceptanceMeter(target, head.drafter, [arm], prompts, max_new_tokens=ANSWER_TOKENS)
+            drafter = head.drafter
+        if head.drafter != drafter:
+            raise CheckpointError(f"{folder}: another kind or shape of head than {task.static}")
         params = head.params if bits == "none" else in_few_bits(head.params, bits)
         found[name] = meter.measure(params, head.target_ids, arm, options).by_prompt
     return found

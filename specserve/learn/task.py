@@ -25,7 +25,7 @@ class RoundTask:
     quantization: str = "none"
     draft_quantization: str = "none"
     drafter_module: str = ""
-    learning_rate: float = 0.0  # 0: that of a new head
+    learning_rate: float = 0.0  # 0: a share of that of a new head
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from specserve.checkpoints.load import Target, load_target
 from specserve.data.dataset import Prompt
 from specserve.drafters.interface import Head
-from specserve.errors import CheckpointError, DataError
+from specserve.errors import DataError
 from specserve.interop.head import load_head, save_head
-from specserve.interop.notes import read_notes
-from specserve.learn.round import ANSWER_TOKENS, LEARNT, _hold_back, _measure, choose, learn
+from specserve.learn.round import ANSWER_TOKENS, _measure, choose, learn
 from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundTask
 from specserve.learn.traffic import ServedAnswer, Traffic
 from specserve.mesh import default_dtype
@@ -141,31 +140,6 @@ def test_a_round_learns_the_traffic_and_undoes_what_is_poisoned(task: RoundTask,
     undone = learn(poisoned)
     assert undone.choice == "static", undone.text
     assert undone.taus["static"] == found.taus["candidate"]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_candidate_is_the_mean_of_what_training_made_and_the_static_head(
-    tiny_target: Target, tmp_path: Path, dtype: str
-) -> None:
-    """In every leaf, whatever dtype its file has. The folder of ROUND/HEAD is the one that is judged and served. A head
-    of another shape has no mean with the static one, and is refused."""
-    static, trained = (tiny.random_head(tiny_target.config, seed) for seed in (1, 2))
-    trained = dataclasses.replace(trained, target_ids=static.target_ids)
-    save_head(tmp_path / "static", static, tiny_target, dtype=dtype, notes={})
-    save_head(tmp_path / ROUND / HEAD, trained, tiny_target, dtype=dtype, notes={"steps": 3})
-    task = RoundTask(str(tmp_path), "target", str(tmp_path / "static"), "served", "eagle3", "chain:2", 1, 0)
-    _hold_back(task, trained, tiny_target, dtype)
-    candidate = load_head(tmp_path / ROUND / HEAD, tiny_target, dtype="float32")
-    leaves = [jax.tree.leaves(load_head(tmp_path / "static", tiny_target, dtype="float32").params)]
-    leaves += [jax.tree.leaves(each.params) for each in (trained, candidate)]
-    for first, learnt, mean in zip(*leaves, strict=True):
-        np.testing.assert_allclose(
-            mean, LEARNT * learnt + (1 - LEARNT) * first, rtol=1e-6 if dtype == "float32" else 8e-3
-        )
-    assert read_notes(tmp_path / ROUND / HEAD)["steps"] == 3
-    other = dataclasses.replace(trained, target_ids=trained.target_ids[::-1])
-    with pytest.raises(CheckpointError, match="served: a head of another kind"):
-        _hold_back(task, other, tiny_target, dtype)
 
 
 def test_contenders_are_judged_by_the_options_of_the_traffic(
