@@ -69,13 +69,15 @@ class LearnerProcess:
         with contextlib.suppress(BrokenPipeError):  # `result` says why it has ended
             self._process.stdin.write(json.dumps(dataclasses.asdict(task)).encode() + b"\n")
             self._process.stdin.flush()  # and stays open: its end is that of the server
-        own = psutil.Process(self._process.pid)
-        threading.Thread(target=attend, args=(own, is_busy), name="learner-attended", daemon=True).start()
+        self._is_busy = is_busy
 
     def result(self) -> RoundResult | str:
         """Wait for the end of the round, and return its judgement, or what went wrong."""
         assert self._process.stdout is not None
         with self._process, self._said:
+            self._process.stdout.readline()  # one that was stopped before would outlive a server that is killed
+            own = psutil.Process(self._process.pid)
+            threading.Thread(target=attend, args=(own, self._is_busy), name="learner-attended", daemon=True).start()
             answer = self._process.stdout.read()
             status = self._process.wait()
             self._said.seek(0)
@@ -112,6 +114,8 @@ def _make(task: RoundTask, answers: IO[bytes]) -> int:
 def _main() -> None:
     host.end_with_parent()  # by then it may stand still, and read no end of its input
     answers = os.fdopen(os.dup(1), "wb")
+    answers.write(b"\n")  # from now on it may be stopped
+    answers.flush()
     os.dup2(2, 1)  # prints of libraries are no answers
     task = RoundTask(**json.loads(sys.stdin.buffer.readline()))
     threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()

@@ -390,8 +390,7 @@ def test_a_learner_that_is_killed_harms_no_request(models: Models, tmp_path: Pat
     environment = served.environment(tmp_path / "cache")
 
     def server(*flags: str) -> Any:
-        soon = "from specserve.learn import traffic; traffic.SEGMENT_SECONDS = 0.5; " if flags else ""
-        command = [soon + served.SCRIPT, *common, *flags]
+        command = [(served.LEARNING if flags else "") + served.SCRIPT, *common, *flags]
         return served.started(command, environment, seconds=PATIENCE, timeout=PATIENCE)
 
     with server(*learn) as (process, http):
@@ -405,7 +404,8 @@ def test_a_learner_that_is_killed_harms_no_request(models: Models, tmp_path: Pat
         assert _ask(http, 120) == before
         wait_for(lambda: bool(served.learners(process)), PATIENCE)
         [orphan] = served.learners(process)
-        orphan.suspend()  # as it is while requests run
+        wait_for(lambda: bool(_ask(http, 120)) and orphan.status() == psutil.STATUS_STOPPED, PATIENCE)
+        orphan.suspend()  # whatever the server does before it is killed
         process.kill()
         orphan.wait(PATIENCE)
     code = f"""

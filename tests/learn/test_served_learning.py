@@ -20,14 +20,6 @@ from specserve.interop.head import save_head
 HONEST, GARBAGE = ("first", "second", "third"), "garbage"  # keys: each is a client
 NUM_PROMPTS = 40  # of each client
 NUM_STEPS = 200
-# Segments are written soon. Of many cores a learner never has its share, with which it would stand still.
-SETUP = """
-import psutil
-from specserve.learn import traffic
-traffic.SEGMENT_SECONDS, own = 0.5, psutil.Process()
-if hasattr(own, "cpu_affinity"):
-    own.cpu_affinity(own.cpu_affinity()[:2])
-"""
 
 
 def _ask(http: httpx.Client, key: str, prompts: list[list[int]], **options: Any) -> list[list[int]]:
@@ -48,7 +40,7 @@ def test_a_server_learns_from_its_clients_and_answers_as_before(tiny_target: Tar
     target = served.write_folder(tiny_target, tmp_path / "model")
     save_head(tmp_path / "head", tiny.random_head(tiny_target.config, 1), tiny_target, dtype="bfloat16", notes={})
     (tmp_path / "keys").write_text("\n".join((*HONEST, GARBAGE)))
-    command = [SETUP + served.SCRIPT, "serve", "--target", str(target), "--draft", str(tmp_path / "head")]
+    command = [served.LEARNING + served.SCRIPT, "serve", "--target", str(target), "--draft", str(tmp_path / "head")]
     command += ["--speculation", "chain:2", "--port", "0", "--max-model-len", "64", "--max-slots", "1"]
     command += ["--api-key-file", str(tmp_path / "keys"), "--learn", str(tmp_path / "learn")]
     command += ["--learn-answers", str(NUM_PROMPTS * 4), "--learn-steps", str(NUM_STEPS)]

@@ -24,6 +24,14 @@ OF_FLAGS = (  # an expression of the modules that no server without their flags 
     r"specserve\.(learn|models\.adapters|checkpoints\.(lora|update)"
     r"|serve\.(loras|tunix|update_folder|engine\.adapters|http\.admin\.(loras|weights|sent_weights)))\b"
 )
+# Segments are written soon. Of many cores a learner never has its share, with which it would stand still.
+LEARNING = """
+import psutil
+from specserve.learn import traffic
+traffic.SEGMENT_SECONDS, own = 0.5, psutil.Process()
+if hasattr(own, "cpu_affinity"):
+    own.cpu_affinity(own.cpu_affinity()[:2])
+"""
 
 
 @contextlib.contextmanager
