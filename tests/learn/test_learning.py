@@ -405,7 +405,7 @@ def test_a_learner_that_is_killed_harms_no_request(models: Models, tmp_path: Pat
         wait_for(lambda: bool(served.learners(process)), PATIENCE)
         [orphan] = served.learners(process)
         wait_for(lambda: bool(_ask(http, 120)) and orphan.status() == psutil.STATUS_STOPPED, PATIENCE)
-        orphan.suspend()  # whatever the server does before it is killed
+        orphan.suspend()  # as the server may let it go on before it is killed
         process.kill()
         orphan.wait(PATIENCE)
     code = f"""
