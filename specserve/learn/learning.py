@@ -72,7 +72,6 @@ class LearningHead(Collector):
                 tokenizer=models.tokenizer,
             )
         except OSError as error:
-            self.versions.close()
             raise ConfigError(f"--learn {self._folder}: {error}") from error
         self._model_name = ""  # as clients see it
         self._num_used = 0  # answers that were kept when the last round began
@@ -137,7 +136,6 @@ class LearningHead(Collector):
                 thread.join()
             self._traffic.close()
             self.remember()
-            self.versions.close()
 
     def _make_rounds(self, engine: Engine) -> None:
         num_failures = 0

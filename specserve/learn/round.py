@@ -1,6 +1,7 @@
 """One round of learning: train on the latest traffic from the head that serves, by the trainer's own code, then judge
 the result in the shadow, on held-out prompts of that traffic, by the step that serves."""
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+import jax
 import numpy as np
 
 from specserve import config
@@ -19,11 +21,13 @@ from specserve.checkpoints.source import resolve_target
 from specserve.data import dataset, sources
 from specserve.data.conversations import TokenRow
 from specserve.data.dataset import Prompt
+from specserve.drafters.interface import Head
 from specserve.drafters.registry import add_module, load_kind
 from specserve.drafters.settings import DraftQuantization
 from specserve.errors import CheckpointError, DataError
-from specserve.host import whole_file
-from specserve.interop.head import load_head
+from specserve.host import take_place, whole_file
+from specserve.interop.head import load_head, save_head
+from specserve.interop.notes import read_notes
 from specserve.learn.selection import Selection, select
 from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundResult, RoundTask
 from specserve.learn.traffic import ServedAnswer, read_traffic
@@ -43,9 +47,10 @@ TOKENS_OF_STEP = 2048  # in rows that most documents fit
 ROW_LENGTHS = (256, 512, 1024, 2048)
 MOST_HELD_OUT, ANSWER_TOKENS = 64, 128  # prompts that are judged on, and the longest answer to each
 FEWEST_TRAIN, FEWEST_HELD_OUT = 16, 8  # answers; with fewer there is no round
-# of the rate of a new head: with all of it a round gains little more of its own traffic, and what the head knows of
-# other traffic gets lost (docs/log)
-CONTINUED = 0.3
+# the share of what training made in a candidate, whose rest is the static head (WiSE-FT, arXiv 2109.01903): so it keeps
+# what that knows of other traffic, and what rounds change cannot add up; with a half it loses some (docs/log)
+LEARNT = 0.25
+WHOLE = "whole"  # beside HEAD in the round: what training made, with nothing of the static head
 FIRST_SHARE, MOST_FIRST = 0.25, 4096  # of a round's rows are the head's first data; and its conversations that are kept
 
 
@@ -69,11 +74,17 @@ def learn(task: RoundTask) -> RoundResult:
     finally:
         (folder / ROUND / ROWS).unlink(missing_ok=True)  # tokens stay in the traffic alone, where they have an end
     measured = _measure(task, target, chosen.held_out)
+    whole = measured.pop("whole")
+    if is_whole := is_better(whole, measured["candidate"]):
+        measured["candidate"] = whole
+        shutil.rmtree(folder / ROUND / HEAD)
+        take_place(folder / ROUND / WHOLE, folder / ROUND / HEAD)
     gain = tau_difference(measured["candidate"], measured["served"])
     return RoundResult(
         choose(measured, [answer.client for answer in chosen.held_out]),
         {name: sum(found, Acceptance()).tau for name, found in measured.items()},
         gain and (gain.low, gain.high),
+        1.0 if is_whole else LEARNT,
         len(chosen.train),
         len(chosen.held_out),
         time.monotonic() - begin,
@@ -87,13 +98,18 @@ def choose(measured: Mapping[Contender, Sequence[Acceptance]], clients: Sequence
     what a head loses for most. Nor do they hide that: where the median client's tau is shown to be higher by the static
     head, that is chosen too."""
     static, served, candidate = (measured[name] for name in ("static", "served", "candidate"))
-    gain = tau_difference(candidate, served)
-    if gain is not None and gain.low > 0:
+    if is_better(candidate, served):
         median = median_difference(candidate, static, clients)
         if sum(candidate, Acceptance()).tau >= sum(static, Acceptance()).tau and median.value >= 0:
             return "candidate"
-    returns = tau_difference(static, served), median_difference(static, served, clients).interval
-    return "static" if any(each is not None and each.low > 0 for each in returns) else "served"
+    median = median_difference(static, served, clients).interval
+    return "static" if is_better(static, served) or (median is not None and median.low > 0) else "served"
+
+
+def is_better(measured: Sequence[Acceptance], others: Sequence[Acceptance]) -> bool:
+    """Return whether the first tau is shown to be above the second, on the same prompts, with 95% confidence."""
+    gain = tau_difference(measured, others)
+    return gain is not None and gain.low > 0
 
 
 def _train(task: RoundTask, chosen: Selection) -> Target:
@@ -117,7 +133,7 @@ def _train(task: RoundTask, chosen: Selection) -> Target:
         "quantization": task.quantization,
         "draft_quantization": task.draft_quantization,
         "init_from": task.served,
-        "output": str(folder / HEAD),
+        "output": str(folder / WHOLE),
         "data.source": tuple(data),
         "data.eval_prompts": 0,  # the candidate is judged below, beside the others
         "features.keep_states": "false",
@@ -125,7 +141,7 @@ def _train(task: RoundTask, chosen: Selection) -> Target:
         "train.max_minutes": 0.0,
         "train.seq_len": seq_len,
         "train.batch_size": max(1, TOKENS_OF_STEP // seq_len),
-        "train.lr": task.learning_rate or CONTINUED * suited.get("train.lr", rate),
+        "train.lr": task.learning_rate or suited.get("train.lr", rate),
         "train.eval_every": 0,
         "train.save_every": 0,
         "train.seed": task.seed,
@@ -137,7 +153,22 @@ def _train(task: RoundTask, chosen: Selection) -> Target:
     if last.ending != "finished":
         raise DataError(f"the round was {last.ending}")
     shutil.rmtree(own.state, ignore_errors=True)  # no round goes on with the optimiser of another
-    return trainer.learner.target
+    target = trainer.learner.target
+    _hold_back(task, trainer.learner.head(), target, run.draft.export_dtype)
+    return target
+
+
+def _hold_back(task: RoundTask, trained: Head, target: Target, dtype: str) -> None:
+    """Write the mean of what training made and of the static head, weighed by LEARNT."""
+    static, folder = load_head(Path(task.static), target, dtype="float32"), Path(task.folder) / ROUND
+    if static.drafter != trained.drafter or not np.array_equal(static.target_ids, trained.target_ids):
+        raise CheckpointError(
+            f"{task.served}: a head of another kind, shape or draft vocabulary than {task.static}; begin with an empty "
+            "--learn folder"
+        )
+    params = jax.tree.map(lambda own, first: LEARNT * own + (1 - LEARNT) * first, trained.params, static.params)
+    head = dataclasses.replace(trained, params=params)
+    save_head(folder / HEAD, head, target, dtype=dtype, notes=read_notes(folder / WHOLE))
 
 
 def _write_rows(path: Path, answers: Sequence[ServedAnswer], seq_len: int) -> None:
@@ -167,16 +198,18 @@ def _measure(
 ) -> dict[Contender, Sequence[Acceptance]]:
     """Answer the held-out prompts with each contender by speculative steps, each with the options of its request, and
     count what is accepted."""
+    own = Path(task.folder) / ROUND
     folders: dict[Contender, str] = {
         "static": task.static,
         "served": task.served,
-        "candidate": str(Path(task.folder) / ROUND / HEAD),
+        "candidate": str(own / HEAD),
+        "whole": str(own / WHOLE),
     }
     arm, bits = Arm(task.speculation), cast(DraftQuantization, task.draft_quantization)
     most = min(target.config.max_len, MAX_CONTEXT) - ANSWER_TOKENS  # of a longer prompt the end
     prompts = [Prompt("traffic", list(answer.prompt_ids[-max(1, most) :])) for answer in held_out]
     options = [answer.options for answer in held_out]
-    meter = drafter = None
+    meter = None
     found: dict[Contender, Sequence[Acceptance]] = {}
     for name, folder in folders.items():
         if name == "served" and folder == task.static:
@@ -185,9 +218,6 @@ def _measure(
         head = load_head(Path(folder), target, dtype=default_dtype())
         if meter is None:
             meter = AcceptanceMeter(target, head.drafter, [arm], prompts, max_new_tokens=ANSWER_TOKENS)
-            drafter = head.drafter
-        if head.drafter != drafter:
-            raise CheckpointError(f"{folder}: another kind or shape of head than {task.static}")
         params = head.params if bits == "none" else in_few_bits(head.params, bits)
         found[name] = meter.measure(params, head.target_ids, arm, options).by_prompt
     return found

@@ -6,7 +6,7 @@ from typing import Literal
 
 TRAFFIC, ROUND, HEAD = "traffic", "round", "head"  # in the folder of --learn; the last one is in the second
 
-Contender = Literal["static", "served", "candidate"]
+Contender = Literal["static", "served", "candidate", "whole"]  # the last one: in the candidate's place, if better
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RoundTask:
     quantization: str = "none"
     draft_quantization: str = "none"
     drafter_module: str = ""
-    learning_rate: float = 0.0  # 0: a share of that of a new head
+    learning_rate: float = 0.0  # 0: that of a new head
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class RoundResult:
     choice: Contender
     taus: Mapping[str, float]  # of each contender on the held-out prompts
     gain: tuple[float, float] | None  # 95% interval of the candidate's tau less that of the served head
+    learnt: float  # share of what training made in the candidate; the rest is the static head
     num_train: int  # answers
     num_held_out: int
     seconds: float
@@ -46,5 +47,5 @@ class RoundResult:
         gain = "" if self.gain is None else f", candidate less served {self.gain[0]:+.3f} to {self.gain[1]:+.3f}"
         return (
             f"{self.num_train} answers, {self.seconds:.0f} s; tau over {self.num_held_out} held-out prompts: "
-            f"{taus}{gain}: {self.choice}"
+            f"{taus}{gain}, {self.learnt:.0%} of it learnt: {self.choice}"
         )

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from specserve.checkpoints.load import Target, load_target
 from specserve.data.dataset import Prompt
 from specserve.drafters.interface import Head
-from specserve.errors import DataError
+from specserve.errors import CheckpointError, DataError
 from specserve.interop.head import load_head, save_head
-from specserve.learn.round import ANSWER_TOKENS, _measure, choose, learn
+from specserve.interop.notes import read_notes
+from specserve.learn.round import ANSWER_TOKENS, LEARNT, WHOLE, _hold_back, _measure, choose, learn
 from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundTask
 from specserve.learn.traffic import ServedAnswer, Traffic
 from specserve.mesh import default_dtype
@@ -124,9 +125,11 @@ def task(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Round
 @jax.numpy_dtype_promotion("standard")  # optax raises a Python float to an int32 power
 def test_a_round_learns_the_traffic_and_undoes_what_is_poisoned(task: RoundTask, tmp_path: Path) -> None:
     """The candidate is better on prompts that it has not seen, and is chosen; it is a head like the served one. Where a
-    poisoned head serves, whose candidate is no better than the static head, the round goes back to that."""
+    poisoned head serves, whose candidate is no better than the static head, the round goes back to that. A static head
+    that is poor does not hold the candidate back, and one that is good does."""
     found = learn(task)
     assert (found.choice, found.num_train + found.num_held_out) == ("candidate", NUM_ANSWERS), found.text
+    assert found.learnt == 1.0
     assert found.gain is not None
     assert found.gain[0] > 0
     assert found.taus["static"] == found.taus["served"] < found.taus["candidate"]
@@ -138,15 +141,40 @@ def test_a_round_learns_the_traffic_and_undoes_what_is_poisoned(task: RoundTask,
     learnt = candidate.rename(tmp_path / "learnt")
     poisoned = dataclasses.replace(task, static=str(learnt), learning_rate=1e-9)
     undone = learn(poisoned)
-    assert undone.choice == "static", undone.text
+    assert (undone.choice, undone.learnt) == ("static", LEARNT), undone.text
     assert undone.taus["static"] == found.taus["candidate"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_candidate_is_the_mean_of_what_training_made_and_the_static_head(
+    tiny_target: Target, tmp_path: Path, dtype: str
+) -> None:
+    """In every leaf, whatever dtype its file has. A head of another shape has no mean with the static one, and is
+    refused."""
+    static, trained = (tiny.random_head(tiny_target.config, seed) for seed in (1, 2))
+    trained = dataclasses.replace(trained, target_ids=static.target_ids)
+    save_head(tmp_path / "static", static, tiny_target, dtype=dtype, notes={})
+    save_head(tmp_path / ROUND / WHOLE, trained, tiny_target, dtype=dtype, notes={"steps": 3})
+    task = RoundTask(str(tmp_path), "target", str(tmp_path / "static"), "served", "eagle3", "chain:2", 1, 0)
+    _hold_back(task, trained, tiny_target, dtype)
+    candidate = load_head(tmp_path / ROUND / HEAD, tiny_target, dtype="float32")
+    leaves = [jax.tree.leaves(load_head(tmp_path / "static", tiny_target, dtype="float32").params)]
+    leaves += [jax.tree.leaves(each.params) for each in (trained, candidate)]
+    for first, learnt, mean in zip(*leaves, strict=True):
+        np.testing.assert_allclose(
+            mean, LEARNT * learnt + (1 - LEARNT) * first, rtol=1e-6 if dtype == "float32" else 8e-3
+        )
+    assert read_notes(tmp_path / ROUND / HEAD)["steps"] == 3
+    other = dataclasses.replace(trained, target_ids=trained.target_ids[::-1])
+    with pytest.raises(CheckpointError, match="served: a head of another kind"):
+        _hold_back(task, other, tiny_target, dtype)
 
 
 def test_contenders_are_judged_by_the_options_of_the_traffic(
     tiny_target: Target, tiny_head: Head, tmp_path: Path
 ) -> None:
     """The judge's tau is the one that such requests see."""
-    for folder in (tmp_path / "static", tmp_path / ROUND / HEAD):
+    for folder in (tmp_path / "static", tmp_path / ROUND / HEAD, tmp_path / ROUND / WHOLE):
         save_head(folder, tiny_head, tiny_target, dtype="float32", notes={})
     static, rng = str(tmp_path / "static"), np.random.default_rng(0)
     prompts = [tuple(int(i) for i in rng.integers(3, 64, 9)) for _ in range(8)]
@@ -160,7 +188,7 @@ def test_contenders_are_judged_by_the_options_of_the_traffic(
     alike = [meter.measure(head.params, head.target_ids, arm, [own] * len(asked)).by_prompt for own in both]
     expected = [alike[i % 2][i] for i in range(len(prompts))]
     assert expected != [*alike[0]]
-    assert [*found["static"]] == [*found["candidate"]] == expected
+    assert [*found["static"]] == [*found["candidate"]] == [*found["whole"]] == expected
 
 
 def test_too_little_traffic_is_said(tmp_path: Path) -> None:
