@@ -37,9 +37,9 @@ class Device:
     is_measured: bool = False  # on this machine: its rates are those that a program reached
 
     @property
-    def is_tpu(self) -> bool:
-        """Return whether programs for it are made for TPUs."""
-        return self.id.startswith("tpu")
+    def platform(self) -> str:
+        """The platform that programs for it are made for, as JAX names it."""
+        return "cpu" if self.kind == "cpu" else "tpu" if self.id.startswith("tpu") else "gpu"
 
     @property
     def share_of_peak(self) -> float:

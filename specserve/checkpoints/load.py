@@ -16,15 +16,16 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, Sharding
 
 from specserve.checkpoints.configs import loaded_config
 from specserve.checkpoints.lazy import Index, LazyQuantized, LazyTensor
 from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_table, open_weight, read_storing
+from specserve.checkpoints.rounding import place_of_scale, round_at
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
 from specserve.kernels import native
-from specserve.kernels.matmul import QuantizedMatrix, Rounded, Weight, dequantize, in_nibbles, quantize
+from specserve.kernels.matmul import QuantizedMatrix, Rounded, Weight, dequantize, in_nibbles
 from specserve.kernels.nibbles import NibbleMatrix
 from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
@@ -80,9 +81,9 @@ _dequantize = jax.jit(dequantize, static_argnames="dtype")
 # Qwix (github.com/google/qwix) does it for models of Flax: its entry for parameters alone takes nested dicts beside a
 # Flax model's abstract parameters, and importing it imports Flax. These few lines give the bits that its arrays have in
 # fp8; its int8 divides by 127.5.
-_quantize = jax.jit(quantize, static_argnames="to")
+_round_at = jax.jit(round_at, static_argnames=("to", "place"))
 # one program for all compiles faster than one for each
-_quantize_all = jax.jit(lambda matrices, hows: list(map(quantize, matrices, hows)), static_argnames="hows")
+_round_all = jax.jit(lambda *lists: list(map(round_at, *lists)), static_argnums=(1, 2))
 _OTHER_SENSES = (
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|patch_merge_mlp|audio_tower|vision_embedder|embed_(vision|audio))"
     r"\..*"
@@ -334,7 +335,7 @@ def _load(
 
 def rounded(matrix: jax.Array, to: Rounded) -> QuantizedMatrix:
     """Return a matrix in few bits, with experts in 8 where no kernel of theirs knows 4 (`kernels.matmul.quantize`)."""
-    return _quantize(matrix, _how(matrix, to))
+    return _round_at(matrix, _how(matrix, to), matrix.sharding)
 
 
 def _how(matrix: jax.Array, to: Rounded) -> Rounded:
@@ -361,7 +362,8 @@ def in_few_bits(params: Tree, to: Rounded) -> Tree:
     chosen = [i for i, (path, leaf) in enumerate(leaves) if is_product(path) and isinstance(leaf, jax.Array)]
     found = [leaf for _, leaf in leaves]
     hows = tuple(_how(found[i], to) for i in chosen)
-    for i, matrix in zip(chosen, _quantize_all([found[i] for i in chosen], hows), strict=True):
+    places = tuple(found[i].sharding for i in chosen)
+    for i, matrix in zip(chosen, _round_all([found[i] for i in chosen], hows, places), strict=True):
         found[i] = matrix
     return jax.tree.unflatten(structure, found)
 
@@ -373,7 +375,7 @@ def _put_quantized(spec: ParamSpec, weights: Sequence[LazyQuantized], place: Sha
 
     def put(parts: Sequence[LazyTensor]) -> jax.Array:
         whole = in_memory(of_blocks, parts)
-        return _put(whole, _place_of_scale(place, whole))
+        return _put(whole, place_of_scale(place, len(whole.shape)))
 
     offsets = [weight.offset for weight in weights if weight.offset is not None]
     return QuantizedMatrix(
@@ -438,16 +440,6 @@ def _put(tensor: LazyTensor, place: Sharding | None) -> jax.Array:
         value = tensor.read(tuple(slice(*bound) for bound in bounds))
         shards += [jax.device_put(value, device) for device in holders]
     return jax.make_array_from_single_device_arrays(tensor.shape, place, shards).block_until_ready()
-
-
-def _place_of_scale(place: Sharding | None, scale: LazyTensor) -> Sharding | None:
-    """Return where the scales of a quantised matrix live: as its values do, but whole along the inputs, of which there
-    are few."""
-    if not isinstance(place, NamedSharding):
-        return place
-    axes = [*place.spec, *[None] * (len(scale.shape) - len(place.spec))]
-    axes[-2] = None
-    return NamedSharding(place.mesh, PartitionSpec(*axes))
 
 
 def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool = True) -> None:

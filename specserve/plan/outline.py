@@ -122,7 +122,7 @@ def _answer_seconds(plan: RunPlan, device: Device) -> float:
     if not run.data.regenerate:
         return 0.0
     mesh = abstract_mesh(plan.mesh)
-    target = Replica(plan.target, None, mesh, is_quantized=run.quantization != "none")
+    target = Replica(plan.target, None, mesh, quantization=run.quantization, platform=device.platform)
     step = target.forward(run.data.answer_slots, 1, run.train.seq_len // 2).seconds(device, mesh.size)
     return answer_tokens(plan, run.data.max_conversations) / run.data.answer_slots * step
 

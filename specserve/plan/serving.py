@@ -142,12 +142,12 @@ class Order:
     @property
     def most_steps(self) -> int:
         """The steps that one call makes."""
-        return steps_at_once("tpu" if self.device.is_tpu else "gpu", is_v7x=self.device.id == "tpu-v7x")
+        return steps_at_once(self.device.platform, is_v7x=self.device.id == "tpu-v7x")
 
     @property
     def page_size(self) -> int:
         """The tokens of a page."""
-        return self.run.page_size or default_page_size("tpu" if self.device.is_tpu else "gpu")
+        return self.run.page_size or default_page_size(self.device.platform)
 
 
 @dataclass(frozen=True)
@@ -258,11 +258,15 @@ def _fleets(order: Order) -> list[PlannedFleet]:
     if found:
         return found
     fix, meshes = "", "any mesh that divides it"
-    if not order.is_quantized:
+    some = abstract_mesh({"data": min(order.num_devices, 2)})  # over a mesh int4 takes more than on one device
+    held, in_8_bits = (
+        total_bytes(target_held(order.target, some, to, order.device.platform, is_served=True))
+        for to in (run.quantization, "int8")
+    )
+    if in_8_bits < held:
         fix = ", or 8-bit weights (--quantization int8)"
     if run.mesh:
         meshes = f"--mesh {run.mesh}"
-    held = total_bytes(target_held(order.target, None, order.run.quantization))
     raise ConfigError(
         f"{run.target} takes {held / 1e9:,.1f} GB, and {order.num_devices} x {order.device.name} hold "
         f"{MEMORY_SHARE:.0%} of {order.num_devices * order.device.memory / 1e9:,.1f} GB, with not even one sequence of "
@@ -279,7 +283,7 @@ def _replica(order: Order, text: str) -> Replica:
         )
     mesh = abstract_mesh(sizes)
     target = spread_kv_heads(order.target, mesh)
-    return Replica(target, order.head, mesh, is_quantized=order.is_quantized)
+    return Replica(target, order.head, mesh, quantization=order.run.quantization, platform=order.device.platform)
 
 
 def _too_much(order: Order, fleets: list[PlannedFleet]) -> str:
@@ -394,7 +398,7 @@ def fit_into(
     of_pages = state_bytes(kept, mesh, each * ranks, pages, **sizes, windows=windows) - of_slots
     beside = "".join(f", {number:,} for the window of {window:,}" for window, number in windows)
     parts = (
-        MemoryPart("target's weights", weights, "8-bit matrices" if replica.is_quantized else replica.target.dtype),
+        MemoryPart("target's weights", weights, replica.form),
         MemoryPart("head", of_head, head_dtype),
         MemoryPart("pages", of_pages, f"{pages:,} of {page_size} tokens{beside}"),
         MemoryPart("slots", of_slots, f"{each * ranks} of up to {longest:,} tokens"),

@@ -30,7 +30,10 @@ class PlanServeRun:
     tau: float = setting(
         0.0, help="tokens per step that speculation brings; 0: as published, of the nearest target", ge=0
     )
-    quantization: Literal["none", "int8", "fp8"] = setting("none", help="8-bit weights of the target, as of `serve`")
+    quantization: Literal["none", "int8", "fp8", "int4"] = setting(
+        "none",
+        help="weights of the target in few bits, as of `serve`; int4 takes 5 on one GPU, 10 over a mesh or on a TPU",
+    )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = setting(
         "auto", help="of the pages, as of `serve`; float32 is for CPUs"
     )

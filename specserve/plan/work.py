@@ -17,8 +17,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from specserve.checkpoints.load import has_own_head
 from specserve.devices import Device
 from specserve.drafters.interface import TrainedDrafter
+from specserve.kernels import native
 from specserve.kernels.grouped import expected_experts
 from specserve.kernels.matmul import INT4_BLOCK
+from specserve.kernels.nibbles import span_of
 from specserve.mesh import MESH_AXES, num_parts
 from specserve.models.config import ModelConfig
 from specserve.models.params import is_matrix
@@ -41,11 +43,16 @@ class MemoryPart:
 
 
 def target_held(
-    config: ModelConfig, mesh: Mesh | None, quantization: str = "none", platform: str = "gpu"
+    config: ModelConfig,
+    mesh: Mesh | None,
+    quantization: str = "none",
+    platform: str = "gpu",
+    *,
+    is_served: bool = False,
 ) -> tuple[Held, ...]:
     """Count what each device of the mesh holds of a target, or one device alone. The matrices of a quantized one have
-    8 bits, and a float32 scale for each output; of `int4` a scale and an offset for each block of inputs. Raises
-    ConfigError where the mesh does not divide the target."""
+    8 bits, and a float32 scale for each output; those of `int4` differ (`_int4_bytes`). Raises ConfigError where the
+    mesh does not divide the target."""
     is_one_device = mesh is None or mesh.size == 1
     spec = target_spec(config, has_own_head=has_own_head(quantization, platform, is_one_device=is_one_device))
     places = None
@@ -55,10 +62,27 @@ def target_held(
     if quantization == "none":
         return held_by_each(spec, config.dtype, places)
     held = held_by_each(spec, config.dtype, places, product_dtype="int8")
-    more = [each.scale_bytes for each in held]
+    sizes = [each.num_bytes + each.scale_bytes for each in held]
     if quantization == "int4":
-        more = [2 * own * -(-each.shape[-2] // INT4_BLOCK) if own else 0 for each, own in zip(held, more, strict=True)]
-    return tuple(replace(each, num_bytes=each.num_bytes + own) for each, own in zip(held, more, strict=True))
+        alone = platform if is_one_device else ""
+        pairs = zip(held, sizes, strict=True)
+        sizes = [_int4_bytes(each, alone, is_served=is_served) if each.is_product else size for each, size in pairs]
+    return tuple(replace(each, num_bytes=size) for each, size in zip(held, sizes, strict=True))
+
+
+def _int4_bytes(matrix: Held, alone: str, *, is_served: bool) -> int:
+    """Count the bytes of a matrix that was rounded to int4, on one device of the platform `alone`, or over a mesh where
+    that is empty. A block of inputs has a scale and an offset for each output. They are float32 beside numbers of 8
+    bits, and of 16 bits beside numbers of 4, which one CPU and one GPU serve by kernels of their own. Where no kernel
+    knows experts with offsets, these are int8."""
+    d_in, is_native = matrix.shape[-2], alone == "cpu" and native.is_available()
+    inputs = d_in if d_in % INT4_BLOCK == 0 else matrix.spec.shape[-2]  # the device holds all of their blocks
+    of_blocks = matrix.size // d_in * -(-inputs // INT4_BLOCK)
+    if len(matrix.shape) > 2 and not is_native:
+        return matrix.size + matrix.scale_bytes
+    if is_served and (is_native or (alone == "gpu" and span_of(d_in, min(d_in, INT4_BLOCK)))):
+        return matrix.size // 2 + 4 * of_blocks
+    return matrix.size + 8 * of_blocks
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> Mesh:
@@ -91,19 +115,34 @@ class DeviceWork:
 
 
 class Replica:
-    """A target, and perhaps a head, on the devices of a mesh. The constructor raises ConfigError where the mesh does
-    not divide the target."""
+    """A target, and perhaps a head, on the devices of a mesh, as they serve. The constructor raises ConfigError where
+    the mesh does not divide the target."""
 
     def __init__(
-        self, target: ModelConfig, head: TrainedDrafter | None, mesh: Mesh, *, is_quantized: bool = False
+        self,
+        target: ModelConfig,
+        head: TrainedDrafter | None,
+        mesh: Mesh,
+        *,
+        quantization: str = "none",
+        platform: str = "gpu",
     ) -> None:
-        self.target, self.head, self.mesh, self.is_quantized = target, head, mesh, is_quantized
-        self.target_held = target_held(target, mesh, "int8" if is_quantized else "none")
+        self.target, self.head, self.mesh, self.quantization = target, head, mesh, quantization
+        self.target_held = target_held(target, mesh, quantization, platform, is_served=True)
         self.head_held: tuple[Held, ...] = ()
         if head is not None:
             self.head_held = held_by_each(head.spec(), head.dtype, head.place(mesh))
         self._dense = tuple(each for each in _without_lookups(self.target_held) if not each.is_expert)
         self._experts = tuple(each for each in self.target_held if each.is_expert)
+
+    @property
+    def form(self) -> str:
+        """The form of the target's weights, for a table."""
+        if self.quantization == "none":
+            return self.target.dtype
+        products = [each for each in self.target_held if each.is_product]
+        bits = 8 * total_bytes(products) / sum(each.size for each in products)
+        return f"{self.quantization} matrices, {bits:.1f} bits a number"
 
     @property
     def matrix_bytes(self) -> int:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -20,10 +21,11 @@ from specserve.devices import DEVICES, SHARE_OF_BANDWIDTH, SHARE_OF_PEAK, Device
 from specserve.drafters.interface import Head
 from specserve.errors import ConfigError
 from specserve.eval.bench.roofline import step_work
-from specserve.mesh import make_mesh
+from specserve.mesh import made_for, make_mesh, parse_mesh
 from specserve.plan.serving import fit_into, make_serve_plan, step_costs
 from specserve.plan.settings import PlanServeRun
-from specserve.plan.work import Replica, abstract_mesh
+from specserve.plan.work import Replica, abstract_mesh, total_bytes
+from specserve.serve.programs.layouts import make_layouts
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import DEVICE_CHUNKS, make_shapes
 from specserve.speculative.drafter import Weights
@@ -31,6 +33,16 @@ from specserve.speculative.tree import DynamicTree, Tree, chain
 
 QWEN = PlanServeRun(target="qwen3-8b", devices="h100-4", qps=2.0, prompt=600, answer=200)
 LONGEST, PAGE = 96, 16
+# sizes that whole panels of the native kernels, and whole blocks of each device, make up
+ROUND: dict[str, Any] = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 128, "num_hidden_layers": 2}
+UNEVEN: dict[str, Any] = {"intermediate_size": 80}  # 8 bits on a GPU; over two devices parts end within a block
+MIXTURE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +86,24 @@ def test_the_memory_is_that_of_an_engines_arrays(target: Target, tensor: int, ma
         if spare == 0:
             assert held["pages"] + held["slots"] == _on_first(runner.state)
     assert fit_into(runner.config, replica, 1000.0, **sizes) is None
+
+
+@pytest.mark.parametrize("changes", [ROUND, ROUND | MIXTURE, UNEVEN], ids=["dense", "experts", "uneven"])
+@pytest.mark.parametrize(("platform", "text"), [("cpu", ""), ("gpu", ""), ("gpu", "tensor=2"), ("tpu", "")])
+def test_int4_is_counted_as_it_is_held(tmp_path: Path, platform: str, text: str, changes: dict[str, Any]) -> None:
+    """Byte for byte, and a step reads what is held but for the embedding. CPUs fill the panels of odd sizes up."""
+    tiny.write_target(tmp_path, tiny.TARGET | changes, 0)
+    mesh = parse_mesh(text)
+    with made_for(platform):
+        target = load_target(tmp_path, dtype="float32", quantization="int4", mesh=mesh, is_served=True)
+        params = make_layouts(target, None, mesh).many.target
+    replica = Replica(target.config, None, mesh or abstract_mesh({}), quantization="int4", platform=platform)
+    held, of_all_experts = total_bytes(replica.target_held), replica.forward(1, 4096, 1).weights
+    if platform == "cpu" and changes is UNEVEN:
+        assert held < _on_first(params)
+        return
+    assert held == _on_first(params)
+    assert of_all_experts == pytest.approx(held - _on_first(params.embedding))
 
 
 def test_window_pages_are_those_of_an_engine() -> None:
