@@ -49,7 +49,7 @@ from specserve.plan.compiled import SLICES
 from specserve.serve.launch import Models, load_models
 from specserve.serve.programs.program_list import list_programs
 from specserve.serve.programs.runner import Runner
-from specserve.serve.programs.shapes import STEPS_AT_ONCE, make_batch_sizes, make_shapes
+from specserve.serve.programs.shapes import DEEP_AT_ONCE, make_batch_sizes, make_shapes
 from specserve.speculative.program import StepProgram
 
 DRAFT_VOCAB = 32_000
@@ -147,14 +147,14 @@ class Account:
 def account(
     *, target: str, num_layers: int, quantization: Quantization, rows: int, context: int = 256, num_rounds: int = 20
 ) -> Account:
-    """Account for plain steps of `rows` sequences, of `context` tokens each at first, as many to a call as a server
-    makes."""
+    """Account for plain steps of `rows` sequences, of `context` tokens each at first, at most DEEP_AT_ONCE to a
+    call, as a server makes them."""
     models, page_size = _models(target, num_layers, None, quantization), default_page_size(jax.default_backend())
-    room = context + num_rounds + 2 * STEPS_AT_ONCE
+    room = context + num_rounds + 2 * DEEP_AT_ONCE
     sizes: Any = {"num_slots": rows, "max_model_len": room, "page_size": page_size}
     shapes = make_shapes([None], models.target.config, None, num_pages=rows * -(-room // page_size), **sizes)
     runner = Runner(models.target, models.head, shapes, has_constrained=False)
-    slots, at_once = runner.shapes.batches.spread(rows), runner.most_steps
+    slots, at_once = runner.shapes.batches.spread(rows), min(runner.shapes.most_steps, DEEP_AT_ONCE)
     number = -(-num_rounds // at_once)
 
     def step() -> float:

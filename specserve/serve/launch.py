@@ -283,7 +283,7 @@ def _controller_maker(
             return None
         costs = yield from step_costs(runner, cost_file(f"{target_fingerprint} {head_fingerprint}", runner))
         logger.info("milliseconds per step: %s", describe_costs(costs))
-        return Controller(costs, acceptance, most_steps=runner.most_steps)
+        return Controller(costs, acceptance, most_steps=runner.shapes.most_steps)
 
     return make_controller
 
@@ -296,7 +296,7 @@ def _first_controller_maker(
     def make_controller(runner: Runner) -> Generator[Between, None, Controller | None]:
         if run.speculation != "auto":
             return None
-        return Controller((yield from first_costs(runner)), acceptance, most_steps=runner.most_steps)
+        return Controller((yield from first_costs(runner)), acceptance, most_steps=runner.shapes.most_steps)
 
     return make_controller
 

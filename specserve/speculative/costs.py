@@ -65,6 +65,7 @@ class ServedCosts:
     _switch: _Factor = field(default_factory=_Factor)  # of a step behind one of another program
     _own: dict[_Way, _Factor] = field(default_factory=dict)
     _seen: float = 0.0  # stretches
+    _known: dict[StepProgram, float] = field(default_factory=dict)  # seconds, until more is learned
     _stretch: "_Stretch | None" = None  # the last calls, of which nothing is learned yet
 
     def has_seen(self, program: StepProgram) -> bool:
@@ -73,9 +74,11 @@ class ServedCosts:
 
     def seconds(self, program: StepProgram) -> float:
         """Return what a step takes by all that is known. KeyError where it was never measured."""
-        own = self._own.get(_way(program))
-        off = own.mean if own else self._usual(program)
-        return self.measured[program] * math.exp(self._moment.mean + off)
+        if program not in self._known:
+            own = self._own.get(_way(program))
+            off = own.mean if own else self._usual(program)
+            self._known[program] = self.measured[program] * math.exp(self._moment.mean + off)
+        return self._known[program]
 
     def hoped_seconds(self, program: StepProgram) -> float:
         """Return what a step would take if it were off its measured cost no more than others are, whatever its own
@@ -105,6 +108,7 @@ class ServedCosts:
         stretch, self._stretch = self._stretch, None
         if stretch is None:
             return
+        self._known.clear()
         program = stretch.program
         own = self._own.setdefault(_way(program), _Factor(self._usual(program)))
         self._seen += stretch.share

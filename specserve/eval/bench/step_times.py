@@ -18,7 +18,7 @@ from specserve.models.target import TargetParams
 from specserve.serve.engine.options import sampler_rows
 from specserve.serve.engine.step_choice import within_burst
 from specserve.serve.programs.runner import Runner
-from specserve.serve.programs.shapes import STEPS_AT_ONCE
+from specserve.serve.programs.shapes import DEEP_AT_ONCE
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.program import StepProgram
 from specserve.speculative.sampling import SamplerRows
@@ -124,17 +124,18 @@ def _no_room(longest: int, repeats: int) -> ConfigError:
 
 def steps_timed(repeats: int) -> int:
     """Return how many tokens so many timed stretches, and the one before them, add to their sequences."""
-    return (repeats + 1) * (STRETCH + STEPS_AT_ONCE)
+    return (repeats + 1) * (STRETCH + DEEP_AT_ONCE)
 
 
 def _run_ahead(runner: Runner, tree: Tree | None, batch: int) -> float:
-    """Seconds of a step, in a stretch of them: as many at once as the engine would dispatch. It runs steps of one kind
-    for long, and a step that follows another program takes longer than one that follows its like, a plain one by a
-    fifth."""
+    """Seconds of a step, in a stretch of them: as many at once as the engine would dispatch, up to DEEP_AT_ONCE. It
+    runs steps of one kind for long, and a step that follows another program takes longer than one that follows its
+    like, a plain one by a fifth."""
     slots, begin = runner.shapes.batches.spread(batch), time.perf_counter()
     for _ in range(LEAD):
         runner.step(slots, tree).read()
-    at_once = within_burst((time.perf_counter() - begin) / LEAD, runner.most_steps)
+    most = min(runner.most_steps(StepProgram(tree=tree)), DEEP_AT_ONCE)
+    at_once = within_burst((time.perf_counter() - begin) / LEAD, most)
     number = max(1, (STRETCH - LEAD) // at_once)
     handle = runner.step(slots, tree, num_steps=at_once)
     for i in range(number):

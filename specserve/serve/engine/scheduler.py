@@ -23,6 +23,7 @@ from specserve.models.cache import WindowSizes
 from specserve.serve.engine.options import EngineOptions
 from specserve.serve.engine.pages import PagePool
 from specserve.serve.engine.sequence import Chunk, PageRow, Round, Sequence
+from specserve.serve.programs.shapes import tokens_at_once
 
 
 class Scheduler:
@@ -104,13 +105,19 @@ class Scheduler:
             return one
         if any(each.request.token_mask is not None for each in ready):
             return one
-        num_tokens = min([most * self._max_step, *(each.num_left for each in ready)])
+        num_tokens = min([tokens_at_once(most, self._max_step), *(each.num_left for each in ready)])
+        while not self._has_pages(ready, max(num_tokens, self._max_step)):
+            if num_tokens <= self._max_step:
+                return one
+            num_tokens = max(num_tokens // 2, self._max_step)
+        return most, num_tokens
+
+    def _has_pages(self, ready: Seq[Sequence], num_tokens: int) -> bool:
+        """Return whether there are free pages for so many more tokens of each of these sequences."""
         missing: Counter[int] = Counter()
         for each in ready:
-            missing[each.data_rank] += self._num_missing(each, max(num_tokens, self._max_step))
-        if any(number > self.pool.available(rank) for rank, number in missing.items()):
-            return one
-        return most, num_tokens
+            missing[each.data_rank] += self._num_missing(each, num_tokens)
+        return all(number <= self.pool.available(rank) for rank, number in missing.items())
 
     def _num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages that a sequence lacks for so many more tokens."""

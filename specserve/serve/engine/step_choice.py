@@ -139,8 +139,10 @@ class StepChoice:
     def choose(self, decode: Seq[Sequence], slots: Seq[int], work: Round, num_unread: int) -> tuple[StepProgram, int]:
         """Return the next step of these sequences, and how many of them to make at once in this round. The draft has so
         many of their tokens to read before it can propose."""
-        program = self._followed(self._program(decode, self._choices(slots), num_unread), slots, work.most_steps)
-        num_steps = self._bursts.num_steps(program, work.num_steps(1 + depth_of(program.tree)))
+        followed = min(work.most_steps, self._runner.most_followed)
+        program = self._followed(self._program(decode, self._choices(slots), num_unread), slots, followed)
+        most = min(work.num_steps(1 + depth_of(program.tree)), self._runner.most_steps(program))
+        num_steps = self._bursts.num_steps(program, most)
         return program, self._runner.bounds.num_alike(slots, program.tree, num_steps)
 
     def stepped(self, decode: Seq[Sequence], program: StepProgram, num_steps: int, num_read: int) -> None:

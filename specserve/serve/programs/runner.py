@@ -107,8 +107,8 @@ class Runner:
         facts = repr(config), str(self.place)
         self.compiled = CompiledPrograms(self._folder and ProgramCache(self._folder, facts, self.place.devices))
         self.left_out: set[StepProgram] = set()  # for which the process has no room
-        # after the last of the steps that are dispatched at once the draft can still read all that is pending
-        self.most_steps = min(shapes.most_steps, config.max_pending - 1) if config.max_pending else shapes.most_steps
+        # plain steps that are dispatched at once where the draft follows: behind them it can read all that is pending
+        self.most_followed = min(shapes.most_steps, config.max_pending - 1) if config.max_pending else shapes.most_steps
         self.remembers = config.drafter is not None and config.drafter.remembers  # finished answers
 
     def described(self) -> tuple[Any, ...]:
@@ -379,6 +379,10 @@ class Runner:
         asked = asked_parts(result, has_logprobs=has_logprobs, has_tree=has_tree)
         step = StepHandle(asked, batches.rows(slots, program.batch), self.bounds.stepped(slots, program.tree))
         return step, self._prefilled(parts, program.prompts, of_prompts, has_logprobs=has_logprobs)
+
+    def most_steps(self, program: StepProgram) -> int:
+        """Return how many such steps one call makes, at most."""
+        return self.most_followed if program.tree is None and not program.is_alone else self.shapes.most_steps
 
     def step(
         self,

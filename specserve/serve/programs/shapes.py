@@ -36,7 +36,8 @@ CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of s
 CPU_CHAIN, CPU_CHAIN_ROWS = 3, 64  # but for one chain on CPU, which pays in larger batches too (docs/log)
 LEAST_BATCH = 8  # sequences of a step on an accelerator, padding among them (`make_batch_sizes`)
 ONLY_DEPTH = 3  # of steps beside prompts or with masks: programs of their own, so one way to speculate for each batch
-STEPS_AT_ONCE = 8  # of one kind; what the host does once for all of them is then little beside them
+STEPS_AT_ONCE = 32  # of one kind; what the host does once for all of them is then little beside them
+DEEP_AT_ONCE = 8  # of those over the deepest tree: pages are kept free for the tokens of so many
 DETERMINISTIC_DEPTH = 7  # every step verifies a chain of this length, whatever was proposed
 
 
@@ -253,10 +254,16 @@ class Shapes:
         return max(chains, key=lambda tree: tree.depth) if chains else next(iter(trees), None)
 
 
+def tokens_at_once(most_steps: int, max_step: int) -> int:
+    """Return how many tokens the steps of one call may emit for a sequence: those of as many plain ones, or of
+    DEEP_AT_ONCE of those that emit most, `max_step`."""
+    return max(most_steps, min(most_steps, DEEP_AT_ONCE) * max_step)
+
+
 def tokens_ahead(most_steps: int, max_step: int, cache_lag: int) -> int:
     """Return how far a sequence's pages reach beyond what of it could be cached, in tokens: the last entries that it
     has committed are not, the steps in flight may have brought more, and the next ones follow."""
-    return cache_lag + 2 * most_steps * max_step
+    return cache_lag + 2 * tokens_at_once(most_steps, max_step)
 
 
 def check_shared_out(what: str, number: int, num_ranks: int) -> None:

@@ -10,18 +10,19 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from engines import MAX_LEN, PAGE_SIZE, VOCAB, make_engine, make_runner
+from engines import MAX_LEN, PAGE_SIZE, VOCAB, compile_programs, make_engine, make_runner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.checkpoints.load import Target
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval.bench.step_times import prefill
 from specserve.serve.engine.options import blank_token_rows, sampler_rows
 from specserve.serve.engine.step_choice import BURST_SECONDS, Bursts, within_burst
 from specserve.serve.programs.results import StepHandle
 from specserve.serve.programs.runner import Runner
-from specserve.serve.programs.shapes import STEPS_AT_ONCE
+from specserve.serve.programs.shapes import DEEP_AT_ONCE, STEPS_AT_ONCE
 from specserve.serve.programs.slot_bounds import SlotBounds
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.program import StepProgram
@@ -59,7 +60,7 @@ def _run(runner: Runner, way: str, bursts: list[int]) -> tuple[list[StepResult],
 @pytest.mark.parametrize("way", ["off", "chain:3", "tree:3x3x8", "static:2x1", "head+suffix:3"])
 def test_steps_at_once_are_steps_one_by_one(runner: Runner, way: str) -> None:
     """Bit for bit in what they emit, how likely it was and what was proposed, and in what they leave behind."""
-    most = runner.most_steps
+    most = runner.most_steps(StepProgram(tree=parse_speculation(way)))
     assert most > 2
     expected, state = _run(runner, way, [1] * (2 * most + 1))
     kept = jax.tree.map(np.asarray, state.cache), np.asarray(state.seq_lens), np.asarray(state.history)
@@ -74,7 +75,8 @@ def test_steps_at_once_are_steps_one_by_one(runner: Runner, way: str) -> None:
 @pytest.mark.parametrize("way", ["off", "chain:3"])
 def test_no_step_is_made_once_all_sequences_have_stopped(runner: Runner, way: str) -> None:
     """Neither in the burst in which the last one stops, nor in one that was dispatched behind it."""
-    most, tree, slots = runner.most_steps, parse_speculation(way), [0, 1]
+    tree, slots = parse_speculation(way), [0, 1]
+    most = min(runner.most_steps(StepProgram(tree=tree)), DEEP_AT_ONCE)
     prompts = [[(5 * slot + 3 * i) % VOCAB for i in range(9 + 4 * slot)] for slot in slots]
     rows = sampler_rows(SamplingParams(temperature=0.0), 0, 0)
 
@@ -100,17 +102,10 @@ def test_no_step_is_made_once_all_sequences_have_stopped(runner: Runner, way: st
     assert emitted([stops[0], None]) == free, "one goes on"
 
 
-def test_a_plain_server_makes_as_many_as_its_program_can(runner: Runner, tiny_target: Target) -> None:
-    """Where a head has to be left room for what it has not read, they are fewer."""
-    assert runner.most_steps == runner.config.max_pending - 1 < STEPS_AT_ONCE
-    alone = make_runner(tiny_target, None, "off")
-    assert alone.most_steps == STEPS_AT_ONCE
-
-
-def test_a_burst_stays_in_the_program_of_its_first_step(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wider page table is another program, which may not be compiled yet, and takes another time."""
-    runner = make_runner(tiny_target, None, "off", widths=(2, 4))
-    run, seen = runner.step, []
+def _watch_steps(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Let bursts be as long as they can, and return what will be the steps of each, and the widths of the first and the
+    last of them."""
+    run, seen = runner.step, list[tuple[int, int, int]]()
 
     def step(slots: Sequence[int], tree: Tree | None, *, num_steps: int, **more: Any) -> StepHandle:
         seen.append((num_steps, runner.bounds.width_of(slots), runner.bounds.width_of(slots, num_steps - 1)))
@@ -118,6 +113,29 @@ def test_a_burst_stays_in_the_program_of_its_first_step(tiny_target: Target, mon
 
     monkeypatch.setattr(runner, "step", step)
     monkeypatch.setattr(Bursts, "num_steps", lambda _self, _shape, most: most)
+    return seen
+
+
+@pytest.mark.parametrize("only", [(), (None,)])
+def test_bursts_leave_room_for_what_the_draft_has_to_read(
+    tiny_target: Target, tiny_head: Head, monkeypatch: pytest.MonkeyPatch, only: tuple[None, ...]
+) -> None:
+    """Steps of the target alone are as many as their program can make."""
+    runner = make_runner(tiny_target, tiny_head, "off", "chain:3", has_constrained=False)
+    compile_programs(runner)
+    assert runner.shapes.has_alone
+    assert runner.most_followed == runner.config.max_pending - 1 < STEPS_AT_ONCE
+    seen = _watch_steps(runner, monkeypatch)
+    with make_engine(runner) as engine:
+        engine.rounds.choice.step_only(*only)
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=MAX_LEN - 10, temperature=0, ignore_eos=True))
+    assert max(number for number, _, _ in seen) == (STEPS_AT_ONCE if only else runner.most_followed)
+
+
+def test_a_burst_stays_in_the_program_of_its_first_step(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wider page table is another program, which may not be compiled yet, and takes another time."""
+    runner = make_runner(tiny_target, None, "off", widths=(2, 4))
+    seen = _watch_steps(runner, monkeypatch)
     params = SamplingParams(max_tokens=MAX_LEN - 10, temperature=0, ignore_eos=True)
     with make_engine(runner) as engine:
         engine.generate([[5, 6, 7], [8, 9]], params)

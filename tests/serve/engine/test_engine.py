@@ -349,7 +349,7 @@ def test_rounds_send_nothing_implicitly_and_steps_nothing_at_all(
         with jax.transfer_guard("disallow_explicit" if num_steps > 2 else "disallow"):  # slots are sent once, and kept
             return run_step(*args, **options)
 
-    for number in range(1, runner.most_steps + 1):  # of steps at once: so many are sent once too
+    for number in range(1, runner.shapes.most_steps + 1):  # of steps at once: so many are sent once too
         runner.place.scalar(number)
     monkeypatch.setattr(runner, "step", guarded)
     monkeypatch.setattr(runner, "run", called)

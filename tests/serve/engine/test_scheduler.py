@@ -17,7 +17,7 @@ from specserve.serve.engine.scheduler import Scheduler
 from specserve.serve.engine.sequence import Chunk, Round, Sequence
 from specserve.serve.engine.state_places import StatePlaces
 from specserve.serve.engine.windows import Windows, window_sizes
-from specserve.serve.programs.shapes import tokens_ahead
+from specserve.serve.programs.shapes import tokens_ahead, tokens_at_once
 from specserve.serve.requests.output import OutputStream
 from specserve.serve.requests.request import Request, SamplingParams
 
@@ -176,7 +176,10 @@ class Device:
         if plan.most_steps > 1 and plan.decode:
             assert not plan.preempted, "pages for more than one step are nobody else's"
             assert not plan.prefills, "a prompt does not wait for more than one step"
-            left = min(sequence.num_left for sequence in plan.decode)
+            left = min(tokens_at_once(self.most_steps, MAX_STEP), *(each.num_left for each in plan.decode))
+            if plan.most_tokens < left:
+                assert not scheduler._has_pages(plan.decode, 2 * plan.most_tokens + 1), "as many as have pages"
+                left = plan.most_tokens
             for size in range(1, MAX_STEP + 1):  # tokens of a step, of each way
                 most = min(self.most_steps, left // size)
                 assert plan.num_steps(size) == max(1, most), "as many as may count, by what its way can emit"
@@ -234,7 +237,7 @@ def _requests(draw: st.DrawFn) -> list[Request]:
     num_kept=st.sampled_from([0, 0, 1, 2, 5]),
     windows=st.sampled_from([(), (1,), (5,), (4, 13)]),
     num_cached=st.sampled_from([0, 1, None]),
-    most_steps=st.sampled_from([1, 2, 8]),
+    most_steps=st.sampled_from([1, 2, 8, 32]),
     rng=st.randoms(use_true_random=False),
 )
 def test_everybody_is_served_and_nothing_is_left(
