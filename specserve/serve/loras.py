@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from specserve.checkpoints.lora import adapter_fingerprint, read_adapter
-from specserve.errors import CheckpointError, ConfigError
+from specserve.errors import CheckpointError, ConfigError, first_line
 from specserve.models.adapters import Adapter, check_adapter
 from specserve.models.config import ModelConfig
 from specserve.serve.engine.adapters import ServedLoras
@@ -46,10 +46,10 @@ def _fingerprint(folder: str) -> str:
 
 
 def _read(folder: str) -> Adapter:
-    path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise ConfigError(f"{folder[:200]}: no such folder on the server; give the PEFT folder of a LoRA adapter")
     try:
+        path = Path(folder).expanduser()
+        if not path.is_dir():
+            raise ConfigError(f"{folder[:200]}: no such folder on the server; give the PEFT folder of a LoRA adapter")
         return read_adapter(path)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: the adapter cannot be read ({error})") from error
+    except (OSError, RuntimeError) as error:  # also of a path that none can be, or the home of nobody
+        raise CheckpointError(f"{folder[:200]}: the adapter cannot be read ({first_line(error)})") from error

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specserve.errors import ConfigError, RequestError
+import jax
+
+from specserve.errors import ConfigError, RequestError, first_line
 from specserve.serve.engine.changes import Changes
 from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.engine.rounds import Rounds
@@ -128,7 +130,11 @@ class Loras:
             with self._lock:
                 in_use = self._in_use()
             every = {number: own for number, own in self._adapters.items() if number in in_use} | {place: adapter}
-            layouts = runner.with_adapters([every.get(number) for number in range(runner.shapes.max_loras)])
+            try:
+                layouts = runner.with_adapters([every.get(number) for number in range(runner.shapes.max_loras)])
+                jax.block_until_ready(layouts.distinct)
+            except jax.errors.JaxRuntimeError as error:
+                raise ConfigError(f"the adapter cannot be brought to the device: {first_line(error)}") from error
             self._changes.ask(lambda: self._rounds.runner.use(layouts))
             with self._lock:
                 self._adapters = every
@@ -145,8 +151,11 @@ class Loras:
         logger.info("the LoRA adapter %s is unloaded", name)
 
     def _new_name(self, name: str) -> str:
-        if not name or name == self._model_name:
-            raise ConfigError(f"a LoRA adapter cannot be named {name!r}; the target is {self._model_name!r}")
+        if not name or name == self._model_name or "," in name or name.split() != [name]:  # metrics list them by commas
+            raise ConfigError(
+                f"a LoRA adapter cannot be named {name!r}; the target is {self._model_name!r}, and no name has a comma "
+                "or a space"
+            )
         if name in self._loras:
             raise ConfigError(
                 f"the LoRA adapter {name[:200]!r} is loaded already; unload it first, or take another name"

@@ -24,14 +24,16 @@ class Changes:
         """`wake` lets the engine's thread look; `check` raises once the engine is stopping."""
         self._wake, self._check = wake, check
         self._asked: queue.SimpleQueue[_Change] = queue.SimpleQueue()
+        self._urgent: queue.SimpleQueue[_Change] = queue.SimpleQueue()
         self._next: _Change | None = None
 
-    def ask(self, make: Callable[[], None], *, is_patient: bool = False) -> None:
+    def ask(self, make: Callable[[], None], *, is_patient: bool = False, is_urgent: bool = False) -> None:
         """Have a change made on the engine's thread, and wait until it is. One that `is_patient` waits until the
-        sequences that have begun have ended, and no other begins before it. Raises what it raises, and CapacityError
-        where the engine stops meanwhile."""
+        sequences that have begun have ended, and no other begins before it. One that `is_urgent` is made before all
+        that wait: it may end what they wait for. Raises what it raises, and CapacityError where the engine stops
+        meanwhile."""
         change = _Change(make, is_patient)
-        self._asked.put(change)
+        (self._urgent if is_urgent else self._asked).put(change)
         self._wake()
         try:
             while not wait([change.done], CHECK_SECONDS).done:
@@ -49,13 +51,16 @@ class Changes:
         return self._next is not None and self._next.is_patient
 
     def make_next(self, is_at_rest: Callable[[], bool], *, is_paused: bool) -> bool:
-        """Make the oldest change, if there is one that need not wait for what has begun to end. Returns whether there
-        was. Raises what the change raises, but for a ConfigError, which only the thread that asked gets; it gets one
-        too where the change would wait in vain, because the engine is paused."""
-        is_waiting = self.holds_back and not is_at_rest()
-        if self._next is None or (is_waiting and not is_paused):
-            return False
-        change, self._next = self._next, None
+        """Make an urgent change, or else the oldest one, if it need not wait for what has begun to end. Returns whether
+        there was one. Raises what the change raises, but for a ConfigError, which only the thread that asked gets; it
+        gets one too where the change would wait in vain, because the engine is paused."""
+        if not self._urgent.empty():
+            change, is_waiting = self._urgent.get_nowait(), False
+        else:
+            is_waiting = self.holds_back and not is_at_rest()
+            if self._next is None or (is_waiting and not is_paused):
+                return False
+            change, self._next = self._next, None
         if not change.done.set_running_or_notify_cancel():
             return True
         try:

@@ -93,7 +93,7 @@ class LatePrograms:
         self._read(rounds.runner)
         if self._begin is not None:
             self._go_on_beginning(rounds, self._begin)
-        elif not self.is_complete and not self.num_left and not self._is_reading:
+        elif not (self.is_complete or self.num_left or self._is_reading or rounds.asleep):  # steps are timed then
             self._complete(rounds)
         if self._mask_programs and self.is_complete:  # not while steps are timed
             self._look_for_masks(rounds)

@@ -14,6 +14,7 @@ from specserve.serve.requests.request import Request
 PauseMode = Literal["abort", "wait", "keep", "retract"]
 SleepMode = Literal["abort", "wait", "retract"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep", "retract")
+SLEEP_MODES: tuple[SleepMode, ...] = ("abort", "wait", "retract")
 
 
 class Rest:
@@ -29,8 +30,9 @@ class Rest:
         return self._is_held or bool(self._rounds.asleep)
 
     def abort(self, is_meant: Callable[[Request], bool]) -> None:
-        """End the requests that are meant, running or waiting, with the tokens that they have."""
-        self._changes.ask(lambda: self._rounds.abort(is_meant))
+        """End the requests that are meant, running or waiting, with the tokens that they have. A change that waits for
+        some of them to end is not waited for."""
+        self._changes.ask(lambda: self._rounds.abort(is_meant), is_urgent=True)
 
     def pause(self, mode: PauseMode) -> None:
         """Make no more steps. Requests are still taken, and wait."""
@@ -45,6 +47,7 @@ class Rest:
                 self._retract()
             self._is_held = True
 
+        self._end_what_is_waited_for(mode)
         self._changes.ask(rest, is_patient=mode == "wait")
 
     def resume(self) -> None:
@@ -61,6 +64,8 @@ class Rest:
         """Take these parts off the device, and make no more steps until `wake`: of the weights the host keeps a copy;
         keys and values are forgotten, and computed anew then."""
         _check_parts(parts)
+        if mode not in SLEEP_MODES:
+            raise ConfigError(f"mode {mode!r}: expected one of {', '.join(SLEEP_MODES)}")
 
         def lie_down() -> None:
             self._rounds.land()
@@ -69,6 +74,7 @@ class Rest:
             self._retract()
             self._rounds.lie_down(parts)
 
+        self._end_what_is_waited_for(mode)
         with self._swaps.alone():
             self._changes.ask(lie_down, is_patient=mode == "wait")
 
@@ -82,6 +88,10 @@ class Rest:
                 self._rounds.get_up(parts)
 
         self._changes.ask(get_up)
+
+    def _end_what_is_waited_for(self, mode: PauseMode) -> None:
+        if mode == "abort":  # an update before this change may wait for them
+            self.abort(lambda _request: True)
 
     def _retract(self) -> None:
         if self._rounds.runner.shapes.is_deterministic and not self._rounds.is_at_rest():

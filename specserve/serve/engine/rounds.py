@@ -149,8 +149,7 @@ class Rounds:
         self._counters = _Counters()
         self._num_missed = runner.compiled.num_missed
         self._most_steps, self._tokenizer = most_steps, tokenizer
-        # the name of the next one follows a number's
-        self.version, self._num_versions = version, 1 + int(version) if version.isdecimal() else 1
+        self.version = version
         self.asleep: frozenset[Part] = frozenset()  # the parts that are off the device
         # of the step before: when it was read, if the device went on without a pause (0: it did not), whether the
         # device had made it before the host came to read it, and its program
@@ -175,7 +174,7 @@ class Rounds:
         sequences that have begun go on. Raises what the device raises: then `rebuild`."""
         start = time.perf_counter()
         self.drop_cancelled()
-        most_steps = min(self.runner.most_steps, self._most_steps or self.runner.most_steps)
+        most_steps = min(self.runner.shapes.most_steps, self._most_steps or self.runner.shapes.most_steps)
         work = self.scheduler.schedule(most_steps, side_by_side=not self.choice.is_partial, begins=begins)
         if work.is_empty and not self.in_flight:
             return False
@@ -200,7 +199,8 @@ class Rounds:
     def flush_cache(self) -> None:
         """Forget every cached prefix and every answer that a lookup may find."""
         self.scheduler.pool.flush()
-        self.runner.forget_answers()
+        if "kv_cache" not in self.asleep:  # else they are forgotten
+            self.runner.forget_answers()
 
     def swap(self, runner: Runner, *, prior: Seq[float] | None = None, version: str = "") -> None:
         """Go on with other weights, by a runner `with_weights`, or `with_head` of `prior` acceptance by depth. What the
@@ -209,7 +209,11 @@ class Rounds:
         where the device cannot run it, and then goes on with the old ones."""
         self.land()
         self.retract()
-        runner.take_over(self.runner)
+        try:
+            runner.take_over(self.runner)
+        except ConfigError:
+            self.runner.take_off(self.asleep)  # its state is back
+            raise
         runner.take_off(self.asleep)
         self.runner, self._num_missed, self._last_read = runner, runner.compiled.num_missed, 0.0
         self.delivery.use(runner)
@@ -218,7 +222,7 @@ class Rounds:
         self.scheduler.set_step(max_step=shapes.max_step, cache_lag=cache_lag, windows=shapes.windows)
         self.choice.use(runner, prior)
         if version:
-            self.version, self._num_versions = version, self._num_versions + 1
+            self.version = version
         if prior is not None:
             for sequence in self.scheduler.waiting:
                 sequence.estimate = None
@@ -256,10 +260,6 @@ class Rounds:
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             if sequence.request.is_cancelled:
                 self.delivery.deliver(sequence, Delta(finish_reason=FinishReason.CANCELLED))
-
-    def next_version(self) -> str:
-        """Return the name of the weights that come after these, where they are given none: how many came before."""
-        return str(self._num_versions)
 
     def abort(self, is_meant: Callable[[Request], bool] = lambda _: True) -> None:
         """End sequences, all unless it is said which, with the tokens that they have."""

@@ -2,6 +2,7 @@
 made ready beside the old ones, before anything is changed."""
 
 import dataclasses
+import gc
 import logging
 import threading
 import time
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 TargetWeights = TargetParams | Mapping[str, Any] | str | Path
 DraftWeights = Any  # the parameters of the same head, or the folder of one that is alike
 UpdateMode = Literal["continue", "drain"]
+MOST_DIGITS = 18  # of the name of a version that counts as a number
 MODES: tuple[UpdateMode, ...] = ("continue", "drain")
 
 
@@ -82,6 +84,12 @@ class ServedWeights:
     read: WeightsReader | None = None
 
 
+def number_after(version: str, least: int) -> int:
+    """Return the number that may name the version after this one, at least `least`."""
+    is_number = version.isdecimal() and len(version) <= MOST_DIGITS
+    return max(least, int(version) + 1) if is_number else least
+
+
 class Swaps:
     """The swaps of an engine's weights, one after another. Its methods may be called from any thread, and raise
     ConfigError or CheckpointError where something is wrong with the new weights; then the old ones stay."""
@@ -92,6 +100,7 @@ class Swaps:
         """`check` raises once the engine is stopping."""
         self.weights, self._rounds, self._late, self._changes, self._check = weights, rounds, late, changes, check
         self._form = weights.form
+        self._next_number = number_after(weights.version, 1)  # the name of a version that is given none
         self._one = threading.Lock()
 
     def load_head(self, folder: str, on_swapped: Callable[[DraftInfo], None]) -> DraftInfo:
@@ -106,14 +115,17 @@ class Swaps:
             loaded, runner = self.weights.load_head(folder), self._rounds.runner
             beside = runner.with_head(loaded.head, loaded.trees)
             self._prepare(beside, f"for the head {loaded.info.name}")
+            has_others = beside.compiled is not runner.compiled
+            del runner  # it holds the version before
 
             def swap() -> None:
                 self._rounds.swap(beside, prior=loaded.acceptance)
-                self._late.use(beside, loaded.on_compiled, has_others=beside.compiled is not runner.compiled)
+                self._late.use(beside, loaded.on_compiled, has_others=has_others)
                 on_swapped(loaded.info)
 
             self._changes.ask(swap)
             self._form = loaded.form
+        gc.collect()  # as in `update`
         logger.info("the head is %s now", loaded.info.name)
         return loaded.info
 
@@ -129,6 +141,8 @@ class Swaps:
         """Serve other weights of the same models from the next round on, or, to `drain`, once those sequences have
         ended that have begun. Returns the name of this version of the weights; empty: the next number. When it serves,
         `on_swapped` is called on the engine's thread, with what is known of another head that came from a folder."""
+        if not isinstance(version, str):
+            raise ConfigError(f"version {version!r}: expected a text")
         if mode not in MODES:
             raise ConfigError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
         if target is None and draft is None:
@@ -146,14 +160,17 @@ class Swaps:
                 self._prepare(beside, "for other weights")
             except (OSError, jax.errors.JaxRuntimeError) as error:
                 raise ConfigError(f"the new weights cannot be brought to the device: {first_line(error)}") from error
-            name = version or self._rounds.next_version()
+            has_others, name = beside.compiled is not runner.compiled, version or str(self._next_number)
+            del runner  # it holds the version before
 
             def swap() -> None:
                 self._rounds.swap(beside, version=name)
-                self._late.use(beside, None, has_others=beside.compiled is not runner.compiled)
+                self._next_number = number_after(name, self._next_number + 1)
+                self._late.use(beside, None, has_others=has_others)
                 on_swapped(info)
 
             self._changes.ask(swap, is_patient=mode == "drain")
+        gc.collect()  # JAX's caches hold functions that are in cycles, and these the version before
         logger.info("the weights are version %s now", name)
         return name
 

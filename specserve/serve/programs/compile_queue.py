@@ -266,10 +266,12 @@ def compile_all(
     def done(program: StepProgram, error: Exception | None) -> None:
         if error is not None:
             failures.append(error)
-            compiler.stop()
+            if (running := begun()) is not None:
+                running.stop()
         on_compiled(program)
 
     compiler = Compiler(compile_one, programs, on_compiled=done, on_end=on_end)
+    begun = weakref.ref(compiler)  # it holds `done`, and a cycle would keep what `compile_one` holds, such as weights
     try:
         compiler.start()
         meanwhile()

@@ -41,24 +41,10 @@ class Inputs:
             ends: place.put(blank_token_rows(vocab_size, eos_ids if ends else ())) for ends in (False, True)
         }
         self._everything_allowed: dict[int, jax.Array] = {}  # by batch size: most steps have no mask
-        self._makers: dict[Kind, Callable[..., tuple[Any, ...]]] = {
-            "empty state": lambda _program, _state: (),
-            "admission": self._admission,
-            "page table": self._page_table,
-            "recall": self._recall,
-            "kept state": self._kept_state,
-            "catch-up": self._catch_up,
-            "reading": self._reading,
-            "prefill": self._prefill,
-            "step": self._step,
-            "mixed": self._mixed,
-            "proposal": self._proposal,
-            "verification": self._verification,
-        }
 
     def of(self, program: StepProgram, state: SlotState, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of a program over a state. `values` are those of the method for its kind, below."""
-        arguments = self._makers[program.kind](program, state, *values)
+        arguments = _MAKERS[program.kind](self, program, state, *values)
         if not program.is_alone:
             return arguments
         weights, state, *rest = arguments
@@ -215,3 +201,21 @@ class Inputs:
             everything = np.full((batch, 1, self._num_bytes), 255, np.uint8)
             self._everything_allowed[batch] = self._place.put(everything)
         return self._everything_allowed[batch]
+
+
+# of each kind of program. Bound methods in an `Inputs` would be a cycle, by which weights that serve no more stay in
+# memory until Python looks for such
+_MAKERS: dict[Kind, Callable[..., tuple[Any, ...]]] = {
+    "empty state": lambda _inputs, _program, _state: (),
+    "admission": Inputs._admission,
+    "page table": Inputs._page_table,
+    "recall": Inputs._recall,
+    "kept state": Inputs._kept_state,
+    "catch-up": Inputs._catch_up,
+    "reading": Inputs._reading,
+    "prefill": Inputs._prefill,
+    "step": Inputs._step,
+    "mixed": Inputs._mixed,
+    "proposal": Inputs._proposal,
+    "verification": Inputs._verification,
+}

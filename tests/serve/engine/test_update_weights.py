@@ -3,13 +3,13 @@ ran, was cached or was compiled before, and a version that does not fit changes 
 
 import dataclasses
 import gc
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,20 +18,20 @@ import tiny
 from engines import (
     PATIENCE,
     Ask,
-    Fixed,
     Inbox,
     Reference,
     compile_programs,
     greedy,
     holding,
-    make_engine,
     make_runner,
     run,
     serving,
     submit,
     wait_until,
 )
+from hypothesis import strategies as st
 from rounding import assert_within
+from two_versions import PROMPT, firm_asks, updatable_engine
 
 from specserve.checkpoints.load import Target, load_target, to_numpy
 from specserve.checkpoints.tensors import write_tensors
@@ -42,65 +42,14 @@ from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.models.target import target_spec
 from specserve.serve import launch
-from specserve.serve.engine.engine import Engine
-from specserve.serve.engine.swap import HeadForm, ServedWeights
+from specserve.serve.engine.swap import number_after
 from specserve.serve.launch import Models
 from specserve.serve.programs.layouts import make_layouts
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import make_shapes
-from specserve.serve.requests.request import FinishReason, SamplingParams
+from specserve.serve.requests.request import SamplingParams
 
-PROMPT = tuple(int(i) for i in np.random.default_rng(2).integers(3, 64, 40))
 WAYS = ("off", "chain:3", "tree:3x3x8")
-
-
-@pytest.fixture(scope="module")
-def moved(tiny_target: Target) -> Target:
-    """Another version: every weight is another number, of bfloat16 where the old one is."""
-
-    def move(leaf: jax.Array) -> jax.Array:
-        other = np.random.default_rng(leaf.size).permutation(np.asarray(leaf).ravel()).reshape(leaf.shape)
-        return jnp.asarray(other)
-
-    return dataclasses.replace(tiny_target, params=jax.tree.map(move, tiny_target.params))
-
-
-@pytest.fixture(scope="module")
-def old(tiny_target: Target) -> Any:
-    yield from _reference(tiny_target)
-
-
-@pytest.fixture(scope="module")
-def new(moved: Target) -> Any:
-    yield from _reference(moved)
-
-
-def _reference(target: Target) -> Any:
-    made = Reference(target)
-    compile_programs(made.runner)
-    with serving(made.engine):
-        yield made
-
-
-def _engine(runner: Runner, target: Target, head: Head | None, way: str, **options: Any) -> Engine:
-    """An engine whose weights may be updated."""
-    engine = make_engine(runner, Fixed(parse_speculation(way)), **options)
-    form = head and HeadForm(dataclasses.replace(head, params=None), "none")
-    engine._swaps.weights = ServedWeights(form=form, read=launch._weights_reader(Models("tiny", target, head, None)))
-    engine._swaps._form = form
-    return engine
-
-
-def _asks(old: Reference, new: Reference, *, max_tokens: int = 40) -> list[Ask]:
-    """Ragged prompts that begin alike, greedy and sampled, of firm answers by both versions."""
-    found: list[Ask] = []
-    for seed in range(100):
-        own = SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=seed, ignore_eos=True)
-        ask = Ask(PROMPT[: 20 + seed % 20], own if seed % 2 else greedy(max_tokens, ignore_eos=True))
-        found += [ask] if old.is_firm(ask) and new.is_firm(ask) else []
-        if len(found) == 7:
-            return found
-    raise AssertionError("no firm answers")
 
 
 def _whole(target: Target) -> dict[str, Callable[[Path], Any]]:
@@ -131,8 +80,8 @@ def test_what_is_asked_after_an_update_is_answered_as_by_a_fresh_engine(
     way: str, given: str, tmp_path: Path,
 ) -> None:  # fmt: skip
     """Also where the old version has cached the prompts, and back again; and nothing compiles."""
-    asks = _asks(old, new)
-    with serving(_engine(runner, tiny_target, tiny_head, way)) as engine:
+    asks = firm_asks(old, new)
+    with serving(updatable_engine(runner, tiny_target, tiny_head, way)) as engine:
         assert engine.weight_version == "0"
         for target, reference, name in ((tiny_target, old, "0"), (moved, new, "1"), (tiny_target, old, "mine")):
             if name != "0":
@@ -156,8 +105,8 @@ def test_running_answers_continue_by_the_new_version(
     runner: Runner, tiny_target: Target, tiny_head: Head, moved: Target, old: Reference, new: Reference, way: str
 ) -> None:
     """Each token is of the version that the answer says, given all tokens before it."""
-    asks = _asks(old, new)
-    with serving(_engine(runner, tiny_target, tiny_head, way)) as engine:
+    asks = firm_asks(old, new)
+    with serving(updatable_engine(runner, tiny_target, tiny_head, way)) as engine:
         inboxes = [Inbox() for _ in asks]
         for number, (ask, inbox) in enumerate(zip(asks, inboxes, strict=True)):
             engine.submit(ask.prompt, ask.params, inbox if number else holding(engine, inbox))
@@ -184,10 +133,10 @@ def test_running_answers_are_drained_by_the_old_version(
 ) -> None:
     """With too few pages, so that some are preempted meanwhile. What has not begun waits, and is answered by the new
     one."""
-    asks = _asks(old, new)
+    asks = firm_asks(old, new)
     small = make_runner(tiny_target, tiny_head, "chain:3", num_slots=4, num_pages=18, has_constrained=False)
     compile_programs(small)
-    with serving(_engine(small, tiny_target, tiny_head, "chain:3")) as engine, ThreadPoolExecutor(1) as pool:
+    with serving(updatable_engine(small, tiny_target, tiny_head, "chain:3")) as engine, ThreadPoolExecutor(1) as pool:
         begun = [submit(engine, ask)[1] for ask in asks[:4]]
         for inbox in begun:
             inbox.wait_for_first()
@@ -202,6 +151,17 @@ def test_running_answers_are_drained_by_the_old_version(
                 assert stats is not None
                 assert stats.version == version
         assert engine.stats().num_preemptions > 0
+
+
+@hypothesis.given(names=st.lists(st.sampled_from(["", "1", "2", "3", "7", "step-2", "²", "9" * 5000]), max_size=8))
+def test_a_version_without_a_name_has_one_that_none_had(names: list[str]) -> None:
+    number, seen = number_after("0", 1), {"0"}
+    for name in names:
+        if not name:
+            assert str(number) not in seen
+            name = str(number)
+        seen.add(name)
+        number = number_after(name, number + 1)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -223,11 +183,11 @@ def test_an_update_of_the_head_is_accepted_as_by_an_engine_that_began_with_it(
     runner: Runner, tiny_target: Target, tiny_head: Head, old: Reference, new: Reference
 ) -> None:
     other = dataclasses.replace(tiny_head, params=tiny.random_head(tiny_target.config, seed=77).params)
-    asks = _asks(old, new)
+    asks = firm_asks(old, new)
 
     def accepted(head: Head, update: Any = None) -> list[object]:
         served = runner.with_head(head)
-        with serving(_engine(served, tiny_target, head, "chain:3")) as engine:
+        with serving(updatable_engine(served, tiny_target, head, "chain:3")) as engine:
             if update is not None:
                 engine.update_weights(draft=update)
             inboxes = run(engine, asks)
@@ -276,8 +236,8 @@ WRONG: dict[str, tuple[Callable[[Target], Any], str]] = {
 def test_a_version_that_is_wrong_changes_nothing_and_names_what_is(
     runner: Runner, tiny_target: Target, tiny_head: Head, moved: Target, old: Reference, new: Reference
 ) -> None:
-    asks = _asks(old, new)
-    with serving(_engine(runner, tiny_target, tiny_head, "chain:3")) as engine:
+    asks = firm_asks(old, new)
+    with serving(updatable_engine(runner, tiny_target, tiny_head, "chain:3")) as engine:
         run(engine, asks)
         for make, message in WRONG.values():
             inboxes = [submit(engine, ask)[1] for ask in asks]
@@ -298,8 +258,8 @@ def test_a_version_that_is_wrong_changes_nothing_and_names_what_is(
 def test_updates_from_several_threads_are_made_one_after_another(
     runner: Runner, tiny_target: Target, tiny_head: Head, moved: Target, old: Reference, new: Reference
 ) -> None:
-    asks = _asks(old, new)
-    with serving(_engine(runner, tiny_target, tiny_head, "chain:3")) as engine, ThreadPoolExecutor(4) as pool:
+    asks = firm_asks(old, new)
+    with serving(updatable_engine(runner, tiny_target, tiny_head, "chain:3")) as engine, ThreadPoolExecutor(4) as pool:
         inboxes = [submit(engine, ask)[1] for ask in asks]
         versions = [pool.submit(engine.update_weights, moved.params, mode=mode) for mode in ("drain", "continue") * 3]
         assert sorted(each.result(PATIENCE) for each in versions) == ["1", "2", "3", "4", "5", "6"]
@@ -310,78 +270,6 @@ def test_updates_from_several_threads_are_made_one_after_another(
             new.check(ask, inbox)
 
 
-def _wait_in_vain(inboxes: list[Any]) -> None:
-    heard = [len(inbox.deltas) for inbox in inboxes]
-    time.sleep(0.3)
-    assert [len(inbox.deltas) for inbox in inboxes] == heard, "a paused engine goes on"
-
-
-@pytest.mark.parametrize("mode", ["keep", "retract", "wait", "abort"])
-def test_a_paused_engine_answers_later_as_if_it_had_not_paused(
-    runner: Runner, tiny_target: Target, tiny_head: Head, old: Reference, new: Reference, mode: Any
-) -> None:
-    """What is asked meanwhile is taken, and a client that leaves meanwhile is let go."""
-    asks = _asks(old, new)
-    with serving(_engine(runner, tiny_target, tiny_head, "chain:3")) as engine:
-        inboxes = [submit(engine, ask)[1] for ask in asks]
-        for inbox in inboxes[:4]:
-            inbox.wait_for_first()
-        engine.pause(mode)
-        assert engine.is_paused
-        engine.pause("keep")  # again
-        (request, left), (_, late) = submit(engine, asks[0]), submit(engine, asks[1])
-        _wait_in_vain([*inboxes, late])
-        request.cancel()
-        assert left.wait().finish_reason == FinishReason.CANCELLED
-        if mode in ("wait", "abort"):
-            assert all(inbox.is_done for inbox in inboxes[:4])
-        engine.resume()
-        assert not engine.is_paused
-        for ask, inbox in zip((*asks, asks[1]), (*inboxes, late), strict=True):
-            old.check(ask, inbox, is_cancelled=mode == "abort" and inbox is not late)
-
-
-@pytest.mark.parametrize("parts", [("kv_cache",), ("weights",), ("weights", "kv_cache")], ids=" ".join)
-def test_an_engine_that_sleeps_gives_the_device_back_and_answers_later(
-    runner: Runner, tiny_target: Target, tiny_head: Head, moved: Target, old: Reference, new: Reference, parts: Any
-) -> None:
-    """As RL code does it: the weights are brought back first, and updated, and then the cache."""
-    asks = _asks(old, new)
-    with serving(_engine(runner, tiny_target, tiny_head, "chain:3")) as engine:
-        inboxes = [submit(engine, ask)[1] for ask in asks]
-        inboxes[0].wait_for_first()
-        served = engine.runner
-
-        def on_device() -> list[bool]:
-            weights = jax.tree.leaves(served.inputs.layouts.one)
-            return [isinstance(jax.tree.leaves(each)[0], jax.Array) for each in (weights, served.state)]
-
-        engine.sleep(parts)
-        assert engine.is_sleeping
-        assert on_device() == [True, "kv_cache" not in parts], "a CPU's weights are in the host's memory already"
-        with pytest.raises(ConfigError, match=f"off the device: {', '.join(sorted(parts))}; wake it up first"):
-            engine.resume()
-        _wait_in_vain(inboxes)
-        engine.wake(parts)
-        assert not engine.is_sleeping
-        assert not engine.is_paused
-        assert on_device() == [True, True]
-        for ask, inbox in zip(asks, inboxes, strict=True):
-            old.check(ask, inbox)
-        engine.sleep(parts)
-        if "weights" in parts:
-            with pytest.raises(ConfigError, match="the weights are off the device"):
-                engine.update_weights(moved.params)
-            engine.wake(["weights"])
-        engine.update_weights(moved.params)
-        engine.wake(["kv_cache"])
-        for ask, inbox in zip(asks, run(engine, asks), strict=True):
-            new.check(ask, inbox)
-        for wrong in ([], ["gpu"]):
-            with pytest.raises(ConfigError, match="expected some of weights, kv_cache"):
-                engine.sleep(wrong)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_log_probabilities_are_those_of_a_training_forward_of_the_same_version(
     runner: Runner, tiny_target: Target, tiny_head: Head, moved: Target, way: str
@@ -389,7 +277,7 @@ def test_log_probabilities_are_those_of_a_training_forward_of_the_same_version(
     """Within rounding, as a policy gradient needs it: of every token of sampled answers, before and after an update."""
     own = SamplingParams(max_tokens=30, temperature=1.0, logprobs=0, ignore_eos=True)
     asks = [Ask(PROMPT[: 20 + seed], dataclasses.replace(own, seed=seed)) for seed in range(6)]
-    with serving(_engine(runner, tiny_target, tiny_head, way)) as engine:
+    with serving(updatable_engine(runner, tiny_target, tiny_head, way)) as engine:
         for target in (tiny_target, moved):
             if target is moved:
                 engine.update_weights(moved.params)
@@ -431,35 +319,29 @@ def test_parameters_of_one_device_are_a_version_on_a_mesh(moved: Target, tiny_ta
             np.testing.assert_array_equal(ours, other)
 
 
-def test_nothing_waits_for_an_end_that_cannot_come(
-    runner: Runner, tiny_target: Target, tiny_head: Head, moved: Target, old: Reference, new: Reference
-) -> None:
-    """Of a paused engine: the change is refused, also where the pause came while it waited, and later ones are made."""
-    asks = _asks(old, new)
-    with serving(_engine(runner, tiny_target, tiny_head, "chain:3")) as engine, ThreadPoolExecutor(1) as pool:
-        inboxes = [submit(engine, ask)[1] for ask in asks]
-        inboxes[0].wait_for_first()
-        engine.pause("keep")
-        for wait in (lambda: engine.update_weights(moved.params, mode="drain"), lambda: engine.pause("wait")):
-            with pytest.raises(ConfigError, match="paused, so nothing that has begun will end"):
-                pool.submit(wait).result(PATIENCE)
-        engine.resume()
-        for ask, inbox in zip(asks, inboxes, strict=True):
-            old.check(ask, inbox)
-
-
 def test_the_version_before_is_let_go(tiny_target: Target, tiny_head: Head, moved: Target) -> None:
-    """An engine holds one version, whatever it has compiled, read or timed."""
+    """An engine holds one version, whatever it has compiled, read or timed, and lets the one before go at once, also to
+    sleep: a server freezes what it begins with, of which Python's collector then frees no cycle."""
     own = dataclasses.replace(tiny_target, params=jax.tree.map(jnp.copy, tiny_target.params))
     runner = make_runner(own, tiny_head, "chain:3", num_slots=1, has_constrained=False)
     del own
     compile_programs(runner)
-    with serving(_engine(runner, tiny_target, tiny_head, "chain:3")) as engine:
+    with serving(updatable_engine(runner, tiny_target, tiny_head, "chain:3")) as engine:
         held = weakref.ref(runner.inputs.layouts.one.target.norm)
         del runner
-        engine.update_weights(moved.params)
-        gc.collect()
-        assert held() is None
+        jax.clear_caches()  # as `specserve serve` does
+        gc.freeze()
+        gc.disable()
+        try:
+            engine.update_weights(moved.params)
+            assert held() is None
+            held = weakref.ref(engine.runner.inputs)
+            engine.sleep(("weights",))
+            assert held() is None
+            engine.wake()
+        finally:
+            gc.enable()
+            gc.unfreeze()
 
 
 def test_a_deterministic_engine_computes_no_keys_again(tiny_target: Target, tiny_head: Head, moved: Target) -> None:
@@ -475,7 +357,7 @@ def test_a_deterministic_engine_computes_no_keys_again(tiny_target: Target, tiny
     runner = Runner(tiny_target, tiny_head, shapes, has_constrained=False)
     compile_programs(runner)
     ask = Ask(PROMPT[:20], greedy(40, ignore_eos=True))
-    with serving(_engine(runner, tiny_target, tiny_head, "chain:3")) as engine:
+    with serving(updatable_engine(runner, tiny_target, tiny_head, "chain:3")) as engine:
         [expected] = run(engine, [ask])
         _, inbox = submit(engine, ask)
         inbox.wait_for_first()

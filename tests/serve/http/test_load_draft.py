@@ -187,6 +187,16 @@ def test_a_head_that_cannot_be_compiled_or_run_leaves_the_old_one(
             for ask, inbox in zip(asks, asked, strict=True):
                 reference.check(ask, inbox)
         assert engine.stats().num_rebuilds == 0
+        engine.sleep(["kv_cache"])
+        with monkeypatch.context() as patch:
+            patch.setattr(Runner, "reset", cannot_begin)
+            with pytest.raises(ConfigError, match="cannot run the new weights"):
+                engine.load_draft("asleep")
+        assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(runner.state))
+        engine.flush_cache()
+        engine.wake()
+        for ask, inbox in zip(asks, run(engine, asks), strict=True):
+            reference.check(ask, inbox)
     with make_engine(runner) as again:
         again._swaps.weights = engine._swaps.weights
         again.load_draft("now")

@@ -131,6 +131,8 @@ def test_wrong_adapters_are_refused_and_nothing_changes(
     write_adapter(tmp_path / "saved", tiny_target, 7, modules_to_save=["lm_head"])
     for body, words in (
         ({"lora_name": "x", "lora_path": str(tmp_path / "none")}, "no such folder"),
+        ({"lora_name": "x", "lora_path": "a" * 300}, "cannot be read"),
+        ({"lora_name": "x", "lora_path": "~nobody-of-this-name/x"}, "cannot be read"),
         ({"lora_name": "x", "lora_path": str(tmp_path / "dora")}, "use_dora"),
         ({"lora_name": "x", "lora_path": str(tmp_path / "saved")}, "modules_to_save"),
         ({"lora_name": "b", "lora_path": str(folders["b"])}, "loaded already"),
