@@ -154,6 +154,12 @@ class Follower:
         return in_bfloat16(self.state.params, self.head.drafter.dtype)
 
 
+@jax.jit
+def take_rows(of_rows: Any, places: np.ndarray) -> Any:
+    """Some rows of each array. Places are an argument: slices would compile anew in each step, which has others."""
+    return jax.tree.map(lambda x: jnp.take(x, places, axis=0), of_rows)
+
+
 class Trainer:
     """The policy with its optimiser, and the head that follows it, or none."""
 
@@ -184,8 +190,8 @@ class Trainer:
             return None
         sampled, rows, states = self._seen
         every = max(1, len(rows.token_ids) // number)
-        some = jax.tree.map(lambda x: x[offset % every :: every][:number], (rows, states))
-        self.follower.learn(sampled, *some)
+        places = np.arange(offset % every, len(rows.token_ids), every)[:number]
+        self.follower.learn(sampled, *take_rows((rows, states), places))
         return jax.block_until_ready(self.follower.version())
 
     def _place(self, x: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from specserve import LLM
 from specserve.checkpoints.load import load_target
 from specserve.drafters.learning import Rows
 from specserve.interop.head import load_head, save_head
+from specserve.mesh import COMPILE_EVENT
 from specserve.models.target import TargetParams
 from specserve.train.settings import TrainSettings
 from specserve.train.target_states import Outputs
@@ -53,17 +54,35 @@ def batches() -> list[Batch]:
 
 
 @pytest.fixture(scope="module")
+def compiled() -> list[list[str]]:
+    """The functions that each step of the head of `rows` compiled."""
+    return []
+
+
+@pytest.fixture(scope="module")
 def rows(
-    folders: dict[str, str], batches: list[Batch], tmp_path_factory: pytest.TempPathFactory
+    folders: dict[str, str], batches: list[Batch], compiled: list[list[str]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict[str, Any]]]:
-    output, learn = tmp_path_factory.mktemp("rows"), grpo.Follower.learn
+    output, learn, follow = tmp_path_factory.mktemp("rows"), grpo.Follower.learn, grpo.Trainer.follow
 
     def noted(self: grpo.Follower, *given: Any) -> None:
         batches.append(given)
         learn(self, *given)
 
+    def watched(self: grpo.Trainer, number: int, offset: int) -> Any:
+        compiled.append([])
+        found = follow(self, number, offset)
+        compiled.append([])
+        return found
+
+    def hear(event: str, _seconds: float, **facts: Any) -> None:
+        if event == COMPILE_EVENT and compiled:
+            compiled[-1].append(str(facts["fun_name"]))
+
+    jax.monitoring.register_event_duration_secs_listener(hear)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo.Follower, "learn", noted)
+        patch.setattr(grpo.Trainer, "follow", watched)
         return output, _run(folders, output, arms="co-trained", inner_steps=2, lr=1e-3)
 
 
@@ -86,6 +105,14 @@ def test_sampler_and_trainer_have_one_distribution_while_policy_and_head_move(
         for before, after in itertools.pairwise(models):
             pairs = zip(*(jax.tree.leaves(model.params) for model in (before, after)), strict=True)
             assert all(np.any(a != b) for a, b in pairs if a.ndim == 2)
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_step_of_the_head_compiles_nothing_but_the_first_time(compiled: list[list[str]]) -> None:
+    """Whichever answers of the step it learns from: else compiling takes longer than learning."""
+    first, *later = compiled[::2]
+    assert later == [[], []]
+    assert first
 
 
 @jax.numpy_dtype_promotion("standard")
