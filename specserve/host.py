@@ -99,12 +99,18 @@ def whole_file(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
     partial = path.with_name(f"{path.name}{own}.partial")
     try:
         yield partial
-        settle(partial)
-        os.replace(partial, path)
-        settle(path.parent)
+        take_place(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def take_place(made: Path, path: Path) -> None:
+    """Have a file take the place of another, or a folder of whole files an empty one's or none's: what it holds is on
+    the disk before, and its name at the end, also where the machine stops at any moment. Raises OSError."""
+    settle(made)
+    os.replace(made, path)
+    settle(path.parent)
 
 
 def settle(path: Path) -> None:
@@ -117,12 +123,12 @@ def settle(path: Path) -> None:
         os.close(file)
 
 
-def hold(folder: Path) -> TextIO:
+def hold(folder: Path, *, waits: bool = False) -> TextIO:
     """Hold a folder for this process until the file that is returned is closed, or the process ends, however it does.
-    Raises BlockingIOError where another one holds it, and OSError."""
+    Raises BlockingIOError where another one holds it, unless it `waits` for that one, and OSError."""
     file = (folder / LOCK_FILE).open("a")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
         file.close()
         raise

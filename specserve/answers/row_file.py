@@ -2,7 +2,6 @@
 settings. Rows that are in the file are not made again."""
 
 import contextlib
-import fcntl
 import itertools
 import json
 import logging
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from specserve.errors import DataError
-from specserve.host import whole_file
+from specserve.host import hold, whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +22,14 @@ def locked(folder: Path) -> Iterator[None]:
     Raises DataError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a")
+        try:
+            file = hold(folder)
+        except BlockingIOError:
+            logger.warning("another run has the target write in %s; waiting for it", folder)
+            file = hold(folder, waits=True)
     except OSError as error:
         raise DataError(f"{folder}: rows cannot be kept there: {error.strerror}") from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.warning("another run has the target write in %s; waiting for it", folder)
-            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from specserve import processes
 from specserve.cli.options import report_error
 from specserve.cli.progress import console, warmup_bar
 from specserve.errors import CheckpointError, ConfigError
+from specserve.host import hold
 from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.processes import ProcessError
 from specserve.serve.fleet import ranks, replicas
@@ -127,8 +128,7 @@ def _as_kept(models: Models, folder: str) -> Models:
     from specserve.serve.launch import with_version
     from specserve.serve.update_folder import VERSION_FILE, UpdateFolder  # no other server needs it
 
-    with closing(UpdateFolder(Path(folder).expanduser())) as held:
-        kept = held.read()
+    kept = UpdateFolder(Path(folder).expanduser()).read()
     if kept is None:
         return models
     remedy = f"remove {folder}/{VERSION_FILE} to begin with those of the command"
@@ -150,8 +150,27 @@ def _follow(run: ServeRun, follower: Follower) -> None:
     ranks.follow(runner, follower.frames())
 
 
+def _own_folder(run: ServeRun) -> AbstractContextManager[object]:
+    """Hold the folder that this server alone may change, where there is one, until the context ends. Raises ConfigError
+    where another server has it."""
+    option, name = "--update-folder", run.update_folder
+    if run.learn and not run.warmup_only:  # a warm-up learns nothing
+        option, name = "--learn", run.learn
+    if not name:
+        return nullcontext()
+    folder = Path(os.path.realpath(Path(name).expanduser()))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return hold(folder)
+    except BlockingIOError:
+        raise ConfigError(f"{option} {name}: another server has this folder; end that one, or give another") from None
+    except OSError as error:
+        raise ConfigError(f"{option} {name}: {error}") from error
+
+
 def _serve(run: ServeRun, leader: Leader | None) -> None:
-    with leader or nullcontext(), open_publisher(run) or nullcontext() as kv_events:
+    """Hold what this server alone may have, before minutes of loading, and serve."""
+    with _own_folder(run), leader or nullcontext(), open_publisher(run) or nullcontext() as kv_events:
         _serve_requests(run, leader, kv_events)
 
 

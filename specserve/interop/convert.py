@@ -1,6 +1,5 @@
 """Heads to and from other people's folders: written in any dialect, read from any into our own layout."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from specserve.checkpoints.tensors import CONFIG, listed, read_json
 from specserve.drafters.interface import Head
 from specserve.drafters.registry import CARRIED, check_trained
 from specserve.errors import CheckpointError, ConfigError
+from specserve.host import take_place
 from specserve.interop import doctor
 from specserve.interop.findings import Dialect, stored_dtype
 from specserve.interop.formats import format_for, format_of
@@ -112,9 +112,9 @@ def check_output(folder: Path, output: Path, *, is_forced: bool) -> None:
 
 
 def write_folder(output: Path, write: Callable[[Path], None]) -> None:
-    """Write all of a folder or nothing of it: it is written beside, then renamed. In a folder with other files each
-    file is replaced whole, and what is not written stays. Raises CheckpointError when there is no room or no right to
-    write."""
+    """Write all of a folder or nothing of it: it is written beside, whole file by whole file, then renamed. In a folder
+    with other files each file is replaced whole, and what is not written stays. Raises CheckpointError when there is no
+    room or no right to write."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
@@ -122,10 +122,10 @@ def write_folder(output: Path, write: Callable[[Path], None]) -> None:
             write(partial)
             if output.is_dir() and any(output.iterdir()):
                 for file in partial.iterdir():
-                    os.replace(file, output / file.name)
+                    take_place(file, output / file.name)
             else:
                 partial.chmod(0o755)
-                os.replace(partial, output)
+                take_place(partial, output)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:

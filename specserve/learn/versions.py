@@ -11,7 +11,7 @@ from typing import Any
 
 from specserve.checkpoints.tensors import read_json
 from specserve.errors import CheckpointError, ConfigError
-from specserve.host import hold, settle, whole_file
+from specserve.host import take_place, whole_file
 from specserve.learn.live import LiveTaus
 
 STATE_FILE, VERSIONS = "state.json", "versions"
@@ -34,7 +34,7 @@ class LearnState:
 
 
 class HeadVersions:
-    """The versions of one server's head. No two servers may share the folder."""
+    """The versions of one server's head. No two servers may share the folder, so `specserve serve` holds it."""
 
     def __init__(self, folder: Path, target: str, static: str) -> None:
         """Open the folder for a target and a static head, by their fingerprints. Raises ConfigError where nothing can
@@ -43,17 +43,10 @@ class HeadVersions:
         try:
             self._all.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)  # clients' words are in it
-            self._lock = hold(folder)
-        except BlockingIOError:
-            raise ConfigError(f"--learn {folder}: another server learns there; give another folder") from None
         except OSError as error:
             raise ConfigError(f"--learn {folder}: {error}") from error
-        try:
-            self.state = self._read() or LearnState(target, static)
-            self._check(target, static)
-        except BaseException:
-            self.close()
-            raise
+        self.state = self._read() or LearnState(target, static)
+        self._check(target, static)
 
     def _check(self, target: str, static: str) -> None:
         if (self.state.target, self.state.static) != (target, static):
@@ -79,8 +72,7 @@ class HeadVersions:
         """Take the head in this folder for a new version, which does not serve yet. Returns its name. Raises
         OSError."""
         name = f"{max(map(_number, self._all.iterdir()), default=0) + 1:03d}"
-        head.rename(self._all / name)
-        settle(self._all)  # before a state names it
+        take_place(head, self._all / name)
         return name
 
     def keep(self, state: LearnState) -> None:
@@ -93,10 +85,6 @@ class HeadVersions:
         others = sorted((path for path in self._all.iterdir() if path.name not in needed), key=_number)
         for path in others[:-MOST_KEPT]:
             shutil.rmtree(path, ignore_errors=True)
-
-    def close(self) -> None:
-        """Let another server have the folder."""
-        self._lock.close()
 
     def _read(self) -> LearnState | None:
         path = self.folder / STATE_FILE

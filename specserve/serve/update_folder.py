@@ -11,7 +11,7 @@ from pathlib import Path
 
 from specserve.checkpoints.tensors import read_json
 from specserve.errors import CheckpointError, ConfigError
-from specserve.host import hold, whole_file
+from specserve.host import whole_file
 
 VERSION_FILE = "version.json"
 _SENT = "sent-{}.safetensors"
@@ -27,33 +27,18 @@ class KeptVersion:
 
 
 class UpdateFolder:
-    """The folder of one server, which holds it until it is closed. No two servers may share it."""
+    """The folder of one server. No two may share it, so `specserve serve` holds it."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError where nothing can be kept in it, or another server has it."""
+        """Raises ConfigError where nothing can be kept in it, CheckpointError where it is damaged."""
         self.folder = Path(os.path.realpath(folder))
         self._file = self.folder / VERSION_FILE
+        self._serves: KeptVersion | None = None  # also where it could not be written
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = hold(self.folder)
-        except BlockingIOError:
-            raise ConfigError(
-                f"--update-folder {folder}: another server keeps its versions there; give another folder"
-            ) from None
-        except OSError as error:
-            raise ConfigError(f"--update-folder {folder}: {error}") from error
-        try:
             self._forget_others()  # the file that a client was sending to a server that was killed
         except OSError as error:
-            self.close()
             raise ConfigError(f"--update-folder {folder}: {error}") from error
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Let another server have the folder."""
-        self._lock.close()
 
     def read(self) -> KeptVersion | None:
         """Return the version that is kept. Raises CheckpointError where the file is damaged."""
@@ -71,14 +56,14 @@ class UpdateFolder:
 
     def keep(self, name: str, target: str | None, draft: str | None) -> None:
         """Keep this version, whose target or draft is that of the one before where it has none. Raises OSError."""
-        before = self.read() or KeptVersion("")
-        kept = KeptVersion(
+        before = self._serves or self.read() or KeptVersion("")
+        self._serves = KeptVersion(
             name,
             os.path.realpath(target) if target else before.target,
             os.path.realpath(draft) if draft else before.draft,
         )
         with whole_file(self._file) as partial, partial.open("w") as stream:
-            json.dump(dataclasses.asdict(kept), stream)
+            json.dump(dataclasses.asdict(self._serves), stream)
         self._forget_others()
 
     def new_file(self) -> Path:

@@ -3,6 +3,7 @@ rows, nothing that could not be answered goes unsaid, and what is written trains
 
 import itertools
 import json
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engines import PATIENCE
+from fakes import wait_for
 from scripted import Scripted, ask, echo
 from typer.testing import CliRunner
 
 from specserve.answers import regenerate as module
 from specserve.answers.account import Account
 from specserve.answers.regenerate import AnswerSettings, split_reasoning
+from specserve.answers.row_file import locked
 from specserve.cli.main import app
 from specserve.data.conversations import Conversation, Message, TokenRow
 from specserve.data.documents import tokenize
@@ -76,6 +80,22 @@ def test_a_killed_run_goes_on_to_the_same_rows(tmp_path, num_before, half):
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()  # in the order of the questions
     row = json.loads(output.read_text().splitlines()[0])
     assert [message["content"] for message in row["messages"]][::2] == ["q0", "more?"]
+
+
+def test_a_second_run_says_that_it_waits_for_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, is_in = tmp_path / "rows", threading.Event()
+
+    def second() -> None:
+        with locked(folder):
+            is_in.set()
+
+    thread = threading.Thread(target=second, daemon=True)
+    with locked(folder):
+        thread.start()
+        wait_for(lambda: f"write in {folder}; waiting for it" in caplog.text, PATIENCE)
+        assert not is_in.is_set()
+    thread.join(PATIENCE)
+    assert is_in.is_set()
 
 
 def test_answers_of_other_settings_are_not_mixed(tmp_path):

@@ -236,7 +236,6 @@ OWN_RECORDS = {
 OF_LIBRARIES = {
     ("hub.py", "sys.modules['datasets'].config"),
     ("serve/http/app.py", "app.state"),
-    ("serve/http/admin/sent_weights.py", "app.state"),
     ("serve/http/transport/connections.py", "self.cycle"),
     ("serve/http/transport/server.py", "self._config"),
     ("serve/http/transport/server.py", "self._server"),
@@ -294,21 +293,56 @@ def test_nothing_is_there_for_tests_alone(trees: dict[str, ast.Module]) -> None:
 
 
 WRITE_NO_FILE_OF_OURS_THAT_ANOTHER_READS = {
-    "kernels/native/build.py",  # why there is no library, beside where it would be
+    ("kernels/native/build.py", "(into / MARKER).write_text"),  # why there is no library, beside where it would be
+    ("host.py", "Path(f'/proc/{pid}/oom_score_adj').open"),  # the kernel's
+    ("serve/http/admin/sent_weights.py", "path.open"),  # on the disk before anybody learns its name
 }
 
 
 def test_files_are_written_whole(trees: dict[str, ast.Module]) -> None:
-    """A reader of a file that is being written sees the old one: texts go to the `partial` of `host.whole_file`."""
-    wrong = [
-        f"{name}:{node.lineno} {ast.unparse(node)}"
-        for name, tree in trees.items()
-        if name not in WRITE_NO_FILE_OF_OURS_THAT_ANOTHER_READS
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in ("write_text", "write_bytes")
-        if ast.unparse(node.value) != "partial"
-    ]
-    assert not wrong
+    """A reader of a file that is being written sees the old one: what is to replace it goes to the `partial` of
+    `host.whole_file`."""
+    found = {place for place, call in _calls_in_all(trees) if _writes(call) and not place[1].startswith("partial.")}
+    assert found == WRITE_NO_FILE_OF_OURS_THAT_ANOTHER_READS
+
+
+def _calls_in_all(trees: dict[str, ast.Module]) -> Iterator[tuple[tuple[str, str], ast.Call]]:
+    """Yield each call, with its file and what is called."""
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                yield (name, ast.unparse(node.func)), node
+
+
+def _writes(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
+    given = (*call.args, *(each.value for each in call.keywords))
+    is_new = any(isinstance(each, ast.Constant) and str(each.value)[:1] in ("w", "x") for each in given)
+    return name in ("write_text", "write_bytes") or (name == "open" and is_new)
+
+
+RENAME_FILES = {
+    ("host.py", "os.replace"),  # of `take_place`
+    # The build of a wheel loads this file by itself. A library that the disk has lost is noticed, and built again.
+    ("kernels/native/build.py", "partial.replace"),
+}
+RENAME_NO_FILES = ("self.rename", "files.rename", "mapping.rename")  # but tensors and columns
+
+
+def test_a_file_takes_its_place_once_it_is_on_the_disk(trees: dict[str, ast.Module]) -> None:
+    """`host.take_place` alone renames files: another rename may be on the disk before what the file holds, and where
+    the machine stops then, a restart reads an empty file."""
+    assert {place for place, call in _calls_in_all(trees) if _renames(call)} == RENAME_FILES
+
+
+def _renames(call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute) or ast.unparse(call.func) in RENAME_NO_FILES:
+        return False
+    # a text's `replace` has two arguments, that of `dataclasses` names
+    is_path = len(call.args) == 1 and not call.keywords
+    return call.func.attr in ("rename", "renames", "move") or (
+        call.func.attr == "replace" and (is_path or ast.unparse(call.func) == "os.replace")
+    )
 
 
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 499, 59

@@ -26,7 +26,6 @@ MAX_NAME = 200  # characters
 def add_update_routes(app: FastAPI, service: Service, run: ServeRun) -> None:
     """Add all routes about weights that change; this one where there is a folder for what is sent."""
     folder = UpdateFolder(Path(run.update_folder).expanduser()) if run.update_folder else None
-    app.state.update_folder = folder
     updates = WeightUpdates(service, folder)
     add_weight_routes(app, service, updates)
     if folder is not None:
