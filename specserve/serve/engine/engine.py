@@ -63,7 +63,7 @@ class Engine:
             logger.info("no prefix cache: %s has recurrent layers, and no state of a prefix is kept", model_name)
             options = dataclasses.replace(options, is_caching=False)
         num_pages = options.num_pages or runner.shapes.pages_of_rank  # of a sequence, at most
-        self.runner, self.model_name, self.draft, self.options = runner, model_name, weights.info, options
+        self.model_name, self.draft, self.options = model_name, weights.info, options
         self.eos_ids = frozenset(eos_ids)
         self.inputs = InputProcessor(runner, tokenizer, eos_ids, num_pages)
         self.vocab_size, self.max_model_len = self.inputs.vocab_size, self.inputs.max_model_len
@@ -101,6 +101,10 @@ class Engine:
             self._loras = Loras(loras, model_name, self.rounds, self._changes, self._swaps)
         self._has_died = self._is_stopping = self._is_flushing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def runner(self) -> Runner:
+        return self.rounds.runner
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -356,7 +360,7 @@ class Engine:
             self.rounds.flush_cache()
         try:
             while self._changes.make_next(self.rounds.is_at_rest, is_paused=self._rest.is_paused):
-                self.runner = self.rounds.runner
+                pass
             if self._rest.is_paused:
                 self.rounds.drop_cancelled()
                 return False
