@@ -168,7 +168,10 @@ class LearningHead(Collector):
             with self._change:
                 if self._closing.is_set():
                     return "the server ends"
-                task = dataclasses.replace(self._task, served=self._served_folder(), seed=seed)
+                returned = self.versions.folder_of(self.versions.state.returned)
+                task = dataclasses.replace(
+                    self._task, served=self._served_folder(), returned=str(returned or ""), seed=seed
+                )
                 self._process = LearnerProcess(task, lambda: is_on_cpu and engine.stats().num_running > 0)
         except OSError as error:
             return str(error)
@@ -185,11 +188,14 @@ class LearningHead(Collector):
             self._last = result
             self._count(result.choice)
             first = state.first_static_tau or result.taus["static"]
-            state = dataclasses.replace(state, num_rounds=state.num_rounds + 1, first_static_tau=first)
+            returned = state.returned
+            state = dataclasses.replace(state, returned="", num_rounds=state.num_rounds + 1, first_static_tau=first)
             try:
                 if result.choice == "candidate":
                     name = self.versions.add(self._folder / ROUND / HEAD)
                     self._use(engine, dataclasses.replace(state, version=name, before=version))
+                elif result.choice == "returned":
+                    self._use(engine, dataclasses.replace(state, version=returned, before=version))
                 elif result.choice == "static":
                     self._use(engine, dataclasses.replace(state, version=STATIC, before=STATIC))
                 else:
@@ -224,7 +230,8 @@ class LearningHead(Collector):
         return dataclasses.replace(state, answers=answers, speculation=_drafted_by(self._run))
 
     def look_back(self, engine: Engine) -> None:
-        """Go back to the version before where the present one's tau has fallen below what that one had."""
+        """Go back to the version before where the present one's tau has fallen below what that one had. It may have
+        been the traffic that became harder, for each of them: so the next round judges both on the same prompts."""
         with self._change:
             state = self.versions.state
             fallen = self.live.has_fallen(state.version, state.before)
@@ -237,7 +244,8 @@ class LearningHead(Collector):
                 *(state.version, found.low, found.high, state.before, expected.low, expected.high),
             )
             try:
-                self._use(engine, dataclasses.replace(state, version=state.before, before=state.before))
+                back = dataclasses.replace(state, version=state.before, before=state.before, returned=state.version)
+                self._use(engine, back)
                 self._num_returns += 1
             except (SpecServeError, OSError) as error:
                 logger.warning("the head stays version %s: %s", state.version, error)

@@ -50,6 +50,7 @@ FEWEST_TRAIN, FEWEST_HELD_OUT = 16, 8  # answers; with fewer there is no round
 # the share of what training made in a candidate, whose rest is the static head (WiSE-FT, arXiv 2109.01903): so it keeps
 # what that knows of other traffic, and what rounds change cannot add up; with a half it loses some (docs/log)
 LEARNT = 0.25
+LEARNT_HEADS: frozenset[Contender] = frozenset({"candidate", "returned"})
 WHOLE = "whole"  # beside HEAD in the round: what training made, with nothing of the static head
 FIRST_SHARE, MOST_FIRST = 0.25, 4096  # of a round's rows are the head's first data; and its conversations that are kept
 
@@ -93,15 +94,18 @@ def learn(task: RoundTask) -> RoundResult:
 
 def choose(measured: Mapping[Contender, Sequence[Acceptance]], clients: Sequence[str]) -> Contender:
     """Choose the head to serve by the acceptance of each contender on the same prompts, and whose prompts these are.
-    Another one than the served head is chosen only where its tau is higher with 95% confidence, and a candidate only
-    where it is not below the static head, over all prompts and for the median client: so a few clients do not outweigh
-    what a head loses for most. Nor do they hide that: where the median client's tau is shown to be higher by the static
-    head, that is chosen too."""
-    static, served, candidate = (measured[name] for name in ("static", "served", "candidate"))
-    if is_better(candidate, served):
-        median = median_difference(candidate, static, clients)
-        if sum(candidate, Acceptance()).tau >= sum(static, Acceptance()).tau and median.value >= 0:
-            return "candidate"
+    Another one than the served head is chosen only where its tau is higher with 95% confidence, and one that was learnt
+    only where it is not below the static head, over all prompts and for the median client: so a few clients do not
+    outweigh what a head loses for most. Nor do they hide that: where the median client's tau is shown to be higher by
+    the static head, that is chosen too."""
+    static, served = measured["static"], measured["served"]
+    learnt: dict[Contender, float] = {}
+    for name in LEARNT_HEADS & measured.keys():
+        median, tau = median_difference(measured[name], static, clients), sum(measured[name], Acceptance()).tau
+        if is_better(measured[name], served) and tau >= sum(static, Acceptance()).tau and median.value >= 0:
+            learnt[name] = tau
+    if learnt:
+        return max(sorted(learnt), key=learnt.__getitem__)
     median = median_difference(static, served, clients).interval
     return "static" if is_better(static, served) or (median is not None and median.low > 0) else "served"
 
@@ -205,6 +209,8 @@ def _measure(
         "candidate": str(own / HEAD),
         "whole": str(own / WHOLE),
     }
+    if task.returned:
+        folders["returned"] = task.returned
     arm, bits = Arm(task.speculation), cast(DraftQuantization, task.draft_quantization)
     most = min(target.config.max_len, MAX_CONTEXT) - ANSWER_TOKENS  # of a longer prompt the end
     prompts = [Prompt("traffic", list(answer.prompt_ids[-max(1, most) :])) for answer in held_out]

@@ -6,7 +6,8 @@ from typing import Literal
 
 TRAFFIC, ROUND, HEAD = "traffic", "round", "head"  # in the folder of --learn; the last one is in the second
 
-Contender = Literal["static", "served", "candidate", "whole"]  # the last one: in the candidate's place, if better
+# "whole": in the candidate's place, if better; "returned": a version that was given up while it served
+Contender = Literal["static", "served", "candidate", "whole", "returned"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class RoundTask:
     draft_quantization: str = "none"
     drafter_module: str = ""
     learning_rate: float = 0.0  # 0: that of a new head
+    returned: str = ""  # folder of a version that was given up while it served; empty: there is none
 
 
 @dataclass(frozen=True)

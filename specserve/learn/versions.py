@@ -16,7 +16,7 @@ from specserve.learn.live import LiveTaus
 
 STATE_FILE, VERSIONS = "state.json", "versions"
 STATIC = "0"  # the version that the server was started with
-MOST_KEPT = 8  # versions beside those that serve, or would after a return
+MOST_KEPT = 8  # versions beside those that serve, or would after a return or by the next round
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class LearnState:
     static: str  # fingerprint of the head that the server was started with
     version: str = STATIC
     before: str = STATIC  # the one that served before it, to which a fall of tau returns
+    returned: str = ""  # the one that was given up while it served, until the next round has judged it
     num_rounds: int = 0
     first_static_tau: float = 0.0  # tau of the static head on the traffic of the first round; 0: there was none
     speculation: str = ""  # and bits of the server, by which these were drafted
@@ -58,15 +59,17 @@ class HeadVersions:
             raise CheckpointError(f"{self.folder}: version {self.state.version} is missing; remove {STATE_FILE}")
         if self.folder_of(self.state.before) is None:
             self.state = replace(self.state, before=STATIC)
+        if self.folder_of(self.state.returned) is None:
+            self.state = replace(self.state, returned="")
 
     @property
     def _all(self) -> Path:
         return self.folder / VERSIONS
 
     def folder_of(self, version: str) -> Path | None:
-        """Return the folder of a version; None: there is none, as of the static one."""
+        """Return the folder of a version; None: there is none, as of the static one and of no version."""
         folder = self._all / version
-        return folder if version != STATIC and folder.is_dir() else None
+        return folder if version not in ("", STATIC) and folder.is_dir() else None
 
     def add(self, head: Path) -> str:
         """Take the head in this folder for a new version, which does not serve yet. Returns its name. Raises
@@ -81,7 +84,7 @@ class HeadVersions:
         self.state = state
         with whole_file(self.folder / STATE_FILE) as partial, partial.open("w", encoding="utf-8") as stream:
             json.dump(vars(state), stream)
-        needed = {state.version, state.before}
+        needed = {state.version, state.before, state.returned}
         others = sorted((path for path in self._all.iterdir() if path.name not in needed), key=_number)
         for path in others[:-MOST_KEPT]:
             shutil.rmtree(path, ignore_errors=True)

@@ -195,6 +195,36 @@ def test_a_version_whose_tau_falls_while_it_serves_is_given_up(models: Models, t
     assert "someone" not in kept[0].client
 
 
+def test_a_version_that_was_given_up_is_judged_once_more(models: Models, tmp_path: Path) -> None:
+    """By the next round, also one of a later server, which has its folder until then, however many versions come; and
+    it serves again where the round chooses it, watched like a new one."""
+
+    def give_up(learning: LearningHead, engine: Engine) -> None:
+        _answer(learning, STATIC, GOOD, FEWEST_ANSWERS)
+        _answer(learning, "001", BAD, FEWEST_ANSWERS)
+        learning.look_back(engine)
+
+    with _learning(models, tmp_path) as (learning, recorder, engine):
+        _adopt(tmp_path, models, learning, engine)
+        give_up(learning, engine)
+        assert recorder.served == [STATIC, "001", STATIC]
+        recorder.error = ConfigError("not now")
+        learning.act(engine, _result("returned"), STATIC)
+    with _learning(models, tmp_path) as (learning, recorder, engine):
+        for _ in range(MOST_KEPT + 1):
+            (tmp_path / "new").mkdir()
+            learning.versions.add(tmp_path / "new")
+        learning.versions.keep(learning.versions.state)
+        learning.act(engine, _result("returned"), STATIC)
+        assert recorder.folders == [str(tmp_path / "versions" / "001")]
+        assert (learning.versions.state.version, learning.versions.state.returned) == ("001", "")
+        give_up(learning, engine)
+        assert learning.versions.state.returned == "001"
+        learning.act(engine, _result("served"), STATIC)
+        assert learning.versions.state.returned == ""
+        assert recorder.served == [STATIC, "001", STATIC]
+
+
 @pytest.mark.parametrize("num_restarts", [1, 3])
 def test_the_watch_goes_on_after_a_restart(models: Models, tmp_path: Path, num_restarts: int) -> None:
     """Each server hears a part of the answers, and the last one gives the version up, which no restart brings back; not
