@@ -12,12 +12,12 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from environments import spread
 from over_http import processor, questions
 from served_flags import add_served, numbers, positive, run
 
@@ -189,13 +189,8 @@ def _measure(number: int, engines: Any, watched: dict[str, Watched], prompts: An
     print("|", " | ".join(["all", *(f"{sum(each.account.seconds.values()):.2f}" for each in watched.values())]), "|")
     print("|", " | ".join(["tokens/s", *(f"{statistics.median(rates[way]):.0f}" for way in watched)]), "|")
     for name, of_ways in (("to plain", rates), ("processor seconds of a token, to plain", costs)):
-        cells = [_spread([a / b for a, b in zip(of_ways[way], of_ways[PLAIN], strict=True)]) for way in watched]
+        cells = [spread([a / b for a, b in zip(of_ways[way], of_ways[PLAIN], strict=True)]) for way in watched]
         print("|", " | ".join([name, *cells]), "|", flush=True)
-
-
-def _spread(ratios: Sequence[float]) -> str:
-    """Write the median of a ratio over rounds, and its least and greatest."""
-    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from environments import say
+from environments import say, spread
 from over_http import processor
 from server_process import ServerProcess, value
 
@@ -224,9 +224,8 @@ def _show(style: str, turns: Sequence[Turn], learning: ServerProcess) -> None:
     }
     for name, belongs in kinds.items():
         pairs = zip(static, own, strict=True)
-        if ratios := sorted(after.rate / before.rate for before, after in pairs if belongs(after)):
-            spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-            say(f"  tokens/s, learning to static, {name}: {spread}, {len(ratios)} turns")
+        if ratios := [after.rate / before.rate for before, after in pairs if belongs(after)]:
+            say(f"  tokens/s, learning to static, {name}: {spread(ratios)}, {len(ratios)} turns")
     for line in learning.client.text("/metrics").splitlines():
         if any(line.startswith(f"specserve:{name}") for name in OF_ROUNDS):
             say(f"  {line.removeprefix('specserve:')}")

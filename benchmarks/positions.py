@@ -10,6 +10,8 @@ whatever the head, so all heads are measured at the same places.
 import argparse
 from collections.abc import Sequence
 
+from served_flags import device
+
 from specserve import LLM, SamplingParams
 from specserve.checkpoints.source import BUNDLED
 from specserve.eval.prompts import load_chats, render
@@ -46,6 +48,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     given = parser.parse_args()
     lengths = [given.trained * int(each) for each in given.times.split(",")]
+    print(f"{device()}; {given.target}; tau by the length of the prompt\n")
     print("| head | " + " | ".join(f"{length // 2} to {length} tokens" for length in lengths) + " |")
     print("|---" * (len(lengths) + 1) + "|")
     for draft in given.draft.split(","):

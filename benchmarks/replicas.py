@@ -2,14 +2,17 @@
 away.
 
 Run from the checkout: `python benchmarks/replicas.py`. Each server is the command that a user types, with all its
-processes on this machine, one server after the other; the clients are threads of this process. With as many replicas as
-cores there is nothing to gain here, so what is seen is the cost of Ray. Other flags are `serve`'s, for all servers.
+processes on this machine; the clients are threads of this process. The servers take turns: each round starts every one
+of them alone, and what is printed are medians over the rounds; a ratio is that to the bare server, with its least and
+greatest. With as many replicas as cores there is nothing to gain here, so what is seen is the cost of Ray. Other flags
+are `serve`'s, for all servers.
 """
 
 import argparse
 import json
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -19,11 +22,15 @@ from contextlib import contextmanager
 
 import httpx
 import psutil
+from environments import say, spread, turns
 from over_http import processor
+from served_flags import positive
 
 REPLICA = "ray::ServeReplica:specserve:Engine"
 FLAGS = ["--speculation", "chain:3", "--max-model-len", "256", "--max-slots", "4", "--no-constrained"]
 FLAGS += ["--no-early-ready"]  # all programs are there when it is measured
+CLUSTER = ("--ray", "--replica-resources", "cpu=0.5")
+ARMS = {"bare": (1, ()), "1 replica": (1, CLUSTER), "2 replicas": (2, (*CLUSTER, "--replicas", "2"))}  # engines, flags
 START_SECONDS = 900
 
 
@@ -59,6 +66,14 @@ def num_pages(url: str) -> float:
     return float(found[1])
 
 
+def wait_for_pages(url: str, number: float) -> None:
+    """Wait until replicas with so many pages are there: a server is ready with the first of them."""
+    end = time.monotonic() + START_SECONDS
+    while (found := num_pages(url)) < number:
+        assert time.monotonic() < end, f"{found:g} pages serve, expected {number:g}"
+        time.sleep(0.1)
+
+
 def stream(url: str, number: int, max_tokens: int) -> tuple[int, float]:
     """Ask for so many tokens: how many came, and the seconds to the first. Fewer came where the stream was cut."""
     body = {"prompt": f"def function_{number}(", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
@@ -86,22 +101,24 @@ def load(url: str, at_once: int, max_tokens: int) -> list[tuple[int, float]]:
     return streams
 
 
-def measure(name: str, url: str, args: argparse.Namespace) -> None:
+def measure(name: str, url: str, args: argparse.Namespace) -> tuple[float, float]:
+    """Return the tokens per second, and the median of the streams' seconds to the first token."""
     load(url, args.at_once, 8)
-    for _ in range(args.rounds):
-        begin = time.monotonic()
-        streams = load(url, args.at_once, args.tokens)
-        seconds = time.monotonic() - begin
-        firsts = sorted(first for _, first in streams)
-        tokens = sum(came for came, _ in streams)
-        first = firsts[len(firsts) // 2]
-        print(f"{name:12} {tokens / seconds:7.1f} tokens/s, median first token {first * 1e3:6.0f} ms", flush=True)
+    begin = time.monotonic()
+    streams = load(url, args.at_once, args.tokens)
+    rate = sum(came for came, _ in streams) / (time.monotonic() - begin)
+    first = statistics.median(first for _, first in streams)
+    say(f"{name}: {rate:.1f} tokens/s, first token after {first * 1e3:.0f} ms")
+    return rate, first
+
+
+def replicas_of(tree: psutil.Process) -> list[psutil.Process]:
+    return [each for each in tree.children(recursive=True) if " ".join(each.cmdline()).startswith(REPLICA)]
 
 
 def recover(url: str, tree: psutil.Process, args: argparse.Namespace) -> None:
     """Kill a replica under load, and wait until as many pages serve as before."""
-    whole = num_pages(url)
-    found = [each for each in tree.children(recursive=True) if " ".join(each.cmdline()).startswith(REPLICA)]
+    whole, found = num_pages(url), replicas_of(tree)
     streams: list[list[tuple[int, float]]] = []
     loaded = threading.Thread(target=lambda: streams.append(load(url, args.at_once, args.tokens)))
     loaded.start()
@@ -111,8 +128,7 @@ def recover(url: str, tree: psutil.Process, args: argparse.Namespace) -> None:
     while num_pages(url) == whole:
         time.sleep(0.1)
     noticed = time.monotonic() - begin
-    while num_pages(url) < whole:
-        time.sleep(0.1)
+    wait_for_pages(url, whole)
     print(f"a killed replica: missed after {noticed:.1f} s, another one serves after {time.monotonic() - begin:.1f} s")
     loaded.join()
     cut = sum(came < args.tokens for came, _ in streams[0])
@@ -123,22 +139,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--at-once", type=int, default=8, help="streams that run at once")
     parser.add_argument("--tokens", type=int, default=128, help="of each stream")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=positive, default=3, help="in each of which every server has a turn")
     parser.add_argument("--port", type=int, default=8765)
     args, flags_of_all = parser.parse_known_args()
-    print(processor())
-    cluster = ("--ray", "--replica-resources", "cpu=0.5")
-    for name, flags in (
-        ("bare", ()),
-        ("1 replica", cluster),
-        ("2 replicas", (*cluster, "--replicas", "2")),
-    ):
+    print(processor(), flush=True)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ARMS}
+    pages = 0.0  # of one engine: the first turn is that of the bare server
+    for number, name in turns([*ARMS], args.rounds):
+        engines, flags = ARMS[name]
         with serving(args.port, [*flags, *flags_of_all]) as (url, tree):
-            measure(name, url, args)
-            if name == "2 replicas":
-                while len([p for p in tree.children(recursive=True) if " ".join(p.cmdline()).startswith(REPLICA)]) < 2:
-                    time.sleep(0.2)
+            pages = pages or num_pages(url)
+            wait_for_pages(url, engines * pages)
+            found[name].append(measure(name, url, args))
+            if name == "2 replicas" and number == args.rounds - 1:
                 recover(url, tree, args)
+    for name, pairs in found.items():
+        rate, first = (statistics.median(column) for column in zip(*pairs, strict=True))
+        ratios = spread([own / bare for (own, _), (bare, _) in zip(pairs, found["bare"], strict=True)])
+        print(f"{name:12} {rate:7.1f} tokens/s, to the bare server {ratios}; first token after {first * 1e3:6.0f} ms")
 
 
 if __name__ == "__main__":

@@ -2,16 +2,21 @@
 of the same run, and megabytes per second through the buffer while nothing trains.
 
 Run from the checkout, with the extra `scale`: `python benchmarks/target_service.py`. Each arm trains the same steps of
-the same data; the seconds of the first two steps, which compile, do not count.
+the same data; the seconds of the first two steps, which compile, do not count. The arms take turns, one run each, and
+what is printed are medians over the rounds; a ratio is that to the first arm, with its least and greatest.
 """
 
 import argparse
+import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from served_flags import device
+from environments import spread, turns
+from served_flags import device, positive
 
 from specserve import cluster, config
 from specserve.train.run.folder import RunFolder
@@ -20,6 +25,15 @@ from specserve.train.settings import TrainRun
 from specserve.train.trainer import Progress, Trainer
 
 WARM = 2  # steps
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One run of an arm."""
+
+    steps_per_second: float
+    flow: float  # megabytes per second through the buffer; 0: there is none
+    size: float  # megabytes of a batch
 
 
 def make(asked: argparse.Namespace, folder: Path, name: str) -> Trainer:
@@ -71,6 +85,26 @@ def megabytes_per_second(trainer: Trainer, batches: int) -> float:
     return moved / seconds / 1e6
 
 
+def measure(asked: argparse.Namespace, name: str) -> Turn:
+    """Run an arm once."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, flow, size = make(asked, Path(folder), name), 0.0, 0.0
+        if source := trainer.learner.features:
+            flow = megabytes_per_second(trainer, asked.batches)
+            first = source.next_features(trainer.learner.data.loader)
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(first)) / 1e6
+        return Turn(steps_per_second(trainer), flow, size)
+
+
+def row(name: str, found: Sequence[Turn], first: Sequence[Turn]) -> str:
+    """Write what came of an arm beside the first one."""
+    rates = [turn.steps_per_second for turn in found]
+    ratios = spread([rate / turn.steps_per_second for rate, turn in zip(rates, first, strict=True)])
+    flow, size = (statistics.median(getattr(turn, field) for turn in found) for field in ("flow", "size"))
+    buffer = f" {flow:>8.1f} {size:>11.2f}" if size else ""
+    return f"{name:>6} {statistics.median(rates):>8.3f} {ratios:>22}{buffer}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="pydoc")
@@ -80,18 +114,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batches", type=int, default=10, help="taken for the megabytes")
     parser.add_argument("--arms", default="step,exact,int8")
+    parser.add_argument("--rounds", type=positive, default=3, help="in each of which every arm runs once")
     asked = parser.parse_args()
     cluster.connect()
-    print(f"{device()}\n")
-    print(f"{'arm':>6} {'steps/s':>8} {'MB/s':>8} {'MB a batch':>11}")
-    with tempfile.TemporaryDirectory() as folder:
-        for name in asked.arms.split(","):
-            trainer, flow, size = make(asked, Path(folder), name), "", ""
-            if source := trainer.learner.features:
-                flow = f"{megabytes_per_second(trainer, asked.batches):.1f}"
-                first = source.next_features(trainer.learner.data.loader)
-                size = f"{sum(leaf.nbytes for leaf in jax.tree.leaves(first)) / 1e6:.2f}"
-            print(f"{name:>6} {steps_per_second(trainer):>8.3f} {flow:>8} {size:>11}", flush=True)
+    names = asked.arms.split(",")
+    found: dict[str, list[Turn]] = {name: [] for name in names}
+    print(f"{device()}\n", flush=True)
+    for _, name in turns(names, asked.rounds):
+        found[name].append(measure(asked, name))
+    print(f"{'arm':>6} {'steps/s':>8} {f'to {names[0]}':>22} {'MB/s':>8} {'MB a batch':>11}")
+    for name in names:
+        print(row(name, found[name], found[names[0]]))
 
 
 if __name__ == "__main__":
