@@ -189,14 +189,16 @@ class Server:
         self.process.kill()
 
     def _wait(self) -> None:
-        """Wait until every program is compiled: `/ready` says so, `/health` where there is no such route."""
+        """Wait until every program is compiled: `/ready` says how many are left, and is not there on other servers."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise self.failure("ended before it was ready")
             with contextlib.suppress(OSError):
-                status = self.get("/ready")[0]
-                if status == 200 or (status == 404 and self.get("/health")[0] == 200):
+                status, reply = self.get("/ready")
+                if status == 404 and self.get("/health")[0] == 200:
+                    return
+                if status == 200 and not json.loads(reply).get("programs_left"):
                     return
             time.sleep(0.5)
         raise self.failure(f"is not ready after {START_SECONDS} s")

@@ -92,7 +92,7 @@ def test_a_second_run_says_that_it_waits_for_the_first(tmp_path: Path, caplog: p
     thread = threading.Thread(target=second, daemon=True)
     with locked(folder):
         thread.start()
-        wait_for(lambda: f"write in {folder}; waiting for it" in caplog.text, PATIENCE)
+        wait_for(lambda: f"write in {folder}; waiting for it" in caplog.text)
         assert not is_in.is_set()
     thread.join(PATIENCE)
     assert is_in.is_set()

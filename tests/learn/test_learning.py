@@ -393,13 +393,13 @@ def test_a_learner_stands_still_while_requests_run(monkeypatch: pytest.MonkeyPat
         thread.start()
         try:
             for more in (0.1, 0.2):  # seconds of a processor, beside requests
-                wait_for(lambda: process.status() == psutil.STATUS_STOPPED, PATIENCE)
-                wait_for(lambda more=more: sum(process.cpu_times()[:2]) > more, PATIENCE)
+                wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
+                wait_for(lambda more=more: sum(process.cpu_times()[:2]) > more)
             requests.clear()
-            wait_for(lambda: sum(process.cpu_times()[:2]) > 1.0, PATIENCE)
+            wait_for(lambda: sum(process.cpu_times()[:2]) > 1.0)
             assert process.status() != psutil.STATUS_STOPPED
             requests.append(True)
-            wait_for(lambda: process.status() == psutil.STATUS_STOPPED, PATIENCE)
+            wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
         finally:
             child.kill()
         thread.join(PATIENCE)
@@ -422,18 +422,18 @@ def test_a_learner_that_is_killed_harms_no_request(models: Models, tmp_path: Pat
 
     with server(*learn) as (process, http):
         before = _ask(http, 120)
-        wait_for(lambda: bool(served.learners(process)), PATIENCE)
+        wait_for(lambda: bool(served.learners(process)))
         served.learners(process)[0].send_signal(signal.SIGKILL)
         assert _ask(http, 120) == before
         with pytest.raises(BlockingIOError):
             host.hold(tmp_path / "learn")
         failed = 'specserve:learn_rounds_total{model_name="model",result="failed"} 1.0'
-        wait_for(lambda: failed in http.get("/metrics").text, PATIENCE)
+        wait_for(lambda: failed in http.get("/metrics").text)
     with server(*learn) as (process, http):
         assert _ask(http, 120) == before
-        wait_for(lambda: bool(served.learners(process)), PATIENCE)
+        wait_for(lambda: bool(served.learners(process)))
         [orphan] = served.learners(process)
-        wait_for(lambda: bool(_ask(http, 120)) and orphan.status() == psutil.STATUS_STOPPED, PATIENCE)
+        wait_for(lambda: bool(_ask(http, 120)) and orphan.status() == psutil.STATUS_STOPPED)
         orphan.suspend()  # as the server may let it go on before it is killed
         process.kill()
         orphan.wait(PATIENCE)

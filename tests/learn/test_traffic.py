@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from engines import PATIENCE
 from fakes import MODEL, STORY, USER, FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -195,6 +196,12 @@ def test_nothing_is_kept_that_the_hook_has_not_passed(tmp_path: Path) -> None:
 def test_a_hook_that_cannot_be_had_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"--learn-redact {path!r}: expected")):
         load_redact(path)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time for whatever waits to be written, however busy the disk is."""
+    monkeypatch.setattr(traffic, "CLOSE_SECONDS", PATIENCE)
 
 
 def _mixed(numbers: tuple[int, int], rng: random.Random) -> list[ServedAnswer]:

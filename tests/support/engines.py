@@ -151,17 +151,29 @@ class Inbox:
         return "".join(delta.text for delta in self.deltas)
 
 
-def holding(engine: Engine, listen: Callable[[Delta], None]) -> Callable[[Delta], None]:
+Listen = Callable[[Delta], None]
+
+
+def holding(engine: Engine, listen: Listen) -> Listen:
     """A listener that hands on what it hears, and with the first of it holds the engine until somebody asks it for a
     change: so the change meets an answer that is under way, however slowly it is asked for."""
-    has_held = False
+    return _after_first(listen, lambda: wait_until(lambda: not engine._changes._asked.empty()))
+
+
+def waiting(event: threading.Event, listen: Listen) -> Listen:
+    """A listener that hands on what it hears, and with the first of it holds the engine until the event."""
+    return _after_first(listen, lambda: event.wait(PATIENCE))
+
+
+def _after_first(listen: Listen, then: Callable[[], object]) -> Listen:
+    has_begun = False
 
     def hear(delta: Delta) -> None:
-        nonlocal has_held
+        nonlocal has_begun
         listen(delta)
-        if not has_held:
-            wait_until(lambda: not engine._changes._asked.empty())
-        has_held = True
+        if not has_begun:
+            then()
+        has_begun = True
 
     return hear
 
@@ -256,12 +268,13 @@ def make_engine(
     )
 
 
-def submit(engine: Engine, ask: Ask) -> tuple[Request, Inbox]:
+def submit(engine: Engine, ask: Ask, hear: Callable[[Listen], Listen] = lambda listen: listen) -> tuple[Request, Inbox]:
+    """Ask, and hear the answer by way of `hear`, such as `holding`."""
     inbox = Inbox()
     request = engine.submit(
         ask.prompt,
         ask.params,
-        inbox,
+        hear(inbox),
         priority=ask.priority,
         cache_salt=ask.salt,
         token_mask=Grammar() if ask.is_constrained else None,

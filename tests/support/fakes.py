@@ -11,6 +11,7 @@ from typing import Any, Self, Unpack
 
 import httpx
 import pytest
+from commands import PATIENCE
 
 from specserve.errors import CapacityError, ConfigError, RequestError
 from specserve.serve.engine.interface import DraftInfo, EngineStats
@@ -304,7 +305,7 @@ def _scored(request: Request) -> tuple[PromptToken, ...]:
     return PromptToken(first, None, 0), *(PromptToken(i, _logprobs(i, num_top), 2) for i in others)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 1.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

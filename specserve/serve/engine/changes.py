@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
-from specserve.errors import ConfigError
+from specserve.errors import CapacityError, ConfigError
 
 CHECK_SECONDS = 0.2  # how often a thread that waits for its change asks whether the engine is stopping
 
@@ -37,7 +37,11 @@ class Changes:
         self._wake()
         try:
             while not wait([change.done], CHECK_SECONDS).done:
-                self._check()
+                try:
+                    self._check()
+                except CapacityError:
+                    if change.done.cancel():  # else it is being made, and what it raises is what is told
+                        raise
             change.done.result()
         finally:
             change.done.cancel()  # one that nobody waits for is not made
@@ -50,10 +54,12 @@ class Changes:
             self._next = self._asked.get_nowait()
         return self._next is not None and self._next.is_patient
 
-    def make_next(self, is_at_rest: Callable[[], bool], *, is_paused: bool) -> bool:
+    def make_next(
+        self, is_at_rest: Callable[[], bool], repair: Callable[[BaseException], None], *, is_paused: bool
+    ) -> bool:
         """Make an urgent change, or else the oldest one, if it need not wait for what has begun to end. Returns whether
-        there was one. Raises what the change raises, but for a ConfigError, which only the thread that asked gets; it
-        gets one too where the change would wait in vain, because the engine is paused."""
+        there was one. The thread that asked gets what the change raises, and a ConfigError where the change would wait
+        in vain, because the engine is paused. Unless it is a ConfigError, the engine is `repair`ed before it does."""
         if not self._urgent.empty():
             change, is_waiting = self._urgent.get_nowait(), False
         else:
@@ -67,10 +73,13 @@ class Changes:
             if is_waiting:
                 raise ConfigError("the engine is paused, so nothing that has begun will end; let it go on first")
             change.make()
-        except Exception as error:
+        except ConfigError as error:
             change.done.set_exception(error)
-            if not isinstance(error, ConfigError):
-                raise
+        except BaseException as error:
+            try:
+                repair(error)
+            finally:
+                change.done.set_exception(error)
         else:
             change.done.set_result(None)
         return True

@@ -358,19 +358,25 @@ class Engine:
         if self._is_flushing:
             self._is_flushing = False
             self.rounds.flush_cache()
+        while self._changes.make_next(self.rounds.is_at_rest, self._repair, is_paused=self._rest.is_paused):
+            pass
         try:
-            while self._changes.make_next(self.rounds.is_at_rest, is_paused=self._rest.is_paused):
-                pass
             if self._rest.is_paused:
                 self.rounds.drop_cancelled()
                 return False
             return self.rounds.run(begins=not self._changes.holds_back)
         except Exception as error:
-            if (end := self.runner.beyond_repair(error)) is not None:
-                raise end from error
-            logger.exception("a step failed; ending the running requests and rebuilding the cache")
-            self.rounds.rebuild(error)
+            self._repair(error)
             return True
+
+    def _repair(self, error: BaseException) -> None:
+        """Rebuild what a step, or a change, may have lost. Raises what ends the engine."""
+        if not isinstance(error, Exception):
+            raise error
+        if (end := self.runner.beyond_repair(error)) is not None:
+            raise end from error
+        logger.exception("a step failed; ending the running requests and rebuilding the cache")
+        self.rounds.rebuild(error)
 
 
 def _watch(engine_thread: threading.Thread, rounds: Rounds, most_seconds: float) -> None:

@@ -147,14 +147,17 @@ class CompiledPrograms:
         assert future is not None
         if is_ours:
             try:
-                future.set_result(self._make(call))
+                made = self._make(call)
             except BaseException as error:
+                with self._lock:
+                    del self._in_progress[call.program]
                 future.set_exception(error)
-            with self._lock:
-                del self._in_progress[call.program]
-                if future.exception() is None:
-                    self._compiled[call.program] = future.result()
+            else:
+                with self._lock:  # before those that wait for it go on
+                    del self._in_progress[call.program]
+                    self._compiled[call.program] = made
                     self._used[call.program] = time.monotonic()
+                future.set_result(made)
         return future.result()
 
     def _make(self, call: Call) -> Any:

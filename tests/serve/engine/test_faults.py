@@ -6,13 +6,28 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engines import VOCAB, Ask, Dice, Fixed, Reference, greedy, make_engine, run, serving, submit, wait_until
+from engines import (
+    PATIENCE,
+    VOCAB,
+    Ask,
+    Dice,
+    Fixed,
+    Reference,
+    greedy,
+    make_engine,
+    run,
+    serving,
+    submit,
+    wait_until,
+)
 
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CapacityError
 from specserve.serve.engine import engine as engine_module
+from specserve.serve.engine.changes import CHECK_SECONDS
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.late import LateWork
 from specserve.serve.programs.calibrate import finish, first_costs
@@ -370,3 +385,37 @@ def test_a_program_that_cannot_be_compiled_is_never_used(
         assert engine.rounds.choice.is_partial, "steps are made of those that are there"
         run(engine, ASKS[:1])
         assert set(engine.stats().num_steps_by_speculation) == {"chain:3"}
+
+
+def test_a_change_is_told_once_all_of_it_is_done(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that fails on the device: once the engine is whole again. And one that is being made when the engine is
+    stopped has its own end: nobody is told that nothing has changed."""
+
+    def fail() -> None:
+        raise RuntimeError("out of memory on the device")
+
+    begun, may_end = threading.Event(), threading.Event()
+
+    def be_long() -> None:
+        begun.set()
+        may_end.wait(PATIENCE)
+
+    engine = make_engine(runner, Fixed(CHAIN))
+    rebuild = engine.rounds.rebuild
+
+    def rebuild_late(error: Exception) -> None:
+        time.sleep(0.3)
+        rebuild(error)
+
+    monkeypatch.setattr(engine.rounds, "rebuild", rebuild_late)
+    with serving(engine), ThreadPoolExecutor(1) as pool:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine._changes.ask(fail)
+        assert engine.stats().num_rebuilds == 1
+        changing = pool.submit(engine._changes.ask, be_long)
+        assert begun.wait(PATIENCE)
+        engine._queue.close()  # as stopping does first
+        with pytest.raises(TimeoutError):
+            changing.result(3 * CHECK_SECONDS)
+        may_end.set()
+        assert changing.result(PATIENCE) is None

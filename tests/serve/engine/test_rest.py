@@ -2,11 +2,12 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
 import pytest
-from engines import PATIENCE, Inbox, Reference, run, serving, submit, wait_until
+from engines import PATIENCE, Inbox, Reference, holding, run, serving, submit, wait_until
 from two_versions import firm_asks, updatable_engine
 
 from specserve.checkpoints.load import Target
@@ -125,7 +126,7 @@ def test_nothing_waits_for_an_end_that_cannot_come(
     """Of a paused engine: the change is refused, also where the pause came while it waited, and later ones are made."""
     asks = firm_asks(old, new)
     with serving(updatable_engine(runner, tiny_target, tiny_head, "chain:3")) as engine, ThreadPoolExecutor(1) as pool:
-        inboxes = [submit(engine, ask)[1] for ask in asks]
+        inboxes = [submit(engine, asks[0], partial(holding, engine))[1], *(submit(engine, ask)[1] for ask in asks[1:])]
         inboxes[0].wait_for_first()
         engine.pause("keep")
         for wait in (lambda: engine.update_weights(moved.params, mode="drain"), lambda: engine.pause("wait")):

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def test_running_answers_are_drained_by_the_old_version(
         for inbox in begun:
             inbox.wait_for_first()
         updating = pool.submit(engine.update_weights, moved.params, mode="drain")
-        wait_until(lambda: engine._changes.holds_back or updating.done())
+        wait_until(lambda: engine._changes._next is not None or updating.done())
         late = [submit(engine, ask)[1] for ask in asks[4:]]
         assert updating.result(PATIENCE) == "1"
         for reference, version, inboxes, those in ((old, "0", begun, asks[:4]), (new, "1", late, asks[4:])):
@@ -359,7 +360,7 @@ def test_a_deterministic_engine_computes_no_keys_again(tiny_target: Target, tiny
     ask = Ask(PROMPT[:20], greedy(40, ignore_eos=True))
     with serving(updatable_engine(runner, tiny_target, tiny_head, "chain:3")) as engine:
         [expected] = run(engine, [ask])
-        _, inbox = submit(engine, ask)
+        _, inbox = submit(engine, ask, partial(holding, engine))
         inbox.wait_for_first()
         engine.pause("keep")
         for change in (

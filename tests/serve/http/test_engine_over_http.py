@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import tiny
-from engines import Ask, Fixed, Letters, Reference, greedy, make_engine, serving, submit, wait_until
+from engines import Ask, Fixed, Letters, Reference, greedy, holding, make_engine, serving, submit, wait_until
 from fakes import FakeTemplate
 
 from specserve.checkpoints.load import Target
@@ -173,7 +173,9 @@ def _expected(reference: Reference, ask: Ask) -> tuple[list[int], str, str]:
     return plain.token_ids, plain.text, str(plain.wait().finish_reason)
 
 
-def test_streams_go_on_while_a_head_is_replaced(runner: Runner, reference: Reference, tiny_target: Target) -> None:
+def test_streams_go_on_while_a_head_is_replaced(
+    runner: Runner, reference: Reference, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twice, with more streams than slots: those that run are sent back to the queue, and none gets less."""
     heads = [tiny.random_head(tiny_target.config, seed=seed) for seed in (77, 78)]
     asks = list(itertools.islice(_asks(reference), 7))
@@ -183,9 +185,15 @@ def test_streams_go_on_while_a_head_is_replaced(runner: Runner, reference: Refer
     )
     with _over_http(engine) as http, ThreadPoolExecutor(len(asks)) as pool:
         for name in ("0", "1"):
-            begun = [threading.Event() for _ in asks]
-            streams = [pool.submit(_stream, http, ask, each) for ask, each in zip(asks, begun, strict=True)]
-            assert begun[0].wait(600)
+            begun = threading.Event()
+
+            def submit_held(prompt: Any, params: Any, listen: Any, **options: Any) -> Any:
+                monkeypatch.undo()
+                return engine.submit(prompt, params, holding(engine, listen), **options)
+
+            monkeypatch.setattr(engine, "submit", submit_held)
+            streams = [pool.submit(_stream, http, ask, begun) for ask in asks]
+            assert begun.wait(600)
             num_preemptions = engine.stats().num_preemptions
             reply = http.post("/v1/load_draft", json={"draft": name})
             assert reply.json() == {"status": "ok", "draft": {"id": name, "tau": 2.0}}

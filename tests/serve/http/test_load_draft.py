@@ -232,7 +232,7 @@ def test_a_server_that_stops_gives_up_loading(
 
 def test_the_way_to_speculate_is_changed_under_load(runner: Runner, reference: Reference) -> None:
     """Each way makes all steps that follow, and none changes a token."""
-    with serving(make_engine(runner, Dice(4))) as engine:
+    with serving(make_engine(runner, Dice(4), most_steps=1)) as engine:
         for way in ("off", "static:2x1", "tree:3x3x8", "auto"):
             before = engine.stats().num_steps_by_speculation
             asked = [submit(engine, ask)[1] for ask in _asks()]

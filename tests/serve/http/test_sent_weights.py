@@ -193,13 +193,13 @@ def test_what_is_wrong_with_what_is_sent_is_named_and_changes_nothing(
         with socket.create_connection(address) as torn:  # type: ignore[arg-type]
             head = f"POST {ROUTE} HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stream\r\n"
             torn.sendall(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent[:5000])
-            wait_for(lambda: bool(list(folder.glob("*.safetensors"))), PATIENCE)
+            wait_for(lambda: bool(list(folder.glob("*.safetensors"))))
             for second in (
                 lambda: http.post(ROUTE, content=sent, headers=HEADERS),
                 lambda: http.post("/update_weights_from_disk", json={"model_path": str(tiny_target.folder)}),
             ):
                 assert "another update of the weights is under way" in assert_refused(second(), 409)["message"]
-        wait_for(lambda: not list(folder.glob("*.safetensors")), PATIENCE)
+        wait_for(lambda: not list(folder.glob("*.safetensors")))
         assert http.get("/weight_version").json() == {"weight_version": "0"}
         assert _answer(http) == before
         assert http.post(ROUTE, content=sent, headers=HEADERS).status_code == 200

@@ -50,7 +50,7 @@ def _stream(http: httpx.Client, prompt: str, max_tokens: int) -> Iterator[Iterat
 
 
 def _wait_for_drain(http: httpx.Client) -> None:
-    wait_for(lambda: http.get("/ready").status_code == 503, 5.0)
+    wait_for(lambda: http.get("/ready").status_code == 503)
 
 
 def test_after_sigterm_running_replies_end_and_new_ones_are_refused():
@@ -115,7 +115,7 @@ def test_sigterm_while_programs_compile(tmp_path: Path):
             urls = (re.search(r"with speculation auto on (http://[\d.:]+)/v1", line) for line in process.stdout)
             url = next(filter(None, urls))
             with httpx.Client(base_url=url[1], timeout=60) as http:
-                wait_for(lambda: served.is_up(http), 20.0)
+                wait_for(lambda: served.is_up(http))
                 body = {"prompt": "def add(a, b):", "max_tokens": 3, "ignore_eos": True}
                 assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
                 metrics = http.get("/metrics").text

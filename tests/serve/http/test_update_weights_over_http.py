@@ -5,7 +5,7 @@ import dataclasses
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -289,7 +289,21 @@ def test_every_reply_names_the_version(rl: httpx.Client, moved: Path, http: http
             assert _named(http.post(path, json=body | options)) == []
 
 
-def test_an_answer_that_spans_an_update_names_the_last(rl: httpx.Client, moved: Path) -> None:
+@pytest.fixture
+def held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A function that has the next answer wait, once its first token is there, until the engine is asked for a
+    change."""
+    submit = engine.submit
+
+    def submit_held(prompt: Any, params: Any, listen: Any, **options: Any) -> Any:
+        monkeypatch.setattr(engine, "submit", submit)
+        return submit(prompt, params, holding(engine, listen), **options)
+
+    return lambda: monkeypatch.setattr(engine, "submit", submit_held)
+
+
+def test_an_answer_that_spans_an_update_names_the_last(rl: httpx.Client, moved: Path, held: Callable[[], None]) -> None:
+    held()
     body = {"prompt": "abcdef", "max_tokens": 80, "temperature": 0.0, "ignore_eos": True, "stream": True}
     with rl.stream("POST", "/v1/completions", json=body) as reply:
         lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
@@ -302,7 +316,8 @@ def test_an_answer_that_spans_an_update_names_the_last(rl: httpx.Client, moved: 
     assert json.loads(last.removeprefix("data: "))["system_fingerprint"] == "1"
 
 
-def test_requests_that_an_update_ends_are_counted(rl: httpx.Client, moved: Path) -> None:
+def test_requests_that_an_update_ends_are_counted(rl: httpx.Client, moved: Path, held: Callable[[], None]) -> None:
+    held()
     body = {"prompt": "abcdef", "max_tokens": 80, "temperature": 0.0, "ignore_eos": True, "stream": True}
     with rl.stream("POST", "/v1/completions", json=body) as reply:
         lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
@@ -351,7 +366,7 @@ def _read(reply: Any) -> tuple[Any, str]:
 @pytest.mark.parametrize("path", LONG)
 @pytest.mark.parametrize("way", ABORTS)
 def test_a_request_that_the_operator_ends_has_what_it_had(
-    rl: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch, moved: Path, path: str, way: str
+    rl: httpx.Client, engine: Engine, held: Callable[[], None], moved: Path, path: str, way: str
 ) -> None:
     """Its text is the beginning of the whole answer; one that has not begun has none; and where one is named, others go
     on. APIs that have no word for it say that it has ended."""
@@ -359,13 +374,7 @@ def test_a_request_that_the_operator_ends_has_what_it_had(
     if way == "an update":
         change = change | {"model_path": str(moved)}
     whole = rl.post("/generate", json=other).json()["text"]
-    submit = engine.submit
-
-    def submit_held(prompt: Any, params: Any, listen: Any, **options: Any) -> Any:
-        monkeypatch.setattr(engine, "submit", submit)
-        return submit(prompt, params, holding(engine, listen), **options)
-
-    monkeypatch.setattr(engine, "submit", submit_held)
+    held()
     with (
         ThreadPoolExecutor() as pool,
         rl.stream("POST", path, json=LONG[path] | {"stream": True}) as stream,
