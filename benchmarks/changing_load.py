@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from environments import load
 from over_http import CONTEXT, MARGIN, processor, questions
 from served_flags import add_served, numbers, positive, run
 
-from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engines import measured_engine
@@ -33,23 +32,23 @@ from specserve.speculative.program import StepProgram
 PHASES = (0, 1, 2, 0, 2, 1, 0)  # processes
 SECONDS, SETTLING = 10.0, 5.0  # of a phase, and those that are left out
 WAYS = ("off", "chain:3")
-MAX_TOKENS = 128
 # of a record: seconds of a phase, the ways of calls that follow each other, and how many are kept of each kind
 RECORDED, TURNS, MOST = 5.0, "0000000010000000011111111101111111", 40
 
 
-def record(file: Path, clients: Sequence[int]) -> None:
+def record(given: argparse.Namespace, target: Path) -> None:
     """Write the seconds of steps as the controller sees them in each phase of the load, where the ways take turns: for
     each number of clients, phase and way, the calls behind one of the same way, and those behind one of the other, as
     the seconds of a step and the number of steps."""
     found: dict[str, Any] = {"processor": processor(), "processes": PHASES, "seconds": SECONDS, "ways": WAYS}
-    asked = itertools.cycle(questions(BUNDLED_FOLDER, "pydoc", 60, CONTEXT - MAX_TOKENS - MARGIN))
-    with measured_engine(load_models("", ""), "auto", num_slots=max(clients), max_model_len=CONTEXT) as engine:
+    asked = itertools.cycle(questions(target, given.bench, 60, CONTEXT - given.max_tokens - MARGIN))
+    models, most = load_models(given.target, given.draft), max(given.clients)
+    with measured_engine(models, "auto", num_slots=most, max_model_len=CONTEXT) as engine:
         seen = _take_turns(engine)
-        for number in clients:
-            phases = [play(engine, asked, number, MAX_TOKENS, beside, RECORDED, settling=1.0) for beside in PHASES]
+        for number in given.clients:
+            phases = [play(engine, asked, number, given.max_tokens, each, RECORDED, settling=1.0) for each in PHASES]
             found[str(number)] = [_calls(seen, number, begin, end) for _, begin, end in phases]
-    file.write_text(json.dumps(found, separators=(",", ":")) + "\n")
+    given.record.write_text(json.dumps(found, separators=(",", ":")) + "\n")
 
 
 def _take_turns(engine: Engine) -> list[Any]:
@@ -137,10 +136,10 @@ def main() -> int:
 
 def measure(given: argparse.Namespace, target: Path) -> None:
     """Print a table for each number of clients, or write the record."""
-    clients = given.clients
     if given.record:
-        record(given.record, clients)
+        record(given, target)
         return
+    clients = given.clients
     models = load_models(given.target, given.draft)
     asked = questions(target, given.bench, 60, CONTEXT - given.max_tokens - MARGIN)
     print(f"{processor()}; {models.name}; tokens/s of answers, by the processes beside it")

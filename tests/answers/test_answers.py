@@ -36,9 +36,11 @@ from specserve.cli.main import app
 from specserve.data.conversations import Conversation
 from specserve.errors import DataError
 from specserve.mesh import made_for, num_parts, parse_mesh
-from specserve.serve import launch
+from specserve.serve import engines, launch
+from specserve.serve.engines import BUSY_SLOTS
 from specserve.serve.launch import Models
 from specserve.serve.programs.placement import bytes_per_token
+from specserve.serve.settings import ServeRun
 from specserve.train.run import budget as budgets
 from specserve.train.run.budget import Budget
 from specserve.train.run.prepare import Mixture, load_mixture
@@ -304,6 +306,27 @@ def test_a_target_with_an_adapter_is_loaded_once(
     plain = load.load_target(folder, dtype=merged.config.dtype, is_served=True)
     expected = update.other_target(plain, of_run.lora, quantization="none", mesh=None)
     jax.tree.map(np.testing.assert_array_equal, merged.params, expected.params)
+
+
+@pytest.mark.parametrize(
+    ("has_head", "num_slots", "platform", "asked", "expected"),
+    [
+        (True, BUSY_SLOTS - 1, "cpu", "", "auto"),
+        (True, BUSY_SLOTS, "cpu", "", "off"),
+        (True, BUSY_SLOTS, "tpu", "", "auto"),
+        (True, BUSY_SLOTS, "cpu", "chain:2", "chain:2"),
+        (False, 1, "tpu", "", "off"),
+    ],
+)
+def test_answers_are_made_with_the_head_where_it_may_pay(
+    monkeypatch: pytest.MonkeyPatch, has_head: bool, num_slots: int, platform: str, asked: str, expected: str
+) -> None:
+    runs: list[ServeRun] = []
+    monkeypatch.setattr(engines, "program_platform", lambda: platform)
+    monkeypatch.setattr(engines, "make_engine", lambda _models, run, *_given, **_options: runs.append(run))
+    models: Any = SimpleNamespace(head=object() if has_head else None)
+    engines.answering_engine(models, asked, num_slots=num_slots, max_model_len=64, on_warmup=lambda *_: None)
+    assert [(run.speculation, run.max_slots) for run in runs] == [(expected, num_slots)]
 
 
 def test_the_command_asks_and_answers_its_own_questions(

@@ -117,6 +117,8 @@ BLOCKS = {
     "int4, offset": 40,
     "uint4, offset": 32,
     "fp4": 16,
+    "int4 in blocks of 128": 128,
+    "uint4, offset, blocks of 64": 64,
     "uint4, offset, two levels": 32,
     "int8, two levels": 16,
 }

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import random
 import re
 import shutil
 import signal
@@ -27,7 +28,7 @@ from specserve.cli.serve import serve
 from specserve.drafters.interface import Head
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.head import save_head
-from specserve.learn import versions
+from specserve.learn import learning, versions
 from specserve.learn.learner import attend
 from specserve.learn.learning import LearningHead, check_settings
 from specserve.learn.live import FEWEST_ANSWERS, MOST_ANSWERS, LiveTaus
@@ -193,6 +194,19 @@ def test_a_version_whose_tau_falls_while_it_serves_is_given_up(models: Models, t
     assert [answer.options for answer in kept[:9]] == [_options(i) for i in range(9)]
     assert len({answer.client for answer in kept}) == 1
     assert "someone" not in kept[0].client
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_share_of_the_answers_is_kept(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """Drawn for each; what is not kept is watched all the same."""
+    monkeypatch.setattr(learning, "random", random.Random(1))
+    with _learning(models, tmp_path, learn_share=share) as (own, _, _):
+        _answer(own, STATIC, GOOD, 100)
+        assert [number for _, _, number in own.live.taus()] == [100]
+    number = len(read_traffic(tmp_path / TRAFFIC, 10**9))
+    assert number == 100 if share == 1.0 else 30 < number < 70
 
 
 def test_a_version_that_was_given_up_is_judged_once_more(models: Models, tmp_path: Path) -> None:
@@ -446,6 +460,8 @@ from specserve.cli.main import main
 sys.argv[1:] = {common!r}
 main()
 """
+    (nowhere := tmp_path / "nowhere").mkdir()
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, env=environment, cwd=nowhere, capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr
+    assert not list(nowhere.iterdir())

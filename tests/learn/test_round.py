@@ -1,6 +1,7 @@
 """A round of learning: what it makes, and which head it chooses."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from hypothesis import strategies as st
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.data.dataset import Prompt
+from specserve.data.sources import load_mixture
 from specserve.drafters.interface import Head
 from specserve.errors import CheckpointError, DataError
 from specserve.interop.head import load_head, save_head
 from specserve.interop.notes import read_notes
-from specserve.learn.round import ANSWER_TOKENS, LEARNT, WHOLE, _hold_back, _measure, choose, learn
+from specserve.learn import round as round_
+from specserve.learn.round import ANSWER_TOKENS, FIRST_SHARE, LEARNT, WHOLE, _hold_back, _measure, choose, learn
+from specserve.learn.selection import Selection
 from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundTask
 from specserve.learn.traffic import ServedAnswer, Traffic
 from specserve.mesh import default_dtype
@@ -210,6 +214,35 @@ def test_contenders_are_judged_by_the_options_of_the_traffic(
     expected = [alike[i % 2][i] for i in range(len(prompts))]
     assert expected != [*alike[0]]
     assert [*found["static"]] == [*found["candidate"]] == [*found["whole"]] == [*found["returned"]] == expected
+
+
+def test_a_quarter_of_what_a_round_trains_on_is_the_heads_first_data(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `--learn-data` names, which is read once: later rounds take the part of it that the folder keeps."""
+    model = served.write_folder(tiny_target, tmp_path / "model")
+    first, own = tmp_path / "first.jsonl", tmp_path / "learn"
+    (own / ROUND).mkdir(parents=True)
+    rows = [{"input_ids": [7, i, 9], "loss_mask": [0, 1, 1], "split": "train"} for i in range(3, 13)]
+    first.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = RoundTask(str(own), str(model), "head", "head", "eagle3", "chain:2", 1, 0, first_data=(str(first),))
+    answers = [ServedAnswer((5, 6, i), (7, 8), "a", "0") for i in range(3, 33)]
+    runs: list[Any] = []
+
+    def stop(run: Any, _own: Any) -> None:
+        runs.append(run)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(round_, "prepare", stop)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            round_._train(task, Selection(tuple(answers), ()))
+        first.unlink(missing_ok=True)
+    for run in runs:
+        traffic, kept = load_mixture(run.data.source, vocab_size=tiny_target.config.vocab_size)
+        assert (len(traffic.train), len(kept.train)) == (30, 10)
+        shares = [part.weight * len(part.train) for part in (traffic, kept)]
+        assert shares[1] / sum(shares) == pytest.approx(FIRST_SHARE, rel=1e-3)
 
 
 def test_too_little_traffic_is_said(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import (
@@ -27,14 +29,14 @@ from engines import (
 )
 from spread import mesh_of, spread_head, spread_target, target_of
 
-from specserve.checkpoints.load import Target, to_numpy
+from specserve.checkpoints.load import Quantization, Target, in_few_bits, to_numpy
 from specserve.checkpoints.lora import LoraPair
 from specserve.checkpoints.update import other_target
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CheckpointError, ConfigError, RequestError
 from specserve.kernels import native
-from specserve.kernels.matmul import PackedMatrix
+from specserve.kernels.matmul import PackedMatrix, QuantizedMatrix, dequantize
 from specserve.models.adapters import Adapter, adaptable, check_adapter, side_by_side
 from specserve.models.target import target_spec
 from specserve.serve import launch
@@ -147,6 +149,26 @@ def test_answers_are_those_of_merged_weights_beside_others_and_from_the_prefix_c
             before = engine.stats().num_prefix_hits
             _check(references, engine, asks)
         assert engine.stats().num_prefix_hits > before
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_a_target_in_few_bits_has_adapters(
+    tiny_target: Target, tiny_head: Head, adapters: Any, bits: Quantization
+) -> None:
+    """Its answers are those of the rounded matrices with the adapter merged into them."""
+    rounded = dataclasses.replace(tiny_target, params=in_few_bits(tiny_target.params, bits))
+
+    def wide(leaf: Any) -> Any:
+        return dequantize(leaf, jnp.float32) if isinstance(leaf, QuantizedMatrix) else leaf
+
+    params = jax.tree.map(wide, rounded.params, is_leaf=lambda leaf: isinstance(leaf, QuantizedMatrix))
+    plain = Reference(_merged(dataclasses.replace(tiny_target, params=params), adapters["a"]))
+    own = make_runner(rounded, tiny_head, "chain:3", max_loras=2, has_constrained=False)
+    for runner in (plain.runner, own):
+        compile_programs(runner)
+    with serving(plain.engine), serving(_engine(own, rounded, adapters, "chain:3", "a", "b")) as engine:
+        asks = _asks({"a": plain}, "a")
+        _check({"a": plain}, engine, asks)
 
 
 def test_the_targets_own_answers_are_the_same_bits_as_without_adapters(

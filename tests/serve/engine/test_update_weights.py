@@ -234,6 +234,23 @@ WRONG: dict[str, tuple[Callable[[Target], Any], str]] = {
 }
 
 
+def _altered(head: Head, change: Callable[[Any], Any]) -> Any:
+    return dataclasses.replace(head.params, norm=change(head.params.norm))
+
+
+WRONG_HEADS: dict[str, tuple[Callable[[Head], Any], str]] = {
+    "shape": (lambda h: _altered(h, lambda norm: norm[:-1]), r"draft: norm.weight is float32 \(31,\), expected"),
+    "nan": (lambda h: _altered(h, lambda norm: norm * jnp.nan), r"not a number or infinite: norm.weight"),
+    "no array": (lambda h: _altered(h, lambda _: None), r"norm.weight is missing"),
+    "other layers": (
+        lambda h: dataclasses.replace(h.params, layers=()),
+        r"midlayer\S+ is missing, .* and 4 more",
+    ),
+    "folder": (lambda _: "/no/such/folder", r"/no/such/folder"),
+    "not a head": (lambda _: 7, r"got int"),
+}
+
+
 def test_a_version_that_is_wrong_changes_nothing_and_names_what_is(
     runner: Runner, tiny_target: Target, tiny_head: Head, moved: Target, old: Reference, new: Reference
 ) -> None:
@@ -248,6 +265,10 @@ def test_a_version_that_is_wrong_changes_nothing_and_names_what_is(
                 engine.update_weights(make(moved), {"no": "head"})
             for ask, inbox in zip(asks, inboxes, strict=True):
                 old.check(ask, inbox)
+        for of_head, message in WRONG_HEADS.values():
+            for target in (None, moved.params):
+                with pytest.raises((ConfigError, CheckpointError), match=message):
+                    engine.update_weights(target, of_head(tiny_head))
         with pytest.raises(ConfigError, match=r"mode 'abort': expected one of continue, drain"):
             engine.update_weights(moved.params, mode="abort")  # type: ignore[arg-type]
         before = engine.stats()
