@@ -40,7 +40,7 @@ class Changes:
                 try:
                     self._check()
                 except CapacityError:
-                    if change.done.cancel():  # else it is being made, and what it raises is what is told
+                    if change.done.cancel():  # else it is being made, and ends as it ends
                         raise
             change.done.result()
         finally:

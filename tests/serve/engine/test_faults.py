@@ -387,9 +387,11 @@ def test_a_program_that_cannot_be_compiled_is_never_used(
         assert set(engine.stats().num_steps_by_speculation) == {"chain:3"}
 
 
-def test_a_change_is_told_once_all_of_it_is_done(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_change_is_reported_once_all_of_it_is_done(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of one that fails on the device: once the engine is whole again. And one that is being made when the engine is
-    stopped has its own end: nobody is told that nothing has changed."""
+    stopped has its own end: no error states that nothing has changed."""
 
     def fail() -> None:
         raise RuntimeError("out of memory on the device")

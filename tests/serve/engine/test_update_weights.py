@@ -247,7 +247,7 @@ WRONG_HEADS: dict[str, tuple[Callable[[Head], Any], str]] = {
         r"midlayer\S+ is missing, .* and 4 more",
     ),
     "folder": (lambda _: "/no/such/folder", r"/no/such/folder"),
-    "not a head": (lambda _: 7, r"got int"),
+    "not a head": (lambda _: 7, r"fc.weight is missing"),
 }
 
 
