@@ -40,6 +40,8 @@ from specserve.checkpoints.update import other_target
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CheckpointError, ConfigError
+from specserve.kernels import native
+from specserve.kernels.matmul import PackedMatrix
 from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.models.target import target_spec
 from specserve.serve import launch
@@ -339,6 +341,32 @@ def test_parameters_of_one_device_are_a_version_on_a_mesh(moved: Target, tiny_ta
         for ours, other in zip(*map(jax.tree.leaves, (found.params, expected.params)), strict=True):
             assert ours.sharding == other.sharding
             np.testing.assert_array_equal(ours, other)
+
+
+def test_a_version_of_bfloat16_numbers_is_packed_in_bfloat16_and_compiles_nothing(
+    tiny_target: Target, tiny_head: Head, moved: Target
+) -> None:
+    """Where native kernels run, as the one before was."""
+
+    def rounded(target: Target) -> Target:
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(leaf.dtype), target.params)
+        return dataclasses.replace(target, params=params)
+
+    first, other = rounded(tiny_target), rounded(moved)
+    runner = make_runner(first, tiny_head, "chain:3", num_slots=4, has_constrained=False)
+    compile_programs(runner)
+    expected = Reference(other)
+    compile_programs(expected.runner)
+    with serving(expected.engine), serving(updatable_engine(runner, first, tiny_head, "chain:3")) as engine:
+        engine.update_weights(other.params)
+        asks = firm_asks(expected, expected)
+        for ask, inbox in zip(asks, run(engine, asks), strict=True):
+            expected.check(ask, inbox)
+        both = [each.inputs.layouts.one.target for each in (runner, engine.runner)]
+        for target in both:
+            leaves = jax.tree.leaves(target, is_leaf=lambda leaf: isinstance(leaf, PackedMatrix))
+            formats = {leaf.format for leaf in leaves if isinstance(leaf, PackedMatrix)}
+            assert formats == ({"bfloat16"} if native.is_available() else set())
 
 
 def test_the_version_before_is_let_go(tiny_target: Target, tiny_head: Head, moved: Target) -> None:

@@ -371,16 +371,20 @@ def test_the_request_in_code_is_the_request(open_page, fake_engine: FakeEngine, 
 SAMPLES = """async () => {
   const { Live } = await import("./page/live.js");
   const live = new Live(document.querySelector("#live"));
-  const same = { running: 2, waiting: 1, usage: 0.25, pages: 64, cached: 8 };
+  const same = { running: 2, waiting: 1, usage: 0.25, pages: 64, cached: 8, cut: 0, adapters: {}, versions: {} };
+  const adapters = { fr: { steps: 10, accepted: 9, cut: 1 } }, drift = 0.125;
+  const versions = { "0": { tau: 1.5 }, "001": { tau: 1.75, isServing: 1 } };
   live.push({ time: 0, tokens: 0, steps: 0, accepted: 0, perDepth: [], ...same });
   live.push({ time: 30, tokens: 300, steps: 100, accepted: 100, perDepth: [70, 30], ...same });
-  live.push({ time: 60, tokens: 900, steps: 200, accepted: 400, perDepth: [180, 150, 70], ...same });
+  const last = { ...same, adapters, versions, drift };
+  live.push({ time: 60, tokens: 900, steps: 200, accepted: 400, perDepth: [180, 150, 70], ...last });
   return live.element.innerHTML;
 }"""
 
 
 def test_charts_draw_what_was_measured(open_page, browser) -> None:
-    """20 tokens/s behind 10; tau 4 behind 2, and 3 of all; of 200 steps, 180, 150 and 70 accept at depths 1 to 3."""
+    """20 tokens/s behind 10; tau 4 behind 2, and 3 of all; of 200 steps, 180, 150 and 70 accept at depths 1 to 3. An
+    adapter whose 10 steps emitted 18 tokens, and the versions of a head that learns."""
     page = open_page()
     drawn = page.evaluate(SAMPLES)
     page.close()
@@ -395,6 +399,13 @@ def test_charts_draw_what_was_measured(open_page, browser) -> None:
         assert chart[name].locator(".value b").text_content() == value
         assert chart[name].locator(".value .note").text_content() == note
         assert chart[name].locator("path.line").get_attribute("d") == line
+    for name, value, note, taus in [
+        ("Adapters", "1 adapter", "tokens per forward since start", ["fr1.80"]),
+        ("Head that learns", "version 001", "tau of each; drift 0.13", ["version 01.50", "version 0011.75"]),
+    ]:
+        assert chart[name].locator(".value b").text_content() == value
+        assert chart[name].locator(".value .note").text_content() == note
+        assert chart[name].locator(".taus li").all_text_contents() == taus
     bars = chart["Acceptance by depth"]
     assert bars.locator(".value b").text_content() == "90%"
     assert bars.locator(".share").all_text_contents() == ["90%", "75%", "35%"]
