@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from environments import spread
+from in_turns import spread
 from over_http import processor, questions
 from served_flags import add_served, numbers, positive, run
 

@@ -1,11 +1,10 @@
-"""Environments of their own for what is compared with specserve, so that nothing of a peer is installed beside it;
-other work on the machine meanwhile; turns, and what came of them."""
+"""Environments of their own for what is compared with specserve, so that nothing of a peer is installed beside it; and
+other work on the machine meanwhile."""
 
 import contextlib
 import json
 import multiprocessing
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -41,19 +40,6 @@ def run(command: Sequence[str | Path], log: Path, what: str) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         if subprocess.run([str(part) for part in command], stdout=out, stderr=out, env=environment).returncode:
             raise BenchmarkError(f"{what} failed. The last lines of {log}:\n{tail(log)}")
-
-
-def turns(arms: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Yield so many rounds in which each arm has a turn: the round's number and the arm. Each round begins with
-    another arm."""
-    for number in range(rounds):
-        first = number % len(arms)
-        yield from ((number, arm) for arm in (*arms[first:], *arms[:first]))
-
-
-def spread(ratios: Sequence[float]) -> str:
-    """Write the median of a ratio over rounds, and its least and greatest."""
-    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def spin() -> None:

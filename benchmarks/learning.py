@@ -31,7 +31,8 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from environments import say, spread
+from environments import say
+from in_turns import spread
 from over_http import processor
 from server_process import ServerProcess, value
 

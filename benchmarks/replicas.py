@@ -22,7 +22,8 @@ from contextlib import contextmanager
 
 import httpx
 import psutil
-from environments import say, spread, turns
+from environments import say
+from in_turns import spread, turns
 from over_http import processor
 from served_flags import positive
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from environments import spread, turns
+from in_turns import spread, turns
 from served_flags import device, positive
 
 from specserve import cluster, config

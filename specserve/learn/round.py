@@ -50,8 +50,9 @@ FEWEST_TRAIN, FEWEST_HELD_OUT = 16, 8  # answers; with fewer there is no round
 # the share of what training made in a candidate, whose rest is the static head (WiSE-FT, arXiv 2109.01903): so it keeps
 # what that knows of other traffic, and what rounds change cannot add up; with a half it loses some (docs/log)
 LEARNT = 0.25
-LEARNT_HEADS: frozenset[Contender] = frozenset({"candidate", "returned"})
 WHOLE = "whole"  # beside HEAD in the round: what training made, with nothing of the static head
+# they serve only where they are shown to be better than what does
+LEARNT_HEADS: frozenset[Contender] = frozenset({"candidate", "returned"})
 FIRST_SHARE, MOST_FIRST = 0.25, 4096  # of a round's rows are the head's first data; and its conversations that are kept
 
 

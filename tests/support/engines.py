@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import tiny
 import tokenizers
 from jax.sharding import Mesh
@@ -158,6 +159,17 @@ def holding(engine: Engine, listen: Listen) -> Listen:
     """A listener that hands on what it hears, and with the first of it holds the engine until somebody asks it for a
     change: so the change meets an answer that is under way, however slowly it is asked for."""
     return _after_first(listen, lambda: wait_until(lambda: not engine._changes._asked.empty()))
+
+
+def hold_next(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the next answer wait, once its first token is there, until the engine is asked for a change."""
+    submit = engine.submit
+
+    def submit_held(prompt: Any, params: Any, listen: Listen, **options: Any) -> Request:
+        monkeypatch.setattr(engine, "submit", submit)
+        return submit(prompt, params, holding(engine, listen), **options)
+
+    monkeypatch.setattr(engine, "submit", submit_held)
 
 
 def waiting(event: threading.Event, listen: Listen) -> Listen:

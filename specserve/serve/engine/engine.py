@@ -375,7 +375,9 @@ class Engine:
             raise error
         if (end := self.runner.beyond_repair(error)) is not None:
             raise end from error
-        logger.exception("a step failed; ending the running requests and rebuilding the cache")
+        logger.exception(
+            "a step, or a change of the engine, failed; ending the running requests and rebuilding the cache"
+        )
         self.rounds.rebuild(error)
 
 

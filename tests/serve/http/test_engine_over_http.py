@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import tiny
-from engines import Ask, Fixed, Letters, Reference, greedy, holding, make_engine, serving, submit, wait_until
+from engines import Ask, Fixed, Letters, Reference, greedy, hold_next, make_engine, serving, submit, wait_until
 from fakes import FakeTemplate
 
 from specserve.checkpoints.load import Target
@@ -186,12 +186,7 @@ def test_streams_go_on_while_a_head_is_replaced(
     with _over_http(engine) as http, ThreadPoolExecutor(len(asks)) as pool:
         for name in ("0", "1"):
             begun = threading.Event()
-
-            def submit_held(prompt: Any, params: Any, listen: Any, **options: Any) -> Any:
-                monkeypatch.undo()
-                return engine.submit(prompt, params, holding(engine, listen), **options)
-
-            monkeypatch.setattr(engine, "submit", submit_held)
+            hold_next(engine, monkeypatch)
             streams = [pool.submit(_stream, http, ask, begun) for ask in asks]
             assert begun.wait(600)
             num_preemptions = engine.stats().num_preemptions

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from described import check_reply
-from engines import Fixed, Letters, holding, make_engine, serving, wait_until
+from engines import Fixed, Letters, hold_next, make_engine, serving, wait_until
 from fakes import FakeEngine, FakeTemplate, assert_needs_a_key, assert_refused
 
 from specserve.checkpoints.load import Target, to_numpy
@@ -291,15 +291,8 @@ def test_every_reply_names_the_version(rl: httpx.Client, moved: Path, http: http
 
 @pytest.fixture
 def held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A function that has the next answer wait, once its first token is there, until the engine is asked for a
-    change."""
-    submit = engine.submit
-
-    def submit_held(prompt: Any, params: Any, listen: Any, **options: Any) -> Any:
-        monkeypatch.setattr(engine, "submit", submit)
-        return submit(prompt, params, holding(engine, listen), **options)
-
-    return lambda: monkeypatch.setattr(engine, "submit", submit_held)
+    """`hold_next` of the engine behind the server."""
+    return lambda: hold_next(engine, monkeypatch)
 
 
 def test_an_answer_that_spans_an_update_names_the_last(rl: httpx.Client, moved: Path, held: Callable[[], None]) -> None:
