@@ -8,9 +8,7 @@ cores, and 2 GB in the cache folder.
 
 import argparse
 import hashlib
-import importlib
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -26,6 +24,7 @@ from side_by_side import PLAIN, Arm, BenchmarkError, Server
 PACKAGES = ("cmake", "ninja", "torch==2.13.0", "transformers", "gguf", "sentencepiece")  # to build it, and to convert
 SOURCE = "llama-cpp-python==0.3.36"  # its sdist has the whole of llama.cpp
 QUANTIZED = {"q4_0": "Q4_0", "q4_1": "Q4_1", "q4_k_m": "Q4_K_M"}  # formats that its converter does not write
+CONVERTER = Path(__file__).with_name("convert_for_llama_cpp.py")  # run in its environment, where specserve is not
 LOOKUP = "lookup"  # its own speculation without a head, from what stands in the text
 # Bytes of a weight; 32 of them share a 16-bit scale, and in q4_1 as large a minimum. q4_k_m mixes 4.5 and 6.6 bits.
 BYTES = {"f32": 4.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32, "q4_k_m": 0.63}
@@ -93,7 +92,7 @@ class LlamaCpp:
                 command = [self.programs / "llama-quantize", whole, part, QUANTIZED[weights]]
             else:
                 of_target = ["--target-model-dir", target] if target else []
-                command = [self.python, __file__, "_convert", self.source, source, *of_target]
+                command = [self.python, CONVERTER, self.source, source, *of_target]
                 command += ["--outtype", weights, "--outfile", part]
             run(command, self.folder / "convert.log", f"converting {source}")
             part.rename(file)
@@ -129,27 +128,5 @@ class LlamaCpp:
                 yield Server(arm, port, command, self.folder, {"PYTHONPATH": ""}, has_salt=False)
 
 
-def convert_here(llama_cpp: str, *arguments: str) -> None:
-    """Run llama.cpp's converter in the peer's environment. It knows tokenizers by a hash, and not pydoc's."""
-    # in place of this folder, whose kernels.py transformers would import
-    sys.path[:1] = [llama_cpp, f"{llama_cpp}/gguf-py"]
-    base = importlib.import_module("conversion.base").TextModel
-    known = base.get_vocab_base_pre
-
-    def named(self: Any, tokenizer: Any) -> str:
-        try:
-            return known(self, tokenizer)
-        except NotImplementedError:
-            return "qwen2"  # splits text as pydoc's tokenizer does
-
-    base.get_vocab_base_pre = named
-    sys.argv = [f"{llama_cpp}/convert_hf_to_gguf.py", *arguments]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["_convert", *rest]:
-            convert_here(*rest)
-        case _:
-            sys.exit(main(LlamaCpp, "llama_cpp", BYTES, __doc__ or ""))
+    sys.exit(main(LlamaCpp, "llama_cpp", BYTES, __doc__ or ""))

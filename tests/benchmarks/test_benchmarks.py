@@ -2,6 +2,9 @@
 
 import importlib
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -65,3 +68,35 @@ def test_a_server_that_dies_shows_its_last_lines(bench, tmp_path):
     command = ["bash", "-c", "echo the port is taken; exit 2"]
     with pytest.raises(bench.BenchmarkError, match=r"ours f32 off ended before it was ready[^$]*the port is taken"):
         bench.Server(arm, 1, command, tmp_path, {}, has_salt=True).__enter__()
+
+
+CONVERTER = """
+import sys
+from conversion.base import TextModel
+print(sys.argv[1:], TextModel().get_vocab_base_pre("known"), TextModel().get_vocab_base_pre("new"))
+"""
+TOKENIZERS = """
+class TextModel:
+    def get_vocab_base_pre(self, tokenizer):
+        if tokenizer == "new":
+            raise NotImplementedError
+        return tokenizer
+"""
+
+
+def test_what_runs_in_an_environment_of_a_peer_finds_all_it_needs_there(tmp_path: Path) -> None:
+    """Neither specserve nor what it needs is installed there: without site-packages, nothing is."""
+
+    def run(name: str, *arguments: object) -> str:
+        command = [sys.executable, "-S", str(FOLDER / name), *map(str, arguments)]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        return done.stdout + done.stderr
+
+    (tmp_path / "conversion").mkdir()
+    (tmp_path / "conversion" / "base.py").write_text(TOKENIZERS)
+    (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    found = run("convert_for_llama_cpp.py", tmp_path, "model", "--outtype", "f32")
+    assert found == "['model', '--outtype', 'f32'] known qwen2\n"
+    # the first thing missing is what its peer itself needs
+    assert run("specjax.py", "_peer", tmp_path, tmp_path, "{}").endswith("No module named 'jax'\n")
