@@ -1,6 +1,6 @@
 """llama.cpp's converter, run in the environment that `llama_cpp.py` makes for it, in which specserve is not installed.
 
-    python benchmarks/convert_for_llama_cpp.py FOLDER_OF_LLAMA_CPP MODEL_FOLDER [OPTIONS OF THE CONVERTER]
+python benchmarks/convert_for_llama_cpp.py FOLDER_OF_LLAMA_CPP MODEL_FOLDER [OPTIONS OF THE CONVERTER]
 """
 
 import importlib

@@ -15,7 +15,6 @@ import sys
 import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from environments import environment, run, say
 from over_http import CONTEXT, free_port, main

@@ -26,7 +26,7 @@ from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
 from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, Rounded, Weight, dequantize, in_nibbles
-from specserve.kernels.nibbles import NibbleMatrix
+from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
 from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
@@ -212,7 +212,7 @@ def load_params(
     quantization: Quantization = "none",
     storing: Storing = PLAIN,
     option: str = "--quantization",  # the option that chooses `quantization`, for the log
-    is_served: bool = False,  # and not trained: a GPU's matrices may have the form of its kernel (`in_nibbles`)
+    is_served: bool = False,  # and not trained: an accelerator's matrices may have its kernel's form (`in_nibbles`)
 ) -> Tree:
     """Read every leaf of the spec tree, cast to `dtype` or quantised. Raises CheckpointError that lists all that does
     not fit, before anything is read."""
@@ -220,7 +220,7 @@ def load_params(
     leaves, structure = jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_spec)
     places: Sequence[Sharding | None] = jax.tree.leaves(shardings) or [None] * len(leaves)
     opened = _open_all([spec for _, spec in leaves], tensors, {**_SKIPPED, **(skipped or {})}, rename, storing)
-    loaded, widened, has_nibbles = [], 0, is_served and shardings is None and program_platform() == "gpu"
+    loaded, widened, has_nibbles = [], 0, is_served and shardings is None and program_platform() != "cpu"
     for (path, spec), weights, place in zip(leaves, opened, places, strict=True):
         how = quantization if is_product(path) else "none"
         matrix = _load(spec, weights, np.dtype(spec.dtype(dtype)), place, how)
@@ -245,7 +245,7 @@ def _log_widths(loaded: Sequence[jax.Array | Weight]) -> None:
     in_bytes = sum(isinstance(each, QuantizedMatrix) for each in loaded)
     if in_bytes and program_platform() != "cpu":
         logger.info(
-            "%d matrices of few bits are held in 8 bits: products in 4 are those of one GPU, and not of experts",
+            "%d matrices of few bits are held in 8 bits: products in 4 are those of one GPU or TPU, and not of experts",
             in_bytes,
         )
 
@@ -461,11 +461,11 @@ def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool 
         )
 
 
-def _not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix | NibbleMatrix) -> list[str]:
+def _not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix | NibbleMatrix | WordMatrix) -> list[str]:
     inner = None
     if spec.is_per_expert:
         inner = tuple(range(1, len(spec.shape)))
-    if isinstance(weight, NibbleMatrix):
+    if isinstance(weight, NibbleMatrix | WordMatrix):
         weight = jax.lax.bitcast_convert_type(weight.scales, jnp.bfloat16)  # its scales and offsets
     floats = [leaf for leaf in jax.tree.leaves(weight) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     is_finite = np.all([np.atleast_1d(jnp.isfinite(leaf).all(inner)) for leaf in floats], axis=0)

@@ -1,6 +1,6 @@
 """Products with weights: `matmul`. A weight is a plain matrix, a matrix of 8-bit values with scales, for serving on
-a CPU a matrix packed for the native kernel or cut into blocks for XLA, or, for serving on a GPU, one of 4-bit numbers
-(`nibbles_gpu`).
+a CPU a matrix packed for the native kernel or cut into blocks for XLA, or, for serving on a GPU or a TPU, one of 4-bit
+numbers (`nibbles_gpu`, `nibbles_tpu`).
 
 The native kernel (`kernels.native`) streams the panels of a packed matrix at the speed of memory, whatever the number
 of rows. It widens bfloat16 and 8-bit values in registers and adds in float32, in an order that does not depend on the
@@ -25,7 +25,7 @@ import numpy as np
 
 from specserve.kernels import native, nibbles
 from specserve.kernels.large_pages import empty_in_large_pages
-from specserve.kernels.nibbles import NibbleMatrix
+from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
 from specserve.kernels.panels import by_panel, four_bits, in_two_levels, lay_out
 from specserve.mesh import is_on_one_device, program_platform
 from specserve.pytree import pytree, static
@@ -104,7 +104,7 @@ class AdaptedMatrix:
 
 
 MOST_BYTES = 2**16  # of int8 weights times digits from -128 to 127 (native/digits_isa.h): half of what 32 bits can hold
-Weight = jax.Array | AdaptedMatrix | BlockedMatrix | NibbleMatrix | PackedMatrix | QuantizedMatrix
+Weight = jax.Array | AdaptedMatrix | BlockedMatrix | NibbleMatrix | PackedMatrix | QuantizedMatrix | WordMatrix
 Rounded = Literal["int8", "fp8", "int4"]  # how weights may be rounded when they are loaded
 INT4_BLOCK = 32  # inputs that share a scale
 _FORMATS: dict[int, native.Format] = {4: "float32", 2: "bfloat16", 1: "int8"}  # by a number's bytes
@@ -149,11 +149,12 @@ def pack(weight: jax.Array | np.ndarray | QuantizedMatrix, *, narrows: bool = Tr
 
 
 def in_nibbles(weight: jax.Array | QuantizedMatrix) -> Weight:
-    """Return the same matrix in 4 bits for products on a GPU, where it is quantised, its numbers fit in 4 bits block by
-    block, and the kernel can take its shape; else as it is."""
+    """Return the same matrix in 4 bits for products on a GPU or a TPU, where it is quantised, its numbers fit in 4 bits
+    block by block, and the kernel can take its shape; else as it is."""
     if not isinstance(weight, QuantizedMatrix) or len(weight.shape) != 2:
         return weight
-    return nibbles.pack(weight.values, weight.scale, weight.offset, weight.block) or weight
+    platform = program_platform()
+    return nibbles.pack(weight.values, weight.scale, weight.offset, weight.block, platform) or weight
 
 
 def _in_few_bytes(of_blocks: list[np.ndarray | None], width: int) -> list[jax.Array | None]:
@@ -196,7 +197,7 @@ def quantize(weight: jax.Array, to: Rounded) -> QuantizedMatrix:
     """
     weight = weight.astype(jnp.float32)
     if to == "int4":
-        return _in_four_bits(weight)
+        return _rounded_to_four(weight)
     dtype, largest = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}[to]
     magnitude = jnp.abs(weight).max(axis=-2, keepdims=True)
     scale = jnp.where(magnitude > 0, magnitude / largest, 1.0)
@@ -206,7 +207,7 @@ def quantize(weight: jax.Array, to: Rounded) -> QuantizedMatrix:
     return QuantizedMatrix(values.astype(dtype), scale, weight.shape[-2])
 
 
-def _in_four_bits(weight: jax.Array) -> QuantizedMatrix:
+def _rounded_to_four(weight: jax.Array) -> QuantizedMatrix:
     *stack, d_in, d_out = weight.shape
     padded = jnp.pad(weight, [(0, 0)] * len(stack) + [(0, -d_in % INT4_BLOCK), (0, 0)], mode="edge")
     blocks = padded.reshape(*stack, -1, INT4_BLOCK, d_out)
@@ -222,10 +223,10 @@ def _in_four_bits(weight: jax.Array) -> QuantizedMatrix:
     return QuantizedMatrix(values, scale[..., 0, :], INT4_BLOCK, offset[..., 0, :])
 
 
-def dequantize(weight: jax.Array | NibbleMatrix | QuantizedMatrix, dtype: jnp.dtype) -> jax.Array:
+def dequantize(weight: jax.Array | NibbleMatrix | QuantizedMatrix | WordMatrix, dtype: jnp.dtype) -> jax.Array:
     """Restore the plain matrix, or matrices, for products that `matmul` does not know (experts, absorbed
     projections)."""
-    if isinstance(weight, NibbleMatrix):
+    if isinstance(weight, NibbleMatrix | WordMatrix):
         return nibbles.restore(weight).astype(dtype)
     if not isinstance(weight, QuantizedMatrix):
         return weight
@@ -305,11 +306,8 @@ def _product(x: jax.Array, weight: Weight, dtype: jnp.dtype) -> jax.Array:
         return _packed(x, weight).astype(dtype)
     if isinstance(weight, BlockedMatrix):
         return _blocked(x, weight).astype(dtype)
-    if isinstance(weight, NibbleMatrix):
-        from specserve.kernels import nibbles_gpu  # Pallas takes a while to import
-
-        rows = nibbles_gpu.multiply(x.reshape(-1, x.shape[-1]), weight, interpret=program_platform() != "gpu")
-        return rows.reshape(*x.shape[:-1], -1).astype(dtype)
+    if isinstance(weight, NibbleMatrix | WordMatrix):
+        return _in_four_bits(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1).astype(dtype)
     if isinstance(weight, QuantizedMatrix):
         return _quantized(x, weight).astype(dtype)
     if x.ndim > 2 and weight.ndim == 2 and is_on_one_device():
@@ -318,6 +316,17 @@ def _product(x: jax.Array, weight: Weight, dtype: jnp.dtype) -> jax.Array:
         rows = jnp.matmul(x.reshape(-1, x.shape[-1]), weight, preferred_element_type=dtype)
         return rows.reshape(*x.shape[:-1], weight.shape[-1])
     return jnp.matmul(x, weight, preferred_element_type=dtype)
+
+
+def _in_four_bits(x: jax.Array, weight: NibbleMatrix | WordMatrix) -> jax.Array:  # float32
+    """The product by the kernel of the platform whose form the matrix has; elsewhere it is interpreted."""
+    if isinstance(weight, NibbleMatrix):
+        from specserve.kernels import nibbles_gpu  # Pallas takes a while to import
+
+        return nibbles_gpu.multiply(x, weight, interpret=program_platform() != "gpu")
+    from specserve.kernels import nibbles_tpu
+
+    return nibbles_tpu.multiply(x, weight, interpret=program_platform() != "tpu")
 
 
 def matmul_by_expert(x: jax.Array, weight: PackedMatrix, expert_ids: jax.Array) -> jax.Array:

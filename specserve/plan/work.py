@@ -20,7 +20,7 @@ from specserve.drafters.interface import TrainedDrafter
 from specserve.kernels import native
 from specserve.kernels.grouped import expected_experts
 from specserve.kernels.matmul import INT4_BLOCK
-from specserve.kernels.nibbles import span_of
+from specserve.kernels.nibbles import chunk_of, span_of
 from specserve.mesh import MESH_AXES, num_parts
 from specserve.models.config import ModelConfig
 from specserve.models.params import is_matrix
@@ -73,14 +73,16 @@ def target_held(
 def _int4_bytes(matrix: Held, alone: str, *, is_served: bool) -> int:
     """Count the bytes of a matrix that was rounded to int4, on one device of the platform `alone`, or over a mesh where
     that is empty. A block of inputs has a scale and an offset for each output. They are float32 beside numbers of 8
-    bits, and of 16 bits beside numbers of 4, which one CPU and one GPU serve by kernels of their own. Where no kernel
+    bits, and of 16 bits beside numbers of 4, which one CPU, one GPU and one TPU serve by kernels of
+    their own. Where no kernel
     knows experts with offsets, these are int8."""
     d_in, is_native = matrix.shape[-2], alone == "cpu" and native.is_available()
     inputs = d_in if d_in % INT4_BLOCK == 0 else matrix.spec.shape[-2]  # the device holds all of their blocks
     of_blocks = matrix.size // d_in * -(-inputs // INT4_BLOCK)
     if len(matrix.shape) > 2 and not is_native:
         return matrix.size + matrix.scale_bytes
-    if is_served and (is_native or (alone == "gpu" and span_of(d_in, min(d_in, INT4_BLOCK)))):
+    fits = {"gpu": span_of, "tpu": chunk_of}.get(alone)
+    if is_served and (is_native or (fits and fits(d_in, min(d_in, INT4_BLOCK)))):
         return matrix.size // 2 + 4 * of_blocks
     return matrix.size + 8 * of_blocks
 

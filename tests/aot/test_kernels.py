@@ -1,14 +1,16 @@
-"""Kernels alone, compiled for an H100 that is not here (`-m cuda_aot`; `plan.ahead` says what to install)."""
+"""Kernels alone, compiled for an H100 and for TPUs that are not here (`-m cuda_aot`, `-m libtpu`; `plan.ahead` says
+what to install)."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from compiled import dumped_to, spilled
 from jax.sharding import SingleDeviceSharding
 
-from specserve.kernels import nibbles_gpu
-from specserve.kernels.nibbles import NibbleMatrix, Numbers, span_of
+from specserve.kernels import nibbles_gpu, nibbles_tpu
+from specserve.kernels.nibbles import NibbleMatrix, Numbers, WordMatrix, chunk_of, span_of
 from specserve.plan.ahead import describe
 
 D_IN, D_OUT = 4096, 1024
@@ -37,3 +39,39 @@ def test_products_of_4_bits_stay_in_registers(numbers: Numbers, block: int, tmp_
         found = spilled(folder, described)
         assert list(found) == ["multiply_nibbles"]
         assert found["multiply_nibbles"] <= 8 * 4, rows
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize("devices", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize(
+    ("numbers", "block", "d_in", "rows", "dtype"),
+    [
+        ("uint4", 32, 4096, 8, "bfloat16"),
+        ("uint4", 32, 9728, 300, "bfloat16"),  # 19 chunks, in programs of 8 and 3
+        ("int4", 128, 4096, 32, "bfloat16"),
+        ("int4", 4096, 4096, 40, "bfloat16"),
+        ("fp4", 16, 576, 1, "bfloat16"),
+        ("fp4", 32, 2880, 64, "bfloat16"),
+        ("uint4", 32, 576, 40, "float32"),
+    ],
+)
+def test_products_of_4_bits_are_words_on_a_tpu(
+    numbers: Numbers, block: int, d_in: int, rows: int, dtype: str, devices: str
+) -> None:
+    """Every generation takes the kernel, which reads the words where they are; beside it lie the rows, filled up and
+    cut, and their sums."""
+    described = describe(devices)
+    place = SingleDeviceSharding(described.devices[0])
+
+    def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    chunk = chunk_of(d_in, block)
+    codes = array((d_in // chunk, chunk // 8, D_OUT), "uint32")
+    scales = array((d_in // chunk, max(1, chunk // block), D_OUT), "uint32")
+    weight: WordMatrix = WordMatrix(codes, scales, numbers)  # type: ignore[arg-type]
+    with described.made_for():
+        compiled = jax.jit(nibbles_tpu.multiply).lower(array((rows, d_in), dtype), weight).compile()
+    memory: Any = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes <= 4 * 4 * (rows + 256) * d_in
+    assert "multiply_words" in compiled.as_text()

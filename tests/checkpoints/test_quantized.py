@@ -23,7 +23,7 @@ from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.checkpoints.tensors import TensorFolder, write_tensors
 from specserve.errors import CheckpointError
 from specserve.kernels.matmul import QuantizedMatrix, Rounded, dequantize, matmul, quantize
-from specserve.kernels.nibbles import NibbleMatrix
+from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
 from specserve.models import moe
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec, TensorPart, is_product, matrix, vector
@@ -321,7 +321,7 @@ def test_ways_that_disagree_and_modes_that_are_not_read_are_refused_by_name() ->
 
 
 def _is_quantized(node: Any) -> bool:
-    return isinstance(node, NibbleMatrix | QuantizedMatrix)
+    return isinstance(node, NibbleMatrix | QuantizedMatrix | WordMatrix)
 
 
 def _plain(node: Any) -> Any:
@@ -408,30 +408,36 @@ def test_a_tied_head_has_few_bits_as_an_untied_one_has(tmp_path: Path, to: Round
     assert floats.head is None
     jax.tree.map(np.testing.assert_array_equal, in_few_bits(floats, to), tied.params)
     check_weights(tied.params, target_spec(tied.config), "here")
-    held = {each: total_bytes(target_held(tied.config, None, to, each)) for each in ("cpu", "gpu")}
+    held = {each: total_bytes(target_held(tied.config, None, to, each)) for each in ("cpu", "gpu", "tpu")}
     assert held["cpu"] == sum(leaf.nbytes for leaf in jax.tree.leaves(tied.params))
     spread = load(folders[0], mesh=mesh.make_mesh(tensor=2)).params
-    with mesh.made_for("gpu"):
-        elsewhere = load(folders[0], is_served=to != "int4").params
-    assert spread.head is elsewhere.head is None
-    assert held["gpu"] == sum(leaf.nbytes for leaf in jax.tree.leaves(elsewhere))
+    for platform in ("gpu", "tpu"):
+        with mesh.made_for(platform):
+            elsewhere = load(folders[0], is_served=to != "int4").params
+        assert spread.head is elsewhere.head is None
+        assert held[platform] == sum(leaf.nbytes for leaf in jax.tree.leaves(elsewhere))
 
 
-def test_a_gpu_that_serves_keeps_matrices_of_4_bits_in_4(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("platform", "form", "unit"), [("gpu", NibbleMatrix, 32), ("tpu", WordMatrix, 64)])
+def test_an_accelerator_that_serves_keeps_matrices_of_4_bits_in_4(
+    tmp_path: Path, platform: str, form: type, unit: int
+) -> None:
     """What rows are multiplied by, and nothing where it is trained with or lies on another device."""
-    tiny.write_target(tmp_path, tiny.TARGET, seed=0)
+    wide = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
+    tiny.write_target(tmp_path, tiny.TARGET | wide, seed=0)
     load = functools.partial(load_target, tmp_path, dtype="float32", quantization="int4")
-    with mesh.made_for("gpu"):
+    with mesh.made_for(platform):
         served, trained = load(is_served=True).params, load().params
     there = load(is_served=True).params
     assert jax.tree.structure(there) == jax.tree.structure(trained)
     leaves, structure = jax.tree_util.tree_flatten_with_path(trained, is_leaf=_is_quantized)
     for (path, eight), four in zip(leaves, structure.flatten_up_to(served), strict=True):
-        fits = is_product(path) and eight.shape[0] % 32 == 0  # in halves of 16 inputs
-        assert isinstance(four, NibbleMatrix) == fits, path
+        fits = is_product(path) and eight.shape[0] % unit == 0  # in halves of 16 inputs, or in groups of 64
+        assert isinstance(four, form) == fits, path
         if fits:
+            # scale and offset are rounded to bfloat16; an offset is off from the weight by 15 steps at most
             step = jnp.repeat(eight.scale, eight.block, axis=0)
-            assert_within(_plain(four), _plain(eight), 2.0**-8 * (15 * step + jnp.abs(_plain(eight))))
+            assert_within(_plain(four), _plain(eight), 2.0**-8 * (30 * step + jnp.abs(_plain(eight))))
     o, ids = served.layers[0].attention.o, jnp.asarray([3, 1])
     x = jnp.linspace(-1, 1, 3 * o.shape[0]).reshape(3, -1)
     assert_within(matmul(x, o), x @ _plain(o), of_product(x, _plain(o)))

@@ -24,7 +24,7 @@ from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.drafters.speculation import parse_speculation
 from specserve.kernels import nibbles
 from specserve.kernels.matmul import QuantizedMatrix, quantize
-from specserve.kernels.nibbles import NibbleMatrix
+from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
 from specserve.kernels.pages import Pages, default_page_size
 from specserve.mesh import MESH_AXES
 from specserve.models.params import is_product
@@ -126,10 +126,11 @@ class Case:
         return {int(size) for size in re.findall(r"= \(?\w+\[(?:\d+,)*(\d+)\]\S* .*?\bsort\(", self.compiled().text)}
 
     def widened_matrices(self) -> set[str]:
-        """The arrays as large as a matrix of 4 bits that the program makes, in memory or within a kernel."""
-        leaves = jax.tree.leaves(self.runner.inputs.layouts.many, is_leaf=lambda x: isinstance(x, NibbleMatrix))
-        own = {math.prod(leaf.shape) for leaf in leaves if isinstance(leaf, NibbleMatrix)}
-        made = re.findall(r"= \(?(\w+\[([\d,]+)\])\S* (?!parameter)", self.compiled().text)
+        """The arrays as large as a matrix of 4 bits that the program makes, in memory or within a kernel. A row of
+        bytes is none: a TPU's program allocates some."""
+        leaves = jax.tree.leaves(self.runner.inputs.layouts.many, is_leaf=_is_four)
+        own = {math.prod(leaf.shape) for leaf in leaves if _is_four(leaf)}
+        made = re.findall(r"= \(?(\w+\[(\d+,[\d,]+)\])\S* (?!parameter|get-tuple-element)", self.compiled().text)
         return {text for text, sizes in made if math.prod(map(int, sizes.split(","))) in own}
 
     def copies_of_matrices(self) -> set[str]:
@@ -143,6 +144,10 @@ class Case:
 
         found = filter(copied, Program(self.compiled().text).executed(copied))
         return {each.results[0].text for each in found if tuple(sorted(each.results[0].sizes)) in own}
+
+
+def _is_four(leaf: Any) -> bool:
+    return isinstance(leaf, NibbleMatrix | WordMatrix)
 
 
 def collectives(text: str) -> dict[str, int]:
@@ -204,22 +209,24 @@ def _runner(devices: str, preset: str, tensor: int, layers: int, bits: int) -> R
     runner = described.runner(target, drafter, shapes, mesh)
     if bits != 16:
         weights = runner.inputs.layouts.many
-        params = jax.tree_util.tree_map_with_path(functools.partial(_in_few_bits, bits), weights.target)
+        narrow = functools.partial(_in_few_bits, bits, described.platform)
+        params = jax.tree_util.tree_map_with_path(narrow, weights.target)
         weights = dataclasses.replace(weights, target=params)
         runner.inputs.layouts = dataclasses.replace(runner.inputs.layouts, one=weights, few=weights, many=weights)
     return runner
 
 
-def _in_few_bits(bits: int, path: tuple[Any, ...], leaf: Any) -> Any:
-    """A matrix of a step as a GPU holds it in so many bits, of its shape alone."""
+def _in_few_bits(bits: int, platform: str, path: tuple[Any, ...], leaf: Any) -> Any:
+    """A matrix of a step as an accelerator holds it in so many bits, of its shape alone."""
     if not is_product(path):
         return leaf
 
-    def narrow(matrix: jax.Array) -> QuantizedMatrix | NibbleMatrix:
+    def narrow(matrix: jax.Array) -> QuantizedMatrix | NibbleMatrix | WordMatrix:
         if bits == 8:
             return quantize(matrix, "int8")
         four = quantize(matrix, "int4")
-        return nibbles.lay_out(four.values, four.scale, four.offset, four.block, "uint4")
+        lay_out = nibbles.in_words if platform == "tpu" else nibbles.in_bytes
+        return lay_out(four.values, four.scale, four.offset, four.block, "uint4")
 
     shapes = jax.eval_shape(narrow, leaf)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf.sharding), shapes)

@@ -1,4 +1,5 @@
-"""Products with 4-bit weights on GPUs: interpreted on any machine, and run where there is a GPU (`-m gpu`)."""
+"""Products with 4-bit weights on GPUs and TPUs: interpreted on any machine, and run where there is one (`-m gpu`,
+`-m tpu`)."""
 
 from typing import Any, NamedTuple
 
@@ -7,14 +8,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from rounding import assert_within, of_product
 
-from specserve.kernels import nibbles, nibbles_gpu
+from specserve.kernels import nibbles, nibbles_gpu, nibbles_tpu
 from specserve.kernels.matmul import QuantizedMatrix, dequantize, in_nibbles, quantize
-from specserve.kernels.nibbles import NibbleMatrix
+from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
 from specserve.kernels.panels import FP4_DOUBLES
+from specserve.mesh import made_for
 
-HALF = 2.0**-9  # the unit roundoff of bfloat16
+OFF = 2.0**-8  # the largest share of a number that rounding to bfloat16 moves it by
 FLOAT32 = jnp.dtype("float32")
 
 
@@ -35,7 +38,16 @@ SHAPES = [
     Shape("zeros", 32, 40, 70, 130, True),  # outputs are the rows of the product
     Shape("signed", 384, 1, 5, 130),
 ]
+ON_TPU = [
+    *SHAPES,
+    Shape("codes", 32, 162, 9, 300, True),  # programs of 2 chunks, and of 1, of 1,728 inputs; the last columns are few
+    Shape("signed", 2048, 2, 1, 40),  # a block is two chunks
+    Shape("codes", 48, 12, 33, 60, True),  # runs of 96 inputs
+    Shape("doubles", 32, 18, 40, 130),
+    Shape("signed", 64, 16, 300, 8),  # two programs of rows
+]
 RUNS = [pytest.param(True, id="interpreted"), pytest.param(False, marks=pytest.mark.gpu, id="compiled")]
+UNSET = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="uninitialized")
 
 
 def drawn(rng: np.random.Generator, at: Shape) -> QuantizedMatrix:
@@ -63,7 +75,7 @@ def test_a_product_is_that_of_the_plain_matrix_and_a_row_the_same_beside_others(
         np.abs(np.asarray(each)) for each in (weight.scale, 0.0 if weight.offset is None else weight.offset)
     )
     of_input = np.repeat((30 * scale + offset), at.block, axis=0) + np.abs(np.asarray(dequantize(weight, FLOAT32)))
-    assert_within(dequantize(packed, FLOAT32), dequantize(weight, FLOAT32), 2 * HALF * of_input)
+    assert_within(dequantize(packed, FLOAT32), dequantize(weight, FLOAT32), OFF * of_input)
     for dtype in ("bfloat16", "float32"):  # in which a weight is rounded once
         x, others = (jnp.asarray(rng.standard_normal((at.num_rows, weight.shape[0])), dtype) for _ in range(2))
         got = nibbles_gpu.multiply(x, packed, interpret=interpret)
@@ -71,6 +83,49 @@ def test_a_product_is_that_of_the_plain_matrix_and_a_row_the_same_beside_others(
         assert_within(got, wide @ plain, of_product(wide, plain), dtype)
         beside = nibbles_gpu.multiply(others.at[0].set(x[0]), packed, interpret=interpret)
         assert (np.asarray(beside)[0] == np.asarray(got)[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("at", "interpret"),
+    [
+        *(pytest.param(at, True, id=f"{at}-interpreted") for at in ON_TPU),
+        *(pytest.param(at, UNSET, id=f"{at}-checked") for at in ON_TPU[::4]),  # memory begins as NaN
+        *(pytest.param(at, False, id=f"{at}-compiled", marks=pytest.mark.tpu) for at in ON_TPU),
+    ],
+)
+def test_a_tpu_multiplies_by_the_same_matrix(at: Shape, interpret: Any) -> None:
+    """For few rows, and in float32, no weight is rounded, but sums of blocks are scaled, each code 16 more than itself;
+    for many rows weights of bfloat16 are rounded twice at most."""
+    rng = np.random.default_rng(0)
+    weight = drawn(rng, at)
+    with made_for("tpu"):
+        packed = in_nibbles(weight)
+    assert isinstance(packed, WordMatrix)
+    assert packed.shape == weight.shape
+    assert 2 * packed.codes.nbytes == weight.values.nbytes
+    plain, in_bytes = dequantize(packed, FLOAT32), in_nibbles(weight)
+    if isinstance(in_bytes, NibbleMatrix):
+        assert (plain == dequantize(in_bytes, FLOAT32)).all()
+    some = np.array([at.d_out - 1, 0])
+    assert (dequantize(packed[:, some], FLOAT32) == plain[:, some]).all()
+    scale, other = (np.abs(np.repeat(each, at.block, axis=0)) for each in nibbles.halves(nibbles_scales(packed, at)))
+    summed = 47 * scale + other * (scale if packed.numbers == "int4" else 1)
+    for dtype in ("bfloat16", "float32"):
+        x, others = (jnp.asarray(rng.standard_normal((at.num_rows, weight.shape[0])), dtype) for _ in range(2))
+        got = nibbles_tpu.multiply(x, packed, interpret=interpret)
+        wide = np.asarray(x, np.float32)
+        bound = 2 * of_product(wide, summed)
+        if dtype == "bfloat16" and at.num_rows > nibbles_tpu.FEW:
+            bound += OFF * np.abs(wide) @ (15 * scale + np.abs(plain))
+        assert_within(got, wide @ np.asarray(plain), bound, dtype)
+        beside = nibbles_tpu.multiply(others.at[0].set(x[0]), packed, interpret=interpret)
+        assert (np.asarray(beside)[0] == np.asarray(got)[0]).all()
+
+
+def nibbles_scales(weight: WordMatrix, at: Shape) -> jax.Array:
+    """Its scales as they were given, one for each block."""
+    every = weight.scales.reshape(-1, at.d_out)
+    return every[:: len(every) // at.num_blocks]
 
 
 def executed(asm: str, operands: list[int]) -> list[int]:
