@@ -15,13 +15,25 @@ import numpy as np
 
 from specserve.kernels import native
 from specserve.kernels.attention import attend
-from specserve.kernels.matmul import PackedMatrix, QuantizedMatrix, matmul, pack, quantize
+from specserve.kernels.matmul import (
+    INT4_BLOCK,
+    PackedMatrix,
+    QuantizedMatrix,
+    dequantize,
+    in_nibbles,
+    matmul,
+    matmul_float32,
+    pack,
+    quantize,
+)
+from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
 from specserve.kernels.paged import PagedPrefix, kernel_for
 from specserve.kernels.pages import Pages, default_layout
 
 UNIT = 2.0**-24  # the unit roundoff of float32: half of the distance between two neighbours, as a share
 ROWS = (1, 4, 33)  # plain, a chain, and more than any block of the kernels has
 D_IN, D_OUT = 96, 70  # no multiple of a panel
+D_IN_OF_FOUR_BITS = 192  # of an accelerator's product: three groups of a TPU's words
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, QUERIES = 4, 2, 64, 32, 5
 EXP_ROUNDINGS = 8  # of an exponential, by the approximations of processors and of GPUs, in units of UNIT
 
@@ -59,7 +71,9 @@ def check_kernels() -> Iterator[Checked]:
         if native.is_available():
             yield from _products()
             yield _attention("float32")
-    elif kernel_for(_pages(np.zeros((1, KV_HEADS, PAGE_SIZE, HEAD_DIM)), "bfloat16")) is not None:
+        return
+    yield _four_bits()
+    if kernel_for(_pages(np.zeros((1, KV_HEADS, PAGE_SIZE, HEAD_DIM)), "bfloat16")) is not None:
         yield _attention("bfloat16")
 
 
@@ -83,6 +97,23 @@ def _products() -> Iterator[Checked]:
             bound = product_bound(x, values, block) * scale
             shares.append(_share(matmul(x, packed), matmul(x, plain), bound))
         yield Checked(f"products in {name}", float(np.max(shares)))
+
+
+def _four_bits() -> Checked:
+    """Check products with 4-bit weights on an accelerator. A kernel may round each weight to bfloat16, after its code
+    was scaled and again with its offset, or scale sums of codes that are 16 more, less 16 times the sums of x."""
+    rng = np.random.default_rng(2)
+    packed = in_nibbles(quantize(jnp.asarray(rng.standard_normal((D_IN_OF_FOUR_BITS, D_OUT)), jnp.float32), "int4"))
+    assert isinstance(packed, NibbleMatrix | WordMatrix)
+    plain = np.asarray(dequantize(packed, jnp.dtype("float32")))
+    step = np.ptp(plain.reshape(-1, INT4_BLOCK, D_OUT), axis=1).repeat(INT4_BLOCK, axis=0)  # 15 scales at most
+    shares = []
+    for num_rows in ROWS:
+        x = jnp.asarray(rng.standard_normal((num_rows, D_IN_OF_FOUR_BITS)), jnp.bfloat16)
+        wide = np.asarray(x, np.float32)
+        bound = 2 * product_bound(wide, 5 * step + np.abs(plain)) + 2.0**-8 * np.abs(wide) @ (step + np.abs(plain))
+        shares.append(_share(matmul_float32(x, packed), wide.astype(np.float64) @ plain, bound))
+    return Checked("products in 4 bits", float(np.max(shares)))
 
 
 def _attention(dtype: str) -> Checked:

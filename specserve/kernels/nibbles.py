@@ -127,7 +127,8 @@ def in_words(values: jax.Array, scale: jax.Array, other: jax.Array, block: int, 
     d_in, d_out = values.shape
     chunk = chunk_of(d_in, block)
     parts = _codes(values, numbers).reshape(-1, 4, 8, 2, d_out).transpose(3, 1, 0, 2, 4).reshape(8, -1, d_out)
-    words = sum(part.astype(jnp.uint32) << 4 * i for i, part in enumerate(parts))
+    places = jnp.arange(8, dtype=jnp.uint32).reshape(-1, 1, 1) * 4
+    words = (parts.astype(jnp.uint32) << places).sum(axis=0, dtype=jnp.uint32)
     scales = jnp.repeat(_side_by_side(scale, other), max(1, block // chunk), axis=0)
     return WordMatrix(words.reshape(-1, chunk // 8, d_out), scales.reshape(d_in // chunk, -1, d_out), numbers)
 

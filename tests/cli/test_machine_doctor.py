@@ -18,6 +18,7 @@ from specserve.cli.doctor import MachineCheck
 from specserve.cli.main import app
 from specserve.kernels import check, native, paged, paged_gpu
 from specserve.kernels.paged import PagedPrefix
+from specserve.mesh import made_for
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +107,22 @@ def test_kernels_that_are_off_by_more_than_rounding_are_found(monkeypatch: pytes
 
 def _is_native() -> bool:
     return not native.are_left_out()
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_products_in_4_bits_are_checked_on_accelerators(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted here. Scales that are a third too large are found."""
+    pack = check.in_nibbles
+
+    def packed(weight: Any) -> Any:
+        with made_for(platform):
+            return pack(weight)
+
+    monkeypatch.setattr(check, "in_nibbles", packed)
+    assert check._four_bits().is_right
+    product = check.matmul_float32
+    monkeypatch.setattr(check, "matmul_float32", lambda x, weight: 1.33 * product(x, weight))
+    assert not check._four_bits().is_right
 
 
 def test_the_kernel_of_gpus_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
