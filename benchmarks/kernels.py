@@ -144,7 +144,7 @@ def products(target: str, rows: Sequence[int], layers: int, names: Sequence[str]
         plain, packed = [convert(matrix) for matrix in drawn], None
         if on_cpu and native.is_available():
             packed = [pack(matrix) for matrix in plain]
-        elif name == "int4" and jax.default_backend() == "gpu":
+        elif name == "int4" and not on_cpu:
             packed = list(map(in_nibbles, plain))
         for num_rows in rows:
             x = jnp.ones((num_rows, config.d_model), default_dtype())

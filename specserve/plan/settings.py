@@ -32,7 +32,7 @@ class PlanServeRun:
     )
     quantization: Literal["none", "int8", "fp8", "int4"] = setting(
         "none",
-        help="weights of the target in few bits, as of `serve`; int4 takes 5 on one GPU, 10 over a mesh or on a TPU",
+        help="weights of the target in few bits, as of `serve`; int4 takes 5 on one device, 10 over a mesh",
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = setting(
         "auto", help="of the pages, as of `serve`; float32 is for CPUs"

@@ -62,15 +62,15 @@ WEIGHTS: dict[str, tuple[str, str, str, str]] = {  # --quantization: what it rea
     ),
     "stored": (
         "those layouts stay in 8 bits, with their scales and offsets, and in native kernels what fits in 4 bits in 4, "
-        "exactly, on one GPU with scales and offsets in bfloat16; act-order, 8-bit GPTQ and MLX, and GGUF's IQ1 to "
+        "exactly, on one GPU or TPU with scales and offsets in bfloat16; act-order, 8-bit GPTQ and MLX, and GGUF's IQ1 to "
         "IQ3, TQ1 and TQ2 become floats",
-        *("runs", FOUR_BITS, EXPERTS_ALONE),
+        *("runs", FOUR_BITS, FOUR_BITS),
     ),
     "int8": ("rounded to INT8 at load, with a scale for each output", "measured", EXPERTS_ALONE, EXPERTS_ALONE),
     "int4": (
         "rounded to 4 bits at load, with a scale and an offset for every 32 inputs of an output; elsewhere than in "
-        "native kernels and on one GPU the numbers take 8 bits, and experts get INT8",
-        *("measured", FOUR_BITS, EXPERTS_ALONE),
+        "native kernels and on one GPU or TPU the numbers take 8 bits, and experts get INT8",
+        *("measured", FOUR_BITS, FOUR_BITS),
     ),
     "fp8": ("rounded to FP8 (e4m3) at load, with a scale for each output", "runs", EXPERTS_ALONE, EXPERTS_ALONE),
 }
