@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 SINGLE_FILE = "model.safetensors"
+OF_HEAD = "draft."  # begins the names of a head's tensors in a file that has a target and its head
 INDEX_FILE = "model.safetensors.index.json"
 GGUF_FILE = "model.gguf"  # the file that a folder shows (`gguf.folder`)
 DTYPES: dict[str, np.dtype] = {
@@ -115,6 +116,11 @@ class ArrayEntry:
         """Return nothing: its own type is of floats."""
 
 
+def is_file(given: object) -> bool:
+    """Return whether what names weights is one file of them, and no folder."""
+    return isinstance(given, str | Path) and Path(given).suffix == ".safetensors"
+
+
 class TensorFolder:
     """The tensors of a checkpoint folder, read by slice. Opening checks every header against its file."""
 
@@ -158,6 +164,15 @@ class TensorFolder:
         made.folder = path.parent
         made._entries = {**_read_header(path)}
         return made
+
+    @classmethod
+    def of_version(cls, path: Path) -> "tuple[TensorFolder, TensorFolder]":
+        """Return the tensors of one file that are a target's, and those of its head, whose names begin with `draft.`
+        there. Raises CheckpointError as opening a folder does."""
+        target, head = cls.of_file(path), cls.of_file(path)
+        target._entries = {name: entry for name, entry in target._entries.items() if not name.startswith(OF_HEAD)}
+        head._entries = {name.removeprefix(OF_HEAD): head._entries[name] for name in head.names() - target.names()}
+        return target, head
 
     def names(self) -> frozenset[str]:
         return frozenset(self._entries)

@@ -23,7 +23,7 @@ from specserve.checkpoints.load import (
 )
 from specserve.checkpoints.lora import LoraPair, is_adapter, merged, read_adapter
 from specserve.checkpoints.quantized import read_storing
-from specserve.checkpoints.tensors import CONFIG, TensorFolder, listed, read_json
+from specserve.checkpoints.tensors import CONFIG, TensorFolder, is_file, listed, read_json
 from specserve.errors import CheckpointError, ConfigError
 from specserve.models.config import ModelConfig
 from specserve.models.params import is_spec, specs
@@ -44,7 +44,8 @@ def other_target(
     mesh: Mesh | None,
 ) -> Target:
     """Return the target with other weights, in the form that `load_target` gives to what is served: from its
-    parameters, stacked or not, from arrays by the checkpoint's names, from a file of them, or from a model folder; or
+    parameters, stacked or not, from arrays by the checkpoint's names, from a file of them, perhaps beside a head's, or
+    from a model folder; or
     those of its own folder with LoRA's pairs by the names of matrices, or PEFT's folder of them, merged into it. Arrays
     may be JAX's or NumPy's, of any float dtype; they are rounded to the target's. Those that are where they are needed
     are not copied, so they must not be donated afterwards. Raises ConfigError or CheckpointError, which name what is
@@ -54,7 +55,7 @@ def other_target(
     if isinstance(given, str | Path) and is_adapter(Path(given)):
         given = read_adapter(Path(given))
     if isinstance(given, str | Path):
-        tensors = TensorFolder.of_file(Path(given)) if Path(given).suffix == ".safetensors" else None
+        tensors = TensorFolder.of_version(Path(given))[0] if is_file(given) else None
         found = load_target(
             Path(given) if tensors is None else served.folder, dtype=config.dtype, tensors=tensors, **how
         )

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from pydantic import TypeAdapter, ValidationError
 
 from specserve.checkpoints.load import AS_VOCABULARY, Quantization, Target, load_params, to_numpy
+from specserve.checkpoints.quantized import PLAIN, Storing
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import load_kind
@@ -82,15 +83,28 @@ class HeadFormat:
         """Load a head in any dialect. Raises as `read` does."""
         drafter = self.read(folder, target.config, str(target.folder), dtype=dtype)
         tensors = self.examined.open(folder)
+        storing = published.stored_scales(read_json(folder / CONFIG), tensors, str(folder / CONFIG))
+        return self.of_tensors(drafter, tensors, str(folder), mesh=mesh, quantization=quantization, storing=storing)
+
+    def of_tensors(
+        self,
+        drafter: TrainedDrafter,
+        tensors: TensorFolder,
+        where: str,
+        *,
+        mesh: Mesh | None,
+        quantization: Quantization = "none",
+        storing: Storing = PLAIN,
+    ) -> Head:
+        """Load a head of a known shape in any dialect. Raises CheckpointError."""
         names, rename = tensors.names(), self.renamer(tensors.names(), drafter)
         tables = rename(D2T), rename(T2D)
         d2t, t2d = (tensors.read(stored) if stored in names else None for stored in tables)
-        target_ids = published.vocab_from_tensors(d2t, t2d, drafter.draft_vocab_size, drafter.vocab_size, str(folder))
+        target_ids = published.vocab_from_tensors(d2t, t2d, drafter.draft_vocab_size, drafter.vocab_size, where)
         skipped = {re.escape(stored): AS_VOCABULARY for stored in tables} | dict(self.skipped)
-        storing = published.stored_scales(read_json(folder / CONFIG), tensors, str(folder / CONFIG))
         how = {"shardings": drafter.place(mesh) if mesh is not None else None, "skipped": skipped, "storing": storing}
         how |= {"rename": rename, "quantization": quantization, "option": "--draft-quantization"}
-        return Head(drafter, self.params(drafter, tensors, dtype, how), target_ids)
+        return Head(drafter, self.params(drafter, tensors, drafter.dtype, how), target_ids)
 
     def renamer(self, names: frozenset[str], drafter: TrainedDrafter) -> Callable[[str], str]:
         """Return a function from our names of tensors to those of a folder."""

@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Quantization, Target, check_weights
 from specserve.checkpoints.source import NOTES_FILE
-from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, write_json, write_tensors
+from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, TensorFolder, write_json, write_tensors
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import KindName
-from specserve.errors import CheckpointError
+from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.findings import Dialect
 from specserve.interop.formats import format_for, format_of
 from specserve.models.config import ModelConfig
@@ -61,6 +61,17 @@ def load_head(
     head = reader.load(folder, target, dtype=dtype, mesh=mesh, quantization=quantization)
     check_weights(head.params, head.drafter.spec(), str(folder), may_be_zero=False)
     return head
+
+
+def sent_params(served: Head, path: Path, *, mesh: Mesh | None) -> Any:
+    """Read other parameters of a head that is served from a file in which the names of its tensors begin with `draft.`.
+    Raises ConfigError or CheckpointError, also where they are those of another draft vocabulary."""
+    _, tensors = TensorFolder.of_version(path)
+    head = format_for(served.drafter.name).of_tensors(served.drafter, tensors, str(path), mesh=mesh)
+    if not np.array_equal(head.target_ids, served.target_ids):
+        raise ConfigError(f"{path}: another draft vocabulary than that of the head that is served")
+    check_weights(head.params, head.drafter.spec(), str(path), may_be_zero=False)
+    return head.params
 
 
 def read_drafter(folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:

@@ -15,14 +15,14 @@ from jax.sharding import Mesh
 from specserve import host
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_few_bits, load_target
 from specserve.checkpoints.source import BUNDLED, resolve_target
-from specserve.checkpoints.tensors import TensorFolder
+from specserve.checkpoints.tensors import TensorFolder, is_file
 from specserve.drafters.interface import Head, other_head
 from specserve.drafters.registry import CARRIED
 from specserve.drafters.speculation import parse_speculation, with_head, within_reach
 from specserve.drafters.words import ALL_TEXT
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.bundled import bundled_head, find_head, is_downloaded, resolve_head
-from specserve.interop.head import load_head
+from specserve.interop.head import load_head, sent_params
 from specserve.interop.notes import draft_quantization, log_training, plain_acceptance, read_notes
 from specserve.mesh import default_dtype, program_platform
 from specserve.provenance import fingerprint
@@ -164,11 +164,12 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
 
 def with_version(models: Models, name: str, target: str, draft: str) -> Models:
     """The models with another version's weights, in folders or files (empty: these stay). Raises as `load_beside`."""
-    other, *_ = _weights_reader(models)(None, target or None, None)
-    models = dataclasses.replace(models, target=other or models.target, version=name)
-    if draft:  # perhaps another kind than the command names
+    is_sent = is_file(draft)  # and of the head that the command names; a folder may have another kind
+    other, head, _ = _weights_reader(models)(models.head_form, target or None, draft if is_sent else None)
+    models = dataclasses.replace(models, target=other or models.target, head=head or models.head, version=name)
+    if draft and not is_sent:
         models = load_beside(models, draft, Path(draft))
-    if other:  # both were measured with another target
+    if other or head:  # both were measured with another target, or for another head
         info = dataclasses.replace(models.draft, tau=None) if models.draft else None
         models = dataclasses.replace(models, draft=info, head_acceptance=())
     return models
@@ -375,6 +376,8 @@ def _weights_reader(models: Models) -> WeightsReader:
             return other, None, None
         if form is None:
             raise ConfigError("this server speculates without a head, so there is none to update")
+        if is_file(draft):
+            draft = sent_params(form.head, Path(cast(str, draft)), mesh=mesh)
         if not isinstance(draft, str | Path):
             return other, other_head(form.head, draft, quantization=form.quantization, mesh=mesh), None
         found = load_beside(kept, str(draft), Path(draft))

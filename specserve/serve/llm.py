@@ -117,11 +117,12 @@ class LLM:
         mode: UpdateMode = "continue",
     ) -> str:
         """Answer by another version of the weights from now on. `target` is `TargetParams` (as `load_target` gives
-        them), arrays by the checkpoint's names, or a model folder; `draft` the parameters of the same head, or a folder
-        of one. Each may be left out, and then stays. Arrays that are where they are needed are not copied, so do not
-        donate them. Answers that are being made in another thread `continue`, with their keys and values computed anew,
-        or, to `drain`, end first. Returns the version's name: `version`, or a number. Raises ConfigError or
-        CheckpointError where anything is wrong with it; then nothing has changed."""
+        them), arrays by the checkpoint's names, a model folder, or one file of safetensors; `draft` the parameters of
+        the same head, a folder of one, or such a file, in which the head's names begin with `draft.`. Each may be left
+        out, and then stays. Arrays that are where they are needed are not copied, so do not donate them. Answers that
+        are being made in another thread `continue`, with their keys and values computed anew, or, to `drain`, end
+        first. Returns the version's name: `version`, or a number. Raises ConfigError or CheckpointError where anything
+        is wrong with it; then nothing has changed."""
         return self.engine.update_weights(target, draft, version=version, mode=mode)
 
     def pause(self, mode: PauseMode = "abort") -> None:

@@ -51,8 +51,9 @@ class UpdateFolder:
                 f"{self._file}: expected the texts {', '.join(sorted(names))}; remove it to begin afresh"
             )
         kept = KeptVersion(**{name: str(stated[name]) for name in names})
-        sent = self.folder / Path(kept.target).name  # also where the folder is somewhere else by now
-        return dataclasses.replace(kept, target=str(sent)) if sent in self._all_sent() else kept
+        here = {path.name: str(path) for path in self._all_sent()}  # also where the folder is somewhere else by now
+        target, draft = (here.get(Path(given).name, given) for given in (kept.target, kept.draft))
+        return dataclasses.replace(kept, target=target, draft=draft)
 
     def keep(self, name: str, target: str | None, draft: str | None) -> None:
         """Keep this version, whose target or draft is that of the one before where it has none. Raises OSError."""
@@ -74,7 +75,7 @@ class UpdateFolder:
         """Remove the files that clients have sent and that no version needs."""
         kept = self.read()
         for path in self._all_sent():
-            if kept is None or str(path) != kept.target:
+            if kept is None or str(path) not in (kept.target, kept.draft):
                 path.unlink(missing_ok=True)
 
     def _all_sent(self) -> list[Path]:

@@ -41,6 +41,9 @@ class LanguageModelFormat(HeadFormat):
         config = model_config(read_json(folder / CONFIG), dtype=dtype, where=str(folder / CONFIG))
         return LANGUAGE_MODEL.new(None, config, config.vocab_size)
 
+    def of_tensors(self, drafter: TrainedDrafter, tensors: TensorFolder, where: str, **_how: Any) -> Head:
+        raise ConfigError(f"{where}: a language model that drafts comes with its tokenizer; give its folder")
+
     def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None, quantization: Quantization) -> Head:
         drafter = self.read(folder, target.config, str(target.folder), dtype=dtype)
         for each in (target.folder, folder):

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 # the parameters as `load_target` gives them, arrays by the checkpoint's names, or a model folder
 TargetWeights = TargetParams | Mapping[str, Any] | str | Path
-DraftWeights = Any  # the parameters of the same head, or the folder of one that is alike
+DraftWeights = Any  # the parameters of the same head, a file of them, or the folder of one that is alike
 UpdateMode = Literal["continue", "drain"]
 MOST_DIGITS = 18  # of the name of a version that counts as a number
 MODES: tuple[UpdateMode, ...] = ("continue", "drain")

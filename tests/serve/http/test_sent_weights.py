@@ -1,6 +1,7 @@
 """Weights that a client sends, and the version that a server which was killed begins with again: a version is whole, or
 nothing has changed."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import httpx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import served
@@ -23,12 +25,18 @@ from engines import PATIENCE, Fixed, Letters, make_engine, serving
 from fakes import assert_refused, wait_for
 
 from specserve.checkpoints.load import Target, to_numpy
-from specserve.checkpoints.tensors import write_tensors
+from specserve.checkpoints.tensors import TensorFolder, write_tensors
+from specserve.checkpoints.update import other_target
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CheckpointError
 from specserve.host import hold
+from specserve.interop.head import head_files
+from specserve.interop.published import vocab_to_tensors
 from specserve.models.target import target_spec
 from specserve.serve import launch
+from specserve.serve.engine.engine import Engine
+from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.engine.swap import ServedWeights
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
@@ -56,11 +64,20 @@ def sent(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> bytes
     return path.read_bytes()
 
 
-@contextmanager
-def _client(runner: Runner, models: Models, folder: Path) -> Iterator[httpx.Client]:
-    engine = make_engine(runner.with_weights(models.target.params, None), Fixed(parse_speculation("chain:3")))
+def _engine(runner: Runner, models: Models) -> Engine:
+    engine = make_engine(runner.with_weights(models.target.params, models.head), Fixed(parse_speculation("chain:3")))
     engine._tokenizer = type("ServedLetters", (Letters,), {"token_id": lambda _self, _token: None})()
     engine._swaps.weights = ServedWeights(models.version, read=launch._weights_reader(models))
+    engine._swaps._form = models.head_form
+    return engine
+
+
+def _client(runner: Runner, models: Models, folder: Path) -> AbstractContextManager[httpx.Client]:
+    return _served(_engine(runner, models), folder)
+
+
+@contextmanager
+def _served(engine: Engine, folder: Path) -> Iterator[httpx.Client]:
     run = ServeRun(allow_update_weights=True, update_folder=str(folder), update_max_gb=0.001)
     server = HttpServer(create_app(engine, run=run), port=0)
     with serving(engine):
@@ -99,6 +116,82 @@ def test_what_is_sent_serves_and_is_what_a_server_begins_with_again(
         assert reply.status_code == 200
         assert _answer(http) == old
         assert not list(folder.glob("*.safetensors"))
+
+
+def _with_head(target: Target, head: Head, seed: int, path: Path, *parts: str) -> tuple[bytes, Head]:
+    """A file of a version's `parts`, and its head, whose numbers are those of another in another order."""
+    rng = np.random.default_rng(seed)
+
+    def move(leaf: jax.Array) -> jax.Array:
+        return jnp.asarray(rng.permutation(np.asarray(leaf).ravel()).reshape(leaf.shape))
+
+    other = dataclasses.replace(head, params=jax.tree.map(move, head.params))
+    tensors, _ = head_files(other, target, dtype="float32")
+    arrays = _moved(target, seed) if "target" in parts else {}
+    write_tensors(path, arrays | {f"draft.{name}": each for name, each in tensors.items()})
+    return path.read_bytes(), other
+
+
+def test_a_head_is_sent_beside_its_target_or_alone(
+    runner: Runner, tiny_target: Target, tiny_head: Head, sent: bytes, tmp_path: Path
+) -> None:
+    """As one version, and a server that begins again has both, from wherever they lie by then. Another head than the
+    one that is served changes nothing."""
+    draft = DraftInfo("mine", 2.5)
+    models, folder = Models("tiny", tiny_target, tiny_head, None, draft=draft), tmp_path / "kept"
+    engine = _engine(runner, models)
+
+    def check(serving: Runner, seed: int, head: Head) -> None:
+        target = other_target(tiny_target, _moved(tiny_target, seed), quantization="none", mesh=None)
+        expected = runner.with_weights(target.params, head).inputs.layouts.many
+        jax.tree.map(np.testing.assert_array_equal, serving.inputs.layouts.many, expected)
+
+    with _served(engine, folder) as http:
+        for number, parts in enumerate([("target", "draft"), ("draft",)], start=1):
+            body, head = _with_head(tiny_target, tiny_head, number, tmp_path / "x.safetensors", *parts)
+            reply = http.post(ROUTE, content=body, headers=HEADERS)
+            assert (reply.status_code, reply.json()["weight_version"]) == (200, str(number)), reply.text
+            assert _answer(http)
+            check(engine.runner, 1, head)  # the target is that of the first
+            assert len(list(folder.glob("*.safetensors"))) == number
+        tensors = TensorFolder.of_file(tmp_path / "x.safetensors")
+        whole = {name: tensors.read(name) for name in tensors.names()}
+        wrong: dict[str, tuple[dict[str, np.ndarray | None], str]] = {
+            "shape": ({"draft.fc.weight": np.zeros((3, 3), np.float32)}, "fc.weight"),
+            "missing": ({"draft.norm.weight": None}, "norm.weight"),
+            "no number": ({"draft.norm.weight": np.full(32, np.nan, np.float32)}, "norm.weight"),
+            "unknown": ({"draft.of.nobody": np.zeros(3, np.float32)}, "of.nobody"),
+            "other vocabulary": (_vocabulary(tiny_head), "another draft vocabulary"),
+        }
+        for case, (change, words) in wrong.items():
+            arrays = {name: each for name, each in (whole | change).items() if each is not None}
+            write_tensors(tmp_path / "wrong.safetensors", arrays)
+            reply = http.post(ROUTE, content=(tmp_path / "wrong.safetensors").read_bytes(), headers=HEADERS)
+            assert words in assert_refused(reply)["message"], case
+            check(engine.runner, 1, head)
+        assert len(list(folder.glob("*.safetensors"))) == 2
+    folder.rename(tmp_path / "moved")
+    kept = UpdateFolder(tmp_path / "moved").read()
+    assert kept is not None
+    again = launch.with_version(models, kept.name, kept.target, kept.draft)
+    check(_engine(runner, again).runner, 1, head)
+    assert again.draft == DraftInfo("mine", None), "what the head promised was of another one"
+    with _served(_engine(runner, again), tmp_path / "moved") as http:
+        assert http.post(ROUTE, content=sent, headers=HEADERS).status_code == 200
+        assert len(list((tmp_path / "moved").glob("*.safetensors"))) == 2, "the new target's, and the head's"
+    without = Models("tiny", tiny_target, None, None)
+    with _served(_engine(runner, without), tmp_path / "alone") as http:
+        reply = http.post(ROUTE, content=body, headers=HEADERS)
+        assert "speculates without a head" in assert_refused(reply)["message"]
+        assert not list((tmp_path / "alone").glob("*.safetensors"))
+
+
+def _vocabulary(head: Head) -> dict[str, np.ndarray | None]:
+    """As many tokens as a head has, and one of them another."""
+    ids = np.array(head.target_ids)
+    free = np.setdiff1d(np.arange(head.drafter.vocab_size), ids)
+    others = np.sort(np.append(ids[:-1], free[0])).astype(np.int32)
+    return {f"draft.{name}": each for name, each in vocab_to_tensors(others, head.drafter.vocab_size).items()}
 
 
 def test_a_version_that_cannot_be_kept_serves_and_one_that_does_not_fit_leaves_nothing(

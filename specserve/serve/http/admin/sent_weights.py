@@ -1,5 +1,6 @@
-"""The route by which a client sends a version of the weights: a file of safetensors as the body of a request, which
-goes to the disk as it comes. It is checked as a checkpoint's own file is, and nothing in it is ever run."""
+"""The route by which a client sends a version of the weights: a file of safetensors as the body of a request, of the
+target, of its head (names that begin with `draft.`), or of both, which goes to the disk as it comes. It is checked as a
+checkpoint's own file is, and nothing in it is ever run."""
 
 import asyncio
 import hashlib

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.exceptions import HTTPException
 
+from specserve.checkpoints.tensors import TensorFolder
 from specserve.errors import CheckpointError, ConfigError, RequestError
 from specserve.serve.engine.interface import EngineLike
 from specserve.serve.engine.rest import PauseMode, SleepMode
@@ -213,8 +214,16 @@ class WeightUpdates:
             self._use(target or self._last or self._engine.target_folder, None, "", "continue", 0)
 
     def use_sent(self, path: Path, *, version: str, mode: str) -> Updated:
-        """Serve the target's weights in a file that a client has sent, which goes where they do not serve."""
-        return self._use(str(path), None, version, cast(UpdateMode, mode), self._num_open(), on_refused=path.unlink)
+        """Serve the weights in a file that a client has sent, of the target, of its head or of both. It goes where they
+        do not serve."""
+        try:
+            of_target, of_head = TensorFolder.of_version(path)
+        except CheckpointError:
+            path.unlink()
+            raise
+        target = str(path) if of_target.names() or not of_head.names() else None
+        draft = str(path) if of_head.names() else None
+        return self._use(target, draft, version, cast(UpdateMode, mode), self._num_open(), on_refused=path.unlink)
 
     def _num_open(self) -> int:
         stats = self._service.engine.stats()
