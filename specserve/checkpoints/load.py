@@ -26,7 +26,7 @@ from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
 from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, Rounded, Weight, dequantize, in_nibbles
-from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
+from specserve.kernels.nibbles import PLATFORMS, NibbleMatrix, WordMatrix
 from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
@@ -107,7 +107,7 @@ def load_target(
     quantization: Quantization = "none",
     mesh: Mesh | None = None,  # the devices that hold the parameters; None: the default one
     is_checked: bool = False,  # every value must be a number
-    is_served: bool = False,  # each device has a KV head of its own (`spread_kv_heads`), a GPU numbers of 4 bits in 4
+    is_served: bool = False,  # each device has its own KV head (`spread_kv_heads`), accelerators numbers of 4 bits in 4
     has_layers: bool = True,  # without them: embedding, final norm and output head alone
     is_looped: bool = False,  # layers that repeat are stacked where that pays, for programs that run over rows
     place: Callable[[ModelConfig, TargetParams, Mesh], TargetParams] = place_target,
@@ -220,7 +220,7 @@ def load_params(
     leaves, structure = jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_spec)
     places: Sequence[Sharding | None] = jax.tree.leaves(shardings) or [None] * len(leaves)
     opened = _open_all([spec for _, spec in leaves], tensors, {**_SKIPPED, **(skipped or {})}, rename, storing)
-    loaded, widened, has_nibbles = [], 0, is_served and shardings is None and program_platform() != "cpu"
+    loaded, widened, has_nibbles = [], 0, is_served and shardings is None and program_platform() in PLATFORMS
     for (path, spec), weights, place in zip(leaves, opened, places, strict=True):
         how = quantization if is_product(path) else "none"
         matrix = _load(spec, weights, np.dtype(spec.dtype(dtype)), place, how)
@@ -245,7 +245,8 @@ def _log_widths(loaded: Sequence[jax.Array | Weight]) -> None:
     in_bytes = sum(isinstance(each, QuantizedMatrix) for each in loaded)
     if in_bytes and program_platform() != "cpu":
         logger.info(
-            "%d matrices of few bits are held in 8 bits: products in 4 are those of one GPU or TPU, and not of experts",
+            "%d matrices of few bits are held in 8 bits: products in 4 are those of one GPU or TPU, not of experts, "
+            "and of shapes that its kernel takes",
             in_bytes,
         )
 

@@ -121,6 +121,13 @@ def is_file(given: object) -> bool:
     return isinstance(given, str | Path) and Path(given).suffix == ".safetensors"
 
 
+def head_beside(target: object) -> Path | None:
+    """Return what names a target's weights where it is a file that has its head too. Raises CheckpointError."""
+    if not isinstance(target, str | Path) or not is_file(target):
+        return None
+    return Path(target) if TensorFolder.of_version(Path(target))[1].names() else None
+
+
 class TensorFolder:
     """The tensors of a checkpoint folder, read by slice. Opening checks every header against its file."""
 

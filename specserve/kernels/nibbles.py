@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels.panels import FP4_CODES
+from specserve.mesh import traced_once
 from specserve.pytree import pytree, static
 
 Numbers = Literal["int4", "uint4", "fp4"]  # see `panels.four_bits`
+PLATFORMS = ("gpu", "tpu")  # each has a kernel
+MOST_FP4 = 12  # the double of the largest 4-bit float
 
 LEAST = 16  # rows, columns and inputs of a product that tensor cores take
 MOST_SPAN = 128  # bytes of an output that are read at once: a line of the cache
@@ -92,12 +95,15 @@ def pack(
     """Return numbers in 4 bits, without changing one, and their scales and offsets in bfloat16; None where they do not
     fit, or where the kernel cannot take the shape."""
     d_in, block = values.shape[0], min(block, values.shape[0])
-    is_taken, lay_out = (chunk_of, in_words) if platform == "tpu" else (span_of, in_bytes)
+    # in a program of its own, or there would be a word for every number on the way
+    compiled = traced_once(in_words, "block", "numbers")
+    is_taken, lay_out = (chunk_of, compiled) if platform == "tpu" else (span_of, in_bytes)
     if values.dtype != jnp.int8 or not is_taken(d_in, block):
         return None
     low, high = _bounds(values, block)
     if (high - low).max() > 15:
-        is_float = offset is None and (jnp.asarray(FP4_CODES)[values.view(jnp.uint8)] < 16).all()
+        may_be = offset is None and low.min() >= -MOST_FP4 and high.max() <= MOST_FP4  # or a gather of every number
+        is_float = may_be and (jnp.asarray(FP4_CODES)[values.view(jnp.uint8)] < 16).all()
         return lay_out(values, scale, jnp.zeros_like(scale), block, "fp4") if is_float else None
     first = jnp.where((low >= 0) & (high < 16), 0, jnp.where((low >= -8) & (high < 8), -8, low))
     values = values - jnp.repeat(first.astype(jnp.int8), block, axis=0)[:d_in]

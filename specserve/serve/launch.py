@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import numpy as np
 from jax.sharding import Mesh
 
 from specserve import host
@@ -361,7 +360,7 @@ def _weights_reader(models: Models) -> WeightsReader:
     """Return a function that reads other weights of the target, and of the head that is served. It keeps no
     parameters."""
     served = dataclasses.replace(models.target, params=cast(Any, None))
-    kept, mesh = dataclasses.replace(models, target=served, head=None), models.mesh
+    kept, mesh, began = dataclasses.replace(models, target=served, head=None), models.mesh, models.head_form
     quantization = cast(Quantization, models.quantization)
 
     def read(
@@ -377,13 +376,15 @@ def _weights_reader(models: Models) -> WeightsReader:
         if form is None:
             raise ConfigError("this server speculates without a head, so there is none to update")
         if is_file(draft):
+            if began is None or not began.fits(form.head):
+                raise ConfigError(f"{draft}: load_draft has loaded the head that is served; give a folder of it")
             draft = sent_params(form.head, Path(cast(str, draft)), mesh=mesh)
         if not isinstance(draft, str | Path):
             return other, other_head(form.head, draft, quantization=form.quantization, mesh=mesh), None
         found = load_beside(kept, str(draft), Path(draft))
         head = found.head
         assert head is not None
-        if head.drafter != form.head.drafter or not np.array_equal(head.target_ids, form.head.target_ids):
+        if not form.fits(head):
             raise ConfigError(f"{draft}: another head than the one that is served; load_draft changes to another")
         return other, head, found.draft
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from specserve import config, host
+from specserve.checkpoints.tensors import head_beside
 from specserve.errors import CapacityError, ConfigError, RequestError
 from specserve.serve.engine.rest import PauseMode, SleepMode
 from specserve.serve.engine.rounds import PARTS, Part
@@ -123,7 +124,9 @@ class LLM:
         are being made in another thread `continue`, with their keys and values computed anew, or, to `drain`, end
         first. Returns the version's name: `version`, or a number. Raises ConfigError or CheckpointError where anything
         is wrong with it; then nothing has changed."""
-        return self.engine.update_weights(target, draft, version=version, mode=mode)
+        return self.engine.update_weights(
+            target, draft if draft is not None else head_beside(target), version=version, mode=mode
+        )
 
     def pause(self, mode: PauseMode = "abort") -> None:
         """Make no more steps until `resume`. Answers that are being made in other threads end as they are (`abort`),

@@ -44,19 +44,23 @@ def test_products_of_4_bits_stay_in_registers(numbers: Numbers, block: int, tmp_
 @pytest.mark.libtpu
 @pytest.mark.parametrize("devices", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize(
-    ("numbers", "block", "d_in", "rows", "dtype"),
+    ("numbers", "block", "d_in", "rows", "dtype", "d_out"),
     [
-        ("uint4", 32, 4096, 8, "bfloat16"),
-        ("uint4", 32, 9728, 300, "bfloat16"),  # 19 chunks, in programs of 8 and 3
-        ("int4", 128, 4096, 32, "bfloat16"),
-        ("int4", 4096, 4096, 40, "bfloat16"),
-        ("fp4", 16, 576, 1, "bfloat16"),
-        ("fp4", 32, 2880, 64, "bfloat16"),
-        ("uint4", 32, 576, 40, "float32"),
+        ("uint4", 32, 4096, 8, "bfloat16", 1024),
+        ("uint4", 32, 9728, 300, "bfloat16", 1024),  # 19 chunks, in programs of 8 and 3
+        ("int4", 128, 4096, 32, "bfloat16", 5120),
+        ("int4", 4096, 4096, 40, "bfloat16", 1024),
+        ("int4", 4096, 4096, 8, "bfloat16", 1024),  # a chunk has one scale
+        ("uint4", 48, 1536, 8, "bfloat16", 300),
+        ("uint4", 32, 53248, 1024, "bfloat16", 256),
+        ("fp4", 16, 576, 1, "bfloat16", 1024),
+        ("fp4", 16, 9664, 256, "bfloat16", 256),  # 151 chunks of 64 inputs
+        ("fp4", 32, 2880, 64, "bfloat16", 1024),
+        ("uint4", 32, 576, 40, "float32", 1024),
     ],
 )
 def test_products_of_4_bits_are_words_on_a_tpu(
-    numbers: Numbers, block: int, d_in: int, rows: int, dtype: str, devices: str
+    numbers: Numbers, block: int, d_in: int, rows: int, dtype: str, d_out: int, devices: str
 ) -> None:
     """Every generation takes the kernel, which reads the words where they are; beside it lie the rows, filled up and
     cut, and their sums."""
@@ -67,8 +71,8 @@ def test_products_of_4_bits_are_words_on_a_tpu(
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     chunk = chunk_of(d_in, block)
-    codes = array((d_in // chunk, chunk // 8, D_OUT), "uint32")
-    scales = array((d_in // chunk, max(1, chunk // block), D_OUT), "uint32")
+    codes = array((d_in // chunk, chunk // 8, d_out), "uint32")
+    scales = array((d_in // chunk, max(1, chunk // block), d_out), "uint32")
     weight: WordMatrix = WordMatrix(codes, scales, numbers)  # type: ignore[arg-type]
     with described.made_for():
         compiled = jax.jit(nibbles_tpu.multiply).lower(array((rows, d_in), dtype), weight).compile()

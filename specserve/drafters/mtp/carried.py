@@ -49,24 +49,25 @@ def read_layer(
     """Read the layer's parameters from a folder, which may hold a whole target. Raises CheckpointError."""
     name_of = how["rename"]
     names, where = tensors.names(), tensors.folder / CONFIG
+    raw = read_json(where) if where.exists() else {}  # beside a file that was sent to a server there is none
     left_out = dict(how.get("skipped", {}))
-    if _text_of(read_json(where)).get("mtp_use_dedicated_embeddings"):
+    if _text_of(raw).get("mtp_use_dedicated_embeddings"):
         raise CheckpointError(
             f"{where}: mtp_use_dedicated_embeddings is true; its layer of multi-token prediction has tables of its "
             "own, which are not read. Serve the target without it, or with another head (--draft)"
         )
-    if found := sorted(key for key in _text_of(read_json(where)) if key.startswith("dspark_")):
+    if found := sorted(key for key in _text_of(raw) if key.startswith("dspark_")):
         raise CheckpointError(
             f"{where}: {found[0]} says that the layers behind the target's own draft blocks (DSpark), which are not "
             "read out of a whole checkpoint. Serve the target without them, or with another head (--draft)"
         )
-    if (blocks := read_json(where).get("mtp_hybrid_override_pattern")) not in (None, "*E"):
+    if (blocks := raw.get("mtp_hybrid_override_pattern")) not in (None, "*E"):
         raise CheckpointError(
             f"{where}: mtp_hybrid_override_pattern is {blocks!r}; only a layer of multi-token prediction of attention "
             "and experts (*E) is read. Serve the target without it, or with another head (--draft)"
         )
     if is_whole(names, config.layer):
-        if (count := num_carried(read_json(where))) > 1:
+        if (count := num_carried(raw)) > 1:
             logger.warning(
                 "%s: the first of its %d layers of multi-token prediction runs at every depth", tensors.folder, count
             )
@@ -74,7 +75,7 @@ def read_layer(
     for name in map(name_of, shared_tables(config.layer, config.layout)):
         if name in names:
             left_out[re.escape(name)] = "a copy of the target's own"
-    storing = read_storing(read_json(where), str(where))
+    storing = read_storing(raw, str(where))
     return load_params(draft_spec(config), tensors, dtype, **{**how, "skipped": left_out, "storing": storing})
 
 

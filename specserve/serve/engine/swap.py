@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from specserve.checkpoints.load import Quantization, Target
 from specserve.drafters.interface import Head
@@ -32,7 +33,7 @@ from specserve.speculative.tree import Tree
 
 logger = logging.getLogger(__name__)
 
-# the parameters as `load_target` gives them, arrays by the checkpoint's names, or a model folder
+# the parameters as `load_target` gives them, arrays by the checkpoint's names, a model folder, or a file
 TargetWeights = TargetParams | Mapping[str, Any] | str | Path
 DraftWeights = Any  # the parameters of the same head, a file of them, or the folder of one that is alike
 UpdateMode = Literal["continue", "drain"]
@@ -46,6 +47,10 @@ class HeadForm:
 
     head: Head
     quantization: Quantization
+
+    def fits(self, other: Head) -> bool:
+        """Return whether another head has the same parameters, of the same meaning."""
+        return self.head.drafter == other.drafter and np.array_equal(self.head.target_ids, other.target_ids)
 
 
 # with what is known of the head: nothing where its parameters were given, or it stays

@@ -18,6 +18,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, Weight, block, dequantize, in_nibbles, matmul, pack
+from specserve.kernels.nibbles import PLATFORMS
 from specserve.mesh import program_platform, whole
 from specserve.models.config import ModelConfig
 from specserve.models.mixers.latent import LatentAttention, split_by_head
@@ -161,7 +162,7 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
     if is_cpu and native.is_available():
         weights = _arranged(plain, _packed)
         return Layouts(weights, weights, weights, (_packed, _packed, _packed), mesh)
-    if program_platform() != "cpu" and mesh is None:
+    if program_platform() in PLATFORMS and mesh is None:
         weights = _arranged(plain, _in_nibbles)
         return Layouts(weights, weights, weights, (_in_nibbles, _in_nibbles, _in_nibbles), mesh)
     if not is_cpu or sum(leaf.nbytes for leaf in jax.tree.leaves(plain)) > COPIED_BYTES:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import served
+import tiny
 from engines import PATIENCE, Fixed, Letters, make_engine, serving
 from fakes import assert_refused, wait_for
 
@@ -29,15 +30,15 @@ from specserve.checkpoints.tensors import TensorFolder, write_tensors
 from specserve.checkpoints.update import other_target
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
-from specserve.errors import CheckpointError
+from specserve.errors import CheckpointError, ConfigError
 from specserve.host import hold
-from specserve.interop.head import head_files
+from specserve.interop.head import head_files, sent_params
 from specserve.interop.published import vocab_to_tensors
 from specserve.models.target import target_spec
 from specserve.serve import launch
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.interface import DraftInfo
-from specserve.serve.engine.swap import ServedWeights
+from specserve.serve.engine.swap import HeadForm, ServedWeights
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.launch import Models
@@ -169,6 +170,11 @@ def test_a_head_is_sent_beside_its_target_or_alone(
             reply = http.post(ROUTE, content=(tmp_path / "wrong.safetensors").read_bytes(), headers=HEADERS)
             assert words in assert_refused(reply)["message"], case
             check(engine.runner, 1, head)
+        loaded = dataclasses.replace(tiny_head, params=None, target_ids=_other_ids(tiny_head))
+        form, engine._swaps._form = engine._swaps._form, HeadForm(loaded, "none")  # as load_draft leaves it
+        assert "load_draft has loaded" in assert_refused(http.post(ROUTE, content=body, headers=HEADERS))["message"]
+        engine._swaps._form = form
+        check(engine.runner, 1, head)
         assert len(list(folder.glob("*.safetensors"))) == 2
     folder.rename(tmp_path / "moved")
     kept = UpdateFolder(tmp_path / "moved").read()
@@ -188,10 +194,51 @@ def test_a_head_is_sent_beside_its_target_or_alone(
 
 def _vocabulary(head: Head) -> dict[str, np.ndarray | None]:
     """As many tokens as a head has, and one of them another."""
+    tensors = vocab_to_tensors(_other_ids(head), head.drafter.vocab_size)
+    return {f"draft.{name}": each for name, each in tensors.items()}
+
+
+def _other_ids(head: Head) -> np.ndarray:
     ids = np.array(head.target_ids)
     free = np.setdiff1d(np.arange(head.drafter.vocab_size), ids)
-    others = np.sort(np.append(ids[:-1], free[0])).astype(np.int32)
-    return {f"draft.{name}": each for name, each in vocab_to_tensors(others, head.drafter.vocab_size).items()}
+    return np.sort(np.append(ids[:-1], free[0])).astype(np.int32)
+
+
+def test_a_file_of_both_that_lies_on_the_server_is_a_version_of_both(
+    runner: Runner, tiny_target: Target, tiny_head: Head, tmp_path: Path
+) -> None:
+    models, path = Models("tiny", tiny_target, tiny_head, None), tmp_path / "x.safetensors"
+    _, head = _with_head(tiny_target, tiny_head, 1, path, "target", "draft")
+    engine = _engine(runner, models)
+    with _served(engine, tmp_path / "kept") as http:
+        reply = http.post("/update_weights_from_disk", json={"model_path": str(path)})
+        assert reply.status_code == 200, reply.text
+    expected = runner.with_weights(None, head).inputs.layouts.many.draft
+    jax.tree.map(np.testing.assert_array_equal, engine.runner.inputs.layouts.many.draft, expected)
+
+
+KINDS: dict[str, Callable[[Any], Head]] = {
+    "eagle3": lambda target: tiny.random_head(target, seed=1),
+    "p-eagle": lambda target: tiny.random_masked_head(target, seed=1, num_layers=2),
+    "mtp": lambda target: tiny.random_carried_layer(target, seed=1),
+    "dflash": lambda target: tiny.random_block_head(target, seed=1, block_size=4, num_layers=1, aux_layers=(0, 1)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_of_any_kind_is_read_from_a_file(kind: str, tiny_target: Target, tmp_path: Path) -> None:
+    head = KINDS[kind](tiny_target.config)
+    tensors, _ = head_files(head, tiny_target, dtype="float32")
+    write_tensors(tmp_path / "x.safetensors", {f"draft.{name}": each for name, each in tensors.items()})
+    form = dataclasses.replace(head, params=None)
+    found = sent_params(form, tmp_path / "x.safetensors", mesh=None)
+    jax.tree.map(np.testing.assert_array_equal, found, head.params)
+
+
+def test_a_language_model_needs_its_folder(tiny_target: Target, tmp_path: Path) -> None:
+    write_tensors(tmp_path / "x.safetensors", {"draft.model.norm.weight": np.ones(3, np.float32)})
+    with pytest.raises(ConfigError, match="comes with its tokenizer; give its folder"):
+        sent_params(tiny.random_language_model(tiny_target.config, seed=3), tmp_path / "x.safetensors", mesh=None)
 
 
 def test_a_version_that_cannot_be_kept_serves_and_one_that_does_not_fit_leaves_nothing(

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.exceptions import HTTPException
 
-from specserve.checkpoints.tensors import TensorFolder
+from specserve.checkpoints.tensors import TensorFolder, head_beside
 from specserve.errors import CheckpointError, ConfigError, RequestError
 from specserve.serve.engine.interface import EngineLike
 from specserve.serve.engine.rest import PauseMode, SleepMode
@@ -102,7 +102,8 @@ class IsSleeping(ReplyObject):
 
 class UpdateBody(Body):
     """POST /update_weights_from_disk: a model folder on the server, as a checkpoint of the target that is served, and
-    perhaps one of its head. One of them may be left out."""
+    perhaps one of its head. One of them may be left out. Each may be a file of safetensors, in which the names of a
+    head's tensors begin with `draft.`; one of both needs no draft_path."""
 
     UNSUPPORTED: ClassVar[UnsupportedFields] = {
         "flush_cache": (True,),
@@ -202,7 +203,9 @@ class WeightUpdates:
             num_open = self._num_open()  # before they are ended
             if body.abort_all_requests:
                 self._engine.abort()
-            updated = self._use(body.model_path, body.draft_path, body.weight_version or "", body.mode, num_open)
+            beside = head_beside(body.model_path)
+            draft = body.draft_path or (beside and str(beside))
+            updated = self._use(body.model_path, draft, body.weight_version or "", body.mode, num_open)
             if body.keep_pause:
                 self._engine.pause("keep")
         return updated
