@@ -76,6 +76,7 @@ _PREDICTS_FURTHER = {
     "bailing_moe_linear": "num_nextn_predict_layers",
     "bailing_hybrid": "num_nextn_predict_layers",
 }
+LEAST_SHARE = (4 + 2 * 16 / 128) / 8  # of 8 bits: 4, and a scale and an offset of 16 for 128 inputs or fewer
 # compiled, so that nothing of a parameter's size is made on the way
 _dequantize = jax.jit(dequantize, static_argnames="dtype")
 # Qwix (github.com/google/qwix) does it for models of Flax: its entry for parameters alone takes nested dicts beside a
@@ -129,7 +130,9 @@ def load_target(
     if not has_layers:
         spec, places = dataclasses.replace(spec, layers=()), places and dataclasses.replace(places, layers=())
         skipped[".*"] = "layers, whose outputs are captured"
-    check_fits(str(folder), spec, places, mesh, dtype, None if quantization == "none" else "int8")
+    has_nibbles = is_served and mesh is None and quantization in ("int4", "stored") and program_platform() in PLATFORMS
+    product_dtype = None if quantization == "none" else "int8"
+    check_fits(str(folder), spec, places, mesh, dtype, product_dtype, share=LEAST_SHARE if has_nibbles else 1.0)
     params = load_params(
         spec,
         tensors,

@@ -145,11 +145,23 @@ def total_bytes(held: Iterable[Held]) -> int:
 
 
 def check_fits(
-    what: str, spec: Any, places: Any | None, mesh: Mesh | None, dtype: str, product_dtype: str | None = None
+    what: str,
+    spec: Any,
+    places: Any | None,
+    mesh: Mesh | None,
+    dtype: str,
+    product_dtype: str | None = None,
+    *,
+    share: float = 1.0,  # of that count, what matrices take that are not of experts
 ) -> None:
     """Raises ConfigError when a device has less free memory than its part of the parameters takes, as `held_by_each`
     counts them."""
-    whole, needed = (total_bytes(held_by_each(spec, dtype, at, product_dtype)) for at in (None, places))
+
+    def counted(at: Any | None) -> float:
+        held = held_by_each(spec, dtype, at, product_dtype)
+        return sum(each.num_bytes * (share if each.is_product and not each.is_expert else 1) for each in held)
+
+    whole, needed = counted(None), counted(places)
     free = free_memory(mesh)
     if needed > free:
         spread = "all of that on one device"
@@ -157,8 +169,8 @@ def check_fits(
             spread = f"{needed / 1e9:,.1f} GB of that on each device of --mesh {describe_mesh(mesh)}"
         raise ConfigError(
             f"{what}: {num_params(spec):,} parameters take {whole / 1e9:,.1f} GB, {spread}, where "
-            f"{free / 1e9:,.1f} GB are free; spread them over more devices (--mesh tensor=N), or take 8-bit weights "
-            "(--quantization int8)"
+            f"{free / 1e9:,.1f} GB are free; spread them over more devices (--mesh tensor=N)"
+            f"{'' if product_dtype else ', or take 8-bit weights (--quantization int8)'}"
         )
 
 

@@ -73,9 +73,8 @@ def target_held(
 def _int4_bytes(matrix: Held, alone: str, *, is_served: bool) -> int:
     """Count the bytes of a matrix that was rounded to int4, on one device of the platform `alone`, or over a mesh where
     that is empty. A block of inputs has a scale and an offset for each output. They are float32 beside numbers of 8
-    bits, and of 16 bits beside numbers of 4, which one CPU, one GPU and one TPU serve by kernels of
-    their own. Where no kernel
-    knows experts with offsets, these are int8."""
+    bits, and of 16 bits beside numbers of 4, which one CPU, one GPU and one TPU serve by kernels of their
+    own. Where no kernel knows experts with offsets, these are int8."""
     d_in, is_native = matrix.shape[-2], alone == "cpu" and native.is_available()
     inputs = d_in if d_in % INT4_BLOCK == 0 else matrix.spec.shape[-2]  # the device holds all of their blocks
     of_blocks = matrix.size // d_in * -(-inputs // INT4_BLOCK)

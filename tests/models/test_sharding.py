@@ -26,7 +26,7 @@ from specserve.drafters.language_model.drafter import LanguageModel
 from specserve.errors import ConfigError
 from specserve.kernels.matmul import QuantizedMatrix, quantize
 from specserve.kernels.rowwise import Activation
-from specserve.mesh import is_on_one_device, on_mesh, shardings, whole
+from specserve.mesh import is_on_one_device, made_for, on_mesh, shardings, whole
 from specserve.models import sharding
 from specserve.models.config import Experts, ModelConfig, Names
 from specserve.models.families.table import model_config
@@ -211,6 +211,18 @@ def test_weights_larger_than_the_memory_are_refused_unread(tmp_path: Path, monke
         load_target(tmp_path, dtype="float32", mesh=mesh)
     with pytest.raises(pytest.fail.Exception, match="was read"):
         load_target(tmp_path, dtype="float32", mesh=mesh, quantization="int8")
+    held = sharding.held_by_each(spec, "float32", None, "int8")
+    in_bytes = sum(each.num_bytes for each in held if each.is_product)
+    room = sharding.total_bytes(held) - in_bytes + 0.6 * in_bytes
+    monkeypatch.setattr(sharding, "free_memory", lambda _mesh: room)
+    for platform in ("gpu", "tpu"):  # where what is served has a kernel for 4 bits
+        with made_for(platform):
+            for quantization in ("int4", "stored"):
+                with pytest.raises(pytest.fail.Exception, match="was read"):
+                    load_target(tmp_path, dtype="float32", quantization=quantization, is_served=True)
+            for how in ({"quantization": "int8", "is_served": True}, {"quantization": "int4"}):
+                with pytest.raises(ConfigError, match=r"\(--mesh tensor=N\)$"):
+                    load_target(tmp_path, dtype="float32", **how)  # type: ignore[arg-type]
 
 
 def test_what_a_head_or_a_vocabulary_does_not_divide_is_whole() -> None:
