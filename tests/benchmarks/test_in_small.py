@@ -21,7 +21,6 @@ CASES = {
     "grammars": "--clients 1 --rounds 1 --max-tokens 8 --speculation chain:1",
     "http_layer": "--clients 2 --rounds 1 --max-tokens 8 --speculation chain:1",
     "kv_cache": "--prompts 2 --max-tokens 8 --speculation chain:1 --dtypes float32,int8",
-    "memory": "--minutes 0.02 --clients 2 --speculation chain:1",
 }
 SHORTER = {"changing_load": {"PHASES": (0, 1), "SECONDS": 0.4, "SETTLING": 0.1}}
 ASKED = 60  # questions
@@ -31,7 +30,9 @@ ASKED = 60  # questions
 def served(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The flags of a target, its head and its questions."""
     folder = tmp_path_factory.mktemp("served")
-    target = load_target(write_folder(folder / "target"), dtype="float32")
+    config = write_folder(folder / "target") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 4096}))
+    target = load_target(config.parent, dtype="float32")
     save_head(folder / "head", tiny.random_head(target.config, 1), target, dtype="float32", notes={})
     questions = [{"turns": [f"what is {number}?"]} for number in range(ASKED)]
     (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
@@ -50,8 +51,7 @@ def test_it_comes_to_its_end(
     module = importlib.import_module(name)
     for constant, value in SHORTER.get(name, {}).items():
         monkeypatch.setattr(module, constant, value)
-    flags = served[:4] if name == "memory" else served  # it asks what it makes up
-    monkeypatch.setattr(sys, "argv", [name, *flags, *CASES[name].split()])
+    monkeypatch.setattr(sys, "argv", [name, *served, *CASES[name].split()])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert module.main() in (0, None)
     shown = capfd.readouterr().out
