@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -116,16 +116,14 @@ class ArrayEntry:
         """Return nothing: its own type is of floats."""
 
 
-def is_file(given: object) -> bool:
+def is_file(given: object) -> TypeGuard[str | Path]:
     """Return whether what names weights is one file of them, and no folder."""
     return isinstance(given, str | Path) and Path(given).suffix == ".safetensors"
 
 
 def head_beside(target: object) -> Path | None:
     """Return what names a target's weights where it is a file that has its head too. Raises CheckpointError."""
-    if not isinstance(target, str | Path) or not is_file(target):
-        return None
-    return Path(target) if TensorFolder.of_version(Path(target))[1].names() else None
+    return Path(target) if is_file(target) and TensorFolder.of_version(Path(target))[1].names() else None
 
 
 class TensorFolder:
@@ -177,6 +175,7 @@ class TensorFolder:
         """Return the tensors of one file that are a target's, and those of its head, whose names begin with `draft.`
         there. Raises CheckpointError as opening a folder does."""
         target, head = cls.of_file(path), cls.of_file(path)
+        head.folder = path  # the place that errors name: no config.json lies beside what was sent
         target._entries = {name: entry for name, entry in target._entries.items() if not name.startswith(OF_HEAD)}
         head._entries = {name.removeprefix(OF_HEAD): head._entries[name] for name in head.names() - target.names()}
         return target, head

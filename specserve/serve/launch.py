@@ -378,7 +378,7 @@ def _weights_reader(models: Models) -> WeightsReader:
         if is_file(draft):
             if began is None or not began.fits(form.head):
                 raise ConfigError(f"{draft}: load_draft has loaded the head that is served; give a folder of it")
-            draft = sent_params(form.head, Path(cast(str, draft)), mesh=mesh)
+            draft = sent_params(form.head, Path(draft), mesh=mesh)
         if not isinstance(draft, str | Path):
             return other, other_head(form.head, draft, quantization=form.quantization, mesh=mesh), None
         found = load_beside(kept, str(draft), Path(draft))

@@ -204,14 +204,16 @@ def _other_ids(head: Head) -> np.ndarray:
     return np.sort(np.append(ids[:-1], free[0])).astype(np.int32)
 
 
+@pytest.mark.parametrize("route", ["/update_weights_from_disk", "/collective_rpc"])
 def test_a_file_of_both_that_lies_on_the_server_is_a_version_of_both(
-    runner: Runner, tiny_target: Target, tiny_head: Head, tmp_path: Path
+    route: str, runner: Runner, tiny_target: Target, tiny_head: Head, tmp_path: Path
 ) -> None:
     models, path = Models("tiny", tiny_target, tiny_head, None), tmp_path / "x.safetensors"
     _, head = _with_head(tiny_target, tiny_head, 1, path, "target", "draft")
     engine = _engine(runner, models)
     with _served(engine, tmp_path / "kept") as http:
-        reply = http.post("/update_weights_from_disk", json={"model_path": str(path)})
+        ours, vllms = {"model_path": str(path)}, {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+        reply = http.post(route, json=vllms if route == "/collective_rpc" else ours)
         assert reply.status_code == 200, reply.text
     expected = runner.with_weights(None, head).inputs.layouts.many.draft
     jax.tree.map(np.testing.assert_array_equal, engine.runner.inputs.layouts.many.draft, expected)

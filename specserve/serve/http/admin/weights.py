@@ -212,9 +212,11 @@ class WeightUpdates:
 
     def reload(self, target: str | None) -> None:
         """Serve the weights in a folder, or those of the target that was given last, as its files are now. The head
-        stays."""
+        stays, but where a file is named that has it too."""
         with self.alone():
-            self._use(target or self._last or self._engine.target_folder, None, "", "continue", 0)
+            beside = head_beside(target)
+            draft = None if beside is None else str(beside)
+            self._use(target or self._last or self._engine.target_folder, draft, "", "continue", 0)
 
     def use_sent(self, path: Path, *, version: str, mode: str) -> Updated:
         """Serve the weights in a file that a client has sent, of the target, of its head or of both. It goes where they
