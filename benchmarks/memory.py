@@ -24,11 +24,14 @@ from over_http import processor
 from served_flags import add_served, flags_of, positive, run
 from server_process import ServerProcess
 
+from specserve.checkpoints.configs import loaded_config
+from specserve.checkpoints.tensors import CONFIG, read_json
+
 SAMPLE_SECONDS = 5.0
 SETTLE_SECONDS = 60.0  # in which the programs for grammars are compiled, if no earlier start has
 IDLE_SECONDS = 30.0
 CLIENT_SECONDS = 120.0  # of silence, after which a client gives up
-VOCABULARY = 8000  # token ids below it
+FIRST_ID = 100  # of the tokens that prompts are drawn from, where there are more
 CONTEXT = 4096  # the longest prompts of the storm almost fill it
 FILLING = 9  # prompts almost as long as the context, whose pages are more than the 8 slots' of a CPU's server
 Body = tuple[str, bytes, bool]  # path, what is sent, and whether the client hangs up after the first bytes
@@ -40,8 +43,10 @@ def _text(rng: random.Random, num_words: int) -> str:
     return " ".join(rng.choices(WORDS, k=num_words))
 
 
-def _ids(rng: random.Random, number: int) -> list[int]:
-    return [rng.randrange(100, VOCABULARY) for _ in range(number)]
+def _drawer(rng: random.Random, vocabulary: int) -> Callable[[int], list[int]]:
+    """A function that draws so many token ids."""
+    first = FIRST_ID if vocabulary > 2 * FIRST_ID else 0
+    return lambda number: [rng.randrange(first, vocabulary) for _ in range(number)]
 
 
 def _schema(rng: random.Random) -> dict:
@@ -51,23 +56,24 @@ def _schema(rng: random.Random) -> dict:
     return {"type": "object", "properties": members, "required": names[:3], "additionalProperties": False}
 
 
-def bodies(rng: random.Random) -> Iterator[Body]:
+def bodies(rng: random.Random, vocabulary: int) -> Iterator[Body]:
     """Every kind of body, for ever, in an order that a seed gives."""
+    ids = _drawer(rng, vocabulary)
     kinds: list[Callable[[], tuple[str, dict | bytes]]] = [
         # bodies that run
-        lambda: ("completions", {"prompt": _ids(rng, rng.randrange(2000, 3900)), "max_tokens": 16}),
+        lambda: ("completions", {"prompt": ids(rng.randrange(2000, 3900)), "max_tokens": 16}),
         lambda: ("completions", {"prompt": _text(rng, 1500), "max_tokens": 32, "temperature": 1.0, "seed": 1}),
-        lambda: ("completions", {"prompt": _ids(rng, 400), "max_tokens": 200, "ignore_eos": True}),
-        lambda: ("completions", {"prompt": _ids(rng, 1500), "max_tokens": 4, "echo": True, "logprobs": 5}),
+        lambda: ("completions", {"prompt": ids(400), "max_tokens": 200, "ignore_eos": True}),
+        lambda: ("completions", {"prompt": ids(1500), "max_tokens": 4, "echo": True, "logprobs": 5}),
         lambda: ("completions", {"prompt": _text(rng, 50), "n": 16, "max_tokens": 24, "temperature": 1.2}),
-        lambda: ("completions", {"prompt": [_ids(rng, 30) for _ in range(64)], "max_tokens": 2}),
+        lambda: ("completions", {"prompt": [ids(30) for _ in range(64)], "max_tokens": 2}),
         lambda: ("chat/completions", {"messages": _chat(rng, 300), "max_tokens": 8}),
         lambda: ("chat/completions", {"messages": _chat(rng, 2), "max_tokens": 60, "response_format": _format(rng)}),
         lambda: (
             "completions",
             {"prompt": "x", "guided_regex": f"(a|b{rng.random()}){{1,400}}", "max_tokens": 20},
         ),
-        lambda: ("completions", {"prompt": _ids(rng, 40), "cache_salt": str(rng.getrandbits(64)), "max_tokens": 40}),
+        lambda: ("completions", {"prompt": ids(40), "cache_salt": str(rng.getrandbits(64)), "max_tokens": 40}),
         lambda: ("completions", {"prompt": "x", "stop": ["s" * 1024] * 4, "bad_words": [_text(rng, 60)] * 64}),
         lambda: ("responses", {"input": _text(rng, 400), "max_output_tokens": 20}),
         lambda: ("messages", {"messages": _chat(rng, 9), "max_tokens": 20}),
@@ -108,10 +114,10 @@ def _format(rng: random.Random) -> dict:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": _schema(rng)}}
 
 
-def storm(url: str, rng: random.Random, is_over: threading.Event, seen: Counter[str]) -> None:
+def storm(url: str, rng: random.Random, vocabulary: int, is_over: threading.Event, seen: Counter[str]) -> None:
     """Send one body after another, and count the answers by status."""
     parts = urlsplit(url)
-    for path, body, is_cut in bodies(rng):
+    for path, body, is_cut in bodies(rng, vocabulary):
         if is_over.is_set():
             return
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=CLIENT_SECONDS)
@@ -144,6 +150,10 @@ def main() -> int:
     return run(parser, watch)
 
 
+def _vocab_size(target: Path) -> int:
+    return loaded_config(read_json(target / CONFIG), dtype="float32", where=str(target)).vocab_size
+
+
 def watch(options: argparse.Namespace, target: Path) -> None:
     """Print what the server held."""
     print(f"{processor()}; {target}", flush=True)
@@ -154,9 +164,10 @@ def watch(options: argparse.Namespace, target: Path) -> None:
         server.wait_until_complete()
         time.sleep(SAMPLE_SECONDS)
         print(f"at start, with its programs: {server.resident_bytes / 1e6:,.0f} MB", flush=True)
-        rng = random.Random(options.seed)
+        vocabulary = _vocab_size(target)
+        ids = _drawer(random.Random(options.seed), vocabulary)
         for _ in range(FILLING):
-            server.client.json("/v1/completions", {"max_tokens": 16, "prompt": _ids(rng, 3900)})
+            server.client.json("/v1/completions", {"max_tokens": 16, "prompt": ids(3900)})
         ask_side_by_side(server)
         time.sleep(SETTLE_SECONDS)
         ask_side_by_side(server)
@@ -164,7 +175,8 @@ def watch(options: argparse.Namespace, target: Path) -> None:
         print(f"after one of everything: {start / 1e6:,.0f} MB", flush=True)
         is_over = threading.Event()
         rngs = [random.Random(f"{options.seed}-{i}") for i in range(options.clients)]
-        clients = [threading.Thread(target=storm, args=(server.client.url, rng, is_over, seen)) for rng in rngs]
+        url = server.client.url
+        clients = [threading.Thread(target=storm, args=(url, rng, vocabulary, is_over, seen)) for rng in rngs]
         for client in clients:
             client.start()
         begin, samples = time.monotonic(), [(0.0, start)]

@@ -51,7 +51,7 @@ def measure(folder: Path, device: str, numbers: str, rows: int, block: int, d_in
     def array(*shape: int, dtype: str = "uint32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
-    chunk = nibbles.chunk_of(d_in, block)
+    chunk = nibbles.chunk_of(d_in, d_out, block)
     codes = array(d_in // chunk, chunk // 8, d_out)
     weight = nibbles.WordMatrix(codes, array(d_in // chunk, max(1, chunk // block), d_out), numbers)  # type: ignore
     for old in folder.iterdir():

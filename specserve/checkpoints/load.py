@@ -24,7 +24,6 @@ from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_
 from specserve.checkpoints.rounding import place_of_scale, round_at
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
-from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, Rounded, Weight, dequantize, in_nibbles
 from specserve.kernels.nibbles import PLATFORMS, NibbleMatrix, WordMatrix
 from specserve.mesh import program_platform
@@ -130,7 +129,7 @@ def load_target(
     if not has_layers:
         spec, places = dataclasses.replace(spec, layers=()), places and dataclasses.replace(places, layers=())
         skipped[".*"] = "layers, whose outputs are captured"
-    has_nibbles = is_served and mesh is None and quantization in ("int4", "stored") and program_platform() in PLATFORMS
+    has_nibbles = is_served and quantization in ("int4", "stored") and program_platform() in PLATFORMS
     product_dtype = None if quantization == "none" else "int8"
     check_fits(str(folder), spec, places, mesh, dtype, product_dtype, share=LEAST_SHARE if has_nibbles else 1.0)
     params = load_params(
@@ -223,7 +222,7 @@ def load_params(
     leaves, structure = jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_spec)
     places: Sequence[Sharding | None] = jax.tree.leaves(shardings) or [None] * len(leaves)
     opened = _open_all([spec for _, spec in leaves], tensors, {**_SKIPPED, **(skipped or {})}, rename, storing)
-    loaded, widened, has_nibbles = [], 0, is_served and shardings is None and program_platform() in PLATFORMS
+    loaded, widened, has_nibbles = [], 0, is_served and program_platform() in PLATFORMS
     for (path, spec), weights, place in zip(leaves, opened, places, strict=True):
         how = quantization if is_product(path) else "none"
         matrix = _load(spec, weights, np.dtype(spec.dtype(dtype)), place, how)
@@ -248,8 +247,8 @@ def _log_widths(loaded: Sequence[jax.Array | Weight]) -> None:
     in_bytes = sum(isinstance(each, QuantizedMatrix) for each in loaded)
     if in_bytes and program_platform() != "cpu":
         logger.info(
-            "%d matrices of few bits are held in 8 bits: products in 4 are those of one GPU or TPU, not of experts, "
-            "and of shapes that its kernel takes",
+            "%d matrices of few bits are held in 8 bits: their numbers do not fit in 4, or the kernel for 4 bits does "
+            "not take their shape",
             in_bytes,
         )
 
@@ -326,9 +325,7 @@ def _load(
     """Load one parameter from the stored tensors that it is made of."""
     if quantized := [weight for weight in weights if isinstance(weight, LazyQuantized)]:
         matrix = _put_quantized(_outputs_first(spec), quantized, place)
-        # kernels for experts know scales alone, but for the native ones
-        is_known = matrix.offset is None or not spec.is_per_expert or _is_native(matrix.values)
-        if how == "stored" and is_known:
+        if how == "stored":
             return matrix
         array = _dequantize(matrix, dtype)
     else:
@@ -338,22 +335,8 @@ def _load(
 
 
 def rounded(matrix: jax.Array, to: Rounded) -> QuantizedMatrix:
-    """Return a matrix in few bits, with experts in 8 where no kernel of theirs knows 4 (`kernels.matmul.quantize`)."""
-    return _round_at(matrix, _how(matrix, to), matrix.sharding)
-
-
-def _how(matrix: jax.Array, to: Rounded) -> Rounded:
-    """Return how a matrix is rounded. Where experts are multiplied by kernels that know no offsets, they get 8 bits
-    instead of 4."""
-    if to == "int4" and matrix.ndim > 2 and not _is_native(matrix):
-        logger.info("experts are rounded to int8: here their kernels know no weights of 4 bits")
-        return "int8"
-    return to
-
-
-def _is_native(matrix: jax.Array) -> bool:
-    """Return whether native kernels will multiply by a matrix."""
-    return native.is_available() and len(matrix.sharding.device_set) == 1
+    """Return a matrix in few bits, where it is (`kernels.matmul.quantize`)."""
+    return _round_at(matrix, to, matrix.sharding)
 
 
 def in_few_bits(params: Tree, to: Rounded) -> Tree:
@@ -365,9 +348,9 @@ def in_few_bits(params: Tree, to: Rounded) -> Tree:
     leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
     chosen = [i for i, (path, leaf) in enumerate(leaves) if is_product(path) and isinstance(leaf, jax.Array)]
     found = [leaf for _, leaf in leaves]
-    hows = tuple(_how(found[i], to) for i in chosen)
     places = tuple(found[i].sharding for i in chosen)
-    for i, matrix in zip(chosen, _round_all([found[i] for i in chosen], hows, places), strict=True):
+    rounding = _round_all([found[i] for i in chosen], (to,) * len(chosen), places)
+    for i, matrix in zip(chosen, rounding, strict=True):
         found[i] = matrix
     return jax.tree.unflatten(structure, found)
 

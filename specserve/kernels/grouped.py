@@ -20,14 +20,15 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels.matmul import PackedMatrix, QuantizedMatrix
+from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
 
 TPU_ROWS = 64  # of a call of `grouped_tpu`: with 256, its programs spill registers and take half a minute to compile
 
-Matrices = jax.Array | PackedMatrix | QuantizedMatrix  # one for each expert
+Matrices = jax.Array | NibbleMatrix | PackedMatrix | QuantizedMatrix | WordMatrix  # one for each expert
 
 
 class ExpertMatrices(Protocol):
-    """The experts' matrices, which are not packed where a kernel takes them, and biases, which are None together."""
+    """The experts' matrices and biases, which are None together."""
 
     @property
     def gate(self) -> Matrices: ...  # [expert, d_model, d_ff]
@@ -48,16 +49,16 @@ class Matrix(NamedTuple):
 
     values: Any  # [expert, d_in, d_out]
     scale: Any  # [expert, block, d_out] float32, or None
+    offset: Any  # likewise
     bias: Any  # [expert, d_out], or None
 
 
 def matrix(weight: Matrices, bias: jax.Array | None) -> Matrix:
     """The arrays of an expert's matrix that a kernel takes."""
-    assert not isinstance(weight, PackedMatrix), "packed experts multiply row by row, on CPU"
     if isinstance(weight, QuantizedMatrix):
-        assert weight.offset is None, "experts with offsets are for native kernels"
-        return Matrix(weight.values, weight.scale, bias)
-    return Matrix(weight, None, bias)
+        return Matrix(weight.values, weight.scale, weight.offset, bias)
+    assert isinstance(weight, jax.Array | jax.ShapeDtypeStruct), "others have kernels of their own"
+    return Matrix(weight, None, None, bias)
 
 
 def scale_block(weight: Matrices) -> int:

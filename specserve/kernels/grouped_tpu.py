@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from specserve.kernels import nibbles
 from specserve.kernels.grouped import TPU_ROWS, ExpertMatrices, Matrix, matrix, scale_block
+from specserve.kernels.nibbles import LANES
 from specserve.kernels.rowwise import Activation, gated
 
-LANES = 128  # the width of a register, which the width of a tile is a multiple of
 ROWS = 16  # rows of bfloat16 that fill a register
 TILE_BYTES = 4 << 20  # of an expert's three matrices, of which there are two sets at a time: one is copied meanwhile
 LEAST_VMEM = 16 << 20  # every TPU lets a kernel use as much
@@ -108,25 +109,12 @@ def _parts(experts: ExpertMatrices, tile: int) -> Iterator[tuple[Matrix, Matrix,
         arrays = matrix(weight, None if bias is None else bias[:, None])
         rows, columns = (tile if axis == cut else weight.shape[axis] for axis in (1, 2))
         values, of_values = arrays.values, at(cut, rows, columns)
-        is_turned = _is_turned(values)
+        is_turned = nibbles.is_turned(values.shape[1], values.shape[2], values.dtype.itemsize)
         if is_turned:
             values, of_values = values.swapaxes(1, 2), at(3 - cut, columns, rows)
-        of_scale, of_bias = (None if each is None else at(cut & 2, each.shape[1], columns) for each in arrays[1:])
+        rest = (None if each is None else at(cut & 2, each.shape[1], columns) for each in arrays[1:])
         form = _Form(scale_block(weight), is_turned)
-        yield arrays._replace(values=values), Matrix(of_values, of_scale, of_bias), form
-
-
-def _is_turned(values: jax.Array) -> bool:
-    """Return whether XLA lays a matrix [expert, d_in, d_out] out with the inputs as its last axis. On TPUs it does
-    where that fills the registers better. A kernel takes arrays whose last axis is last in memory. Such a matrix must
-    be turned for it, which costs nothing; otherwise it would be copied at every call."""
-    _, d_in, d_out = values.shape
-    sublanes = 32 // values.dtype.itemsize
-
-    def filled(rows: int, columns: int) -> int:
-        return -(-rows // sublanes) * sublanes * (-(-columns // LANES) * LANES)
-
-    return filled(d_out, d_in) < filled(d_in, d_out)
+        yield arrays._replace(values=values), Matrix(of_values, *rest), form
 
 
 def tile_of(experts: ExpertMatrices) -> int:
@@ -150,9 +138,9 @@ def _kernel(
     x_ref: Any,  # [row, d_model]
     ids_ref: Any,  # [row, top_k]
     weights_ref: Any,  # [row, top_k]
-    gate: Matrix,  # [d_model, tile], or turned, with [block, tile] scales and [1, tile] biases
+    gate: Matrix,  # [d_model, tile], or turned, with [block, tile] scales and offsets and [1, tile] biases
     up: Matrix,  # likewise
-    down: Matrix,  # [tile, d_model], or turned, with the [block, d_model] scales of all tiles and [1, d_model] biases
+    down: Matrix,  # [tile, d_model], or turned, with [block, d_model] of all tiles and [1, d_model] biases
     total_ref: Any,  # [row, d_model] float32: the same block at every step
     *,
     d_ff: int,
@@ -190,20 +178,26 @@ def _kernel(
 
 
 def _product(x: jax.Array, values: jax.Array, matrix: Matrix, form: _Form, start: Any = 0) -> jax.Array:
-    """Compute x [row, d_in] @ values [d_in, d_out] in float32, times the matrix's scales. Input 0 is the matrix's input
-    `start`, and the values of inputs past its last one are 0."""
+    """Compute x [row, d_in] @ values [d_in, d_out] in float32, times the matrix's scales, plus its offsets. Input 0 is
+    the matrix's input `start`, and x and the values of inputs past its last one are 0."""
     values, axis, d_in = values.astype(x.dtype), int(form.is_turned), x.shape[1]
 
     def dot(x: jax.Array, values: jax.Array) -> jax.Array:
         return jax.lax.dot_general(x, values, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
+    def sums(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32).sum(axis=1, keepdims=True)
+
+    y: Any = 0
     if not form.block:
         y = dot(x, values)
-        return y if matrix.scale is None else y * matrix.scale[...]
-    y: Any = 0
+        y = y if matrix.scale is None else y * matrix.scale[...]
+        return y if matrix.offset is None else y + sums(x) * matrix.offset[...]
     for i, first in enumerate(range(0, d_in, form.block)):
         last = min(first + form.block, d_in)
         row = jnp.minimum(start // form.block + i, matrix.scale.shape[0] - 1)
         part = jax.lax.slice_in_dim(values, first, last, axis=axis)
         y = y + dot(x[:, first:last], part) * matrix.scale[pl.ds(row, 1)]
+        if matrix.offset is not None:
+            y = y + sums(x[:, first:last]) * matrix.offset[pl.ds(row, 1)]
     return y

@@ -22,12 +22,13 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from specserve.kernels import native, nibbles
 from specserve.kernels.large_pages import empty_in_large_pages
 from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
 from specserve.kernels.panels import by_panel, four_bits, in_two_levels, lay_out
-from specserve.mesh import is_on_one_device, program_platform
+from specserve.mesh import fitting_partition, is_on_one_device, program_platform, traced_mesh
 from specserve.pytree import pytree, static
 
 
@@ -149,9 +150,9 @@ def pack(weight: jax.Array | np.ndarray | QuantizedMatrix, *, narrows: bool = Tr
 
 
 def in_nibbles(weight: jax.Array | QuantizedMatrix) -> Weight:
-    """Return the same matrix in 4 bits for products on a GPU or a TPU, where it is quantised, its numbers fit in 4 bits
-    block by block, and the kernel can take its shape; else as it is."""
-    if not isinstance(weight, QuantizedMatrix) or len(weight.shape) != 2:
+    """Return the same matrix, or one for each expert, in 4 bits for products on a GPU or a TPU, where it is quantised,
+    its numbers fit in 4 bits block by block, and the kernel can take its shape; else as it is."""
+    if not isinstance(weight, QuantizedMatrix):
         return weight
     platform = program_platform()
     return nibbles.pack(weight.values, weight.scale, weight.offset, weight.block, platform) or weight
@@ -307,7 +308,7 @@ def _product(x: jax.Array, weight: Weight, dtype: jnp.dtype) -> jax.Array:
     if isinstance(weight, BlockedMatrix):
         return _blocked(x, weight).astype(dtype)
     if isinstance(weight, NibbleMatrix | WordMatrix):
-        return _in_four_bits(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1).astype(dtype)
+        return _on_each_device(x, weight).astype(dtype)
     if isinstance(weight, QuantizedMatrix):
         return _quantized(x, weight).astype(dtype)
     if x.ndim > 2 and weight.ndim == 2 and is_on_one_device():
@@ -318,15 +319,56 @@ def _product(x: jax.Array, weight: Weight, dtype: jnp.dtype) -> jax.Array:
     return jnp.matmul(x, weight, preferred_element_type=dtype)
 
 
-def _in_four_bits(x: jax.Array, weight: NibbleMatrix | WordMatrix) -> jax.Array:  # float32
+def _on_each_device(x: jax.Array, weight: NibbleMatrix | WordMatrix) -> jax.Array:  # float32
+    """The product in 4 bits, on a mesh that of each device's own rows with its own part of the matrix, since the
+    compiler cannot cut a kernel."""
+
+    def multiply(x: jax.Array, weight: NibbleMatrix | WordMatrix) -> jax.Array:
+        return _in_four_bits(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+
+    mesh = traced_mesh()
+    if mesh is None or is_on_one_device():
+        return multiply(x, weight)
+    inputs, outputs = weight.cut
+    rows = fitting_partition(mesh, ("batch", *[None] * (x.ndim - 1)), x.shape)[:-1]
+
+    def own(x: jax.Array, weight: NibbleMatrix | WordMatrix) -> jax.Array:
+        y = multiply(x, weight)
+        return jax.lax.psum(y, inputs) if inputs else y
+
+    structure = jax.tree.structure(weight)
+    of_weight = jax.tree.unflatten(structure, [PartitionSpec(*axes) for axes in weight.axes((), inputs, outputs)])
+    in_specs = PartitionSpec(*rows, inputs), of_weight
+    return jax.shard_map(own, in_specs=in_specs, out_specs=PartitionSpec(*rows, outputs), check_vma=False)(x, weight)
+
+
+def _in_four_bits(
+    x: jax.Array, weight: NibbleMatrix | WordMatrix, expert_of_block: jax.Array | None = None
+) -> jax.Array:  # float32
     """The product by the kernel of the platform whose form the matrix has; elsewhere it is interpreted."""
     if isinstance(weight, NibbleMatrix):
         from specserve.kernels import nibbles_gpu  # Pallas takes a while to import
 
-        return nibbles_gpu.multiply(x, weight, interpret=program_platform() != "gpu")
+        return nibbles_gpu.multiply(x, weight, expert_of_block, interpret=program_platform() != "gpu")
     from specserve.kernels import nibbles_tpu
 
-    return nibbles_tpu.multiply(x, weight, interpret=program_platform() != "tpu")
+    return nibbles_tpu.multiply(x, weight, expert_of_block, interpret=program_platform() != "tpu")
+
+
+def matmul_by_block(
+    x: jax.Array, weight: jax.Array | NibbleMatrix | QuantizedMatrix | WordMatrix, expert_of_block: jax.Array
+) -> jax.Array:
+    """Multiply blocks of rows by the matrix of their expert: x [block * size, d_in], weight [expert, d_in, d_out] and
+    expert_of_block [block] int32, ascending, -> [block * size, d_out] in float32. Where the id is not that of an
+    expert, the result may be anything. In few bits on a GPU and in 4 bits on a TPU nothing is widened in memory."""
+    if isinstance(weight, NibbleMatrix | WordMatrix) and is_on_one_device():
+        return _in_four_bits(x, weight, expert_of_block)
+    if program_platform() == "gpu" and is_on_one_device():
+        from specserve.kernels import grouped_gpu
+
+        return grouped_gpu.multiply(x, weight, expert_of_block)
+    rows_of_each = len(x) // len(expert_of_block) * jnp.bincount(expert_of_block, length=weight.shape[0])
+    return jax.lax.ragged_dot(x, dequantize(weight, x.dtype), rows_of_each, preferred_element_type=jnp.float32)
 
 
 def matmul_by_expert(x: jax.Array, weight: PackedMatrix, expert_ids: jax.Array) -> jax.Array:

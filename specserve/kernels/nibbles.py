@@ -2,47 +2,61 @@
 eight to a word (`nibbles_tpu`). Nothing of Pallas is imported here, for which CPUs need not wait."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from specserve.kernels.panels import FP4_CODES
-from specserve.mesh import traced_once
+from specserve.mesh import LOGICAL_TO_MESH, traced_once
 from specserve.pytree import pytree, static
 
 Numbers = Literal["int4", "uint4", "fp4"]  # see `panels.four_bits`
+Cut = tuple[tuple[str, ...], tuple[str, ...]]  # the axes of a mesh over which inputs and outputs are spread
+NOT_CUT: Cut = ((), ())
 PLATFORMS = ("gpu", "tpu")  # each has a kernel
 MOST_FP4 = 12  # the double of the largest 4-bit float
 
 LEAST = 16  # rows, columns and inputs of a product that tensor cores take
 MOST_SPAN = 128  # bytes of an output that are read at once: a line of the cache
+LANES = 128  # the width of a TPU's register
 GROUP = 64  # inputs whose codes fill eight rows of words, which are a register of a TPU
 MOST_CHUNK = 2048  # inputs
+MOST_INDEXED = (
+    2**31
+)  # bytes up to which Triton's compiler indexes them rightly; and again where there are twice as many
 
 
 @pytree
 class NibbleMatrix:
-    """A [d_in, d_out] matrix of numbers of 4 bits times scales, perhaps plus offsets, as `multiply` reads it. Of each
-    `span` bytes of an output, the low halves are the codes of the first `span` inputs and the high halves those of the
-    next `span`. A weight is (128 + code + zero) * scale in `int4`, code * scale + offset in `uint4`, and the double of
-    a 4-bit float times the scale in `fp4`."""
+    """A [d_in, d_out] matrix, or one for each expert, of numbers of 4 bits times scales, perhaps plus offsets, as
+    `multiply` reads it. Of each `span` bytes of an output, the low halves are the codes of the first `span` inputs and
+    the high halves those of the next `span`. A weight is (128 + code + zero) * scale in `int4`, code * scale + offset
+    in `uint4`, and the double of a 4-bit float times the scale in `fp4`."""
 
-    codes: jax.Array  # [d_out, d_in / 2] uint8
-    scales: jax.Array  # [d_in / block rounded up, d_out] uint32: a bfloat16 scale, and above it a zero or an offset
+    codes: jax.Array  # [..., d_out, d_in / 2] uint8
+    scales: jax.Array  # [..., d_in / block rounded up, d_out] uint32: a bfloat16 scale, and above it a zero or offset
     numbers: Numbers = static()
     span: int = static()
     block: int = static()  # inputs that share a scale
+    cut: Cut = static(default=NOT_CUT)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        d_out, num_bytes = self.codes.shape
-        return 2 * num_bytes, d_out
+    def shape(self) -> tuple[int, ...]:
+        *stack, d_out, num_bytes = self.codes.shape
+        return *stack, 2 * num_bytes, d_out
 
     def __getitem__(self, index: tuple[slice, Any]) -> "NibbleMatrix":
         """Pick some outputs, of all inputs."""
-        return dataclasses.replace(self, codes=self.codes[index[1]], scales=self.scales[index])
+        picked = dataclasses.replace(self, codes=self.codes[index[1]], scales=self.scales[index])
+        return dataclasses.replace(picked, cut=(self.cut[0], ()))
+
+    def axes(self, stack: tuple[Any, ...], inputs: Any, outputs: Any) -> tuple[tuple[Any, ...], ...]:
+        """Return the axes of codes and of scales, of a matrix that has these, and an axis of experts perhaps."""
+        return (*stack, outputs, inputs), (*stack, inputs if self.scales.shape[-2] > 1 else None, outputs)
 
 
 @pytree
@@ -52,22 +66,28 @@ class WordMatrix:
     4 j + 16 on the code of the input after that, for j from 0 to 3: with the other bits masked, a word has two numbers
     of 16 bits, as registers do."""
 
-    codes: jax.Array  # [chunk, input / 8, d_out] uint32
-    scales: jax.Array  # [chunk, input / block, d_out] uint32: as of a `NibbleMatrix`
+    codes: jax.Array  # [..., chunk, input / 8, d_out] uint32
+    scales: jax.Array  # [..., chunk, input / block, d_out] uint32: as of a `NibbleMatrix`
     numbers: Numbers = static()
+    cut: Cut = static(default=NOT_CUT)
 
     @property
     def chunk(self) -> int:
         """The inputs of a chunk."""
-        return 8 * self.codes.shape[1]
+        return 8 * self.codes.shape[-2]
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.codes) * self.chunk, self.codes.shape[2]
+    def shape(self) -> tuple[int, ...]:
+        *stack, num_chunks, _, d_out = self.codes.shape
+        return *stack, num_chunks * self.chunk, d_out
 
     def __getitem__(self, index: tuple[slice, Any]) -> "WordMatrix":
         """Pick some outputs, of all inputs."""
-        return jax.tree.map(lambda leaf: leaf[:, :, index[1]], self)
+        return dataclasses.replace(jax.tree.map(lambda leaf: leaf[:, :, index[1]], self), cut=(self.cut[0], ()))
+
+    def axes(self, stack: tuple[Any, ...], inputs: Any, outputs: Any) -> tuple[tuple[Any, ...], ...]:
+        """Return the axes of codes and of scales, of a matrix that has these, and an axis of experts perhaps."""
+        return ((*stack, inputs, None, outputs),) * 2
 
 
 def span_of(d_in: int, block: int) -> int:
@@ -77,61 +97,128 @@ def span_of(d_in: int, block: int) -> int:
     return span if span >= LEAST else 0
 
 
-def chunk_of(d_in: int, block: int) -> int:
+def chunk_of(d_in: int, d_out: int, block: int) -> int:
     """Return the inputs of a `WordMatrix`'s chunks, or 0 where the kernel cannot take it: sixteen numbers that are
     widened at once must be of one block."""
     sizes = range(GROUP, min(d_in, MOST_CHUNK) + 1, GROUP)
     fits = [size for size in sizes if d_in % size == 0 and (size % block == 0 or block % size == 0)]
+    fits = [size for size in fits if not is_turned(size // 8, d_out, 4)]
     return max(fits, default=0) if block % 16 == 0 and d_in % block == 0 else 0
 
 
+def is_turned(rows: int, columns: int, itemsize: int) -> bool:
+    """Return whether XLA lays matrices [..., row, column] out with the rows as their last axis. On TPUs it does where
+    that fills the registers better. A kernel takes arrays whose last axis is last in memory, so that such a matrix
+    must be turned for it, which costs nothing; otherwise it would be copied at every call."""
+    sublanes = 32 // itemsize
+
+    def filled(rows: int, columns: int) -> int:
+        return -(-rows // sublanes) * sublanes * (-(-columns // LANES) * LANES)
+
+    return filled(columns, rows) < filled(rows, columns)
+
+
 def pack(
-    values: jax.Array,  # [d_in, d_out] int8
-    scale: jax.Array,  # [d_in / block rounded up, d_out]
+    values: jax.Array,  # [..., d_in, d_out] int8
+    scale: jax.Array,  # [..., d_in / block rounded up, d_out]
     offset: jax.Array | None,  # like scale
     block: int,
     platform: str,  # "gpu" or "tpu", whose form it is to have
 ) -> NibbleMatrix | WordMatrix | None:
     """Return numbers in 4 bits, without changing one, and their scales and offsets in bfloat16; None where they do not
-    fit, or where the kernel cannot take the shape."""
-    d_in, block = values.shape[0], min(block, values.shape[0])
-    # in a program of its own, or there would be a word for every number on the way
-    compiled = traced_once(in_words, "block", "numbers")
-    is_taken, lay_out = (chunk_of, compiled) if platform == "tpu" else (span_of, in_bytes)
-    if values.dtype != jnp.int8 or not is_taken(d_in, block):
+    fit, or where the kernel cannot take the shape that each device has."""
+    d_in, own_shape = values.shape[-2], values.sharding.shard_shape(values.shape)
+    own = min(block, own_shape[-2])
+    is_whole = scale.shape[-2] == 1 or own_shape[-2] in (d_in, own_shape[-2] // block * block)  # of blocks
+    size = chunk_of(own_shape[-2], own_shape[-1], own) if platform == "tpu" else span_of(own_shape[-2], own)
+    is_indexed = platform == "tpu" or not MOST_INDEXED < math.prod(own_shape) // 2 <= 2 * MOST_INDEXED
+    is_gathered = set(LOGICAL_TO_MESH["embed"]) & {
+        name for names in _cut(values.sharding, values.ndim) for name in names
+    }
+    if values.dtype != jnp.int8 or is_gathered or not (is_whole and is_indexed and size):
         return None
+    place, block = functools.partial(lay_out, platform, values.sharding, block=own), min(block, d_in)
     low, high = _bounds(values, block)
     if (high - low).max() > 15:
         may_be = offset is None and low.min() >= -MOST_FP4 and high.max() <= MOST_FP4  # or a gather of every number
         is_float = may_be and (jnp.asarray(FP4_CODES)[values.view(jnp.uint8)] < 16).all()
-        return lay_out(values, scale, jnp.zeros_like(scale), block, "fp4") if is_float else None
+        return place(values, scale, jnp.zeros_like(scale), numbers="fp4") if is_float else None
     first = jnp.where((low >= 0) & (high < 16), 0, jnp.where((low >= -8) & (high < 8), -8, low))
-    values = values - jnp.repeat(first.astype(jnp.int8), block, axis=0)[:d_in]
+    values = values - jnp.repeat(first.astype(jnp.int8), block, axis=-2)[..., :d_in, :]
     least = first.astype(jnp.float32)
     if offset is None:
-        return lay_out(values, scale, least - 128, block, "int4")
-    return lay_out(values, scale, least * scale + offset, block, "uint4")
+        return place(values, scale, least - 128, numbers="int4")
+    return place(values, scale, least * scale + offset, numbers="uint4")
 
 
-def _bounds(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:  # [d_in / block rounded up, d_out] int32
-    padded = jnp.pad(values, ((0, -len(values) % block), (0, 0)), mode="edge")
-    blocks = padded.reshape(-1, block, values.shape[1])
-    return blocks.min(axis=1).astype(jnp.int32), blocks.max(axis=1).astype(jnp.int32)
+def lay_out(
+    platform: str,
+    place: Sharding,
+    values: jax.Array,
+    scale: jax.Array,
+    other: jax.Array,
+    *,
+    block: int,
+    numbers: Numbers,
+) -> NibbleMatrix | WordMatrix:
+    """Lay out int8 values that are codes, or doubles of 4-bit floats, where they are: over a mesh each device its own,
+    of whose inputs so many share a scale. `other` is the zeros or the offsets."""
+    # words in a program of its own, or there would be one for every number on the way
+    compiled = traced_once(in_words, "block", "numbers")
+    function: Any = functools.partial(compiled if platform == "tpu" else in_bytes, block=block, numbers=numbers)
+    if not isinstance(place, NamedSharding):
+        return function(values, scale, other)
+    *stack, inputs, outputs = *place.spec, *[None] * (values.ndim - len(place.spec))
+    of_blocks = PartitionSpec(*stack, inputs if scale.shape[-2] > 1 else None, outputs)
+    own = [
+        jax.ShapeDtypeStruct(NamedSharding(place.mesh, spec).shard_shape(each.shape), each.dtype)
+        for spec, each in zip((place.spec, of_blocks, of_blocks), (values, scale, other), strict=True)
+    ]
+    made = jax.eval_shape(function, *own)
+    whole = dataclasses.replace(made, scales=scale) if isinstance(made, NibbleMatrix) else made
+    places = [PartitionSpec(*axes) for axes in whole.axes(tuple(stack), inputs, outputs)]
+    on_each = jax.shard_map(
+        function,
+        mesh=place.mesh,
+        in_specs=(place.spec, of_blocks, of_blocks),
+        out_specs=jax.tree.unflatten(jax.tree.structure(made), places),
+        check_vma=False,
+    )
+    return dataclasses.replace(jax.jit(on_each)(values, scale, other), cut=_cut(place, values.ndim))
+
+
+def _cut(place: Sharding, ndim: int) -> Cut:
+    """Return the axes of a mesh over which the inputs and the outputs of a matrix are spread."""
+    if not isinstance(place, NamedSharding):
+        return NOT_CUT
+    entries = (*place.spec, *[None] * (ndim - len(place.spec)))[-2:]
+    found = ((entry,) if isinstance(entry, str) else entry or () for entry in entries)
+    inputs, outputs = (tuple(name for name in names if place.mesh.shape[name] > 1) for names in found)
+    return inputs, outputs
+
+
+def _bounds(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:  # int32, of the shape of a scale
+    *stack, d_in, d_out = values.shape
+    padded = jnp.pad(values, [(0, 0)] * len(stack) + [(0, -d_in % block), (0, 0)], mode="edge")
+    blocks = padded.reshape(*stack, -1, block, d_out)
+    return blocks.min(axis=-2).astype(jnp.int32), blocks.max(axis=-2).astype(jnp.int32)
 
 
 def in_bytes(values: jax.Array, scale: jax.Array, other: jax.Array, block: int, numbers: Numbers) -> NibbleMatrix:
-    """Lay out int8 values that are codes, or doubles of 4-bit floats; `other` is the zeros or the offsets."""
-    d_in, d_out = values.shape
+    """Lay out the same for a GPU, on one device."""
+    *stack, d_in, d_out = values.shape
     span = span_of(d_in, block)
-    pairs = _codes(values, numbers).reshape(-1, 2, span, d_out)
-    codes = (pairs[:, 0] | pairs[:, 1] << 4).reshape(-1, d_out).T
+    pairs = _codes(values, numbers).reshape(*stack, -1, 2, span, d_out)
+    codes = (pairs[..., 0, :, :] | pairs[..., 1, :, :] << 4).reshape(*stack, -1, d_out).swapaxes(-1, -2)
     return NibbleMatrix(codes, _side_by_side(scale, other), numbers, span, block)
 
 
 def in_words(values: jax.Array, scale: jax.Array, other: jax.Array, block: int, numbers: Numbers) -> WordMatrix:
-    """Lay out the same for a TPU."""
+    """Lay out the same for a TPU, on one device."""
+    if values.ndim > 2:
+        return jax.vmap(functools.partial(in_words, block=block, numbers=numbers))(values, scale, other)
     d_in, d_out = values.shape
-    chunk = chunk_of(d_in, block)
+    chunk = chunk_of(d_in, d_out, block)
     parts = _codes(values, numbers).reshape(-1, 4, 8, 2, d_out).transpose(3, 1, 0, 2, 4).reshape(8, -1, d_out)
     places = jnp.arange(8, dtype=jnp.uint32).reshape(-1, 1, 1) * 4
     words = (parts.astype(jnp.uint32) << places).sum(axis=0, dtype=jnp.uint32)
@@ -149,9 +236,11 @@ def _side_by_side(scale: jax.Array, other: jax.Array) -> jax.Array:  # uint32
     return jax.lax.bitcast_convert_type(pairs, jnp.uint32)
 
 
-def restore(weight: NibbleMatrix | WordMatrix) -> jax.Array:  # [d_in, d_out] float32
-    """Return the plain matrix: the definition that the kernels are held to."""
-    d_in, d_out = weight.shape
+def restore(weight: NibbleMatrix | WordMatrix) -> jax.Array:  # [..., d_in, d_out] float32
+    """Return the plain matrix, or matrices: the definition that the kernels are held to."""
+    if len(weight.shape) > 2:
+        return jax.vmap(restore)(weight)
+    d_in, d_out = weight.shape[-2], weight.shape[-1]
     if isinstance(weight, WordMatrix):
         groups, shifts = weight.codes.reshape(-1, 1, 8, 1, d_out), jnp.arange(8, dtype=jnp.uint32) * 4
         codes = groups >> shifts.reshape(2, 4).T[:, None, :, None] & 15
@@ -159,7 +248,8 @@ def restore(weight: NibbleMatrix | WordMatrix) -> jax.Array:  # [d_in, d_out] fl
         return weights_of(codes.reshape(d_in, d_out), scales.reshape(d_in, d_out), weight.numbers)
     pairs = weight.codes.T.reshape(-1, 1, weight.span, d_out)
     codes = jnp.concatenate([pairs & 15, pairs >> 4], axis=1).reshape(d_in, d_out)
-    return weights_of(codes, jnp.repeat(weight.scales, weight.block, axis=0)[:d_in], weight.numbers)
+    of_each = weight.block if len(weight.scales) > 1 else d_in
+    return weights_of(codes, jnp.repeat(weight.scales, of_each, axis=0)[:d_in], weight.numbers)
 
 
 def halves(scales: jax.Array) -> tuple[jax.Array, jax.Array]:

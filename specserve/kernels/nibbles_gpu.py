@@ -69,18 +69,24 @@ def _asm(numbers: Numbers, half: int) -> str:
     return "\n".join([*lines, "}"])
 
 
-def multiply(x: jax.Array, weight: NibbleMatrix, *, interpret: bool = False) -> jax.Array:
+def multiply(
+    x: jax.Array, weight: NibbleMatrix, expert_of_block: jax.Array | None = None, *, interpret: bool = False
+) -> jax.Array:
     """Compute x [row, d_in] @ weight -> [row, d_out] in float32: products in x's dtype, which holds the numbers
-    exactly."""
-    return traced_once(_multiply, "interpret")(x, weight, interpret=interpret)
+    exactly. With a matrix for each expert, rows lie in equal blocks, of 16 to `ROWS` and a power of two, and
+    expert_of_block [block] int32 has the expert of each; where that is none, nothing is written."""
+    return traced_once(_multiply, "interpret")(x, weight, expert_of_block, interpret=interpret)
 
 
-def _multiply(x: jax.Array, weight: NibbleMatrix, *, interpret: bool) -> jax.Array:
-    (num_rows, d_in), d_out = x.shape, weight.shape[1]
-    row_tile = min(ROWS, max(LEAST, pl.next_power_of_2(num_rows)))
+def _multiply(x: jax.Array, weight: NibbleMatrix, expert_of_block: jax.Array | None, *, interpret: bool) -> jax.Array:
+    (num_rows, d_in), d_out = x.shape, weight.shape[-1]
+    if expert_of_block is None:
+        row_tile = min(ROWS, max(LEAST, pl.next_power_of_2(num_rows)))
+    else:
+        row_tile = num_rows // len(expert_of_block)
     tiles = pl.cdiv(num_rows, row_tile), pl.cdiv(d_out, COLUMNS)
     num_steps = d_in // (2 * weight.span)
-    parts = _parts(num_rows, d_in, num_steps, math.prod(tiles))
+    parts = _parts(row_tile if expert_of_block is not None else num_rows, d_in, num_steps, math.prod(tiles))
     of_stage = (COLUMNS + 2 * row_tile * x.dtype.itemsize) * weight.span  # codes, and x of both halves
     stages = min(6, 1 + PENDING_BYTES // (COLUMNS * weight.span), 1 + SHARED_BYTES // of_stage)
     kernel = partial(
@@ -99,7 +105,7 @@ def _multiply(x: jax.Array, weight: NibbleMatrix, *, interpret: bool) -> jax.Arr
         compiler_params=triton.CompilerParams(num_warps=WARPS * (1 + (row_tile >= MANY)), num_stages=stages),
         interpret=interpret,
         name="multiply_nibbles",
-    )(x, weight.codes, weight.scales)
+    )(*([] if expert_of_block is None else [expert_of_block]), x, weight.codes, weight.scales)
     return found.sum(axis=0)
 
 
@@ -109,10 +115,27 @@ def _parts(num_rows: int, d_in: int, num_steps: int, num_tiles: int) -> int:
     return max(1, min(PROGRAMS // num_tiles, num_steps // 2, d_in // (16 * num_rows)))
 
 
-def _kernel(
+def _kernel(*refs: Any, **how: Any) -> None:
+    """Multiply a tile of rows by a tile of outputs, over one part of the inputs, with the matrix of the tile's expert
+    where there is one for each."""
+    tile = tuple(map(pl.program_id, range(3)))
+    if len(refs) == len(("x", "codes", "scales", "out")):
+        _multiply_tile(tile, (), *refs, **how)
+        return
+    experts_ref, x_ref, codes_ref, *rest = refs
+    expert = experts_ref[tile[0]]
+
+    @pl.when(expert < len(codes_ref))
+    def _() -> None:
+        _multiply_tile(tile, (expert,), x_ref, codes_ref, *rest, **how)
+
+
+def _multiply_tile(
+    tile: tuple[jax.Array, ...],  # of rows, of outputs, and the part
+    of: tuple[jax.Array, ...],  # the index of the expert, or nothing
     x_ref: Any,  # [row, d_in]
-    codes_ref: Any,  # [d_out, d_in / 2] uint8
-    scales_ref: Any,  # [block, d_out] uint32
+    codes_ref: Any,  # [*of, d_out, d_in / 2] uint8
+    scales_ref: Any,  # [*of, block, d_out] uint32
     out_ref: Any,  # [part, row, d_out] float32
     *,
     row_tile: int,
@@ -122,19 +145,18 @@ def _kernel(
     num_steps: int,
     uses_asm: bool,
 ) -> None:
-    """Multiply a tile of rows by a tile of outputs, over one part of the inputs."""
     num_parts, num_rows, d_out = out_ref.shape
-    part = pl.program_id(2)
-    rows, columns = _Tile(pl.program_id(0), row_tile, num_rows), _Tile(pl.program_id(1), COLUMNS, d_out)
+    part = tile[2]
+    rows, columns = _Tile(tile[0], row_tile, num_rows), _Tile(tile[1], COLUMNS, d_out)
     first = part * num_steps // num_parts
     is_turned = row_tile >= MANY
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
         step = first + i
-        pairs = columns.load_rows(codes_ref, step * span, span)
+        pairs = columns.load_rows(codes_ref, step * span, span, of)
         for half in (0, 1):
             start = (2 * step + half) * span
-            scales = columns.load(scales_ref, jax.lax.div(start, block))[:, None]
+            scales = columns.load(scales_ref, *of, jax.lax.div(start, block))[:, None]
             x = rows.load_rows(x_ref, start, span)
             if uses_asm and x.dtype == jnp.bfloat16:
                 weights = _widen(pairs, jnp.broadcast_to(scales, pairs.shape), half, numbers)
@@ -157,13 +179,15 @@ class _Tile:
         self.size, self.is_whole = size, of % size == 0
         self.places, self.mask = pl.ds(index * size, size), index * size + jnp.arange(size) < of
 
-    def load(self, ref: Any, at: jax.Array) -> jax.Array:  # of [n, of]: [size]
+    def load(self, ref: Any, *at: jax.Array) -> jax.Array:  # of [..., of]: [size]
         mask = {} if self.is_whole else {"mask": self.mask, "other": 0}
-        return triton.load(ref.at[at, self.places], **mask)
+        return triton.load(ref.at[*at, self.places], **mask)
 
-    def load_rows(self, ref: Any, start: jax.Array, count: int) -> jax.Array:  # of [of, n]: [size, count]
+    def load_rows(
+        self, ref: Any, start: jax.Array, count: int, at: tuple[jax.Array, ...] = ()
+    ) -> jax.Array:  # of [*at, of, n]: [size, count]
         mask = {} if self.is_whole else {"mask": jnp.broadcast_to(self.mask[:, None], (self.size, count)), "other": 0}
-        return triton.load(ref.at[self.places, pl.ds(start, count)], **mask)
+        return triton.load(ref.at[*at, self.places, pl.ds(start, count)], **mask)
 
 
 def _widen(pairs: jax.Array, scales: jax.Array, half: int, numbers: Numbers) -> jax.Array:

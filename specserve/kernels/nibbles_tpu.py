@@ -38,47 +38,71 @@ _SUBLANES = 8
 _SIXTEEN = 0x41804180  # two bfloat16 numbers of 16, whose last bits but three are worth 1, 2, 4 and 8
 
 
-def multiply(x: jax.Array, weight: WordMatrix, *, interpret: Any = False) -> jax.Array:
+def multiply(
+    x: jax.Array, weight: WordMatrix, expert_of_block: jax.Array | None = None, *, interpret: Any = False
+) -> jax.Array:
     """Compute x [row, d_in] @ weight -> [row, d_out] in float32. In float32 weights are not rounded; in bfloat16 they
-    are, but where rows are few."""
-    return traced_once(_multiply, "interpret")(x, weight, interpret=interpret)
+    are, but where rows are few. With a matrix for each expert, rows lie in equal blocks, of a power of two from 8 to
+    64, and expert_of_block [block] int32 has the expert of each. Blocks without one are behind the others, and nothing
+    is written there."""
+    return traced_once(_multiply, "interpret")(x, weight, expert_of_block, interpret=interpret)
 
 
-def _multiply(x: jax.Array, weight: WordMatrix, *, interpret: Any) -> jax.Array:
-    num_rows, (num_chunks, _, d_out) = x.shape[0], weight.codes.shape
-    chunk, num_blocks = weight.chunk, weight.scales.shape[1]
-    by_block = num_rows <= FEW or x.dtype != jnp.bfloat16
-    row_tile = _up(min(num_rows, FEW if by_block else ROWS), _SUBLANES if by_block else 2 * _SUBLANES)
+def _multiply(x: jax.Array, weight: WordMatrix, expert_of_block: jax.Array | None, *, interpret: Any) -> jax.Array:
+    num_rows, (*stack, num_chunks, _, d_out) = x.shape[0], weight.codes.shape
+    chunk, num_blocks = weight.chunk, weight.scales.shape[-2]
+    rows_of_each = num_rows if expert_of_block is None else num_rows // len(expert_of_block)
+    by_block = rows_of_each <= FEW or x.dtype != jnp.bfloat16
+    row_tile = _up(min(rows_of_each, FEW if by_block else ROWS), _SUBLANES if by_block else 2 * _SUBLANES)
     columns = min(COLUMNS if d_out >= 8 * COLUMNS else COLUMNS // 2, _up(d_out, DEPTH))
     per_step = max(1, min(num_chunks, INPUTS // chunk))
     x = jnp.pad(x, ((0, -num_rows % row_tile), (0, 0))).reshape(-1, num_chunks, chunk).swapaxes(0, 1)
-    grid = x.shape[1] // row_tile, pl.cdiv(d_out, columns), pl.cdiv(num_chunks, per_step)
+    num_tiles: Any = x.shape[1] // row_tile
+    known = []  # before a program begins: its expert
+    if expert_of_block is not None:
+        known = [jnp.repeat(expert_of_block, rows_of_each // row_tile)]
+        num_tiles = jnp.maximum((known[0] < stack[0]).sum(dtype=jnp.int32), 1)
+        known[0] = jnp.minimum(known[0], stack[0] - 1)
+
+    def of_rows(*sizes: int) -> pl.BlockSpec:
+        return pl.BlockSpec(sizes, lambda row, _column, step, *_: (step, row, 0))
+
+    def of_columns(*sizes: int) -> pl.BlockSpec:
+        def at(row: Any, column: Any, step: Any, *known: Any) -> tuple[Any, ...]:
+            return *(ids[row] for ids in known), step, 0, column
+
+        return pl.BlockSpec((*(None for _ in stack), *sizes), at)
+
     operands = [x, weight.codes, weight.scales]
     specs = [
-        pl.BlockSpec((per_step, row_tile, chunk), lambda row, _column, step: (step, row, 0)),
-        pl.BlockSpec((per_step, chunk // GROUP * _SUBLANES, columns), lambda _row, column, step: (step, 0, column)),
-        pl.BlockSpec((per_step, num_blocks, columns), lambda _row, column, step: (step, 0, column)),
+        of_rows(per_step, row_tile, chunk),
+        of_columns(per_step, chunk // GROUP * _SUBLANES, columns),
+        of_columns(per_step, num_blocks, columns),
     ]
     scratch = [pltpu.VMEM((chunk // 2, columns), jnp.uint32)]
     if by_block:
         sums = x.astype(jnp.float32).reshape(num_chunks, -1, num_blocks, chunk // num_blocks).sum(axis=-1)
         operands.append(sums)
-        specs.append(pl.BlockSpec((per_step, row_tile, num_blocks), lambda row, _column, step: (step, row, 0)))
+        specs.append(of_rows(per_step, row_tile, num_blocks))
         scratch.append(pltpu.VMEM((num_blocks, columns), jnp.float32))
     else:
         scratch += [pltpu.VMEM((num_blocks, columns), jnp.uint32)] * 2
-    kernel = _by_block if by_block else _by_weight
+    kernel = partial(_by_block if by_block else _by_weight, numbers=weight.numbers, num_chunks=num_chunks)
+    each = "arbitrary" if known else "parallel"  # how many blocks have an expert is not known before
     found = pl.pallas_call(
-        partial(kernel, numbers=weight.numbers, num_chunks=num_chunks),
+        lambda *refs: kernel(*refs[len(known) :]),
         out_shape=jax.ShapeDtypeStruct((x.shape[1], d_out), jnp.float32),
-        grid=grid,
-        in_specs=specs,
-        out_specs=pl.BlockSpec((row_tile, columns), lambda row, column, _step: (row, column)),
-        scratch_shapes=scratch,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(known),
+            grid=(num_tiles, pl.cdiv(d_out, columns), pl.cdiv(num_chunks, per_step)),
+            in_specs=specs,
+            out_specs=pl.BlockSpec((row_tile, columns), lambda row, column, _step, *_: (row, column)),
+            scratch_shapes=scratch,
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=(each, each, "arbitrary")),
         interpret=interpret,
         name="multiply_words",
-    )(*operands)
+    )(*known, *operands)
     return found[:num_rows]
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels.matmul import QuantizedMatrix
+from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
 from specserve.mesh import (
     ACTIVATIONS,
     fitting_partition,
@@ -77,12 +78,16 @@ def in_parts(
         return y.reshape(x.shape)
 
     def partitions(spec: ParamSpec, weight: Any) -> Any:
+        if isinstance(weight, NibbleMatrix | WordMatrix):
+            stack, inputs, outputs = spec.axes
+            parts = [partition(axes, cut) for axes in weight.axes((stack,), inputs, outputs)]
+            return jax.tree.unflatten(jax.tree.structure(weight), parts)
         if not isinstance(weight, QuantizedMatrix):
             return partition(spec.axes, cut)
         scale_axes = spec.axes if weight.scale.shape[-2] > 1 else (*spec.axes[:-2], None, spec.axes[-1])
-        assert weight.offset is None, "experts with offsets are for native kernels"
         values, scale = partition(spec.axes, cut), partition(scale_axes, cut)
-        return dataclasses.replace(weight, values=values, scale=scale)
+        offset = None if weight.offset is None else scale
+        return dataclasses.replace(weight, values=values, scale=scale, offset=offset)
 
     specs = jax.tree.map(partitions, spec, experts, is_leaf=is_spec)
     rows = fitting_partition(mesh, (*ACTIVATIONS, None), x.shape)

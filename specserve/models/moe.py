@@ -10,17 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specserve.kernels import native
-from specserve.kernels.grouped import TPU_ROWS, Matrices, expected_experts, into_blocks, rows_per_block
+from specserve.kernels import native, nibbles
+from specserve.kernels.grouped import TPU_ROWS, ExpertBlocks, Matrices, expected_experts, into_blocks, rows_per_block
 from specserve.kernels.matmul import (
     PackedMatrix,
     QuantizedMatrix,
     Weight,
     dequantize,
     matmul,
+    matmul_by_block,
     matmul_by_expert,
     matmul_float32,
 )
+from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
 from specserve.kernels.rowwise import UNGATED, Activation, gated, rms_norm
 from specserve.mesh import is_on_one_device, program_platform, traced_once
 from specserve.models.config import Experts, ModelConfig
@@ -299,11 +301,8 @@ def by_blocks(
 ) -> jax.Array:
     """Loop over blocks of tokens, each of one expert. It does only the needed work, on a backend without a ragged
     kernel."""
-    top_k, num_experts = expert_ids.shape[1], params.down.shape[0]
-    size = rows_per_block(expert_ids.size, num_experts, least=4)  # measured: fewer rows gain nothing
-    blocks = into_blocks(expert_ids, num_experts, size)
-    tokens = blocks.pair_of_slot // top_k  # of an empty place: the number of tokens
-    rows = x.at[tokens].get(mode="fill", fill_value=0).reshape(-1, size, x.shape[-1])
+    num_experts = params.down.shape[0]
+    blocks, rows = _rows_in_blocks(x, expert_ids, num_experts, least=4)  # measured: fewer rows gain nothing
 
     def compute(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         rows, e = block
@@ -317,6 +316,37 @@ def by_blocks(
         return jax.lax.cond(e < num_experts, run, jnp.zeros_like, rows)
 
     y = jax.lax.map(compute, (rows, blocks.expert_of_block)).reshape(-1, x.shape[-1])
+    y = y.at[blocks.slots].get(mode="fill", fill_value=0)
+    return _weighed_sum(y, weights).astype(x.dtype)
+
+
+def _rows_in_blocks(
+    x: jax.Array, expert_ids: jax.Array, num_experts: int, *, least: int
+) -> tuple[ExpertBlocks, jax.Array]:
+    """Sort the pairs of a token and its expert into blocks of at least so many places, and return the tokens' rows in
+    them [block, place, d_model]."""
+    blocks = into_blocks(expert_ids, num_experts, rows_per_block(expert_ids.size, num_experts, least))
+    tokens = blocks.pair_of_slot // expert_ids.shape[1]  # of an empty place: the number of tokens
+    rows = x.at[tokens].get(mode="fill", fill_value=0)
+    return blocks, rows.reshape(len(blocks.expert_of_block), -1, x.shape[-1])
+
+
+def in_four_bits(
+    params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """Multiply blocks of rows by their experts' matrices, of which some have the form of a GPU's or a TPU's kernel for
+    4 bits (`kernels.nibbles`). It does only the needed work, reads each chosen matrix once for a block, and has no
+    gradient. Hidden channels are rounded to x's dtype before the second product, and nothing else is."""
+    least = nibbles.LEAST if isinstance(params.gate, NibbleMatrix) else 8
+    blocks, rows = _rows_in_blocks(x, expert_ids, params.down.shape[0], least=least)
+    of_block = blocks.expert_of_block
+
+    def product(rows: jax.Array, weight: Any, bias: jax.Array | None) -> jax.Array:  # [block, place, d_out] float32
+        y = matmul_by_block(rows.reshape(-1, rows.shape[-1]).astype(x.dtype), weight, of_block)
+        y = y.reshape(*rows.shape[:2], -1)
+        return y if bias is None else y + bias.astype(jnp.float32).at[of_block, None].get(mode="fill", fill_value=0)
+
+    y = _expert_mlp(params, activation, rows, product).reshape(-1, x.shape[-1])
     y = y.at[blocks.slots].get(mode="fill", fill_value=0)
     return _weighed_sum(y, weights).astype(x.dtype)
 
@@ -405,6 +435,8 @@ def best_form(params: Moe, experts: Experts, num_tokens: int) -> Form:
     be called where XLA cuts the work over a mesh, and are not where they are left out (`native.left_out`)."""
     if isinstance(params.down, PackedMatrix):
         return by_rows
+    if any(isinstance(each, NibbleMatrix | WordMatrix) for each in (params.gate, params.up, params.down)):
+        return in_four_bits
     has_kernel = is_on_one_device() and not native.are_left_out() and params.up is not None
     platform = program_platform()
     if platform == "gpu" and has_kernel:

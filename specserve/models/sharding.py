@@ -152,14 +152,14 @@ def check_fits(
     dtype: str,
     product_dtype: str | None = None,
     *,
-    share: float = 1.0,  # of that count, what matrices take that are not of experts
+    share: float = 1.0,  # of that count, what matrices take
 ) -> None:
     """Raises ConfigError when a device has less free memory than its part of the parameters takes, as `held_by_each`
     counts them."""
 
     def counted(at: Any | None) -> float:
         held = held_by_each(spec, dtype, at, product_dtype)
-        return sum(each.num_bytes * (share if each.is_product and not each.is_expert else 1) for each in held)
+        return sum(each.num_bytes * (share if each.is_product else 1) for each in held)
 
     whole, needed = counted(None), counted(places)
     free = free_memory(mesh)

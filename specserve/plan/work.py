@@ -8,6 +8,7 @@ long as the slower of memory and arithmetic, each at a share of its peak that is
 roofline).
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -64,24 +65,22 @@ def target_held(
     held = held_by_each(spec, config.dtype, places, product_dtype="int8")
     sizes = [each.num_bytes + each.scale_bytes for each in held]
     if quantization == "int4":
-        alone = platform if is_one_device else ""
-        pairs = zip(held, sizes, strict=True)
-        sizes = [_int4_bytes(each, alone, is_served=is_served) if each.is_product else size for each, size in pairs]
+        is_native = platform == "cpu" and is_one_device and native.is_available()
+        bytes_of = functools.partial(_int4_bytes, platform=platform, is_native=is_native, is_served=is_served)
+        sizes = [bytes_of(each) if each.is_product else size for each, size in zip(held, sizes, strict=True)]
     return tuple(replace(each, num_bytes=size) for each, size in zip(held, sizes, strict=True))
 
 
-def _int4_bytes(matrix: Held, alone: str, *, is_served: bool) -> int:
-    """Count the bytes of a matrix that was rounded to int4, on one device of the platform `alone`, or over a mesh where
-    that is empty. A block of inputs has a scale and an offset for each output. They are float32 beside numbers of 8
-    bits, and of 16 bits beside numbers of 4, which one CPU, one GPU and one TPU serve by kernels of their
-    own. Where no kernel knows experts with offsets, these are int8."""
-    d_in, is_native = matrix.shape[-2], alone == "cpu" and native.is_available()
+def _int4_bytes(matrix: Held, *, platform: str, is_native: bool, is_served: bool) -> int:
+    """Count the bytes that each device holds of a matrix that was rounded to int4. A block of inputs has a scale and an
+    offset for each output. They are float32 beside numbers of 8 bits, and of 16 bits beside numbers of 4, which one
+    CPU, GPUs and TPUs serve by kernels of their own."""
+    d_in = matrix.shape[-2]
     inputs = d_in if d_in % INT4_BLOCK == 0 else matrix.spec.shape[-2]  # the device holds all of their blocks
     of_blocks = matrix.size // d_in * -(-inputs // INT4_BLOCK)
-    if len(matrix.shape) > 2 and not is_native:
-        return matrix.size + matrix.scale_bytes
-    fits = {"gpu": span_of, "tpu": chunk_of}.get(alone)
-    if is_served and (is_native or (fits and fits(d_in, min(d_in, INT4_BLOCK)))):
+    block, d_out = min(d_in, INT4_BLOCK), matrix.shape[-1]
+    fits = {"gpu": span_of(d_in, block), "tpu": chunk_of(d_in, d_out, block)}.get(platform) and inputs == d_in
+    if is_served and (is_native or fits):
         return matrix.size // 2 + 4 * of_blocks
     return matrix.size + 8 * of_blocks
 

@@ -70,7 +70,7 @@ def test_products_of_4_bits_are_words_on_a_tpu(
     def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
-    chunk = chunk_of(d_in, block)
+    chunk = chunk_of(d_in, d_out, block)
     codes = array((d_in // chunk, chunk // 8, d_out), "uint32")
     scales = array((d_in // chunk, max(1, chunk // block), d_out), "uint32")
     weight: WordMatrix = WordMatrix(codes, scales, numbers)  # type: ignore[arg-type]

@@ -20,10 +20,15 @@ CASES = {
     "first_minute": "--clients 0,1 --seconds 2 --max-slots 2",
     "grammars": "--clients 1 --rounds 1 --max-tokens 8 --speculation chain:1",
     "http_layer": "--clients 2 --rounds 1 --max-tokens 8 --speculation chain:1",
+    "memory": "--minutes 0.1 --clients 4 --speculation chain:1",
     "kv_cache": "--prompts 2 --max-tokens 8 --speculation chain:1 --dtypes float32,int8",
 }
-SHORTER = {"changing_load": {"PHASES": (0, 1), "SECONDS": 0.4, "SETTLING": 0.1}}
+SHORTER = {
+    "changing_load": {"PHASES": (0, 1), "SECONDS": 0.4, "SETTLING": 0.1},
+    "memory": {"FILLING": 1, "SAMPLE_SECONDS": 1.0, "SETTLE_SECONDS": 1.0, "IDLE_SECONDS": 1.0},
+}
 ASKED = 60  # questions
+ASKS_NONE = {"memory"}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,7 @@ def test_it_comes_to_its_end(
     module = importlib.import_module(name)
     for constant, value in SHORTER.get(name, {}).items():
         monkeypatch.setattr(module, constant, value)
-    monkeypatch.setattr(sys, "argv", [name, *served, *CASES[name].split()])
+    monkeypatch.setattr(sys, "argv", [name, *(served[:4] if name in ASKS_NONE else served), *CASES[name].split()])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert module.main() in (0, None)
     shown = capfd.readouterr().out

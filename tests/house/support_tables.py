@@ -53,7 +53,6 @@ MIXERS = {
     "conv": "short convolutions",
 }
 EXPERTS_ALONE = "experts: compiled; other products: XLA's, untested"
-FOUR_BITS = "compiled; over a mesh other products than experts': XLA's, untested"
 WEIGHTS: dict[str, tuple[str, str, str, str]] = {  # --quantization: what it reads and makes, on CPUs, GPUs, TPUs
     "none": (
         "float32, float16 and bfloat16 as they are; FP8, INT8, MXFP4, NVFP4, AWQ, GPTQ, compressed-tensors', MLX's and "
@@ -62,15 +61,15 @@ WEIGHTS: dict[str, tuple[str, str, str, str]] = {  # --quantization: what it rea
     ),
     "stored": (
         "those layouts stay in 8 bits, with their scales and offsets, and in native kernels what fits in 4 bits in 4, "
-        "exactly, on one GPU or TPU with scales and offsets in bfloat16; act-order, 8-bit GPTQ and MLX, and GGUF's IQ1 "
+        "exactly, on GPUs and TPUs with scales and offsets in bfloat16; act-order, 8-bit GPTQ and MLX, and GGUF's IQ1 "
         "to IQ3, TQ1 and TQ2 become floats",
-        *("runs", FOUR_BITS, FOUR_BITS),
+        *("runs", "compiled", "compiled"),
     ),
     "int8": ("rounded to INT8 at load, with a scale for each output", "measured", EXPERTS_ALONE, EXPERTS_ALONE),
     "int4": (
-        "rounded to 4 bits at load, with a scale and an offset for every 32 inputs of an output; elsewhere than in "
-        "native kernels and on one GPU or TPU the numbers take 8 bits, and experts get INT8",
-        *("measured", FOUR_BITS, FOUR_BITS),
+        "rounded to 4 bits at load, with a scale and an offset for every 32 inputs of an output; where no "
+        "kernel of ours takes a matrix, the numbers take 8 bits",
+        *("measured", "compiled", "compiled"),
     ),
     "fp8": ("rounded to FP8 (e4m3) at load, with a scale for each output", "runs", EXPERTS_ALONE, EXPERTS_ALONE),
 }

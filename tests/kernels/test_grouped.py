@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
-from rounding import UNIT, assert_within
+from rounding import UNIT, assert_same, assert_within, tolerance
 
-from specserve.kernels import grouped_gpu, grouped_tpu, native
+from specserve.kernels import grouped_gpu, grouped_tpu, native, nibbles
 from specserve.kernels.grouped import TPU_ROWS, Matrices, cost, expected_experts
-from specserve.kernels.matmul import QuantizedMatrix, quantize
-from specserve.mesh import MESH_AXES
+from specserve.kernels.matmul import QuantizedMatrix, in_nibbles, quantize
+from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
+from specserve.mesh import MESH_AXES, made_for, make_mesh, on_mesh, sharding
 from specserve.models.config import Experts, ModelConfig
 from specserve.models.moe import (
     Form,
@@ -34,14 +35,17 @@ from specserve.models.moe import (
     by_kernel_tpu,
     choose_form,
     experts_computed,
+    in_four_bits,
     moe,
     moe_spec,
     sorted_by_expert,
 )
-from specserve.models.params import abstract
+from specserve.models.params import abstract, init_params
 
 TOKENS, EXPERTS, TOP_K, D_FF = 21, 5, 2, 200  # of which nothing divides the kernels' tiles
-KINDS = {"biases": 32, "int8": 128, "fp8 by block": 144}  # d_model: TPUs have down turned, or gate and up
+KINDS = {"biases": 32, "int8": 128, "fp8 by block": 144, "offsets": 96}  # d_model: TPUs have down turned, or the others
+FOUR_BITS = {"4 bits": 192, "4 and 8 bits": D_FF}  # d_ff: no kernel for 4 bits takes so many inputs of the latter
+D_MODEL = 128
 ACTIVATIONS = {"biases": "clamped_swiglu", "int8": "silu", "fp8 by block": "gelu_tanh"}
 
 
@@ -55,14 +59,17 @@ class Mlps(NamedTuple):
 
 
 def mlps_of(kind: str) -> Mlps:
-    rng, d_model = np.random.default_rng(0), KINDS[kind]
+    rng, d_model = np.random.default_rng(0), KINDS.get(kind, D_MODEL)
 
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
-    gate, up, down = draw(EXPERTS, d_model, D_FF), draw(EXPERTS, d_model, D_FF), draw(EXPERTS, D_FF, d_model)
-    if kind == "biases":
-        return Mlps(gate, up, down, draw(EXPERTS, D_FF), draw(EXPERTS, D_FF), draw(EXPERTS, d_model))
+    d_ff = FOUR_BITS.get(kind, D_FF)
+    gate, up, down = draw(EXPERTS, d_model, d_ff), draw(EXPERTS, d_model, d_ff), draw(EXPERTS, d_ff, d_model)
+    if kind == "offsets":
+        return Mlps(*(quantize(weight, "int4") for weight in (gate, up, down)))
+    if kind == "biases" or kind in FOUR_BITS:
+        return Mlps(gate, up, down, draw(EXPERTS, d_ff), draw(EXPERTS, d_ff), draw(EXPERTS, d_model))
     if kind == "int8":
         return Mlps(*(quantize(weight, "int8") for weight in (gate, up, down)))
     return Mlps(*(by_block(weight, 16) for weight in (gate, up, down)))
@@ -78,12 +85,24 @@ def by_block(weight: jax.Array, size: int) -> QuantizedMatrix:
 def poisoned(mlps: Mlps, is_chosen: np.ndarray) -> Mlps:
     """NaN in every matrix and bias of experts that are not chosen; quantised ones have it in their scales."""
 
-    def poison(leaf: jax.Array) -> jax.Array:
-        if leaf.dtype in (jnp.int8, jnp.float8_e4m3fn):
-            return leaf
-        return jnp.where(is_chosen.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jnp.nan)
+    def poison(leaf: jax.Array, of: Any = jnp.nan) -> jax.Array:
+        return jnp.where(is_chosen.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, of)
 
-    return jax.tree.map(poison, mlps)
+    def matrix(weight: Any) -> Any:
+        if isinstance(weight, NibbleMatrix | WordMatrix):
+            return dataclasses.replace(weight, scales=poison(weight.scales, jnp.uint32(0x7FC07FC0)))
+        if isinstance(weight, QuantizedMatrix):
+            if isinstance(mlps.gate, NibbleMatrix | WordMatrix):
+                return weight  # XLA's ragged product reads all experts on a CPU
+            offset = None if weight.offset is None else poison(weight.offset)
+            return dataclasses.replace(weight, scale=poison(weight.scale), offset=offset)
+        return poison(weight)
+
+    return jax.tree.map(matrix, mlps, is_leaf=is_matrix)
+
+
+def is_matrix(node: Any) -> bool:
+    return isinstance(node, NibbleMatrix | QuantizedMatrix | WordMatrix)
 
 
 def routing(seed: int, allowed: set[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -106,6 +125,7 @@ def loop(
         return (k + 3) * UNIT / (1 - (k + 3) * UNIT)  # and a scale before, a scale after, a bias
 
     wide: Any = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), dense(mlps))
+    terms: Any = Mlps(*map(added, mlps[:3]))
     out, off = np.zeros_like(x), np.zeros_like(x)
     for t, k in itertools.product(range(len(x)), range(ids.shape[1])):
         if (e := ids[t, k]) == EXPERTS:
@@ -113,26 +133,47 @@ def loop(
         zero = np.zeros(1)
         biases = [zero if b is None else b[e] for b in (wide.gate_bias, wide.up_bias, wide.down_bias)]
         gate, up = x[t] @ wide.gate[e] + biases[0], x[t] @ wide.up[e] + biases[1]
-        off_gate = gamma(x.shape[1]) * (np.abs(x[t]) @ np.abs(wide.gate[e]) + np.abs(biases[0]))
-        off_up = gamma(x.shape[1]) * (np.abs(x[t]) @ np.abs(wide.up[e]) + np.abs(biases[1]))
+        off_gate = gamma(x.shape[1]) * (np.abs(x[t]) @ terms.gate[e] + np.abs(biases[0]))
+        off_up = gamma(x.shape[1]) * (np.abs(x[t]) @ terms.up[e] + np.abs(biases[1]))
         hidden = activate(gate, up, activation)
         off_hidden = (1.13 * off_gate + 16 * UNIT * np.abs(gate)) * (np.abs(up) + 1) + np.abs(gate) * off_up
         off_hidden += unit * np.abs(hidden)
         y = hidden @ wide.down[e] + biases[2]
-        size = np.abs(hidden) @ np.abs(wide.down[e]) + np.abs(biases[2])
+        size = np.abs(hidden) @ terms.down[e] + np.abs(biases[2])
         out[t] += weights[t, k] * y
-        off[t] += weights[t, k] * (off_hidden @ np.abs(wide.down[e]) + gamma(D_FF + TOP_K) * size)
+        off[t] += weights[t, k] * (off_hidden @ np.abs(wide.down[e]) + gamma(len(hidden) + TOP_K) * size)
     return out, 1.01 * off + unit * np.abs(out)  # second-order terms
 
 
 def dense(mlps: Mlps) -> Mlps:
     def wide(weight: Matrices) -> Any:
+        if isinstance(weight, NibbleMatrix | WordMatrix):
+            return nibbles.restore(weight)
         if not isinstance(weight, QuantizedMatrix):
             return weight
-        scale = np.repeat(np.asarray(weight.scale, np.float64), weight.block, axis=1)
-        return np.asarray(weight.values, np.float64) * scale[:, : weight.shape[1]]
+        plain = np.asarray(weight.values, np.float64) * of_inputs(weight, weight.scale)
+        return plain if weight.offset is None else plain + of_inputs(weight, weight.offset)
 
     return Mlps(*map(wide, mlps[:3]), *mlps[3:])
+
+
+def of_inputs(weight: QuantizedMatrix, of_blocks: jax.Array) -> np.ndarray:
+    return np.repeat(np.asarray(of_blocks, np.float64), weight.block, axis=1)[:, : weight.shape[1]]
+
+
+def added(weight: Matrices) -> np.ndarray:
+    """The magnitudes of what a kernel adds up for each weight: those of values and offsets apart, and on a TPU codes
+    that 16 is added to (`nibbles_tpu`)."""
+    if isinstance(weight, WordMatrix):
+        sizes = [np.abs(np.asarray(each, np.float64)) for each in nibbles.halves(weight.scales)]
+        of_block = 47 * sizes[0] + sizes[1] * (sizes[0] if weight.numbers == "int4" else 1)
+        rows = np.repeat(of_block, weight.chunk // weight.scales.shape[-2], axis=-2)
+        return rows.reshape(len(rows), *weight.shape[1:])
+    if isinstance(weight, QuantizedMatrix) and weight.offset is not None:
+        return np.abs(of_inputs(weight, weight.scale)) * np.abs(np.asarray(weight.values, np.float64)) + np.abs(
+            of_inputs(weight, weight.offset)
+        )
+    return np.abs(np.asarray(dense(Mlps(weight, weight, weight)).gate, np.float64))
 
 
 def activate(gate: np.ndarray, up: np.ndarray, activation: str) -> np.ndarray:
@@ -150,16 +191,19 @@ INTERPRETED = {
 }
 
 
-def check(run: Callable[..., jax.Array], kind: str, dtype: Any, seed: int, allowed: set[int]) -> None:
+def check(
+    run: Callable[..., jax.Array], kind: str, dtype: Any, seed: int, allowed: set[int], given: Mlps | None = None
+) -> None:
     """The kernel computes what the loop does, whatever is chosen, and what nobody chose is not in the result."""
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((TOKENS, KINDS[kind])), dtype)
-    mlps = jax.tree.map(lambda leaf: leaf.astype(dtype) if kind == "biases" else leaf, mlps_of(kind))
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((TOKENS, KINDS.get(kind, D_MODEL))), dtype)
+    mlps = jax.tree.map(lambda leaf: leaf.astype(dtype) if kind == "biases" else leaf, given or mlps_of(kind))
     ids, weights = routing(seed, allowed)
     is_chosen = (ids[:, :, None] == np.arange(EXPERTS)).any((0, 1))
-    got = run(x, ids, weights, poisoned(mlps, is_chosen), ACTIVATIONS[kind])
+    activation = ACTIVATIONS.get(kind, "silu")
+    got = run(x, ids, weights, poisoned(mlps, is_chosen), activation)
     assert got.dtype == x.dtype
     unit = UNIT if dtype == jnp.float32 else 2.0**-8
-    expected, bound = loop(mlps, ACTIVATIONS[kind], np.asarray(x, np.float64), ids, weights, unit)
+    expected, bound = loop(mlps, activation, np.asarray(x, np.float64), ids, weights, unit)
     assert_within(got, expected, bound, f"{kind}, {seed}, {allowed}")
 
 
@@ -182,6 +226,76 @@ def test_the_sum_is_that_of_a_loop(
 
     law()
     assert "race" not in "".join(capfd.readouterr()).lower()
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS)
+@pytest.mark.parametrize("platform", INTERPRETED)
+def test_experts_of_4_bits_are_multiplied_as_they_are_held(platform: str, kind: str) -> None:
+    """Those that the kernel of the platform takes, beside others in 8 bits."""
+    wide = mlps_of(kind)
+    with made_for(platform):
+        weights = Mlps(*(in_nibbles(quantize(weight, "int4")) for weight in wide[:3]))
+    held = NibbleMatrix if platform == "gpu" else WordMatrix
+    assert [isinstance(each, held) for each in weights[:3]] == [True, True, kind == "4 bits"]
+    layer = dataclasses.replace(PLAIN, gate=weights.gate, up=weights.up, down=weights.down)
+    assert best_form(layer, MANY, TOKENS) is in_four_bits
+    biased = weights._replace(**{name: wide[i + 3] for i, name in enumerate(Mlps._fields[3:])})
+    for held_so in (weights, biased):
+        check(jax.jit(in_four_bits_of, static_argnums=4), kind, jnp.float32, 2, {0, 3, 4}, held_so)
+
+
+@pytest.mark.parametrize("cut", [{"tensor": 2}, {"expert": 2}, {"data": 2, "expert": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("platform", INTERPRETED)
+def test_experts_of_4_bits_are_spread_over_a_mesh(platform: str, cut: dict[str, int]) -> None:
+    """Each device has the part of the codes that its experts and channels have, and multiplies by it alone."""
+    experts, mesh = Experts(4, 2, 128), make_mesh(**cut)
+    config = ModelConfig("test", 8, 64, 1, 1, 1, 64, 8, 64, experts=experts, dtype="float32")
+    spec = dataclasses.replace(moe_spec(config, "layer"), shared=None)
+    plain: Any = init_params(spec, jax.random.key(0), "float32")
+    names = ("gate", "up", "down")
+    with made_for(platform):
+        packed = dataclasses.replace(
+            plain,
+            **{
+                name: in_nibbles(
+                    jax.device_put(quantize(getattr(plain, name), "int4"), sharding(mesh, getattr(spec, name).axes))
+                )
+                for name in names
+            },
+        )
+    for name in names:
+        weight = getattr(packed, name)
+        assert isinstance(weight, NibbleMatrix | WordMatrix)
+        parts = cut.get("tensor", 1) * cut.get("expert", 1)
+        assert weight.codes.addressable_shards[0].data.size * parts == weight.codes.size
+    whole = dataclasses.replace(plain, **{name: nibbles.restore(getattr(packed, name)) for name in names})
+    whole = jax.device_get(whole)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((4, 3, 64)), jnp.float32)
+    got = jax.jit(on_mesh(mesh, lambda params, x: moe(params, config, x)))(packed, x)
+    run = jax.jit(lambda params, x: moe(params, config, x))
+    expected = run(whole, x)
+    # larger numbers than the weights are added up on a TPU
+    larger = max(
+        float(np.sqrt(np.mean(added(getattr(packed, n)) ** 2) / np.mean(getattr(whole, n) ** 2))) for n in names
+    )
+    assert_same(got, expected, larger * tolerance(run, whole, x))
+
+
+def in_four_bits_of(x: Any, ids: Any, weights: Any, mlps: Mlps, activation: Any) -> jax.Array:
+    return in_four_bits(mlps, activation, x, ids, weights)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_rows_are_multiplied_by_their_experts_matrices_of_8_bits_too(kind: str) -> None:
+    """Beside matrices of 4 bits, on a GPU. A block without an expert gets nothing, and none of its own is read."""
+    weight, experts = mlps_of(kind).up, jnp.asarray([0, 0, 3, EXPERTS], jnp.int32)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((4 * 16, weight.shape[1])), jnp.float32)
+    got = np.asarray(grouped_gpu.multiply(x, weight, experts, interpret=True)).reshape(4, 16, -1)
+    plain = np.asarray(dense(Mlps(weight, weight, weight)).gate, np.float64)
+    for rows, block, expert in zip(got[:3], x.reshape(4, 16, -1), (0, 0, 3), strict=False):
+        wide = np.asarray(block, np.float64)
+        bound = (x.shape[1] + 3) * UNIT * (np.abs(wide) @ added(weight)[expert])
+        assert_within(rows, wide @ plain[expert], bound, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

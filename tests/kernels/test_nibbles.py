@@ -1,6 +1,7 @@
 """Products with 4-bit weights on GPUs and TPUs: interpreted on any machine, and run where there is one (`-m gpu`,
 `-m tpu`)."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +13,10 @@ from jax.experimental.pallas import tpu as pltpu
 from rounding import assert_within, of_product
 
 from specserve.kernels import nibbles, nibbles_gpu, nibbles_tpu
-from specserve.kernels.matmul import QuantizedMatrix, dequantize, in_nibbles, quantize
+from specserve.kernels.matmul import QuantizedMatrix, dequantize, in_nibbles, matmul_float32, quantize
 from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
 from specserve.kernels.panels import FP4_DOUBLES
-from specserve.mesh import made_for
+from specserve.mesh import made_for, make_mesh, on_mesh, sharding
 
 OFF = 2.0**-8  # the largest share of a number that rounding to bfloat16 moves it by
 FLOAT32 = jnp.dtype("float32")
@@ -122,6 +123,74 @@ def test_a_tpu_multiplies_by_the_same_matrix(at: Shape, interpret: Any) -> None:
         assert (np.asarray(beside)[0] == np.asarray(got)[0]).all()
 
 
+@pytest.mark.parametrize("size", [16, 64])  # of which a TPU widens whole weights for the latter
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("at", ON_TPU[:6], ids=str)
+def test_blocks_of_rows_are_multiplied_by_the_matrix_of_their_expert(at: Shape, platform: str, size: int) -> None:
+    """As by that matrix alone; a block without an expert gets nothing."""
+    rng = np.random.default_rng(0)
+    drawn_ = [drawn(rng, at) for _ in range(3)]
+    weights = jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn_)
+    with made_for(platform):
+        packed, alone = in_nibbles(weights), [in_nibbles(each) for each in drawn_]
+    if not isinstance(packed, NibbleMatrix | WordMatrix):
+        assert platform == "tpu"
+        assert alone[0] is drawn_[0]
+        return
+    assert (dequantize(packed, FLOAT32) == jnp.stack([dequantize(each, FLOAT32) for each in alone])).all()
+    multiply = nibbles_gpu.multiply if platform == "gpu" else nibbles_tpu.multiply
+    experts = jnp.asarray([0, 2, 2, 3], jnp.int32)
+    for dtype in ("bfloat16", "float32"):
+        x = jnp.asarray(rng.standard_normal((4 * size, weights.shape[1])), dtype)
+        interpret: Any = True if platform == "gpu" or size > nibbles_tpu.FEW else UNSET
+        got = np.asarray(multiply(x, packed, experts, interpret=interpret)).reshape(4, size, -1)
+        for rows, block, expert in zip(got[:3], x.reshape(4, size, -1), (0, 2, 2), strict=False):
+            expected = np.asarray(multiply(block, alone[expert], interpret=interpret))
+            # the compiler may add up in another order; on a TPU codes up to 15, zeros up to 143 and 16 are added up
+            scale, offset = (
+                0 if each is None else np.asarray(each) for each in (drawn_[expert].scale, drawn_[expert].offset)
+            )
+            added = np.repeat(174 * scale + np.abs(offset), at.block, axis=0)
+            assert_within(rows, expected, 2 * of_product(np.asarray(block, np.float32), added), dtype)
+
+
+@pytest.mark.parametrize("cut", ["inputs", "outputs", "nothing"])
+@pytest.mark.parametrize("axes", [{"tensor": 4}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_each_device_of_a_mesh_multiplies_by_its_own_part(platform: str, axes: dict[str, int], cut: str) -> None:
+    rng, mesh = np.random.default_rng(0), make_mesh(**axes)
+    weight = drawn(rng, Shape("codes", 32, 16, 12, 64, True))
+    names = {"inputs": ("heads", None), "outputs": (None, "mlp"), "nothing": (None, None)}[cut]
+    with made_for(platform):
+        packed = in_nibbles(jax.device_put(weight, sharding(mesh, names)))
+        alone = in_nibbles(weight)
+    assert isinstance(packed, NibbleMatrix | WordMatrix)
+    parts = 1 if cut == "nothing" else axes["tensor"]
+    assert packed.codes.addressable_shards[0].data.size * parts == packed.codes.size
+    plain = dequantize(alone, FLOAT32)
+    assert (dequantize(packed, FLOAT32) == plain).all()
+    x = jnp.asarray(rng.standard_normal((4, 3, weight.shape[0])), jnp.float32)
+    got = jax.jit(on_mesh(mesh, matmul_float32))(x, packed)
+    # as in `test_a_tpu_multiplies_by_the_same_matrix`: sums of codes are scaled, each 16 more than itself
+    added = np.repeat(np.asarray(47 * weight.scale + np.abs(weight.offset)), weight.block, axis=0)
+    assert_within(got, np.asarray(x, np.float64) @ np.asarray(plain, np.float64), 2 * of_product(x, added))
+    some = np.array([63, 0, 5])
+    assert (dequantize(packed[:, some], FLOAT32) == plain[:, some]).all()
+    got = jax.jit(on_mesh(mesh, lambda x, weight: matmul_float32(x, weight[:, some])))(x, packed)
+    assert_within(
+        got, np.asarray(x, np.float64) @ np.asarray(plain[:, some], np.float64), 2 * of_product(x, added[:, some])
+    )
+
+
+def test_a_matrix_that_devices_gather_stays_in_8_bits(rng: np.random.Generator) -> None:
+    """And one whose groups are cut in two."""
+    weight = quantize(jnp.asarray(rng.standard_normal((192, 64)), jnp.float32), "int4")
+    for axes, names in (({"fsdp": 2}, ("embed", "mlp")), ({"tensor": 4}, ("mlp", "embed"))):
+        place = sharding(make_mesh(**axes), names)
+        spread = dataclasses.replace(weight, values=jax.device_put(weight.values, place))
+        assert in_nibbles(spread) is spread
+
+
 def nibbles_scales(weight: WordMatrix, at: Shape) -> jax.Array:
     """Its scales as they were given, one for each block."""
     every = weight.scales.reshape(-1, at.d_out)
@@ -174,12 +243,11 @@ def test_the_inline_instructions_make_the_weights_of_every_byte(
 
 
 def test_what_does_not_fit_stays_in_8_bits(rng: np.random.Generator) -> None:
-    """Numbers too far apart, an odd number of inputs, blocks too small, and matrices of experts."""
+    """Numbers too far apart, an odd number of inputs, blocks too small."""
     wide = quantize(jnp.asarray(rng.standard_normal((64, 16)), jnp.float32), "int8")
     fits = quantize(jnp.asarray(rng.standard_normal((64, 16)), jnp.float32), "int4")
     odd = QuantizedMatrix(jnp.zeros((33, 16), jnp.int8), jnp.ones((2, 16)), 32)
     small = QuantizedMatrix(jnp.zeros((64, 16), jnp.int8), jnp.ones((8, 16)), 8)
-    experts = jax.tree.map(lambda leaf: leaf[None], fits)
-    for weight in (wide, odd, small, experts):
+    for weight in (wide, odd, small):
         assert in_nibbles(weight) is weight
     assert isinstance(in_nibbles(fits), NibbleMatrix)

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from typer.testing import CliRunner
 
 from specserve.cli.main import app
@@ -126,10 +126,13 @@ class Case:
         return {int(size) for size in re.findall(r"= \(?\w+\[(?:\d+,)*(\d+)\]\S* .*?\bsort\(", self.compiled().text)}
 
     def widened_matrices(self) -> set[str]:
-        """The arrays as large as a matrix of 4 bits that the program makes, in memory or within a kernel. A row of
-        bytes is none: a TPU's program allocates some."""
+        """The arrays as large as a matrix of 4 bits, or those of all experts, that the program makes, in memory or
+        within a kernel. A row of bytes is none: a TPU's program allocates some."""
         leaves = jax.tree.leaves(self.runner.inputs.layouts.many, is_leaf=_is_four)
-        own = {math.prod(leaf.shape) for leaf in leaves if _is_four(leaf)}
+        most = max(len(leaf.shape) for leaf in leaves if _is_four(leaf))
+        # where there are experts, the blocks of their rows may be as large as a layer's other matrices
+        codes = [leaf.codes for leaf in leaves if _is_four(leaf) and len(leaf.shape) == most]
+        own = {2 * each.dtype.itemsize * math.prod(_on_each(each)) for each in codes}
         made = re.findall(r"= \(?(\w+\[(\d+,[\d,]+)\])\S* (?!parameter|get-tuple-element)", self.compiled().text)
         return {text for text, sizes in made if math.prod(map(int, sizes.split(","))) in own}
 
@@ -225,11 +228,18 @@ def _in_few_bits(bits: int, platform: str, path: tuple[Any, ...], leaf: Any) -> 
         if bits == 8:
             return quantize(matrix, "int8")
         four = quantize(matrix, "int4")
-        lay_out = nibbles.in_words if platform == "tpu" else nibbles.in_bytes
-        return lay_out(four.values, four.scale, four.offset, four.block, "uint4")
+        arrays = four.values, four.scale, four.offset
+        return nibbles.lay_out(platform, leaf.sharding, *arrays, block=four.block, numbers="uint4")
 
-    shapes = jax.eval_shape(narrow, leaf)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf.sharding), shapes)
+    made = jax.eval_shape(narrow, leaf)
+    places: list[Any] = [leaf.sharding, leaf.sharding]
+    if isinstance(leaf.sharding, NamedSharding):
+        stack = *leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))
+        axes = [stack, (*stack[:-2], None, stack[-1])] if bits == 8 else made.axes(stack[:-2], *stack[-2:])
+        places = [NamedSharding(leaf.sharding.mesh, PartitionSpec(*each)) for each in axes]
+    leaves, structure = jax.tree.flatten(made)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at) for x, at in zip(leaves, places, strict=True)]
+    return jax.tree.unflatten(structure, shapes)
 
 
 @functools.cache

@@ -152,8 +152,8 @@ class Layouts:
 def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) -> Layouts:
     """Arrange the parameters as the steps take them. On one CPU device they are packed for the native kernel, whose
     layout serves any number of rows. Where that was not built, XLA's products get the layouts that are fastest here
-    for one row and for a few. On one GPU or TPU numbers of 4 bits are kept in 4. Parameters that are spread over a
-    mesh stay as they were loaded."""
+    for one row and for a few. On GPUs and TPUs numbers of 4 bits are kept in 4. Other parameters stay as they were
+    loaded."""
     is_cpu = _is_on_one_cpu(mesh)
     params = fuse_for_cpu(target.params) if is_cpu else target.params
     draft = _draft_weights(head, mesh) if head is not None else None
@@ -162,7 +162,7 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
     if is_cpu and native.is_available():
         weights = _arranged(plain, _packed)
         return Layouts(weights, weights, weights, (_packed, _packed, _packed), mesh)
-    if program_platform() in PLATFORMS and mesh is None:
+    if program_platform() in PLATFORMS:
         weights = _arranged(plain, _in_nibbles)
         return Layouts(weights, weights, weights, (_in_nibbles, _in_nibbles, _in_nibbles), mesh)
     if not is_cpu or sum(leaf.nbytes for leaf in jax.tree.leaves(plain)) > COPIED_BYTES:
