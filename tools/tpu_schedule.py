@@ -9,10 +9,12 @@ read, and 1,920 while those of 8 bits are. libtpu's flags for its schedule are n
 """
 
 import argparse
+import functools
 import os
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 SCHEDULE = "*multiply_words*final_hlo-static-per-bundle-utilization.txt"
 
@@ -51,9 +53,10 @@ def measure(folder: Path, device: str, numbers: str, rows: int, block: int, d_in
     def array(*shape: int, dtype: str = "uint32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
-    chunk = nibbles.chunk_of(d_in, d_out, block)
-    codes = array(d_in // chunk, chunk // 8, d_out)
-    weight = nibbles.WordMatrix(codes, array(d_in // chunk, max(1, chunk // block), d_out), numbers)  # type: ignore
+    in_words: Any = functools.partial(nibbles.in_words, block=block, numbers=numbers)  # type: ignore
+    of_blocks = array(d_in // block, d_out, dtype="float32")
+    made = jax.eval_shape(in_words, array(d_in, d_out, dtype="int8"), of_blocks, of_blocks)
+    weight = jax.tree.map(lambda each: array(*each.shape), made)
     for old in folder.iterdir():
         old.unlink()
     with described.made_for():
@@ -64,7 +67,7 @@ def measure(folder: Path, device: str, numbers: str, rows: int, block: int, d_in
     unit = [name.strip() for name in names.split(",")].index("VALU")
     used = [list(map(int, line.split())) for line in text.splitlines() if re.fullmatch(r"[\d ]+", line)]
     share = sum(each[unit] for each in used) / (len(used) * int(capacity.split()[unit]))
-    return len(used) * 2**20 / (chunk * nibbles_tpu.COLUMNS), share
+    return len(used) * 2**20 / (made.chunk * nibbles_tpu.COLUMNS), share
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specserve.kernels import nibbles
 from specserve.kernels.grouped import TPU_ROWS, ExpertMatrices, Matrix, matrix, scale_block
 from specserve.kernels.nibbles import LANES
 from specserve.kernels.rowwise import Activation, gated
@@ -109,12 +108,25 @@ def _parts(experts: ExpertMatrices, tile: int) -> Iterator[tuple[Matrix, Matrix,
         arrays = matrix(weight, None if bias is None else bias[:, None])
         rows, columns = (tile if axis == cut else weight.shape[axis] for axis in (1, 2))
         values, of_values = arrays.values, at(cut, rows, columns)
-        is_turned = nibbles.is_turned(values.shape[1], values.shape[2], values.dtype.itemsize)
+        is_turned = _is_turned(values)
         if is_turned:
             values, of_values = values.swapaxes(1, 2), at(3 - cut, columns, rows)
         rest = (None if each is None else at(cut & 2, each.shape[1], columns) for each in arrays[1:])
         form = _Form(scale_block(weight), is_turned)
         yield arrays._replace(values=values), Matrix(of_values, *rest), form
+
+
+def _is_turned(values: jax.Array) -> bool:
+    """Return whether XLA lays a matrix [expert, d_in, d_out] out with the inputs as its last axis. On TPUs it does
+    where that fills the registers better. A kernel takes arrays whose last axis is last in memory. Such a matrix must
+    be turned for it, which costs nothing; otherwise it would be copied at every call."""
+    _, d_in, d_out = values.shape
+    sublanes = 32 // values.dtype.itemsize
+
+    def filled(rows: int, columns: int) -> int:
+        return -(-rows // sublanes) * sublanes * (-(-columns // LANES) * LANES)
+
+    return filled(d_out, d_in) < filled(d_in, d_out)
 
 
 def tile_of(experts: ExpertMatrices) -> int:

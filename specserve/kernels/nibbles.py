@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from specserve.kernels.panels import FP4_CODES
@@ -22,12 +23,10 @@ MOST_FP4 = 12  # the double of the largest 4-bit float
 
 LEAST = 16  # rows, columns and inputs of a product that tensor cores take
 MOST_SPAN = 128  # bytes of an output that are read at once: a line of the cache
-LANES = 128  # the width of a TPU's register
+LANES, SUBLANES = 128, 8  # the width and the height of a TPU's register
 GROUP = 64  # inputs whose codes fill eight rows of words, which are a register of a TPU
 MOST_CHUNK = 2048  # inputs
-MOST_INDEXED = (
-    2**31
-)  # bytes up to which Triton's compiler indexes them rightly; and again where there are twice as many
+MOST_INDEXED = 2**31  # bytes up to which Triton's compiler indexes rightly; from twice as many on it does again
 
 
 @pytree
@@ -64,11 +63,14 @@ class WordMatrix:
     """The same matrix as a TPU reads it. Its inputs are cut into chunks, and those into groups of 64, each of which has
     eight rows of words. Of row r the bits from 4 j on are the code of input 16 j + 2 r of the group, and those from
     4 j + 16 on the code of the input after that, for j from 0 to 3: with the other bits masked, a word has two numbers
-    of 16 bits, as registers do."""
+    of 16 bits, as registers do. Columns and rows of scales fill registers, or XLA would lay the arrays out with another
+    axis as their last, and copy them for the kernel at every call."""
 
-    codes: jax.Array  # [..., chunk, input / 8, d_out] uint32
-    scales: jax.Array  # [..., chunk, input / block, d_out] uint32: as of a `NibbleMatrix`
+    codes: jax.Array  # [..., chunk, input / 8, column] uint32
+    scales: jax.Array  # [..., chunk, input / block, column] uint32: as of a `NibbleMatrix`
     numbers: Numbers = static()
+    d_out: int = static()  # of a device
+    block: int = static()  # inputs of a chunk that share a scale
     cut: Cut = static(default=NOT_CUT)
 
     @property
@@ -78,12 +80,19 @@ class WordMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *stack, num_chunks, _, d_out = self.codes.shape
-        return *stack, num_chunks * self.chunk, d_out
+        *stack, num_chunks, _, width = self.codes.shape
+        return *stack, num_chunks * self.chunk, width // _up(self.d_out, LANES) * self.d_out
+
+    def columns(self) -> np.ndarray:  # [d_out of all devices]
+        """Return the place of each output in the arrays."""
+        return np.flatnonzero(np.arange(self.codes.shape[-1]) % _up(self.d_out, LANES) < self.d_out)
 
     def __getitem__(self, index: tuple[slice, Any]) -> "WordMatrix":
         """Pick some outputs, of all inputs."""
-        return dataclasses.replace(jax.tree.map(lambda leaf: leaf[:, :, index[1]], self), cut=(self.cut[0], ()))
+        picked = jnp.asarray(self.columns())[index[1]]
+        spare = ((0, 0), (0, 0), (0, -len(picked) % LANES))
+        found = jax.tree.map(lambda leaf: jnp.pad(leaf[:, :, picked], spare), self)
+        return dataclasses.replace(found, d_out=len(picked), cut=(self.cut[0], ()))
 
     def axes(self, stack: tuple[Any, ...], inputs: Any, outputs: Any) -> tuple[tuple[Any, ...], ...]:
         """Return the axes of codes and of scales, of a matrix that has these, and an axis of experts perhaps."""
@@ -97,25 +106,12 @@ def span_of(d_in: int, block: int) -> int:
     return span if span >= LEAST else 0
 
 
-def chunk_of(d_in: int, d_out: int, block: int) -> int:
+def chunk_of(d_in: int, block: int) -> int:
     """Return the inputs of a `WordMatrix`'s chunks, or 0 where the kernel cannot take it: sixteen numbers that are
     widened at once must be of one block."""
     sizes = range(GROUP, min(d_in, MOST_CHUNK) + 1, GROUP)
     fits = [size for size in sizes if d_in % size == 0 and (size % block == 0 or block % size == 0)]
-    fits = [size for size in fits if not is_turned(size // 8, d_out, 4)]
     return max(fits, default=0) if block % 16 == 0 and d_in % block == 0 else 0
-
-
-def is_turned(rows: int, columns: int, itemsize: int) -> bool:
-    """Return whether XLA lays matrices [..., row, column] out with the rows as their last axis. On TPUs it does where
-    that fills the registers better. A kernel takes arrays whose last axis is last in memory, so that such a matrix
-    must be turned for it, which costs nothing; otherwise it would be copied at every call."""
-    sublanes = 32 // itemsize
-
-    def filled(rows: int, columns: int) -> int:
-        return -(-rows // sublanes) * sublanes * (-(-columns // LANES) * LANES)
-
-    return filled(columns, rows) < filled(rows, columns)
 
 
 def pack(
@@ -130,12 +126,12 @@ def pack(
     d_in, own_shape = values.shape[-2], values.sharding.shard_shape(values.shape)
     own = min(block, own_shape[-2])
     is_whole = scale.shape[-2] == 1 or own_shape[-2] in (d_in, own_shape[-2] // block * block)  # of blocks
-    size = chunk_of(own_shape[-2], own_shape[-1], own) if platform == "tpu" else span_of(own_shape[-2], own)
+    is_taken = chunk_of if platform == "tpu" else span_of
     is_indexed = platform == "tpu" or not MOST_INDEXED < math.prod(own_shape) // 2 <= 2 * MOST_INDEXED
     is_gathered = set(LOGICAL_TO_MESH["embed"]) & {
         name for names in _cut(values.sharding, values.ndim) for name in names
     }
-    if values.dtype != jnp.int8 or is_gathered or not (is_whole and is_indexed and size):
+    if values.dtype != jnp.int8 or is_gathered or not (is_whole and is_indexed and is_taken(own_shape[-2], own)):
         return None
     place, block = functools.partial(lay_out, platform, values.sharding, block=own), min(block, d_in)
     low, high = _bounds(values, block)
@@ -218,12 +214,28 @@ def in_words(values: jax.Array, scale: jax.Array, other: jax.Array, block: int, 
     if values.ndim > 2:
         return jax.vmap(functools.partial(in_words, block=block, numbers=numbers))(values, scale, other)
     d_in, d_out = values.shape
-    chunk = chunk_of(d_in, d_out, block)
-    parts = _codes(values, numbers).reshape(-1, 4, 8, 2, d_out).transpose(3, 1, 0, 2, 4).reshape(8, -1, d_out)
+    chunk, width = chunk_of(d_in, block), _up(d_out, LANES)
+    values, scale, other = (jnp.pad(each, ((0, 0), (0, width - d_out))) for each in (values, scale, other))
+    parts = _codes(values, numbers).reshape(-1, 4, 8, 2, width).transpose(3, 1, 0, 2, 4).reshape(8, -1, width)
     places = jnp.arange(8, dtype=jnp.uint32).reshape(-1, 1, 1) * 4
     words = (parts.astype(jnp.uint32) << places).sum(axis=0, dtype=jnp.uint32)
-    scales = jnp.repeat(_side_by_side(scale, other), max(1, block // chunk), axis=0)
-    return WordMatrix(words.reshape(-1, chunk // 8, d_out), scales.reshape(d_in // chunk, -1, d_out), numbers)
+    scales = jnp.repeat(_side_by_side(scale, other), max(1, block // chunk), axis=0).reshape(d_in // chunk, -1, width)
+    scales = jnp.pad(scales, ((0, 0), (0, _rows(scales.shape[1]) - scales.shape[1]), (0, 0)))
+    return WordMatrix(words.reshape(-1, chunk // 8, width), scales, numbers, d_out, min(block, chunk))
+
+
+def word_bytes(d_in: int, d_out: int, block: int) -> int:
+    """Return the bytes of a `WordMatrix` on one device."""
+    chunk, width = chunk_of(d_in, block), _up(d_out, LANES)
+    return 4 * width * (d_in // 8 + d_in // chunk * _rows(max(1, chunk // block)))
+
+
+def _rows(num_blocks: int) -> int:
+    return num_blocks if num_blocks == 1 else _up(num_blocks, SUBLANES)
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
 
 
 def _codes(values: jax.Array, numbers: Numbers) -> jax.Array:  # uint8
@@ -238,14 +250,16 @@ def _side_by_side(scale: jax.Array, other: jax.Array) -> jax.Array:  # uint32
 
 def restore(weight: NibbleMatrix | WordMatrix) -> jax.Array:  # [..., d_in, d_out] float32
     """Return the plain matrix, or matrices: the definition that the kernels are held to."""
-    if len(weight.shape) > 2:
+    *stack, d_in, d_out = weight.shape
+    if stack:
         return jax.vmap(restore)(weight)
-    d_in, d_out = weight.shape[-2], weight.shape[-1]
     if isinstance(weight, WordMatrix):
-        groups, shifts = weight.codes.reshape(-1, 1, 8, 1, d_out), jnp.arange(8, dtype=jnp.uint32) * 4
+        width = weight.codes.shape[-1]
+        groups, shifts = weight.codes.reshape(-1, 1, 8, 1, width), jnp.arange(8, dtype=jnp.uint32) * 4
         codes = groups >> shifts.reshape(2, 4).T[:, None, :, None] & 15
-        scales = jnp.repeat(weight.scales, weight.chunk // weight.scales.shape[1], axis=1)
-        return weights_of(codes.reshape(d_in, d_out), scales.reshape(d_in, d_out), weight.numbers)
+        scales = jnp.repeat(weight.scales[:, : weight.chunk // weight.block], weight.block, axis=1)
+        found = weights_of(codes.reshape(d_in, width), scales.reshape(d_in, width), weight.numbers)
+        return found[:, weight.columns()]
     pairs = weight.codes.T.reshape(-1, 1, weight.span, d_out)
     codes = jnp.concatenate([pairs & 15, pairs >> 4], axis=1).reshape(d_in, d_out)
     of_each = weight.block if len(weight.scales) > 1 else d_in

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specserve.kernels.nibbles import GROUP, Numbers, WordMatrix, halves
+from specserve.kernels.nibbles import GROUP, SUBLANES, Numbers, WordMatrix, halves
 from specserve.mesh import traced_once
 
 FEW = 32  # rows up to which sums of blocks are scaled, in place of weights
@@ -34,7 +34,6 @@ ROWS = 256  # of a program, at most
 COLUMNS = 512  # of a program, at most: outputs
 INPUTS = 4096  # of a program: what it fetches is a megabyte or less, and there are many
 DEPTH = 128  # inputs that the matrix unit multiplies at once
-_SUBLANES = 8
 _SIXTEEN = 0x41804180  # two bfloat16 numbers of 16, whose last bits but three are worth 1, 2, 4 and 8
 
 
@@ -50,11 +49,11 @@ def multiply(
 
 def _multiply(x: jax.Array, weight: WordMatrix, expert_of_block: jax.Array | None, *, interpret: Any) -> jax.Array:
     num_rows, (*stack, num_chunks, _, d_out) = x.shape[0], weight.codes.shape
-    chunk, num_blocks = weight.chunk, weight.scales.shape[-2]
+    chunk, num_blocks = weight.chunk, weight.scales.shape[-2]  # and of some that only fill registers
     rows_of_each = num_rows if expert_of_block is None else num_rows // len(expert_of_block)
     by_block = rows_of_each <= FEW or x.dtype != jnp.bfloat16
-    row_tile = _up(min(rows_of_each, FEW if by_block else ROWS), _SUBLANES if by_block else 2 * _SUBLANES)
-    columns = min(COLUMNS if d_out >= 8 * COLUMNS else COLUMNS // 2, _up(d_out, DEPTH))
+    row_tile = _up(min(rows_of_each, FEW if by_block else ROWS), SUBLANES if by_block else 2 * SUBLANES)
+    columns = min(COLUMNS if d_out >= 8 * COLUMNS else COLUMNS // 2, d_out)
     per_step = max(1, min(num_chunks, INPUTS // chunk))
     x = jnp.pad(x, ((0, -num_rows % row_tile), (0, 0))).reshape(-1, num_chunks, chunk).swapaxes(0, 1)
     num_tiles: Any = x.shape[1] // row_tile
@@ -76,18 +75,20 @@ def _multiply(x: jax.Array, weight: WordMatrix, expert_of_block: jax.Array | Non
     operands = [x, weight.codes, weight.scales]
     specs = [
         of_rows(per_step, row_tile, chunk),
-        of_columns(per_step, chunk // GROUP * _SUBLANES, columns),
+        of_columns(per_step, chunk // GROUP * SUBLANES, columns),
         of_columns(per_step, num_blocks, columns),
     ]
     scratch = [pltpu.VMEM((chunk // 2, columns), jnp.uint32)]
     if by_block:
-        sums = x.astype(jnp.float32).reshape(num_chunks, -1, num_blocks, chunk // num_blocks).sum(axis=-1)
-        operands.append(sums)
+        sums = x.astype(jnp.float32).reshape(num_chunks, -1, chunk // weight.block, weight.block).sum(axis=-1)
+        operands.append(jnp.pad(sums, ((0, 0), (0, 0), (0, num_blocks - sums.shape[-1]))))
         specs.append(of_rows(per_step, row_tile, num_blocks))
         scratch.append(pltpu.VMEM((num_blocks, columns), jnp.float32))
     else:
         scratch += [pltpu.VMEM((num_blocks, columns), jnp.uint32)] * 2
-    kernel = partial(_by_block if by_block else _by_weight, numbers=weight.numbers, num_chunks=num_chunks)
+    kernel = partial(
+        _by_block if by_block else _by_weight, numbers=weight.numbers, block=weight.block, num_chunks=num_chunks
+    )
     each = "arbitrary" if known else "parallel"  # how many blocks have an expert is not known before
     found = pl.pallas_call(
         lambda *refs: kernel(*refs[len(known) :]),
@@ -103,7 +104,7 @@ def _multiply(x: jax.Array, weight: WordMatrix, expert_of_block: jax.Array | Non
         interpret=interpret,
         name="multiply_words",
     )(*known, *operands)
-    return found[:num_rows]
+    return found[:num_rows, : weight.d_out]
 
 
 def _up(number: int, unit: int) -> int:
@@ -120,11 +121,12 @@ def _by_block(
     scale_ref: Any,  # [block, column] float32
     *,
     numbers: Numbers,
+    block: int,
     num_chunks: int,
 ) -> None:
     """Add the products of a program's chunks, whose blocks are scaled."""
-    (_, rows, chunk), num_blocks = x_ref.shape, scale_ref.shape[0]
-    block = chunk // num_blocks
+    _, rows, chunk = x_ref.shape
+    num_blocks = chunk // block
     per_run = max(1, DEPTH // block)  # blocks that are multiplied at once
 
     def add(i: jax.Array) -> None:
@@ -169,10 +171,10 @@ def _by_weight(
     other_ref: Any,  # [block, column] uint32
     *,
     numbers: Numbers,
+    block: int,
     num_chunks: int,
 ) -> None:
     """Add the products of a program's chunks, whose weights are widened for all rows."""
-    chunk, num_blocks = x_ref.shape[2], scale_ref.shape[0]
 
     def add(i: jax.Array) -> None:
         pairs = scales_ref[i]
@@ -180,7 +182,7 @@ def _by_weight(
         other_ref[...] = (pairs & jnp.uint32(0xFFFF0000)) | (pairs >> 16)
 
         def widen(found: jax.Array, first: int) -> jax.Array:
-            b = first * num_blocks // chunk
+            b = first // block
             scale, other = (_twice(ref[b : b + 1], found.shape) for ref in (scale_ref, other_ref))
             if numbers == "fp4":
                 return found * scale
@@ -213,13 +215,13 @@ def _store_numbers(
 ) -> None:
     """Widen codes to bfloat16 numbers, 16 + code or the double of a 4-bit float. Sixteen inputs at a time are stored,
     two to a word, after a `change` that is given the first of them."""
-    for group in range(words.shape[0] // _SUBLANES):
-        own = words[group * _SUBLANES : (group + 1) * _SUBLANES]
+    for group in range(words.shape[0] // SUBLANES):
+        own = words[group * SUBLANES : (group + 1) * SUBLANES]
         for quarter in range(GROUP // 16):
             found = _float4s(own, quarter) if numbers == "fp4" else _integers(own, quarter)
             first = group * GROUP + quarter * 16
             changed = pltpu.bitcast(change(pltpu.bitcast(found, jnp.bfloat16), first), jnp.uint32)
-            to_ref[first // 2 : first // 2 + _SUBLANES] = changed
+            to_ref[first // 2 : first // 2 + SUBLANES] = changed
 
 
 def _integers(words: jax.Array, quarter: int) -> jax.Array:

@@ -9,6 +9,7 @@ roofline).
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,7 @@ from specserve.drafters.interface import TrainedDrafter
 from specserve.kernels import native
 from specserve.kernels.grouped import expected_experts
 from specserve.kernels.matmul import INT4_BLOCK
-from specserve.kernels.nibbles import chunk_of, span_of
+from specserve.kernels.nibbles import chunk_of, span_of, word_bytes
 from specserve.mesh import MESH_AXES, num_parts
 from specserve.models.config import ModelConfig
 from specserve.models.params import is_matrix
@@ -78,9 +79,10 @@ def _int4_bytes(matrix: Held, *, platform: str, is_native: bool, is_served: bool
     d_in = matrix.shape[-2]
     inputs = d_in if d_in % INT4_BLOCK == 0 else matrix.spec.shape[-2]  # the device holds all of their blocks
     of_blocks = matrix.size // d_in * -(-inputs // INT4_BLOCK)
-    block, d_out = min(d_in, INT4_BLOCK), matrix.shape[-1]
-    fits = {"gpu": span_of(d_in, block), "tpu": chunk_of(d_in, d_out, block)}.get(platform) and inputs == d_in
-    if is_served and (is_native or fits):
+    block = min(d_in, INT4_BLOCK)
+    if is_served and platform == "tpu" and inputs == d_in and chunk_of(d_in, block):
+        return math.prod(matrix.shape[:-2]) * word_bytes(d_in, matrix.shape[-1], block)
+    if is_served and (is_native or (platform == "gpu" and inputs == d_in and span_of(d_in, block))):
         return matrix.size // 2 + 4 * of_blocks
     return matrix.size + 8 * of_blocks
 

@@ -1,6 +1,7 @@
 """Kernels alone, compiled for an H100 and for TPUs that are not here (`-m cuda_aot`, `-m libtpu`; `plan.ahead` says
 what to install)."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 from compiled import dumped_to, spilled
 from jax.sharding import SingleDeviceSharding
 
-from specserve.kernels import nibbles_gpu, nibbles_tpu
-from specserve.kernels.nibbles import NibbleMatrix, Numbers, WordMatrix, chunk_of, span_of
+from specserve.kernels import nibbles, nibbles_gpu, nibbles_tpu
+from specserve.kernels.nibbles import NibbleMatrix, Numbers, span_of
 from specserve.plan.ahead import describe
 
 D_IN, D_OUT = 4096, 1024
@@ -70,10 +71,10 @@ def test_products_of_4_bits_are_words_on_a_tpu(
     def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
-    chunk = chunk_of(d_in, d_out, block)
-    codes = array((d_in // chunk, chunk // 8, d_out), "uint32")
-    scales = array((d_in // chunk, max(1, chunk // block), d_out), "uint32")
-    weight: WordMatrix = WordMatrix(codes, scales, numbers)  # type: ignore[arg-type]
+    of_blocks = jax.ShapeDtypeStruct((d_in // block, d_out), "float32")
+    in_words = partial(nibbles.in_words, block=block, numbers=numbers)
+    made = jax.eval_shape(in_words, jax.ShapeDtypeStruct((d_in, d_out), "int8"), of_blocks, of_blocks)
+    weight = jax.tree.map(lambda each: array(each.shape, each.dtype), made)
     with described.made_for():
         compiled = jax.jit(nibbles_tpu.multiply).lower(array((rows, d_in), dtype), weight).compile()
     memory: Any = compiled.memory_analysis()

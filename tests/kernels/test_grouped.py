@@ -165,10 +165,10 @@ def added(weight: Matrices) -> np.ndarray:
     """The magnitudes of what a kernel adds up for each weight: those of values and offsets apart, and on a TPU codes
     that 16 is added to (`nibbles_tpu`)."""
     if isinstance(weight, WordMatrix):
-        sizes = [np.abs(np.asarray(each, np.float64)) for each in nibbles.halves(weight.scales)]
+        own = weight.scales[:, :, : weight.chunk // weight.block, weight.columns()]
+        sizes = [np.abs(np.asarray(each, np.float64)) for each in nibbles.halves(own)]
         of_block = 47 * sizes[0] + sizes[1] * (sizes[0] if weight.numbers == "int4" else 1)
-        rows = np.repeat(of_block, weight.chunk // weight.scales.shape[-2], axis=-2)
-        return rows.reshape(len(rows), *weight.shape[1:])
+        return np.repeat(of_block, weight.block, axis=-2).reshape(weight.shape)
     if isinstance(weight, QuantizedMatrix) and weight.offset is not None:
         return np.abs(of_inputs(weight, weight.scale)) * np.abs(np.asarray(weight.values, np.float64)) + np.abs(
             of_inputs(weight, weight.offset)

@@ -103,7 +103,8 @@ def test_a_tpu_multiplies_by_the_same_matrix(at: Shape, interpret: Any) -> None:
         packed = in_nibbles(weight)
     assert isinstance(packed, WordMatrix)
     assert packed.shape == weight.shape
-    assert 2 * packed.codes.nbytes == weight.values.nbytes
+    assert 8 * packed.codes.size == len(weight.values) * -(-at.d_out // 128) * 128  # of words
+    assert packed.codes.nbytes + packed.scales.nbytes == nibbles.word_bytes(*weight.shape, at.block)  # type: ignore[call-arg]
     plain, in_bytes = dequantize(packed, FLOAT32), in_nibbles(weight)
     if isinstance(in_bytes, NibbleMatrix):
         assert (plain == dequantize(in_bytes, FLOAT32)).all()
@@ -193,7 +194,7 @@ def test_a_matrix_that_devices_gather_stays_in_8_bits(rng: np.random.Generator) 
 
 def nibbles_scales(weight: WordMatrix, at: Shape) -> jax.Array:
     """Its scales as they were given, one for each block."""
-    every = weight.scales.reshape(-1, at.d_out)
+    every = weight.scales[:, : weight.chunk // weight.block, : at.d_out].reshape(-1, at.d_out)
     return every[:: len(every) // at.num_blocks]
 
 
