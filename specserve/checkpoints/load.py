@@ -24,7 +24,7 @@ from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_
 from specserve.checkpoints.rounding import place_of_scale, round_at
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
-from specserve.kernels.matmul import QuantizedMatrix, Rounded, Weight, dequantize, in_nibbles
+from specserve.kernels.matmul import QuantizedMatrix, Rounded, Weight, dequantize, experts_in_nibbles, in_nibbles
 from specserve.kernels.nibbles import PLATFORMS, NibbleMatrix, WordMatrix
 from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
@@ -222,11 +222,18 @@ def load_params(
     leaves, structure = jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_spec)
     places: Sequence[Sharding | None] = jax.tree.leaves(shardings) or [None] * len(leaves)
     opened = _open_all([spec for _, spec in leaves], tensors, {**_SKIPPED, **(skipped or {})}, rename, storing)
-    loaded, widened, has_nibbles = [], 0, is_served and program_platform() in PLATFORMS
+    loaded, widened, has_nibbles = list[Any](), 0, is_served and program_platform() in PLATFORMS
+    experts: list[int] = []  # the places of a layer's
     for (path, spec), weights, place in zip(leaves, opened, places, strict=True):
         how = quantization if is_product(path) else "none"
         matrix = _load(spec, weights, np.dtype(spec.dtype(dtype)), place, how)
         loaded.append(in_nibbles(matrix) if has_nibbles else matrix)
+        if has_nibbles and spec.is_per_expert and is_product(path):
+            experts.append(len(loaded) - 1)
+            if jax.tree_util.keystr(path[-1:], simple=True) == "down":  # the last of a layer's
+                for at, made in zip(experts, experts_in_nibbles([loaded[i] for i in experts]), strict=True):
+                    loaded[at] = made
+                experts.clear()
         if any(isinstance(weight, LazyQuantized) or weight.is_widened for weight in weights):
             widened += loaded[-1].nbytes if isinstance(loaded[-1], jax.Array) else 0
     if widened:
@@ -449,13 +456,14 @@ def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool 
 
 
 def _not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix | NibbleMatrix | WordMatrix) -> list[str]:
-    inner = None
-    if spec.is_per_expert:
-        inner = tuple(range(1, len(spec.shape)))
+    def is_finite_in(leaf: jax.Array) -> np.ndarray:  # for each expert
+        inner = tuple(range(1, leaf.ndim)) if spec.is_per_expert else None
+        return np.atleast_1d(jnp.isfinite(leaf).all(inner))
+
     if isinstance(weight, NibbleMatrix | WordMatrix):
         weight = jax.lax.bitcast_convert_type(weight.scales, jnp.bfloat16)  # its scales and offsets
     floats = [leaf for leaf in jax.tree.leaves(weight) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    is_finite = np.all([np.atleast_1d(jnp.isfinite(leaf).all(inner)) for leaf in floats], axis=0)
+    is_finite = np.all([is_finite_in(leaf) for leaf in floats], axis=0)
     return [name for name, is_fine in zip(spec.names, is_finite, strict=True) if not is_fine]
 
 

@@ -99,52 +99,6 @@ def expert_mlps(
     return y.sum(axis=1).astype(x.dtype)
 
 
-def multiply(
-    x: jax.Array,  # [block * size, d_in], with blocks of a power of two from 16 on
-    weight: Matrices,
-    expert_of_block: jax.Array,  # [block] int32; nothing is written where it is not an expert
-    *,
-    interpret: bool = False,
-) -> jax.Array:  # [block * size, d_out] float32
-    """Multiply blocks of rows by the matrix of their expert, beside matrices that have kernels of their own."""
-    d_out, num_blocks = weight.shape[-1], len(expert_of_block)
-    return pl.pallas_call(
-        partial(_multiply_kernel, size=len(x) // num_blocks, block=scale_block(weight)),
-        out_shape=jax.ShapeDtypeStruct((len(x), d_out), jnp.float32),
-        grid=(num_blocks, pl.cdiv(d_out, COLUMNS)),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
-        interpret=interpret,
-        name="multiply_experts",
-    )(expert_of_block, x, matrix(weight, None))
-
-
-def _multiply_kernel(
-    experts_ref: Any,  # [block] int32
-    x_ref: Any,  # [place, d_in]
-    weight: Matrix,
-    out_ref: Any,  # [place, d_out] float32
-    *,
-    size: int,
-    block: int,
-) -> None:
-    """Compute a tile of the outputs of a block of rows."""
-    first, column = pl.program_id(0) * size, pl.program_id(1) * COLUMNS
-    expert = experts_ref[pl.program_id(0)]
-
-    @pl.when(expert < len(weight.values))
-    def _() -> None:
-        take = partial(_take, x_ref, first, size)
-        (total,) = _products(take, size, (weight,), (block,), expert, column, x_ref.dtype)
-        mask = jnp.broadcast_to((_columns(column) < out_ref.shape[1])[None], total.shape)
-        triton.store(out_ref.at[pl.ds(first, size), pl.ds(column, COLUMNS)], total, mask=mask)
-
-
-def _take(ref: Any, first: jax.Array, size: int, start: jax.Array, count: int) -> jax.Array:  # [size, count]
-    """Load so many inputs, from `start` on, of so many rows."""
-    mask = jnp.broadcast_to(start + jnp.arange(count)[None] < ref.shape[1], (size, count))
-    return triton.load(ref.at[pl.ds(first, size), pl.ds(start, count)], mask=mask, other=0)
-
-
 def _hidden_kernel(
     pairs_ref: Any,  # [place] int32
     experts_ref: Any,  # [block] int32
@@ -197,7 +151,11 @@ def _outputs_kernel(
     def _() -> None:
         pairs = pairs_ref[pl.ds(first, size)]
         has_pair = pairs < out_ref.shape[0]
-        take = partial(_take, hidden_ref, first, size)
+
+        def take(start: jax.Array, count: int) -> jax.Array:
+            mask = jnp.broadcast_to(start + jnp.arange(count)[None] < hidden_ref.shape[1], (size, count))
+            return triton.load(hidden_ref.at[pl.ds(first, size), pl.ds(start, count)], mask=mask, other=0)
+
         (total,) = _products(take, size, (down,), (block,), expert, column, hidden_ref.dtype)
         weight = triton.load(weights_ref.at[pairs], mask=has_pair, other=0)
         columns = _columns(column)[None]

@@ -16,6 +16,7 @@ product. Only where scales are by block and rows are many is the plain matrix ma
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -150,12 +151,24 @@ def pack(weight: jax.Array | np.ndarray | QuantizedMatrix, *, narrows: bool = Tr
 
 
 def in_nibbles(weight: jax.Array | QuantizedMatrix) -> Weight:
-    """Return the same matrix, or one for each expert, in 4 bits for products on a GPU or a TPU, where it is quantised,
-    its numbers fit in 4 bits block by block, and the kernel can take its shape; else as it is."""
-    if not isinstance(weight, QuantizedMatrix):
+    """Return the same matrix in 4 bits for products on a GPU or a TPU, where it is quantised, its numbers fit in 4 bits
+    block by block, and the kernel can take its shape; else as it is."""
+    if not isinstance(weight, QuantizedMatrix) or len(weight.shape) != 2:
         return weight
-    platform = program_platform()
-    return nibbles.pack(weight.values, weight.scale, weight.offset, weight.block, platform) or weight
+    return nibbles.pack(weight.values, weight.scale, weight.offset, weight.block, program_platform()) or weight
+
+
+def experts_in_nibbles(weights: Sequence[Any]) -> Sequence[Any]:
+    """Return the same for the matrices of a layer's experts [expert, d_in, d_out], all of them or none: each kernel for
+    experts takes all in one form."""
+    made = []
+    for weight in weights:
+        if not isinstance(weight, QuantizedMatrix):
+            return weights
+        made.append(nibbles.pack(weight.values, weight.scale, weight.offset, weight.block, program_platform()))
+        if made[-1] is None:
+            return weights
+    return made
 
 
 def _in_few_bytes(of_blocks: list[np.ndarray | None], width: int) -> list[jax.Array | None]:
@@ -355,20 +368,11 @@ def _in_four_bits(
     return nibbles_tpu.multiply(x, weight, expert_of_block, interpret=program_platform() != "tpu")
 
 
-def matmul_by_block(
-    x: jax.Array, weight: jax.Array | NibbleMatrix | QuantizedMatrix | WordMatrix, expert_of_block: jax.Array
-) -> jax.Array:
+def matmul_by_block(x: jax.Array, weight: NibbleMatrix | WordMatrix, expert_of_block: jax.Array) -> jax.Array:
     """Multiply blocks of rows by the matrix of their expert: x [block * size, d_in], weight [expert, d_in, d_out] and
     expert_of_block [block] int32, ascending, -> [block * size, d_out] in float32. Where the id is not that of an
-    expert, the result may be anything. In few bits on a GPU and in 4 bits on a TPU nothing is widened in memory."""
-    if isinstance(weight, NibbleMatrix | WordMatrix) and is_on_one_device():
-        return _in_four_bits(x, weight, expert_of_block)
-    if program_platform() == "gpu" and is_on_one_device():
-        from specserve.kernels import grouped_gpu
-
-        return grouped_gpu.multiply(x, weight, expert_of_block)
-    rows_of_each = len(x) // len(expert_of_block) * jnp.bincount(expert_of_block, length=weight.shape[0])
-    return jax.lax.ragged_dot(x, dequantize(weight, x.dtype), rows_of_each, preferred_element_type=jnp.float32)
+    expert, the result may be anything."""
+    return _in_four_bits(x, weight, expert_of_block)
 
 
 def matmul_by_expert(x: jax.Array, weight: PackedMatrix, expert_ids: jax.Array) -> jax.Array:

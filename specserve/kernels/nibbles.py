@@ -4,6 +4,7 @@ eight to a word (`nibbles_tpu`). Nothing of Pallas is imported here, for which C
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from specserve.kernels.panels import FP4_CODES
-from specserve.mesh import LOGICAL_TO_MESH, traced_once
+from specserve.mesh import LOGICAL_TO_MESH
 from specserve.pytree import pytree, static
 
 Numbers = Literal["int4", "uint4", "fp4"]  # see `panels.four_bits`
@@ -137,7 +138,7 @@ def pack(
     low, high = _bounds(values, block)
     if (high - low).max() > 15:
         may_be = offset is None and low.min() >= -MOST_FP4 and high.max() <= MOST_FP4  # or a gather of every number
-        is_float = may_be and (jnp.asarray(FP4_CODES)[values.view(jnp.uint8)] < 16).all()
+        is_float = may_be and jax.jit(_are_fp4)(values)
         return place(values, scale, jnp.zeros_like(scale), numbers="fp4") if is_float else None
     first = jnp.where((low >= 0) & (high < 16), 0, jnp.where((low >= -8) & (high < 8), -8, low))
     values = values - jnp.repeat(first.astype(jnp.int8), block, axis=-2)[..., :d_in, :]
@@ -159,16 +160,26 @@ def lay_out(
 ) -> NibbleMatrix | WordMatrix:
     """Lay out int8 values that are codes, or doubles of 4-bit floats, where they are: over a mesh each device its own,
     of whose inputs so many share a scale. `other` is the zeros or the offsets."""
-    # words in a program of its own, or there would be one for every number on the way
-    compiled = traced_once(in_words, "block", "numbers")
-    function: Any = functools.partial(compiled if platform == "tpu" else in_bytes, block=block, numbers=numbers)
+    given = (values, scale, other)
+    shapes = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in given)
+    return _packing(platform, place, shapes, block, numbers)(*given)
+
+
+@functools.cache
+def _packing(
+    platform: str, place: Sharding, shapes: tuple[jax.ShapeDtypeStruct, ...], block: int, numbers: Numbers
+) -> Callable[..., NibbleMatrix | WordMatrix]:
+    """Return a compiled function for matrices like this; word by word there would be one for every number on the
+    way."""
+    function: Any = functools.partial(in_words if platform == "tpu" else in_bytes, block=block, numbers=numbers)
     if not isinstance(place, NamedSharding):
-        return function(values, scale, other)
+        return jax.jit(function)
+    values, scale, _ = shapes
     *stack, inputs, outputs = *place.spec, *[None] * (values.ndim - len(place.spec))
     of_blocks = PartitionSpec(*stack, inputs if scale.shape[-2] > 1 else None, outputs)
     own = [
         jax.ShapeDtypeStruct(NamedSharding(place.mesh, spec).shard_shape(each.shape), each.dtype)
-        for spec, each in zip((place.spec, of_blocks, of_blocks), (values, scale, other), strict=True)
+        for spec, each in zip((place.spec, of_blocks, of_blocks), shapes, strict=True)
     ]
     made = jax.eval_shape(function, *own)
     whole = dataclasses.replace(made, scales=scale) if isinstance(made, NibbleMatrix) else made
@@ -180,7 +191,13 @@ def lay_out(
         out_specs=jax.tree.unflatten(jax.tree.structure(made), places),
         check_vma=False,
     )
-    return dataclasses.replace(jax.jit(on_each)(values, scale, other), cut=_cut(place, values.ndim))
+    cut = _cut(place, values.ndim)
+    return jax.jit(lambda *given: dataclasses.replace(on_each(*given), cut=cut))
+
+
+def _are_fp4(values: jax.Array) -> jax.Array:
+    """Return whether int8 numbers are all doubles of 4-bit floats."""
+    return (jnp.asarray(FP4_CODES)[values.view(jnp.uint8)] < 16).all()
 
 
 def _cut(place: Sharding, ndim: int) -> Cut:

@@ -334,10 +334,10 @@ def _rows_in_blocks(
 def in_four_bits(
     params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """Multiply blocks of rows by their experts' matrices, of which some have the form of a GPU's or a TPU's kernel for
-    4 bits (`kernels.nibbles`). It does only the needed work, reads each chosen matrix once for a block, and has no
-    gradient. Hidden channels are rounded to x's dtype before the second product, and nothing else is."""
-    least = nibbles.LEAST if isinstance(params.gate, NibbleMatrix) else 8
+    """Multiply blocks of rows by their experts' matrices, which have the form of a GPU's or a TPU's kernel for 4 bits
+    (`kernels.nibbles`). It does only the needed work, reads each chosen matrix once for a block, and has no gradient.
+    Hidden channels are rounded to x's dtype before the second product, and nothing else is."""
+    least = nibbles.LEAST if isinstance(params.down, NibbleMatrix) else nibbles.SUBLANES
     blocks, rows = _rows_in_blocks(x, expert_ids, params.down.shape[0], least=least)
     of_block = blocks.expert_of_block
 
@@ -435,7 +435,7 @@ def best_form(params: Moe, experts: Experts, num_tokens: int) -> Form:
     be called where XLA cuts the work over a mesh, and are not where they are left out (`native.left_out`)."""
     if isinstance(params.down, PackedMatrix):
         return by_rows
-    if any(isinstance(each, NibbleMatrix | WordMatrix) for each in (params.gate, params.up, params.down)):
+    if isinstance(params.down, NibbleMatrix | WordMatrix):
         return in_four_bits
     has_kernel = is_on_one_device() and not native.are_left_out() and params.up is not None
     platform = program_platform()

@@ -8,7 +8,6 @@ long as the slower of memory and arithmetic, each at a share of its peak that is
 roofline).
 """
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -67,24 +66,38 @@ def target_held(
     sizes = [each.num_bytes + each.scale_bytes for each in held]
     if quantization == "int4":
         is_native = platform == "cpu" and is_one_device and native.is_available()
-        bytes_of = functools.partial(_int4_bytes, platform=platform, is_native=is_native, is_served=is_served)
+        experts_fit = all(_fits(each, platform) for each in held if each.is_expert and each.is_product)
+
+        def bytes_of(each: Held) -> int:
+            fits = experts_fit if each.is_expert else _fits(each, platform)  # a layer's experts do, or none of them
+            return _int4_bytes(each, platform, is_packed=is_served and (is_native or fits))
+
         sizes = [bytes_of(each) if each.is_product else size for each, size in zip(held, sizes, strict=True)]
     return tuple(replace(each, num_bytes=size) for each, size in zip(held, sizes, strict=True))
 
 
-def _int4_bytes(matrix: Held, *, platform: str, is_native: bool, is_served: bool) -> int:
+def _int4_bytes(matrix: Held, platform: str, *, is_packed: bool) -> int:
     """Count the bytes that each device holds of a matrix that was rounded to int4. A block of inputs has a scale and an
     offset for each output. They are float32 beside numbers of 8 bits, and of 16 bits beside numbers of 4, which one
     CPU, GPUs and TPUs serve by kernels of their own."""
     d_in = matrix.shape[-2]
-    inputs = d_in if d_in % INT4_BLOCK == 0 else matrix.spec.shape[-2]  # the device holds all of their blocks
-    of_blocks = matrix.size // d_in * -(-inputs // INT4_BLOCK)
-    block = min(d_in, INT4_BLOCK)
-    if is_served and platform == "tpu" and inputs == d_in and chunk_of(d_in, block):
-        return math.prod(matrix.shape[:-2]) * word_bytes(d_in, matrix.shape[-1], block)
-    if is_served and (is_native or (platform == "gpu" and inputs == d_in and span_of(d_in, block))):
-        return matrix.size // 2 + 4 * of_blocks
-    return matrix.size + 8 * of_blocks
+    of_blocks = matrix.size // d_in * -(-_inputs_of_blocks(matrix) // INT4_BLOCK)
+    if is_packed and platform == "tpu":
+        return math.prod(matrix.shape[:-2]) * word_bytes(d_in, matrix.shape[-1], min(d_in, INT4_BLOCK))
+    return matrix.size // 2 + 4 * of_blocks if is_packed else matrix.size + 8 * of_blocks
+
+
+def _fits(matrix: Held, platform: str) -> bool:
+    """Return whether a kernel for 4 bits takes each device's part of a matrix that was rounded to int4."""
+    d_in, is_taken = matrix.shape[-2], {"gpu": span_of, "tpu": chunk_of}.get(platform)
+    has_whole_blocks = _inputs_of_blocks(matrix) == d_in
+    return is_taken is not None and has_whole_blocks and is_taken(d_in, min(d_in, INT4_BLOCK)) > 0
+
+
+def _inputs_of_blocks(matrix: Held) -> int:
+    """Return the inputs whose scales a device holds: all of them where its own are not made of whole blocks."""
+    d_in = matrix.shape[-2]
+    return d_in if d_in % INT4_BLOCK == 0 else matrix.spec.shape[-2]
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> Mesh:

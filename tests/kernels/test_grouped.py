@@ -21,7 +21,7 @@ from rounding import UNIT, assert_same, assert_within, tolerance
 
 from specserve.kernels import grouped_gpu, grouped_tpu, native, nibbles
 from specserve.kernels.grouped import TPU_ROWS, Matrices, cost, expected_experts
-from specserve.kernels.matmul import QuantizedMatrix, in_nibbles, quantize
+from specserve.kernels.matmul import QuantizedMatrix, experts_in_nibbles, quantize
 from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
 from specserve.mesh import MESH_AXES, made_for, make_mesh, on_mesh, sharding
 from specserve.models.config import Experts, ModelConfig
@@ -44,7 +44,7 @@ from specserve.models.params import abstract, init_params
 
 TOKENS, EXPERTS, TOP_K, D_FF = 21, 5, 2, 200  # of which nothing divides the kernels' tiles
 KINDS = {"biases": 32, "int8": 128, "fp8 by block": 144, "offsets": 96}  # d_model: TPUs have down turned, or the others
-FOUR_BITS = {"4 bits": 192, "4 and 8 bits": D_FF}  # d_ff: no kernel for 4 bits takes so many inputs of the latter
+FITTING = {"4 bits": 192}  # d_ff that a kernel for 4 bits takes, as it does not take D_FF
 D_MODEL = 128
 ACTIVATIONS = {"biases": "clamped_swiglu", "int8": "silu", "fp8 by block": "gelu_tanh"}
 
@@ -64,11 +64,11 @@ def mlps_of(kind: str) -> Mlps:
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
-    d_ff = FOUR_BITS.get(kind, D_FF)
+    d_ff = FITTING.get(kind, D_FF)
     gate, up, down = draw(EXPERTS, d_model, d_ff), draw(EXPERTS, d_model, d_ff), draw(EXPERTS, d_ff, d_model)
     if kind == "offsets":
         return Mlps(*(quantize(weight, "int4") for weight in (gate, up, down)))
-    if kind == "biases" or kind in FOUR_BITS:
+    if kind == "biases" or kind in FITTING:
         return Mlps(gate, up, down, draw(EXPERTS, d_ff), draw(EXPERTS, d_ff), draw(EXPERTS, d_model))
     if kind == "int8":
         return Mlps(*(quantize(weight, "int8") for weight in (gate, up, down)))
@@ -92,8 +92,6 @@ def poisoned(mlps: Mlps, is_chosen: np.ndarray) -> Mlps:
         if isinstance(weight, NibbleMatrix | WordMatrix):
             return dataclasses.replace(weight, scales=poison(weight.scales, jnp.uint32(0x7FC07FC0)))
         if isinstance(weight, QuantizedMatrix):
-            if isinstance(mlps.gate, NibbleMatrix | WordMatrix):
-                return weight  # XLA's ragged product reads all experts on a CPU
             offset = None if weight.offset is None else poison(weight.offset)
             return dataclasses.replace(weight, scale=poison(weight.scale), offset=offset)
         return poison(weight)
@@ -228,20 +226,20 @@ def test_the_sum_is_that_of_a_loop(
     assert "race" not in "".join(capfd.readouterr()).lower()
 
 
-@pytest.mark.parametrize("kind", FOUR_BITS)
 @pytest.mark.parametrize("platform", INTERPRETED)
-def test_experts_of_4_bits_are_multiplied_as_they_are_held(platform: str, kind: str) -> None:
-    """Those that the kernel of the platform takes, beside others in 8 bits."""
-    wide = mlps_of(kind)
+def test_experts_of_4_bits_are_multiplied_as_they_are_held(platform: str) -> None:
+    """All of a layer's matrices, or none of them where the kernel does not take one."""
+    wide, odd = mlps_of("4 bits"), mlps_of("biases")
     with made_for(platform):
-        weights = Mlps(*(in_nibbles(quantize(weight, "int4")) for weight in wide[:3]))
-    held = NibbleMatrix if platform == "gpu" else WordMatrix
-    assert [isinstance(each, held) for each in weights[:3]] == [True, True, kind == "4 bits"]
+        weights = Mlps(*experts_in_nibbles([quantize(weight, "int4") for weight in wide[:3]]))
+        whole = [quantize(weight, "int4") for weight in (*wide[:2], odd.down)]
+        assert experts_in_nibbles(whole) is whole
+    assert all(isinstance(each, NibbleMatrix if platform == "gpu" else WordMatrix) for each in weights[:3])
     layer = dataclasses.replace(PLAIN, gate=weights.gate, up=weights.up, down=weights.down)
     assert best_form(layer, MANY, TOKENS) is in_four_bits
     biased = weights._replace(**{name: wide[i + 3] for i, name in enumerate(Mlps._fields[3:])})
     for held_so in (weights, biased):
-        check(jax.jit(in_four_bits_of, static_argnums=4), kind, jnp.float32, 2, {0, 3, 4}, held_so)
+        check(jax.jit(in_four_bits_of, static_argnums=4), "4 bits", jnp.float32, 2, {0, 3, 4}, held_so)
 
 
 @pytest.mark.parametrize("cut", [{"tensor": 2}, {"expert": 2}, {"data": 2, "expert": 2, "tensor": 2}], ids=str)
@@ -254,15 +252,12 @@ def test_experts_of_4_bits_are_spread_over_a_mesh(platform: str, cut: dict[str, 
     plain: Any = init_params(spec, jax.random.key(0), "float32")
     names = ("gate", "up", "down")
     with made_for(platform):
-        packed = dataclasses.replace(
-            plain,
-            **{
-                name: in_nibbles(
-                    jax.device_put(quantize(getattr(plain, name), "int4"), sharding(mesh, getattr(spec, name).axes))
-                )
-                for name in names
-            },
-        )
+        places = [sharding(mesh, getattr(spec, name).axes) for name in names]
+        spread = [
+            jax.device_put(quantize(getattr(plain, name), "int4"), place)
+            for name, place in zip(names, places, strict=True)
+        ]
+        packed = dataclasses.replace(plain, **dict(zip(names, experts_in_nibbles(spread), strict=True)))
     for name in names:
         weight = getattr(packed, name)
         assert isinstance(weight, NibbleMatrix | WordMatrix)
@@ -283,19 +278,6 @@ def test_experts_of_4_bits_are_spread_over_a_mesh(platform: str, cut: dict[str, 
 
 def in_four_bits_of(x: Any, ids: Any, weights: Any, mlps: Mlps, activation: Any) -> jax.Array:
     return in_four_bits(mlps, activation, x, ids, weights)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_blocks_of_rows_are_multiplied_by_their_experts_matrices_of_8_bits_too(kind: str) -> None:
-    """Beside matrices of 4 bits, on a GPU. A block without an expert gets nothing, and none of its own is read."""
-    weight, experts = mlps_of(kind).up, jnp.asarray([0, 0, 3, EXPERTS], jnp.int32)
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((4 * 16, weight.shape[1])), jnp.float32)
-    got = np.asarray(grouped_gpu.multiply(x, weight, experts, interpret=True)).reshape(4, 16, -1)
-    plain = np.asarray(dense(Mlps(weight, weight, weight)).gate, np.float64)
-    for rows, block, expert in zip(got[:3], x.reshape(4, 16, -1), (0, 0, 3), strict=False):
-        wide = np.asarray(block, np.float64)
-        bound = (x.shape[1] + 3) * UNIT * (np.abs(wide) @ added(weight)[expert])
-        assert_within(rows, wide @ plain[expert], bound, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,14 @@ from jax.experimental.pallas import tpu as pltpu
 from rounding import assert_within, of_product
 
 from specserve.kernels import nibbles, nibbles_gpu, nibbles_tpu
-from specserve.kernels.matmul import QuantizedMatrix, dequantize, in_nibbles, matmul_float32, quantize
+from specserve.kernels.matmul import (
+    QuantizedMatrix,
+    dequantize,
+    experts_in_nibbles,
+    in_nibbles,
+    matmul_float32,
+    quantize,
+)
 from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
 from specserve.kernels.panels import FP4_DOUBLES
 from specserve.mesh import made_for, make_mesh, on_mesh, sharding
@@ -133,7 +140,7 @@ def test_blocks_of_rows_are_multiplied_by_the_matrix_of_their_expert(at: Shape, 
     drawn_ = [drawn(rng, at) for _ in range(3)]
     weights = jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn_)
     with made_for(platform):
-        packed, alone = in_nibbles(weights), [in_nibbles(each) for each in drawn_]
+        (packed,), alone = experts_in_nibbles([weights]), [in_nibbles(each) for each in drawn_]
     if not isinstance(packed, NibbleMatrix | WordMatrix):
         assert platform == "tpu"
         assert alone[0] is drawn_[0]
@@ -244,11 +251,12 @@ def test_the_inline_instructions_make_the_weights_of_every_byte(
 
 
 def test_what_does_not_fit_stays_in_8_bits(rng: np.random.Generator) -> None:
-    """Numbers too far apart, an odd number of inputs, blocks too small."""
+    """Numbers too far apart, an odd number of inputs, blocks too small, and experts that are taken one by one."""
     wide = quantize(jnp.asarray(rng.standard_normal((64, 16)), jnp.float32), "int8")
     fits = quantize(jnp.asarray(rng.standard_normal((64, 16)), jnp.float32), "int4")
     odd = QuantizedMatrix(jnp.zeros((33, 16), jnp.int8), jnp.ones((2, 16)), 32)
     small = QuantizedMatrix(jnp.zeros((64, 16), jnp.int8), jnp.ones((8, 16)), 8)
-    for weight in (wide, odd, small):
+    experts = jax.tree.map(lambda leaf: leaf[None], fits)
+    for weight in (wide, odd, small, experts):
         assert in_nibbles(weight) is weight
     assert isinstance(in_nibbles(fits), NibbleMatrix)

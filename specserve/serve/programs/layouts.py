@@ -17,11 +17,21 @@ from jax.sharding import Mesh, Sharding
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.kernels import native
-from specserve.kernels.matmul import QuantizedMatrix, Weight, block, dequantize, in_nibbles, matmul, pack
+from specserve.kernels.matmul import (
+    QuantizedMatrix,
+    Weight,
+    block,
+    dequantize,
+    experts_in_nibbles,
+    in_nibbles,
+    matmul,
+    pack,
+)
 from specserve.kernels.nibbles import PLATFORMS
 from specserve.mesh import program_platform, whole
 from specserve.models.config import ModelConfig
 from specserve.models.mixers.latent import LatentAttention, split_by_head
+from specserve.models.moe import Moe
 from specserve.models.params import PRODUCTS, SMALL_PRODUCTS, is_product
 from specserve.models.target import TargetParams, fuse_for_cpu
 from specserve.serve.programs.calls import shape_of
@@ -224,7 +234,15 @@ def _packed(params: Params) -> Params:
 
 
 def _in_nibbles(params: Params) -> Params:
-    return _arrange(params, change=in_nibbles, names=PRODUCTS)
+    def of_experts(node: Any) -> Any:
+        if not isinstance(node, Moe):
+            return node
+        names = [name for name in ("gate", "up", "down") if getattr(node, name) is not None]
+        made = experts_in_nibbles([getattr(node, name) for name in names])
+        return dataclasses.replace(node, **dict(zip(names, made, strict=True)))
+
+    packed = jax.tree.map(of_experts, params, is_leaf=lambda node: isinstance(node, Moe | QuantizedMatrix))
+    return _arrange(packed, change=in_nibbles, names=PRODUCTS)
 
 
 def _arrange(
