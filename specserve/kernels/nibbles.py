@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from specserve.kernels.panels import FP4_CODES
-from specserve.mesh import LOGICAL_TO_MESH
+from specserve.mesh import LOGICAL_TO_MESH, traced_once
 from specserve.pytree import pytree, static
 
 Numbers = Literal["int4", "uint4", "fp4"]  # see `panels.four_bits`
@@ -138,7 +138,7 @@ def pack(
     low, high = _bounds(values, block)
     if (high - low).max() > 15:
         may_be = offset is None and low.min() >= -MOST_FP4 and high.max() <= MOST_FP4  # or a gather of every number
-        is_float = may_be and jax.jit(_are_fp4)(values)
+        is_float = may_be and traced_once(_are_fp4)(values)
         return place(values, scale, jnp.zeros_like(scale), numbers="fp4") if is_float else None
     first = jnp.where((low >= 0) & (high < 16), 0, jnp.where((low >= -8) & (high < 8), -8, low))
     values = values - jnp.repeat(first.astype(jnp.int8), block, axis=-2)[..., :d_in, :]
@@ -173,7 +173,7 @@ def _packing(
     way."""
     function: Any = functools.partial(in_words if platform == "tpu" else in_bytes, block=block, numbers=numbers)
     if not isinstance(place, NamedSharding):
-        return jax.jit(function)
+        return traced_once(function)
     values, scale, _ = shapes
     *stack, inputs, outputs = *place.spec, *[None] * (values.ndim - len(place.spec))
     of_blocks = PartitionSpec(*stack, inputs if scale.shape[-2] > 1 else None, outputs)
@@ -192,7 +192,7 @@ def _packing(
         check_vma=False,
     )
     cut = _cut(place, values.ndim)
-    return jax.jit(lambda *given: dataclasses.replace(on_each(*given), cut=cut))
+    return traced_once(lambda *given: dataclasses.replace(on_each(*given), cut=cut))
 
 
 def _are_fp4(values: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@ their experts, and the devices' partial results are added."""
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -77,22 +78,24 @@ def in_parts(
         y = sum_parts(share_sum(y, "experts"), cut[1:]) if is_exchanged else sum_parts(y, cut)
         return y.reshape(x.shape)
 
-    def partitions(spec: ParamSpec, weight: Any) -> Any:
-        if isinstance(weight, NibbleMatrix | WordMatrix):
-            stack, inputs, outputs = spec.axes
-            parts = [partition(axes, cut) for axes in weight.axes((stack,), inputs, outputs)]
-            return jax.tree.unflatten(jax.tree.structure(weight), parts)
-        if not isinstance(weight, QuantizedMatrix):
-            return partition(spec.axes, cut)
-        scale_axes = spec.axes if weight.scale.shape[-2] > 1 else (*spec.axes[:-2], None, spec.axes[-1])
-        values, scale = partition(spec.axes, cut), partition(scale_axes, cut)
-        offset = None if weight.offset is None else scale
-        return dataclasses.replace(weight, values=values, scale=scale, offset=offset)
-
-    specs = jax.tree.map(partitions, spec, experts, is_leaf=is_spec)
+    specs = jax.tree.map(partial(_partitions, cut), spec, experts, is_leaf=is_spec)
     rows = fitting_partition(mesh, (*ACTIVATIONS, None), x.shape)
     of_more = [fitting_partition(mesh, ACTIVATIONS, part.shape) for part in more]
     return over_parts(own, [*cut, *ACTIVATIONS], (specs, rows, *of_more), rows)(experts, x, *more)
+
+
+def _partitions(cut: list[str], spec: ParamSpec, weight: Any) -> Any:
+    """Return how the arrays of a parameter enter `over_parts`, which cuts along these axes."""
+    if isinstance(weight, NibbleMatrix | WordMatrix):
+        stack, inputs, outputs = spec.axes
+        parts = [partition(axes, cut) for axes in weight.axes((stack,), inputs, outputs)]
+        return jax.tree.unflatten(jax.tree.structure(weight), parts)
+    if not isinstance(weight, QuantizedMatrix):
+        return partition(spec.axes, cut)
+    scale_axes = spec.axes if weight.scale.shape[-2] > 1 else (*spec.axes[:-2], None, spec.axes[-1])
+    values, scale = partition(spec.axes, cut), partition(scale_axes, cut)
+    offset = None if weight.offset is None else scale
+    return dataclasses.replace(weight, values=values, scale=scale, offset=offset)
 
 
 def _has_whole_blocks(weight: Any, num_parts: int) -> bool:
