@@ -228,7 +228,7 @@ def load_params(
         how = quantization if is_product(path) else "none"
         matrix = _load(spec, weights, np.dtype(spec.dtype(dtype)), place, how)
         loaded.append(in_nibbles(matrix) if has_nibbles else matrix)
-        if has_nibbles and spec.is_per_expert and is_product(path):
+        if has_nibbles and spec.axes[:1] == ("experts",) and is_product(path):
             experts.append(len(loaded) - 1)
             if jax.tree_util.keystr(path[-1:], simple=True) == "down":  # the last of a layer's
                 for at, made in zip(experts, experts_in_nibbles([loaded[i] for i in experts]), strict=True):

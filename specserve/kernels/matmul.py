@@ -161,13 +161,14 @@ def in_nibbles(weight: jax.Array | QuantizedMatrix) -> Weight:
 def experts_in_nibbles(weights: Sequence[Any]) -> Sequence[Any]:
     """Return the same for the matrices of a layer's experts [expert, d_in, d_out], all of them or none: each kernel for
     experts takes all in one form."""
-    made = []
-    for weight in weights:
-        if not isinstance(weight, QuantizedMatrix):
+    made: list[NibbleMatrix | WordMatrix] = []
+    for weight in reversed(weights):  # the last one is the most likely not to fit
+        packed = None
+        if isinstance(weight, QuantizedMatrix):
+            packed = nibbles.pack(weight.values, weight.scale, weight.offset, weight.block, program_platform())
+        if packed is None:
             return weights
-        made.append(nibbles.pack(weight.values, weight.scale, weight.offset, weight.block, program_platform()))
-        if made[-1] is None:
-            return weights
+        made.insert(0, packed)
     return made
 
 

@@ -418,17 +418,24 @@ def test_a_tied_head_has_few_bits_as_an_untied_one_has(tmp_path: Path, to: Round
         assert held[platform] == sum(leaf.nbytes for leaf in jax.tree.leaves(elsewhere))
 
 
-@pytest.mark.parametrize("of_expert", [0, 64, 32, 48])  # channels
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {},
+        *({"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": size} for size in (64, 32, 48)),
+        {"model_type": "gpt_oss", "num_local_experts": 4, "intermediate_size": 64},  # in one tensor
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("platform", "form", "unit"), [("gpu", NibbleMatrix, 32), ("tpu", WordMatrix, 64)])
 def test_an_accelerator_that_serves_keeps_matrices_of_4_bits_in_4(
-    tmp_path: Path, platform: str, form: type, unit: int, of_expert: int
+    tmp_path: Path, platform: str, form: type, unit: int, experts: dict[str, Any]
 ) -> None:
     """What rows are multiplied by, and nothing where it is trained with or lies on another device. Of a layer's experts
     it is all matrices or none."""
     wide = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
-    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    experts |= {"moe_intermediate_size": of_expert}
-    tiny.write_target(tmp_path, tiny.TARGET | wide | (experts if of_expert else {}), seed=0)
+    chosen = {"num_experts_per_tok": 2, "norm_topk_prob": True}
+    tiny.write_target(tmp_path, tiny.TARGET | wide | chosen | experts, seed=0)
     load = functools.partial(load_target, tmp_path, dtype="float32", quantization="int4", is_checked=True)
     with mesh.made_for(platform):
         served, trained = load(is_served=True).params, load().params
@@ -436,7 +443,7 @@ def test_an_accelerator_that_serves_keeps_matrices_of_4_bits_in_4(
     assert jax.tree.structure(there) == jax.tree.structure(trained)
     leaves, structure = jax.tree_util.tree_flatten_with_path(trained, is_leaf=_is_quantized)
     for (path, eight), four in zip(leaves, structure.flatten_up_to(served), strict=True):
-        inputs = of_expert if len(eight.shape) == 3 else eight.shape[0]
+        inputs = experts.get("moe_intermediate_size", 64) if len(eight.shape) == 3 else eight.shape[0]
         fits = is_product(path) and inputs % unit == 0  # in halves of 16 inputs, or in groups of 64
         assert isinstance(four, form) == fits, path
         if fits:
