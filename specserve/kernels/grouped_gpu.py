@@ -34,12 +34,12 @@ from specserve.kernels.grouped import (
     scale_block,
 )
 from specserve.kernels.matmul import QuantizedMatrix
+from specserve.kernels.nibbles import MOST_INDEXED
 from specserve.kernels.rowwise import Activation, gated
 
 LEAST = 16  # rows, columns and inputs of a product that tensor cores take
 COLUMNS = 64  # of a tile
 INPUTS = 64  # multiplied at a time by a program
-MOST_INDEXED = 2**31  # elements that an array may have where its offsets are of 32 bits
 
 
 def serves(experts: ExpertMatrices) -> bool:

@@ -82,11 +82,11 @@ class WordMatrix:
     @property
     def shape(self) -> tuple[int, ...]:
         *stack, num_chunks, _, width = self.codes.shape
-        return *stack, num_chunks * self.chunk, width // _up(self.d_out, LANES) * self.d_out
+        return *stack, num_chunks * self.chunk, width // round_up(self.d_out, LANES) * self.d_out
 
     def columns(self) -> np.ndarray:  # [d_out of all devices]
         """Return the place of each output in the arrays."""
-        return np.flatnonzero(np.arange(self.codes.shape[-1]) % _up(self.d_out, LANES) < self.d_out)
+        return np.flatnonzero(np.arange(self.codes.shape[-1]) % round_up(self.d_out, LANES) < self.d_out)
 
     def __getitem__(self, index: tuple[slice, Any]) -> "WordMatrix":
         """Pick some outputs, of all inputs."""
@@ -129,9 +129,8 @@ def pack(
     is_whole = scale.shape[-2] == 1 or own_shape[-2] in (d_in, own_shape[-2] // block * block)  # of blocks
     is_taken = chunk_of if platform == "tpu" else span_of
     is_indexed = platform == "tpu" or not MOST_INDEXED < math.prod(own_shape) // 2 <= 2 * MOST_INDEXED
-    is_gathered = set(LOGICAL_TO_MESH["embed"]) & {
-        name for names in _cut(values.sharding, values.ndim) for name in names
-    }
+    inputs, outputs = _cut(values.sharding, values.ndim)
+    is_gathered = not {*inputs, *outputs}.isdisjoint(LOGICAL_TO_MESH["embed"])
     if values.dtype != jnp.int8 or is_gathered or not (is_whole and is_indexed and is_taken(own_shape[-2], own)):
         return None
     place, block = functools.partial(lay_out, platform, values.sharding, block=own), min(block, d_in)
@@ -231,7 +230,7 @@ def in_words(values: jax.Array, scale: jax.Array, other: jax.Array, block: int, 
     if values.ndim > 2:
         return jax.vmap(functools.partial(in_words, block=block, numbers=numbers))(values, scale, other)
     d_in, d_out = values.shape
-    chunk, width = chunk_of(d_in, block), _up(d_out, LANES)
+    chunk, width = chunk_of(d_in, block), round_up(d_out, LANES)
     values, scale, other = (jnp.pad(each, ((0, 0), (0, width - d_out))) for each in (values, scale, other))
     parts = _codes(values, numbers).reshape(-1, 4, 8, 2, width).transpose(3, 1, 0, 2, 4).reshape(8, -1, width)
     places = jnp.arange(8, dtype=jnp.uint32).reshape(-1, 1, 1) * 4
@@ -243,15 +242,16 @@ def in_words(values: jax.Array, scale: jax.Array, other: jax.Array, block: int, 
 
 def word_bytes(d_in: int, d_out: int, block: int) -> int:
     """Return the bytes of a `WordMatrix` on one device."""
-    chunk, width = chunk_of(d_in, block), _up(d_out, LANES)
+    chunk, width = chunk_of(d_in, block), round_up(d_out, LANES)
     return 4 * width * (d_in // 8 + d_in // chunk * _rows(max(1, chunk // block)))
 
 
 def _rows(num_blocks: int) -> int:
-    return num_blocks if num_blocks == 1 else _up(num_blocks, SUBLANES)
+    return num_blocks if num_blocks == 1 else round_up(num_blocks, SUBLANES)
 
 
-def _up(number: int, unit: int) -> int:
+def round_up(number: int, unit: int) -> int:
+    """Return the least multiple of `unit` that is at least a number."""
     return -(-number // unit) * unit
 
 

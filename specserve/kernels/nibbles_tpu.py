@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specserve.kernels.nibbles import GROUP, SUBLANES, Numbers, WordMatrix, halves
+from specserve.kernels.nibbles import GROUP, SUBLANES, Numbers, WordMatrix, halves, round_up
 from specserve.mesh import traced_once
 
 FEW = 32  # rows up to which sums of blocks are scaled, in place of weights
@@ -52,7 +52,7 @@ def _multiply(x: jax.Array, weight: WordMatrix, expert_of_block: jax.Array | Non
     chunk, num_blocks = weight.chunk, weight.scales.shape[-2]  # and of some that only fill registers
     rows_of_each = num_rows if expert_of_block is None else num_rows // len(expert_of_block)
     by_block = rows_of_each <= FEW or x.dtype != jnp.bfloat16
-    row_tile = _up(min(rows_of_each, FEW if by_block else ROWS), SUBLANES if by_block else 2 * SUBLANES)
+    row_tile = round_up(min(rows_of_each, FEW if by_block else ROWS), SUBLANES if by_block else 2 * SUBLANES)
     columns = min(COLUMNS if d_out >= 8 * COLUMNS else COLUMNS // 2, d_out)
     per_step = max(1, min(num_chunks, INPUTS // chunk))
     x = jnp.pad(x, ((0, -num_rows % row_tile), (0, 0))).reshape(-1, num_chunks, chunk).swapaxes(0, 1)
@@ -105,10 +105,6 @@ def _multiply(x: jax.Array, weight: WordMatrix, expert_of_block: jax.Array | Non
         name="multiply_words",
     )(*known, *operands)
     return found[:num_rows, : weight.d_out]
-
-
-def _up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
 
 
 def _by_block(
