@@ -158,7 +158,8 @@ Listen = Callable[[Delta], None]
 def holding(engine: Engine, listen: Listen) -> Listen:
     """A listener that hands on what it hears, and with the first of it holds the engine until somebody asks it for a
     change: so the change meets an answer that is under way, however slowly it is asked for."""
-    return _after_first(listen, lambda: wait_until(lambda: not engine._changes._asked.empty()))
+    changes = engine._changes
+    return _after_first(listen, lambda: wait_until(lambda: not (changes._asked.empty() and changes._urgent.empty())))
 
 
 def hold_next(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

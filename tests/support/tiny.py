@@ -25,6 +25,7 @@ from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.model import head_spec as peagle_spec
 from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.eval.verify.rule import text_logits
+from specserve.models.adapters import adaptable
 from specserve.models.config import Latent, LayerKind, ModelConfig, Names
 from specserve.models.families.table import model_config
 from specserve.models.params import init_params
@@ -83,6 +84,19 @@ def write_target(folder: Path, raw: dict[str, Any], seed: int) -> None:
             tensors[name] = tensors[name] * 1.5
     write_json(folder / "config.json", raw)
     write_tensors(folder / "model.safetensors", tensors)
+
+
+def write_adapter(folder: Path, target: Target, seed: int, rank: int = 2, **config: Any) -> Path:
+    """A PEFT folder of pairs for every matrix."""
+    rng, tensors = np.random.default_rng(seed), {}
+    for name, (d_out, d_in) in adaptable(target.config).items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{module}.lora_A.weight"] = rng.normal(size=(rank, d_in)).astype(np.float32)
+        tensors[f"{module}.lora_B.weight"] = (rng.normal(size=(d_out, rank)) * 0.05).astype(np.float32)
+    folder.mkdir()
+    write_json(folder / "adapter_config.json", {"r": rank, "lora_alpha": 2 * rank, "peft_type": "LORA"} | config)
+    write_tensors(folder / "adapter_model.safetensors", tensors)
+    return folder
 
 
 def draft_config(target: ModelConfig, **changes: Any) -> Eagle3Config:

@@ -73,6 +73,27 @@ def test_every_route_but_the_open_ones_needs_a_key(fake_engine: FakeEngine) -> N
             assert http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == status
 
 
+def test_a_key_may_be_in_the_address(fake_engine: FakeEngine) -> None:
+    """Drivers of rollouts take addresses and no keys."""
+    keys = ["a", "of:colons", "schlüssel"]
+    with _served(fake_engine, api_keys=keys) as http:
+
+        def status_of(user: str, password: str) -> int:
+            url = http.base_url.copy_with(username=user, password=password).join("/v1/models")
+            return httpx.get(url).status_code
+
+        for key in keys:
+            assert status_of("anyone", key) == status_of("", key) == 200
+        assert status_of("a", "") == 200
+        for user, password in [("b", ""), ("a", "b"), ("", "ab"), ("of:colons", "x"), ("b", "a:")]:
+            assert status_of(user, password) == 401, (user, password)
+        for value in ["Basic", "Basic a", "Basic YTo=x", "Basic YQ", "Digest YTo=", "Bearer YTo="]:
+            reply = http.get("/v1/models", headers={"Authorization": value})
+            assert (reply.status_code, reply.headers["www-authenticate"]) == (401, "Bearer"), value
+        for value in ["Basic YTo=", "basic  YTo=", "BASIC YQ=="]:  # "a:", and "a" alone
+            assert http.get("/v1/models", headers={"Authorization": value}).status_code == 200, value
+
+
 def test_keys_come_from_the_flag_a_file_and_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -14,13 +13,12 @@ import pytest
 from engines import Fixed, Letters, compile_programs, make_engine, make_runner, serving
 from fakes import FakeEngine, assert_needs_a_key, assert_refused
 from served import OF_FLAGS
+from tiny import write_adapter
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import write_json, write_tensors
 from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CheckpointError, ConfigError
-from specserve.models.adapters import adaptable
 from specserve.serve import launch
 from specserve.serve.engine.swap import ServedWeights
 from specserve.serve.http.app import create_app
@@ -34,19 +32,6 @@ from specserve.train.head import adapter_notes
 
 PROMPTS = [[int(i) for i in np.random.default_rng(seed).integers(3, 64, 30)] for seed in range(3)]
 ROUTES = ("v1/load_lora_adapter", "v1/unload_lora_adapter", "load_lora_adapter", "unload_lora_adapter")
-
-
-def write_adapter(folder: Path, target: Target, seed: int, rank: int = 2, **config: Any) -> Path:
-    """A PEFT folder of pairs for every matrix."""
-    rng, tensors = np.random.default_rng(seed), {}
-    for name, (d_out, d_in) in adaptable(target.config).items():
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        tensors[f"{module}.lora_A.weight"] = rng.normal(size=(rank, d_in)).astype(np.float32)
-        tensors[f"{module}.lora_B.weight"] = (rng.normal(size=(d_out, rank)) * 0.05).astype(np.float32)
-    folder.mkdir()
-    write_json(folder / "adapter_config.json", {"r": rank, "lora_alpha": 2 * rank, "peft_type": "LORA"} | config)
-    write_tensors(folder / "adapter_model.safetensors", tensors)
-    return folder
 
 
 @pytest.fixture(scope="module")

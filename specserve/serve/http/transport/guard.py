@@ -4,6 +4,8 @@ Knows nothing of models, prompts or sampling.
 """
 
 import asyncio
+import base64
+import binascii
 import hashlib
 import hmac
 import logging
@@ -57,9 +59,11 @@ class Guard:
       name was made to point here, cannot send any. `*.example.com` allows every name below example.com. OPEN_PATHS are
       answered under any name, since probes send an address;
     - answers HEAD as GET; the server drops the body;
-    - checks `Authorization: Bearer <key>`, or `x-api-key` of Anthropic's clients, else 401. It compares digests, and
-      always all of them, so timing reveals nothing about the keys. The key's number becomes a part of the scope
-      (`client_of`).
+    - checks `Authorization: Bearer <key>`, or `x-api-key` of Anthropic's clients, else 401. Basic authentication is
+      taken too, whose password is the key, or its user where there is no password: by it clients that know nothing of
+      keys send the one in the address that they are given (`http://<key>@host:8000`). It is not offered, since browsers
+      would ask for it and keep it. Digests are compared, and always all of them, so timing reveals nothing about the
+      keys. The key's number becomes a part of the scope (`client_of`).
     """
 
     def __init__(
@@ -152,10 +156,26 @@ class Guard:
         given = [value for name, value in headers if name == b"authorization"]
         if not given and is_anthropic(scope["path"]):
             given = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]
-        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        digest = hashlib.sha256(key).digest()
+        key = _key_in(given[0]) if len(given) == 1 else None
+        digest = hashlib.sha256(key or b"").digest()
         found = [number for number, each in enumerate(self._key_digests) if hmac.compare_digest(digest, each)]
-        return found[0] if found and scheme.lower() == b"bearer" else None
+        return found[0] if found and key is not None else None
+
+
+def _key_in(header: bytes) -> bytes | None:
+    """Return the key in the value of an Authorization header, or None where it has none."""
+    scheme, _, key = header.partition(b" ")
+    match scheme.lower():
+        case b"bearer":
+            return key
+        case b"basic":
+            try:
+                user, _, password = base64.b64decode(key.strip(), validate=True).partition(b":")
+            except binascii.Error:
+                return None
+            return password or user
+        case _:
+            return None
 
 
 async def read_body(request: Request) -> bytes:
