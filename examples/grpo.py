@@ -5,8 +5,9 @@
 The policy is the bundled target, which writes docstrings. It is rewarded for different words that begin with one
 letter, by a rule that anybody can check. A step is: answers from the engine with their log-probabilities, the policy's
 update, a step of the head on some of these answers, and both to the engine as one version. `--arms` samples the same
-answers without a head and with one that stays, every few steps: speculation changes no token, so all arms see one
-policy. Copy what you need: `policy_step` for another loss, `reward` for another task, `Follower` for your own trainer.
+answers without a head, with one that stays, and with one that follows but is seldom sent, every few steps: speculation
+changes no token, so all arms see one policy. Copy what you need: `policy_step` for another loss, `reward` for another
+task, `Follower` for your own trainer.
 """
 
 import dataclasses
@@ -136,8 +137,8 @@ class Follower:
     """A head that learns beside the policy, on some of its rollouts. Their hidden states are those that the policy's
     own step has computed, so the target runs no second time."""
 
-    def __init__(self, head: Head, target: Target, settings: TrainSettings, mesh: Mesh | None) -> None:
-        self.head, optimizer = head, make_optimizer(settings)
+    def __init__(self, head: Head, target: Target, settings: TrainSettings, mesh: Mesh | None, warmup: int = 1) -> None:
+        self.head, self._warmup, self._num_steps, optimizer = head, warmup, 0, make_optimizer(settings)
         self._vocab = jax.device_put(DraftVocab(jnp.asarray(head.target_ids)), whole(mesh))
         self._step = make_step(loss_config(settings, target.config, head.drafter), optimizer, mesh)
         params: Any = jax.tree.map(lambda x: jnp.array(x, jnp.float32), head.params)
@@ -145,9 +146,13 @@ class Follower:
         self.state = jax.device_put(state, place_state(head.drafter, optimizer, mesh))
 
     def learn(self, version: TargetParams, rows: Rows, states: Outputs) -> None:
-        """Make a step on rows and their hidden states, which are of this version of the policy."""
+        """Make a step on rows and their hidden states, which are of this version of the policy. Adam's first steps are
+        as long as its rate allows, whatever the gradient, and the head would forget what it has learnt before: so the
+        rate rises to its value."""
         rows = dataclasses.replace(rows, features=states)
-        self.state, _ = self._step(self.state, version, self._vocab, rows, jnp.float32(1.0))
+        self._num_steps += 1
+        scale = min(1.0, self._num_steps / self._warmup)
+        self.state, _ = self._step(self.state, version, self._vocab, rows, jnp.float32(scale))
 
     def version(self) -> Any:
         """Parameters for the engine; those of the state are donated at the next step."""
@@ -269,8 +274,9 @@ def save(folder: Path, target: Target, version: TargetParams, head: Head) -> Non
 def main(
     target: str = "pydoc",
     draft: str = "pydoc-eagle3",
-    arms: str = "plain,frozen,co-trained",  # the last one's answers train the policy
+    arms: str = "plain,frozen,stale,co-trained",  # the last one's answers train the policy
     compare_every: int = 5,  # steps between samples of the other arms
+    stale_every: int = 10,  # steps after which the arm "stale" gets the head that follows
     steps: int = 40,
     questions: int = 8,  # of a step
     group: int = 8,  # answers to each
@@ -278,6 +284,7 @@ def main(
     inner_steps: int = 1,  # updates of the policy on one step's answers
     lr: float = 3e-4,
     head_lr: float = 1e-3,
+    head_warmup: int = 10,  # steps in which the head's learning rate rises to that
     head_rows: int = 8,  # answers of a step that the head learns from
     speculation: str = "chain:3",
     slots: int = 4,  # answers at once
@@ -294,9 +301,8 @@ def main(
     tree = parse_speculation(speculation)
     assert tree is not None
     *_, chosen = names = arms.split(",")
-    follows = (
-        Follower(head, policy, TrainSettings(rollout=tree.depth, lr=head_lr), on) if chosen == "co-trained" else None
-    )
+    settings = TrainSettings(rollout=tree.depth, lr=head_lr)
+    follows = Follower(head, policy, settings, on, head_warmup) if chosen == "co-trained" else None
     trainer = Trainer(policy, follows, head.drafter.aux_layers, lr, on)
     tokenizer = Tokenizer.load(policy.folder)
     prompts = [tokenizer.render_chat([{"role": "user", "content": each}]) for each in QUESTIONS]
@@ -308,13 +314,13 @@ def main(
         name: LLM(target, draft, speculation="off" if name == "plain" else speculation, **shape) for name in names
     }
     output.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(seed)
+    rng, sent = np.random.default_rng(seed), None
     for step in range(steps):
         asked = [QUESTIONS[i] for i in rng.choice(len(QUESTIONS), questions, replace=False)]
         found: dict[str, Sampled] = {}
         for name in names if step % compare_every == 0 else [chosen]:
             if name != chosen and step:
-                engines[name].update_weights(target=trainer.version)  # with the head as it was
+                engines[name].update_weights(target=trainer.version, draft=sent if name == "stale" else None)
             found[name] = sample(engines[name], asked, group, max_tokens, seed + step * questions * group)
         own = found[chosen]
         rewards = np.array([[reward(answer.text) for answer in output.outputs] for output in own.outputs])
@@ -324,6 +330,8 @@ def main(
         clock.append(time.perf_counter())
         draft_params = trainer.follow(head_rows, step)
         clock.append(time.perf_counter())
+        if (step + 1) % stale_every == 0:
+            sent = draft_params
         engines[chosen].update_weights(target=trainer.version, draft=draft_params, version=f"step-{step + 1}")
         clock.append(time.perf_counter())
         parts = dict(zip(("policy", "head", "update"), np.diff(clock).round(3).tolist(), strict=True))

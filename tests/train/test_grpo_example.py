@@ -141,13 +141,26 @@ def test_the_head_learns_the_policy_that_it_follows(
 
 @pytest.mark.slow
 def test_all_arms_see_the_answers_of_one_policy(
-    rows: tuple[Path, list[dict[str, Any]]], folders: dict[str, str], tmp_path: Path
+    rows: tuple[Path, list[dict[str, Any]]], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever their heads have learnt; and an engine that begins with what was saved goes on as this one does."""
-    _, alone = rows
-    found = _run(folders, tmp_path, inner_steps=2, lr=1e-3)
+    """Whatever their heads have learnt; the stale one is the one that follows, as it was when last sent; and an engine
+    that begins with what was saved goes on as this one does."""
+    (_, alone), update, sent = rows, LLM.update_weights, dict[int, list[Any]]()
+
+    def noted(self: LLM, target: Any = None, draft: Any = None, **options: Any) -> str:
+        sent.setdefault(id(self), []).append(draft)
+        return update(self, target, draft, **options)
+
+    monkeypatch.setattr(LLM, "update_weights", noted)
+    found = _run(folders, tmp_path, inner_steps=2, lr=1e-3, stale_every=2)
+    first, second, third = next(drafts for drafts in sent.values() if len(drafts) == SMALL["steps"])
+    assert sorted(map(len, sent.values())) == [2, 2, 2, 3]
+    assert all(draft is not None for draft in (first, second, third))
+    [stale] = (drafts for drafts in sent.values() if len(drafts) == 2 and drafts != [None, None])
+    assert stale[0] is None
+    assert stale[1] is second
     for one, row in zip(alone, found, strict=True):
-        assert row["arms"].keys() == {"plain", "frozen", "co-trained"}
+        assert row["arms"].keys() == {"plain", "frozen", "stale", "co-trained"}
         assert {arm["differ"] for arm in row["arms"].values()} == {0}
         assert (one["reward"], one["tokens"]) == (row["reward"], row["tokens"])
     policy, head = (tmp_path / "step-3" / name for name in ("policy", "head"))

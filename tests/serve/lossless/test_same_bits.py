@@ -1,7 +1,9 @@
 """On the native kernels a token gets the same numbers, to the bit, however it is served: alone or in a batch, in a
 prompt's chunk, a plain step or a tree. Then speculation cannot flip even a near-tie."""
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from test_architectures import make_target
 
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import Quantization, Target, in_few_bits
 from specserve.kernels import native
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import ModelConfig
@@ -73,14 +75,18 @@ def _logits(
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "quantization"),
     [
-        *("dense", "experts", "latents", "windows and softcaps", "windows and sinks"),
-        *("heads of two widths, keys of earlier layers", "values of keys, experts beside an MLP"),
+        *((name, "none") for name in ("dense", "experts", "latents", "windows and softcaps", "windows and sinks")),
+        ("heads of two widths, keys of earlier layers", "none"),
+        ("values of keys, experts beside an MLP", "none"),
+        *itertools.product(("dense", "experts"), ("int8", "int4")),
     ],
 )  # recurrent layers sum by chunks, in XLA
-def test_a_token_gets_the_same_bits_however_it_is_served(name: str) -> None:
+def test_a_token_gets_the_same_bits_however_it_is_served(name: str, quantization: Quantization) -> None:
     target = make_target(name, num_layers=2)
+    if quantization != "none":
+        target = dataclasses.replace(target, params=in_few_bits(target.params, quantization))
     text = np.random.default_rng(0).integers(3, target.config.vocab_size, LENGTH)
     serve = functools.partial(_logits, _step(target), target.config, text)
     whole = serve([LENGTH], 1, has_siblings=False)
