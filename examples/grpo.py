@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -276,7 +276,7 @@ def main(
     draft: str = "pydoc-eagle3",
     arms: str = "plain,frozen,stale,co-trained",  # the last one's answers train the policy
     compare_every: int = 5,  # steps between samples of the other arms
-    stale_every: int = 10,  # steps after which the arm "stale" gets the head that follows
+    stale_every: Annotated[int, typer.Option(min=1)] = 10,  # steps between heads of the arm "stale"
     steps: int = 40,
     questions: int = 8,  # of a step
     group: int = 8,  # answers to each
@@ -284,7 +284,7 @@ def main(
     inner_steps: int = 1,  # updates of the policy on one step's answers
     lr: float = 3e-4,
     head_lr: float = 1e-3,
-    head_warmup: int = 10,  # steps in which the head's learning rate rises to that
+    head_warmup: Annotated[int, typer.Option(min=1)] = 10,  # steps in which the head's learning rate rises to that
     head_rows: int = 8,  # answers of a step that the head learns from
     speculation: str = "chain:3",
     slots: int = 4,  # answers at once

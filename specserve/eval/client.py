@@ -30,7 +30,7 @@ class Client:
     manager, which keeps connections open until its end, and every method may be called from several threads at once."""
 
     def __init__(self, url: str, api_key: str = "", *, seconds: float = SECONDS) -> None:
-        """Open the client. Raises ConfigError where `url` is no address."""
+        """Open the client. Raises ConfigError where `url` is no address, or has a key in it."""
         whole = url if "://" in url else f"http://{url}"
         self.url = whole.rstrip("/").removesuffix("/v1").rstrip("/")
         self.headers: dict[str, str] = {}
@@ -43,6 +43,11 @@ class Client:
             parts = httpx.URL()
         if parts.scheme not in ("http", "https") or not parts.host:
             raise ConfigError(f"{url!r} is no address of a server; expected one like http://127.0.0.1:8000")
+        if parts.userinfo:
+            raise ConfigError(
+                f"the address of {parts.host} has a key in it, which reports and messages would repeat; give it as the "
+                "API key (--api-key), and the address without it"
+            )
         self._http = httpx.Client(
             base_url=parts, headers=self.headers, timeout=timeout, limits=httpx.Limits(), follow_redirects=True
         )

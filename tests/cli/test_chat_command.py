@@ -176,6 +176,10 @@ def test_what_is_no_server_is_said(server: HttpServer) -> None:
         client.json("/v1/models")
     with pytest.raises(ConfigError, match="no address"):
         Client("ftp://host")
+    for address in ("any:secret@host:8000", "http://secret@host:8000/v1"):
+        with pytest.raises(ConfigError, match="address of host has a key") as found:
+            Client(address)
+        assert "secret" not in str(found.value)
     with pytest.raises(RefusedError) as refused, Client(server.url) as client:
         client.json("/nothing")
     assert refused.value.status == 404

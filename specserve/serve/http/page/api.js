@@ -6,6 +6,9 @@ export const needsKey = document.documentElement.dataset.needsKey === "true";
 export const getKey = () => sessionStorage.getItem(STORED) ?? "";
 export const setKey = (key) => (key ? sessionStorage.setItem(STORED, key) : sessionStorage.removeItem(STORED));
 
+// A path of the API as an address, without the key that the page's own address may have: browsers fetch none of those.
+export const addressOf = (path) => new URL(path, location.origin + location.pathname);
+
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
@@ -18,7 +21,7 @@ async function call(path, options = {}) {
   const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
   let reply;
   try {
-    reply = await fetch(path, { ...options, headers, cache: "no-store" });
+    reply = await fetch(addressOf(path), { ...options, headers, cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The server cannot be reached.");

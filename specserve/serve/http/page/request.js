@@ -1,7 +1,7 @@
 // The body of a request, and the same request as curl and in Python.
 
 import { $ } from "./dom.js";
-import { ApiError, needsKey } from "./api.js";
+import { ApiError, addressOf, needsKey } from "./api.js";
 
 export const served = { model: null, hasChat: document.documentElement.dataset.hasChat === "true" };
 
@@ -44,7 +44,7 @@ const shellQuoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
 export function asCurl({ path, body }) {
   const key = needsKey ? ' \\\n  -H "Authorization: Bearer $SPECSERVE_API_KEY"' : "";
-  return `curl -N ${new URL(path, location.href)}${key} \\\n  -H "Content-Type: application/json" \\\n`
+  return `curl -N ${addressOf(path)}${key} \\\n  -H "Content-Type: application/json" \\\n`
     + `  -d ${shellQuoted(JSON.stringify(body, null, 2))}`;
 }
 
@@ -62,7 +62,7 @@ export function asPython({ path, body }) {
   const key = needsKey ? 'os.environ["SPECSERVE_API_KEY"]' : '"unused"';
   const fields = known.map(([name, value]) => `    ${name}=${python(value, 4)},\n`).join("");
   return `${needsKey ? "import os\n\n" : ""}from openai import OpenAI\n\n`
-    + `client = OpenAI(base_url="${new URL("v1", location.href)}", api_key=${key})\n`
+    + `client = OpenAI(base_url="${addressOf("v1")}", api_key=${key})\n`
     + `stream = client.${isChat ? "chat.completions" : "completions"}.create(\n${fields}    extra_body=${python(own, 4)},\n)\n`
     + `for chunk in stream:\n    for choice in chunk.choices:\n`
     + `        print(${isChat ? 'choice.delta.content or ""' : "choice.text"}, end="")\n`;

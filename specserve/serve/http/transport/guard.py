@@ -61,9 +61,9 @@ class Guard:
     - answers HEAD as GET; the server drops the body;
     - checks `Authorization: Bearer <key>`, or `x-api-key` of Anthropic's clients, else 401. Basic authentication is
       taken too, whose password is the key, or its user where there is no password: by it clients that know nothing of
-      keys send the one in the address that they are given (`http://<key>@host:8000`). It is not offered, since browsers
-      would ask for it and keep it. Digests are compared, and always all of them, so timing reveals nothing about the
-      keys. The key's number becomes a part of the scope (`client_of`).
+      keys send the one in the address that they are given (`http://any:<key>@host:8000`). It is not offered, since
+      browsers would ask for it and keep it. Digests are compared, and always all of them, so timing reveals nothing
+      about the keys. The key's number becomes a part of the scope (`client_of`).
     """
 
     def __init__(
