@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from described import check_events
 from fakes import STORY, UNICODE_STORY, FakeEngine, wait_for
@@ -51,7 +52,8 @@ def open_page(browser, server: HttpServer) -> Iterator[Any]:
         if not loses_server:  # a browser reports that on its own
             page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda request: None if request.url.startswith(url) else wrong.append(request.url))
+        own = httpx.URL(url).netloc
+        page.on("request", lambda request: None if httpx.URL(request.url).netloc == own else wrong.append(request.url))
         page.goto(url)
         expect(page.locator("#state")).to_have_text(re.compile("Ready|Compiling|Needs a key"))
         return page
@@ -261,6 +263,12 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(open_page, fake_engine: FakeEngi
         _ask(page, "hi")
         page.reload()
         expect(page.locator("#state")).to_have_text("Ready")
+        assert "secret" not in page.content()
+        page.goto(server.url.replace("//", "//any:secret@"))  # browsers fetch nothing from such an address
+        expect(page.locator("#state")).to_have_text("Ready")
+        _ask(page, "hi")
+        page.get_by_text("This request in code").click()
+        expect(page.locator("#code")).to_contain_text(server.url)
         assert "secret" not in page.content()
         page.close()
     finally:
