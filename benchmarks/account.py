@@ -3,7 +3,9 @@ beside plain decoding and a fixed chain of the same questions.
 
 Run from the checkout: `python benchmarks/account.py --clients 8,16,32`. One process, no HTTP; the ways take turns. The
 seconds between the result of one program and that of the next belong to the latter, and those in which nothing was on
-the device are gaps. A look is a step by which the controller tries another way than it thinks best.
+the device are gaps. A look is a step by which the controller tries another way than it thinks best. What the choice
+cost in hindsight is a row of its own: the seconds that the quickest way of the table would have saved. So are tokens
+that belong to no answer, because it ended before the burst of steps that made them.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.program import StepProgram
 
 CONTEXT = 1024
+FEW = 20  # steps, whose mean is no chance
 
 
 @dataclass
@@ -61,8 +64,16 @@ class Watched:
             engine.rounds._read,
             engine.rounds._dispatch,
         )
+        self._shown, self._shows = set[int](), False  # prompts that the head reads too
         rounds: Any = self._rounds
         rounds.run, rounds._read, rounds._dispatch = self._run, self._read, self._dispatch
+        runner: Any = engine.runner
+        self._run_program, runner.run = runner.run, self._note
+
+    def _note(self, program: StepProgram, *given: Any, **options: Any) -> Any:
+        if program.kind == "prefill":
+            self._shows = not program.is_alone
+        return self._run_program(program, *given, **options)
 
     def _run(self, **how: Any) -> bool:
         begin = time.thread_time()
@@ -76,6 +87,8 @@ class Watched:
             self.account.add("nothing on the device", now, 1, 0)
         self._dispatch_round(work)
         self._looks |= {id(each) for each in self._rounds.in_flight[-1] if each.program and self._is_other(each)}
+        if self._shows:
+            self._shown |= {id(each) for each in self._rounds.in_flight[-1] if not each.program}
 
     def _is_other(self, each: InFlight) -> bool:
         """Return whether a step is over another tree than the controller thinks best."""
@@ -92,6 +105,7 @@ class Watched:
             until, number, tokens = read[id(each)]
             self.account.add(self._kind(each), until, number, tokens)
             self._looks.discard(id(each))
+            self._shown.discard(id(each))
 
     def _time(self, each: InFlight, read: dict[int, tuple[float, int, int]]) -> None:
         handle: Any = each.handle
@@ -108,7 +122,7 @@ class Watched:
 
     def _kind(self, each: InFlight) -> str:
         if each.program is None:
-            return "prompts"
+            return "prompts, the head too" if id(each) in self._shown and self.name != PLAIN else "prompts"
         way, batch = describe(each.tree), f"{_batch(each):2d} sequences"
         way = f"look at {way}" if id(each) in self._looks else way
         way += ", followed" if each.tree is None and not each.program.is_alone and self.name != PLAIN else ""
@@ -119,6 +133,25 @@ def _batch(each: InFlight) -> int:
     program = each.program
     assert isinstance(program, StepProgram)
     return program.batch
+
+
+def lost_to_ways(accounts: dict[str, Account]) -> dict[str, float]:
+    """Return the seconds of each arm that the quickest way of each number of sequences would have saved: what looks,
+    stale costs and late changes took together, in hindsight. A way counts as one where an arm made FEW steps of it."""
+    quickest = dict[str, float]()  # seconds of a token, by the number of sequences
+    for account in accounts.values():
+        for name, number in account.numbers.items():
+            if "sequences" in name and number >= FEW:
+                cost, batch = account.seconds[name] / account.tokens[name], name.split(",")[0]
+                quickest[batch] = min(cost, quickest.get(batch, cost))
+    return {
+        arm: sum(
+            max(0.0, seconds - account.tokens[name] * quickest[name.split(",")[0]])
+            for name, seconds in account.seconds.items()
+            if name.split(",")[0] in quickest
+        )
+        for arm, account in accounts.items()
+    }
 
 
 def main() -> int:
@@ -157,6 +190,7 @@ def account_for(given: argparse.Namespace, target: Path) -> None:
 def _measure(number: int, engines: Any, watched: dict[str, Watched], prompts: Any, given: argparse.Namespace) -> None:
     arms, rates = {way: EngineArm(engine) for way, engine in engines.items()}, {way: [] for way in engines}
     costs = {way: [] for way in engines}  # seconds of both cores, by token
+    of_answers = Counter[str]()  # tokens
     for each in watched.values():
         each.account = Account()
     for turn in range(given.rounds + 1):
@@ -167,12 +201,14 @@ def _measure(number: int, engines: Any, watched: dict[str, Watched], prompts: An
             watched[way].account.last, begin = time.perf_counter(), time.process_time()
             answers, seconds = arms[way].ask(asked, params, number)
             num_tokens = sum(answer.num_tokens for answer in answers)
+            of_answers[way] += num_tokens
             rates[way].append(num_tokens / seconds)
             costs[way].append((time.process_time() - begin) / num_tokens)
         if turn == 0:  # the controller's first steps, and first touches of memory
             for each in watched.values():
                 each.account = Account(last=time.perf_counter())
             rates, costs = {way: [] for way in engines}, {way: [] for way in engines}
+            of_answers.clear()
     print(f"\n{number} clients, seconds of all rounds (steps or programs, tokens of each)\n")
     names = sorted({name for each in watched.values() for name in each.account.seconds})
     print("|", " | ".join(["", *watched]), "|\n" + "|---" * (1 + len(watched)) + "|")
@@ -185,6 +221,10 @@ def _measure(number: int, engines: Any, watched: dict[str, Watched], prompts: An
             for each in watched.values()
         ]
         print("|", " | ".join([name, *cells]), "|")
+    lost = lost_to_ways({way: each.account for way, each in watched.items()})
+    print("|", " | ".join(["of it by ways that were slower", *(f"{lost[way]:.2f}" for way in watched)]), "|")
+    of_none = {way: each.account.tokens.total() - of_answers[way] for way, each in watched.items()}
+    print("|", " | ".join(["tokens of no answer", *(f"{of_none[way]:,}" for way in watched)]), "|")
     print("|", " | ".join(["the host meanwhile", *(f"{each.account.host:.2f}" for each in watched.values())]), "|")
     print("|", " | ".join(["all", *(f"{sum(each.account.seconds.values()):.2f}" for each in watched.values())]), "|")
     print("|", " | ".join(["tokens/s", *(f"{statistics.median(rates[way]):.0f}" for way in watched)]), "|")
