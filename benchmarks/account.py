@@ -141,7 +141,7 @@ def lost_to_ways(accounts: dict[str, Account]) -> dict[str, float]:
     quickest = dict[str, float]()  # seconds of a token, by the number of sequences
     for account in accounts.values():
         for name, number in account.numbers.items():
-            if "sequences" in name and number >= FEW:
+            if "sequences" in name and number >= FEW and account.tokens[name]:
                 cost, batch = account.seconds[name] / account.tokens[name], name.split(",")[0]
                 quickest[batch] = min(cost, quickest.get(batch, cost))
     return {
