@@ -9,7 +9,8 @@ import pytest
 
 def half_of(*axes: Collection[Any]) -> list[Any]:
     """Return every combination of the axes' choices, for `parametrize`. Every second one is marked slow, as the fields
-    of a chessboard are coloured, so in the default suite too every choice meets half of those of each other axis."""
+    of a chessboard are coloured, so every choice is in the default suite too: beside half of those of another axis, or,
+    of three axes or more, beside all of them."""
     found = []
     for places in itertools.product(*(range(len(axis)) for axis in axes)):
         case = [list(axis)[place] for axis, place in zip(axes, places, strict=True)]

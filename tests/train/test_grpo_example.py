@@ -139,6 +139,28 @@ def test_the_head_learns_the_policy_that_it_follows(
         assert all(b > a for b, a in zip(before, after, strict=True))
 
 
+@jax.numpy_dtype_promotion("standard")
+def test_the_rate_of_the_head_that_follows_rises(folders: dict[str, str], batches: list[Batch], rows: Any) -> None:
+    """Step k of `warmup` moves it by k parts of what a step without would, and one behind that by all of it."""
+    assert rows, "they are in the batches"
+    target = load_target(Path(folders["target"]), dtype="float32")
+    head = load_head(Path(folders["draft"]), target, dtype="float32")
+    version, answers, states = batches[0]
+
+    def moved(warmup: int) -> list[float]:
+        follower = grpo.Follower(head, target, TrainSettings(rollout=3), None, warmup)
+        found, first = [], jax.device_get(follower.state)
+        for _ in range(3):
+            follower.state = jax.device_put(first)  # the same step anew, at another place of the warm-up
+            follower.learn(version, answers, states)
+            pairs = zip(*map(jax.tree.leaves, jax.device_get((follower.state.params, first.params))), strict=True)
+            found.append(float(np.sqrt(sum(np.sum((a - b) ** 2) for a, b in pairs))))
+        return found
+
+    [whole, *_] = moved(1)
+    np.testing.assert_allclose(moved(2), [whole / 2, whole, whole], rtol=1e-3)
+
+
 @pytest.mark.slow
 def test_all_arms_see_the_answers_of_one_policy(
     rows: tuple[Path, list[dict[str, Any]]], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -140,7 +140,8 @@ def test_answers_go_on_by_the_next_version(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     folder = tmp_path / "step-1"
     folder.mkdir()
     for each in tiny_target.folder.glob("*.json"):
