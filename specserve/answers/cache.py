@@ -54,7 +54,7 @@ from specserve.serve.programs.placement import bytes_per_token
 from specserve.tokenizer import Tokenizer
 from specserve.train.run import budget as budgets
 from specserve.train.run.budget import Budget
-from specserve.train.run.prepare import Mixture, merged_tensors
+from specserve.train.run.prepare import Mixture, read_merging
 from specserve.train.run.recipe import usual_answer_slots
 from specserve.train.settings import DataSettings, TrainRun, TrainSettings
 
@@ -92,7 +92,7 @@ def answer(
     nothing can be asked, ConfigError or CheckpointError where the target cannot be run."""
     cache = _AnswerCache(target, run.data, run.train, run.quantization, run.lora)
     with locked(cache.folder), contextlib.ExitStack() as stack:
-        engine = functools.cache(lambda: stack.enter_context(_engine(run, target, watch)))
+        engine = functools.cache(lambda: stack.enter_context(_engine(run, watch)))
         spending = budget and _Spending(budget, Path(run.output))
         mixture = _with_own_questions(mixture, run, cache.own_questions, engine, spending, watch)
         if run.data_only:
@@ -145,7 +145,7 @@ def _with_own_questions(
 
 
 @contextlib.contextmanager
-def _engine(run: TrainRun, target: TargetSource, watch: Watch) -> Iterator[Engine]:
+def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
     sizes = mesh_sizes(run.mesh)
     # an engine's sequences are not cut, so what trains on parts of rows answers different questions
     sizes["data"] = sizes.get("data", 1) * sizes.pop("sequence", 1)
@@ -157,7 +157,7 @@ def _engine(run: TrainRun, target: TargetSource, watch: Watch) -> Iterator[Engin
         quantization=run.quantization,
         is_checked=run.check_weights or bool(run.lora),  # no matrix is sound whose pair is not
         mesh=mesh,
-        tensors=merged_tensors(run.lora, target.folder),
+        merging=read_merging(run.lora),
     )
     engine = answering_engine(
         models,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from specserve.checkpoints.configs import loaded_config
-from specserve.checkpoints.lazy import Index, LazyQuantized, LazyTensor
+from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor
 from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_table, open_weight, read_storing
 from specserve.checkpoints.rounding import place_of_scale, round_at
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
@@ -33,6 +33,9 @@ from specserve.models.sharding import check_fits, place_target, spread_kv_heads
 from specserve.models.stacked import looped
 from specserve.models.target import TargetParams, target_spec, with_own_head
 from specserve.tokenizer import read_end_ids
+
+if TYPE_CHECKING:
+    from specserve.checkpoints.lora import Merging  # a server without adapters imports none of it
 
 logger = logging.getLogger(__name__)
 Tree = TypeVar("Tree")
@@ -113,6 +116,7 @@ def load_target(
     place: Callable[[ModelConfig, TargetParams, Mesh], TargetParams] = place_target,
     option: str = "--quantization",  # the option that chooses `quantization`, for the log
     tensors: TensorFolder | None = None,  # in place of the folder's own
+    merging: "Merging | None" = None,  # an adapter of it that is merged into it
 ) -> Target:
     """Load a Hugging Face folder. Raises ConfigError or CheckpointError, before anything is read where the target
     cannot be spread like that or is larger than the memory."""
@@ -131,6 +135,9 @@ def load_target(
         skipped[".*"] = "layers, whose outputs are captured"
     has_nibbles = is_served and quantization in ("int4", "stored") and program_platform() in PLATFORMS
     product_dtype = None if quantization == "none" else "int8"
+    if merging:
+        shape_of = shapes_in(tensors, rename)
+        merging.check(each.stored_in(shape_of) for each in specs(target_spec(config)))
     check_fits(str(folder), spec, places, mesh, dtype, product_dtype, share=LEAST_SHARE if has_nibbles else 1.0)
     params = load_params(
         spec,
@@ -143,6 +150,7 @@ def load_target(
         option=option,
         storing=read_storing(raw, where),
         is_served=is_served,
+        merging=merging,
     )
     if is_checked:
         check_weights(params, spec, str(folder))
@@ -215,6 +223,7 @@ def load_params(
     storing: Storing = PLAIN,
     option: str = "--quantization",  # the option that chooses `quantization`, for the log
     is_served: bool = False,  # and not trained: an accelerator's matrices may have its kernel's form (`in_nibbles`)
+    merging: "Merging | None" = None,  # an adapter that is merged into those of them that it has pairs for
 ) -> Tree:
     """Read every leaf of the spec tree, cast to `dtype` or quantised. Raises CheckpointError that lists all that does
     not fit, before anything is read."""
@@ -226,7 +235,7 @@ def load_params(
     experts: list[int] = []  # the places of a layer's
     for (path, spec), weights, place in zip(leaves, opened, places, strict=True):
         how = quantization if is_product(path) else "none"
-        matrix = _load(spec, weights, np.dtype(spec.dtype(dtype)), place, how)
+        matrix = _load(spec, weights, np.dtype(spec.dtype(dtype)), place, how, merging)
         loaded.append(in_nibbles(matrix) if has_nibbles else matrix)
         if has_nibbles and spec.axes[:1] == ("experts",) and is_product(path):
             experts.append(len(loaded) - 1)
@@ -328,16 +337,20 @@ def _load(
     dtype: np.dtype,
     place: Sharding | None,
     how: Quantization,
+    merging: "Merging | None",
 ) -> jax.Array | QuantizedMatrix:
-    """Load one parameter from the stored tensors that it is made of."""
+    """Load one parameter from the stored tensors that it is made of, perhaps with an adapter's pairs."""
+    merging = merging if merging and merging.changes(spec) else None
     if quantized := [weight for weight in weights if isinstance(weight, LazyQuantized)]:
         matrix = _put_quantized(_outputs_first(spec), quantized, place)
-        if how == "stored":
+        if how == "stored" and not merging:
             return matrix
-        array = _dequantize(matrix, dtype)
+        array = _dequantize(matrix, FLOAT32 if merging else dtype)
     else:
-        plain = [weight for weight in weights if isinstance(weight, LazyTensor)]
-        array = _put(_cast(in_memory(spec, plain), dtype), place)
+        stored = in_memory(spec, [weight for weight in weights if isinstance(weight, LazyTensor)])
+        unrounded = stored.dtype if stored.dtype.itemsize == 2 else FLOAT32
+        array = _put(_cast(stored, unrounded if merging else dtype), place)
+    array = merging.add(array, spec, dtype) if merging else array
     return array if how in ("none", "stored") else rounded(array, how)
 
 

@@ -5,21 +5,23 @@ rank], and scale is `lora_alpha / rank`, or `lora_alpha / sqrt(rank)` with `use_
 are regular expressions of the ends of module names, and the first that fits is taken (PEFT's `get_pattern_key`).
 """
 
+import functools
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from specserve.checkpoints.lazy import Index, LazyTensor, RestoredEntry, as_floats
-from specserve.checkpoints.packed import Storing
-from specserve.checkpoints.quantized import open_weight
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
+from specserve.models.params import ParamSpec
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -148,38 +150,72 @@ def _matrix_name(module: str) -> str:
     return re.sub(r"(^|\.)language_model\.", r"\1", module) + ".weight"
 
 
-def merged(
-    tensors: TensorFolder, pairs: Mapping[str, LoraPair], storing: Storing, rename: Callable[[str], str]
-) -> TensorFolder:
-    """Return a model's tensors with W + scale * B A in the place of each W that has a pair, computed in float32 as it
-    is read. `rename` gives the checkpoint's names of a text model's. Raises CheckpointError that names each pair that
-    fits no matrix."""
-    entries: dict[str, RestoredEntry] = {}
-    used: set[str] = set()
-    problems: list[str] = []
-    for name, pair in pairs.items():
-        a, b = np.asarray(pair.a, np.float32), np.asarray(pair.b, np.float32)
-        shape = (*b.shape[:1], *a.shape[1:])
-        try:
-            opened, made_of = open_weight(tensors, rename(name), storing)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        weight = as_floats(opened)
-        if weight.shape != shape or a.shape[0] != b.shape[-1]:
-            problems.append(f"{name} is {weight.shape}, and its pair is B {b.shape} A {a.shape}")
-            continue
-        used.update(made_of)
-        summed = LazyTensor(shape, weight.dtype, _sum(weight, a, b, pair.scale), weight.is_widened)
-        entries[rename(name)] = RestoredEntry(tensors.file(made_of[0]), summed)
-    if problems:
-        raise CheckpointError(f"LoRA: {listed(problems)}")
-    return tensors.with_others(used, entries)
+@dataclass(frozen=True)
+class Merging:
+    """An adapter that is merged into a model as that is loaded, matrix by matrix, each where it lies."""
+
+    pairs: Mapping[str, LoraPair]  # by the names of matrices
+
+    def check(self, specs: Iterable[ParamSpec]) -> None:
+        """Check that each pair is of a matrix that one of these parameters is read from, and has its shape. Raises
+        CheckpointError that names each one that is not."""
+        shapes = {name: spec.stored_shape for spec in specs for name in spec.names}
+        problems: list[str] = []
+        for name, pair in self.pairs.items():
+            a, b = np.shape(pair.a), np.shape(pair.b)
+            if name not in shapes:
+                problems.append(f"{name} is not used by this model")
+            elif (len(a), len(b)) != (2, 2) or a[0] != b[1] or (b[0], a[1]) != shapes[name]:
+                problems.append(f"{name} is {shapes[name]}, and its pair is B {b} A {a}")
+        if problems:
+            raise CheckpointError(f"LoRA: {listed(problems)}")
+
+    def changes(self, spec: ParamSpec) -> bool:
+        """Return whether a parameter has a pair, or one of its experts."""
+        return any(name in self.pairs for name in spec.names)
+
+    def add(self, matrix: jax.Array, spec: ParamSpec, dtype: np.dtype) -> jax.Array:
+        """Return a parameter of floats with its pairs, computed in float32 where it lies, and rounded once."""
+        addend = _addend(spec, self.pairs)
+        place = matrix.sharding
+        whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
+        return _add(matrix, *jax.device_put(addend, whole), is_transposed=spec.transpose, dtype=dtype, place=place)
 
 
-def _sum(weight: LazyTensor, a: np.ndarray, b: np.ndarray, scale: float) -> Callable[[Index], np.ndarray]:
-    def read(index: Index) -> np.ndarray:
-        outputs, inputs = index
-        return weight.read(index).astype(np.float32) + np.float32(scale) * (b[outputs] @ a[:, inputs])
+def _addend(spec: ParamSpec, pairs: Mapping[str, LoraPair]) -> tuple[Any, Any, np.ndarray]:
+    """Return A [..., rank, in], B [..., out, rank] and the scales [...] of what pairs add to a parameter: of JAX where
+    a pair is, else of NumPy. An expert without a pair, or of a smaller rank than others, has zeros in the place of what
+    it lacks."""
+    num_out, num_in = spec.stored_shape
+    none = LoraPair(np.zeros((0, num_in), np.float32), np.zeros((num_out, 0), np.float32), 0.0)
+    own = [pairs.get(name, none) for name in spec.names]
+    kind: Any = jnp if any(isinstance(side, jax.Array) for pair in own for side in (pair.a, pair.b)) else np
+    sides = [(kind.asarray(pair.a, np.float32), kind.asarray(pair.b, np.float32)) for pair in own]
+    scale = np.array([pair.scale for pair in own], np.float32)
+    if spec.is_per_expert:
+        rank = max(len(a) for a, _ in sides)
+        a = kind.stack([kind.pad(a, ((0, rank - len(a)), (0, 0))) for a, _ in sides])
+        b = kind.stack([kind.pad(b, ((0, 0), (0, rank - b.shape[1]))) for _, b in sides])
+    else:
+        ((a, b),), scale = sides, scale[0]
+    if spec.part:
+        places = spec.part.places(np.arange(spec.shape[-1]))
+        a, b = (a, b[..., places, :]) if spec.transpose else (a[..., places], b)
+    return a, b, scale
 
-    return read
+
+@functools.partial(jax.jit, static_argnames=("is_transposed", "dtype", "place"))
+def _add(
+    matrix: jax.Array,  # [..., out, in], or transposed
+    a: jax.Array,
+    b: jax.Array,
+    scale: jax.Array,
+    *,
+    is_transposed: bool,
+    dtype: np.dtype,
+    place: Sharding,
+) -> jax.Array:
+    out = "...io" if is_transposed else "...oi"
+    product = jnp.einsum(f"...or,...ri->{out}", b, a, precision=jax.lax.Precision.HIGHEST)
+    whole = matrix.astype(jnp.float32) + scale[..., None, None] * product
+    return jax.lax.with_sharding_constraint(whole.astype(dtype), place)

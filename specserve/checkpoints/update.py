@@ -18,13 +18,11 @@ from specserve.checkpoints.load import (
     has_own_head,
     in_few_bits,
     load_target,
-    renamer,
     to_numpy,
 )
-from specserve.checkpoints.lora import LoraPair, is_adapter, merged, read_adapter
-from specserve.checkpoints.quantized import read_storing
-from specserve.checkpoints.tensors import CONFIG, TensorFolder, is_file, listed, read_json
-from specserve.errors import CheckpointError, ConfigError
+from specserve.checkpoints.lora import LoraPair, Merging, is_adapter, read_adapter
+from specserve.checkpoints.tensors import TensorFolder, is_file, listed
+from specserve.errors import ConfigError
 from specserve.models.config import ModelConfig
 from specserve.models.params import is_spec, specs
 from specserve.models.sharding import place_target
@@ -32,7 +30,6 @@ from specserve.models.stacked import each_layer
 from specserve.models.target import TargetParams, target_spec, with_own_head
 
 Tree = TypeVar("Tree")
-OUTPUT_HEAD = "lm_head.weight"
 MOST_NAMED = 5  # parameters that an error names
 
 
@@ -74,10 +71,10 @@ def other_target(
             given = to_numpy(given, target_spec(config.stored), config.dtype)
     if isinstance(given, Mapping):
         if given and all(isinstance(each, LoraPair) for each in given.values()):
-            tensors = with_pairs(served.folder, given, config)
+            how["merging"] = Merging(given)
         else:
-            tensors = TensorFolder.of_arrays(served.folder, given)
-        found = load_target(served.folder, dtype=config.dtype, tensors=tensors, **how)
+            how["tensors"] = TensorFolder.of_arrays(served.folder, given)
+        found = load_target(served.folder, dtype=config.dtype, **how)
         return dataclasses.replace(served, params=found.params)
     if not isinstance(given, TargetParams):
         raise ConfigError(f"target: expected TargetParams, arrays by name or a folder, got {type(given).__name__}")
@@ -98,15 +95,6 @@ def _is_as_stored(params: TargetParams, config: ModelConfig) -> bool:
     """Return whether these have the KV heads of the checkpoint, where a mesh has each of them several times."""
     size = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
     return config.kv_repeats > 1 and size == sum(math.prod(spec.shape) for spec in specs(target_spec(config.stored)))
-
-
-def with_pairs(folder: Path, pairs: Mapping[str, LoraPair], config: ModelConfig) -> TensorFolder:
-    """Return the tensors of a model's folder with LoRA's pairs merged into them. Raises CheckpointError that names each
-    pair that fits no matrix which the model uses."""
-    if target_spec(config).head is None and OUTPUT_HEAD in pairs:
-        raise CheckpointError(f"LoRA: {OUTPUT_HEAD} is not used by this model, whose output head is its embedding")
-    tensors, where = TensorFolder(folder), folder / CONFIG
-    return merged(tensors, pairs, read_storing(read_json(where), str(where)), renamer(tensors.names()))
 
 
 def checked(given: Tree, spec: Tree, what: str, dtype: str, place: Any | None) -> Tree:

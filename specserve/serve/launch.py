@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from specserve import host
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_few_bits, load_target
 from specserve.checkpoints.source import BUNDLED, resolve_target
-from specserve.checkpoints.tensors import TensorFolder, is_file
+from specserve.checkpoints.tensors import is_file
 from specserve.drafters.interface import Head, other_head
 from specserve.drafters.registry import CARRIED
 from specserve.drafters.speculation import parse_speculation, with_head, within_reach
@@ -46,6 +46,7 @@ from specserve.speculative.tree import DynamicTree, Tree, chain
 from specserve.tokenizer import Tokenizer, check_files
 
 if TYPE_CHECKING:
+    from specserve.checkpoints.lora import Merging
     from specserve.serve.engine.adapters import ServedLoras
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def load_models(
     draft_quantization: Quantization | Literal[""] = "",  # of the head; empty: as its notes say
     is_checked: bool = False,  # every weight must be a number
     mesh: Mesh | None = None,  # the mesh to spread both over
-    tensors: TensorFolder | None = None,  # the target's, in place of its folder's own
+    merging: "Merging | None" = None,  # an adapter that is merged into the target
 ) -> Models:
     """Find and load target and head; the head's notes know its target. Raises ConfigError or CheckpointError."""
     is_carried = draft == CARRIED
@@ -108,7 +109,7 @@ def load_models(
     own_quantization = quantization or (stated if stated in QUANTIZATIONS else "none")
     dtype = default_dtype()
     how: dict[str, Any] = {"quantization": own_quantization, "mesh": mesh, "is_checked": is_checked}
-    loaded = load_target(source.folder, dtype=dtype, tensors=tensors, is_served=True, **how)
+    loaded = load_target(source.folder, dtype=dtype, merging=merging, is_served=True, **how)
     read = functools.partial(Tokenizer.load, source.folder) if has_tokenizer else None
     models = Models(
         source.name,

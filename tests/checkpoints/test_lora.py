@@ -1,16 +1,19 @@
 """Adapters of PEFT: its pairs and scales as PEFT computes them, merged into whatever form a model is served in, and
-what is no pair of LoRA refused by name."""
+what is no pair of LoRA refused by name.
 
-import dataclasses
+Weights and pairs are numbers of few bits, so their sums are exact in float32 in any order."""
+
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from spread import mesh_of
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.lora import LoraPair, lora_pairs
@@ -26,49 +29,65 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def _served(folder: Path, family: str, **how: Any) -> Target:
+def _served(folder: Path, family: str, stored: Any = np.float32, **how: Any) -> Target:
     folder.mkdir()
     tiny.write_target(folder, tiny.TARGET | {"num_hidden_layers": 2} | FAMILIES[family], seed=3)
+    tensors = TensorFolder(folder)
+    exact = {name: tiny.few_bits(tensors.read(name), 4).astype(stored) for name in tensors.names()}
+    write_tensors(folder / "model.safetensors", exact)
     return load_target(folder, is_served=True, **how)
 
 
-def _arrays(tensors: TensorFolder, rng: np.random.Generator, rank: int = 4) -> dict[str, np.ndarray]:
-    """A pair for each matrix of the layers, by PEFT's names."""
+def _arrays(tensors: TensorFolder, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """A pair for each matrix of the layers, by PEFT's names. Of experts the third has a smaller rank, and the second no
+    pair for one of its matrices."""
     found = {}
     for name in sorted(name for name in tensors.names() if ".layers." in name and len(tensors.shape(name)) == 2):
+        if name.endswith("experts.1.up_proj.weight"):
+            continue
         num_out, num_in = tensors.shape(name)
+        rank = 2 if ".experts.2." in name else 4
         module = f"base_model.model.{name.removesuffix('.weight')}"
-        found[f"{module}.lora_A.weight"] = rng.normal(size=(rank, num_in)).astype(np.float32)
-        found[f"{module}.lora_B.weight"] = rng.normal(size=(num_out, rank)).astype(np.float32)
+        found[f"{module}.lora_A.weight"] = rng.integers(-3, 4, (rank, num_in)).astype(np.float32)
+        found[f"{module}.lora_B.weight"] = rng.integers(-3, 4, (num_out, rank)).astype(np.float32) / 4
     return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("how", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "int8", "bfloat16 over a mesh"])
 def test_pairs_are_an_update_with_the_merged_weights(
-    family: str, how: Any, tmp_path: Path, rng: np.random.Generator
+    family: str, how: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """To the last bit: from a folder and from pairs in memory, of JAX or NumPy, whatever version came before."""
-    quantization = "int8" if how == "int8" else "none"
-    served = _served(tmp_path / "model", family, dtype="float32" if how == "int8" else how, quantization=quantization)
+    """To the last bit, where sums are exact: from a folder and from pairs in memory, of JAX or NumPy, whatever version
+    came before. What is stored in 16 bits is rounded once too, when the sum is made."""
+    quantization: Any = "int8" if how == "int8" else "none"
+    dtype, _, is_spread = how.partition(" ")
+    mesh = mesh_of("data=2,tensor=4") if is_spread else None
+    stored = ml_dtypes.bfloat16 if is_spread else np.float32
+    dtype = "float32" if dtype == "int8" else dtype
+    served = _served(tmp_path / "model", family, stored, dtype=dtype, quantization=quantization, mesh=mesh)
     tensors = TensorFolder(served.folder)
     arrays = _arrays(tensors, rng)
     assert len(arrays) > 2 * 2 * 3
-    whole = {name: tensors.read(name) for name in tensors.names()}
+    whole = {name: tensors.read(name).astype(np.float32) for name in tensors.names()}
     for key in arrays:
         if ".lora_A." in key:
             name = key.removeprefix("base_model.model.").replace(".lora_A", "")
-            whole[name] = whole[name] + np.float32(1.5) * (arrays[key.replace("_A", "_B")] @ arrays[key])
+            scale = np.float32(6 / len(arrays[key]))
+            whole[name] = whole[name] + scale * (arrays[key.replace("_A", "_B")] @ arrays[key])
+    config = CONFIG | {"rank_pattern": {r"experts\.2\.\w+": 2}}
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    write_json(adapter / "adapter_config.json", CONFIG)
+    write_json(adapter / "adapter_config.json", config)
     write_tensors(adapter / "adapter_model.safetensors", arrays)
-    pairs = lora_pairs({name: jax.numpy.asarray(each) for name, each in arrays.items()}, CONFIG)
-    expected = other_target(served, whole, quantization=quantization, mesh=None)
-    moved = other_target(expected, whole, quantization=quantization, mesh=None)
+    pairs = lora_pairs({name: jax.numpy.asarray(each) for name, each in arrays.items()}, config)
+    expected = other_target(served, whole, quantization=quantization, mesh=mesh)
+    moved = other_target(expected, whole, quantization=quantization, mesh=mesh)
     for given in (adapter, str(adapter), pairs):
-        found = other_target(moved, given, quantization=quantization, mesh=None)
+        found = other_target(moved, given, quantization=quantization, mesh=mesh)
         jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+        places = ([leaf.sharding for leaf in jax.tree.leaves(of.params)] for of in (found, served))
+        assert [*next(places)] == [*next(places)]
     assert not all(jax.tree.leaves(jax.tree.map(np.array_equal, expected.params.layers, served.params.layers)))
 
 
@@ -158,7 +177,9 @@ def test_an_adapter_is_never_a_pickle_and_never_merged_into_few_bits(tmp_path: P
 
 def test_a_pair_of_a_head_that_is_the_embedding_is_refused_and_a_whole_model_is_no_adapter(tmp_path: Path) -> None:
     served = _served(tmp_path / "model", "dense", dtype="float32")
-    tied = dataclasses.replace(served, config=dataclasses.replace(served.config, tie_embeddings=True))
+    (tmp_path / "tied").mkdir()
+    tiny.write_target(tmp_path / "tied", tiny.TARGET | {"tie_word_embeddings": True}, seed=3)
+    tied = load_target(tmp_path / "tied", dtype="float32")
     pairs = {"lm_head.weight": LoraPair(np.ones((4, 32)), np.ones((64, 4)), 1.0)}
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is not used by this model"):
         other_target(tied, pairs, quantization="none", mesh=None)

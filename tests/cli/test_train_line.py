@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tiny
 import tiny_run
 from quick_compile import compile_quickly
 from tiny_folder import write_folder, write_mixture
@@ -110,15 +111,19 @@ def test_a_line_killed_in_each_stage_ends_with_the_same_head(
 
 
 def test_a_head_that_follows_an_adapter_is_one_of_the_merged_target(line: list[str], tmp_path: Path) -> None:
-    """To the last bit, from the target's answers on. Its notes name the adapter beside the target that it is of."""
-    target, rng = Path(line[2]), np.random.default_rng(0)
+    """To the last bit, from the target's answers on, where sums are exact. Its notes name the adapter beside the target
+    that it is of."""
+    target, rng = tmp_path / "target", np.random.default_rng(0)
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
-    shutil.copytree(target, merged)
+    shutil.copytree(line[2], target)
     tensors, pairs = TensorFolder(target), {}
-    whole = {name: tensors.read(name) for name in tensors.names()}
+    whole = {name: tiny.few_bits(tensors.read(name), 10) for name in tensors.names()}
+    write_tensors(target / "model.safetensors", whole)
+    shutil.copytree(target, merged)
+    line = [*line[:2], str(target), *line[3:]]
     for name in sorted(name for name in whole if "_proj.weight" in name):
         sides = {"A": rng.normal(size=(4, whole[name].shape[1])), "B": rng.normal(size=(whole[name].shape[0], 4))}
-        a, b = (sides[side].astype(np.float32) / 4 for side in "AB")
+        a, b = (tiny.few_bits(sides[side] / 4, 4) for side in "AB")
         module = f"base_model.model.{name.removesuffix('.weight')}"
         pairs |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
         whole[name] = whole[name] + np.float32(1.5) * (b @ a)

@@ -59,6 +59,7 @@ MAY_JIT = (
     "eval/",
     "models/params.py",
     "models/stacked.py",  # one array of a stack at a time, where its layers are
+    "checkpoints/lora.py",  # pairs are added to a matrix where it lies
     "checkpoints/load.py",  # weights are dequantised and quantised without float32 copies on the way
 )
 FILES = sorted(PACKAGE.rglob("*.py"))

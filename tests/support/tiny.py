@@ -86,6 +86,12 @@ def write_target(folder: Path, raw: dict[str, Any], seed: int) -> None:
     write_tensors(folder / "model.safetensors", tensors)
 
 
+def few_bits(array: np.ndarray, num_bits: int) -> np.ndarray:
+    """Numbers with so many binary digits behind the point: sums of such numbers, and of their products, are exact in
+    float32, in any order."""
+    return np.round(array.astype(np.float32) * 2**num_bits) / np.float32(2**num_bits)
+
+
 def write_adapter(folder: Path, target: Target, seed: int, rank: int = 2, **config: Any) -> Path:
     """A PEFT folder of pairs for every matrix."""
     rng, tensors = np.random.default_rng(seed), {}

@@ -14,10 +14,8 @@ from jax.sharding import Mesh
 from specserve import cluster, processes, provenance
 from specserve.checkpoints.configs import find_config
 from specserve.checkpoints.load import Quantization, Target, load_target
-from specserve.checkpoints.lora import read_adapter
+from specserve.checkpoints.lora import Merging, read_adapter
 from specserve.checkpoints.source import BUNDLED, TargetSource, resolve_target
-from specserve.checkpoints.tensors import TensorFolder
-from specserve.checkpoints.update import with_pairs
 from specserve.data import dataset, pydoc, sources
 from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.dataset import Dataset, Prompt
@@ -176,7 +174,7 @@ def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = N
         is_checked=run.check_weights,
         has_layers=run.states_from == "layers",
         is_looped=True,
-        tensors=merged_tensors(run.lora, source.folder),
+        merging=read_merging(run.lora),
     )
     tokenizer = Tokenizer.load(source.folder, parse_template_kwargs(run.data.template_kwargs))
     vocab_size = target.config.vocab_size
@@ -203,10 +201,10 @@ def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = N
     return Materials(source, target, run.quantization, run.check_weights, loaded, prompts, data, drafter)
 
 
-def merged_tensors(lora: str, folder: Path) -> TensorFolder | None:
-    """Return the tensors of a target's folder with the adapter of a run merged into them, a matrix at a time as it is
-    read; None where the run has none. Raises CheckpointError."""
-    return with_pairs(folder, read_adapter(Path(lora)), find_config(str(folder))[0]) if lora else None
+def read_merging(lora: str) -> Merging | None:
+    """Return the adapter in the PEFT folder that a run names, to be merged into its target; None where it names none.
+    Raises CheckpointError."""
+    return Merging(read_adapter(Path(lora))) if lora else None
 
 
 def _notes(run: TrainRun, source: TargetSource, loaded: Dataset, target_ids: np.ndarray) -> dict[str, Any]:
