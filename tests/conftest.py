@@ -28,7 +28,7 @@ from specserve.interop.head import load_head
 from specserve.models.params import init_params
 from specserve.tokenizer import Tokenizer
 
-pytest_plugins = ["server_fixtures", "two_versions"]
+pytest_plugins = ["longer", "server_fixtures", "two_versions"]
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 settings.register_profile("specserve", deadline=None, derandomize=True)
 settings.load_profile("specserve")
