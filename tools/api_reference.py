@@ -59,7 +59,8 @@ def reference() -> str:
     api = described(**{name: value for settings in _GATES.values() for name, value in settings.items()})
     routes = [line for path, methods in api["paths"].items() for line in _route(api, path, methods, gates[path])]
     schemas = api["components"]["schemas"]
-    objects = [line for name in sorted(schemas) for line in _object(name, schemas[name]) if not name.endswith("Body")]
+    bodies = {name for methods in api["paths"].values() for each in methods.values() for name in _of_body(each)}
+    objects = [line for name in sorted(schemas.keys() - bodies) for line in _object(name, schemas[name])]
     return "\n".join(["## Routes", "", *routes, "## Objects", "", *objects])
 
 
@@ -80,6 +81,12 @@ def _route(api: dict[str, Any], path: str, methods: dict[str, Any], gate: str) -
         replies = [f"`{kind}`: {_kinds(each)}" for kind, each in content.items()]
         statuses = ", ".join(sorted(operation["responses"].keys() - {"200"}))
         yield from (f"Replies {'; '.join(replies)}. Errors: {statuses}.", "")
+
+
+def _of_body(operation: dict[str, Any]) -> list[str]:
+    """Return the name of the object that a route is sent, whose members stand with the route."""
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    return _REF.findall(content.get("schema", {}).get("$ref", ""))
 
 
 def _object(name: str, schema: dict[str, Any]) -> Iterator[str]:

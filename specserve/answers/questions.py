@@ -63,7 +63,10 @@ def find_questions(
     num_there, left_out = 0, Counter[str]()
     for row in rows:
         if isinstance(row, TokenRow):
-            raise DataError(f"{row.source} holds token ids, of which no question can be made; give what they came of")
+            raise DataError(
+                f"{row.source} holds token ids, of which no question can be made; give what they came of, "
+                "or keep all answers as they are (train --no-regenerate)"
+            )
         asked, calls, reason = _asked(row)
         if reason:
             left_out[reason] += 1

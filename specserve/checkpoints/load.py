@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from specserve.checkpoints.configs import loaded_config
-from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor
+from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor, as_floats
 from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_table, open_weight, read_storing
 from specserve.checkpoints.rounding import place_of_scale, round_at
+from specserve.checkpoints.sound import check_weights
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
 from specserve.kernels.matmul import QuantizedMatrix, Rounded, Weight, dequantize, experts_in_nibbles, in_nibbles
-from specserve.kernels.nibbles import PLATFORMS, NibbleMatrix, WordMatrix
+from specserve.kernels.nibbles import PLATFORMS
 from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
@@ -306,6 +306,10 @@ def _open_all(
                 where = tensors.file(made_of[0]).name
                 problems.append(f"{where}: {name} has shape {got}, config.json says {shape}")
         if len({weight.layout for weight in opened[-1]}) > 1:
+            # such as experts of GPTQ, some of whose inputs are in the order of their groups by chance
+            if all(isinstance(weight, LazyQuantized) or weight.is_widened for weight in opened[-1]):
+                opened[-1] = [as_floats(weight) for weight in opened[-1]]
+                continue
             problems.append(f"{spec.name} is not stored alike for every expert")
     problems += _account_for(tensors.names() - used, tensors, skipped)
     if problems:
@@ -447,37 +451,6 @@ def _put(tensor: LazyTensor, place: Sharding | None) -> jax.Array:
         value = tensor.read(tuple(slice(*bound) for bound in bounds))
         shards += [jax.device_put(value, device) for device in holders]
     return jax.make_array_from_single_device_arrays(tensor.shape, place, shards).block_until_ready()
-
-
-def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool = True) -> None:
-    """Raises CheckpointError that names every tensor with a value that is not a number, or is infinite; and, unless
-    they `may_be_zero`, every tensor that holds nothing but zeros and did not begin so."""
-    expected, structure = jax.tree.flatten(spec_tree, is_leaf=is_spec)
-    if isinstance(params, TargetParams) and spec_tree.head is None:
-        params = dataclasses.replace(params, head=None)  # a tied head is finite where the embedding is
-    weights = list(zip(expected, structure.flatten_up_to(params), strict=True))
-    wrong = [name for spec, weight in weights for name in _not_finite(spec, weight)]
-    if wrong:
-        raise CheckpointError(f"{where}: not a number or infinite: {listed(wrong)}; copy or download the weights again")
-    if may_be_zero:
-        return
-    filled = [pair for pair in weights if pair[0].init != "zeros"]  # the others begin as zeros
-    if dead := [spec.name for spec, weight in filled if not any(map(jnp.any, jax.tree.leaves(weight)))]:
-        raise CheckpointError(
-            f"{where}: nothing but zeros: {listed(dead)}, as if never filled; export or download the weights again"
-        )
-
-
-def _not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix | NibbleMatrix | WordMatrix) -> list[str]:
-    def is_finite_in(leaf: jax.Array) -> np.ndarray:  # for each expert
-        inner = tuple(range(1, leaf.ndim)) if spec.is_per_expert else None
-        return np.atleast_1d(jnp.isfinite(leaf).all(inner))
-
-    if isinstance(weight, NibbleMatrix | WordMatrix):
-        weight = jax.lax.bitcast_convert_type(weight.scales, jnp.bfloat16)  # its scales and offsets
-    floats = [leaf for leaf in jax.tree.leaves(weight) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    is_finite = np.all([is_finite_in(leaf) for leaf in floats], axis=0)
-    return [name for name, is_fine in zip(spec.names, is_finite, strict=True) if not is_fine]
 
 
 def to_numpy(params: Any, spec_tree: Any, dtype: str) -> dict[str, np.ndarray]:

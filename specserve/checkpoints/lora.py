@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
+from specserve.mesh import put
 from specserve.models.params import ParamSpec
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -176,10 +177,19 @@ class Merging:
 
     def add(self, matrix: jax.Array, spec: ParamSpec, dtype: np.dtype) -> jax.Array:
         """Return a parameter of floats with its pairs, computed in float32 where it lies, and rounded once."""
-        addend = _addend(spec, self.pairs)
         place = matrix.sharding
         whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
-        return _add(matrix, *jax.device_put(addend, whole), is_transposed=spec.transpose, dtype=dtype, place=place)
+
+        def brought(side: Any) -> Any:  # from wherever a trainer has it, before anything is computed from it
+            return jax.device_put(side, whole) if isinstance(side, jax.Array) else side
+
+        pairs = {
+            name: LoraPair(brought(pair.a), brought(pair.b), pair.scale)
+            for name in spec.names
+            if (pair := self.pairs.get(name))
+        }
+        addend = put(_addend(spec, pairs), whole)
+        return _add(matrix, *addend, is_transposed=spec.transpose, dtype=dtype, place=place)
 
 
 def _addend(spec: ParamSpec, pairs: Mapping[str, LoraPair]) -> tuple[Any, Any, np.ndarray]:

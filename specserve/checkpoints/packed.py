@@ -14,8 +14,8 @@ in the lowest bits. `X` is a layer's name, g the inputs of a group. The layouts:
   with `X.weight_scale` and `X.weight_scale_2` (ModelOpt), or `X.weight_packed` with `X.weight_scale` and the reciprocal
   `X.weight_global_scale` (compressed-tensors).
 
-Whole numbers of at most 8 bits with a scale, perhaps an offset, for each group of inputs are kept so (`LazyQuantized`).
-Others are floats.
+Whole numbers of at most 8 bits with a scale, perhaps an offset, for each group of inputs are kept so (`LazyQuantized`),
+where they have one byte with their zero taken from them. Others are floats.
 """
 
 import dataclasses
@@ -216,12 +216,14 @@ def _open_gptq(parts: _Parts, base: str, storing: Storing) -> Opened:
     groups, _ = parts.shape(scales, _SCALES, (None, num_out), "[groups, out]")
     parts.shape(zeros, _WORDS, (groups, -(-num_out * bits // WORD)), f"[groups, out / {WORD // bits}]")
     num_in, made_of = words * WORD // bits, (weight, zeros, scales)
+    # GPTQModel takes 1 from every zero by taking it from whole words, so a zero of 0 borrows from the next one
+    step = np.uint32(sum(storing.zero_step << shift for shift in range(0, WORD, bits)))
     matrix = _Grouped(
         (num_out, num_in),
         groups,
         storing.group_of(num_in, groups, parts.name),
         lambda out, ins: _unpacked(lambda w: parts.read(weight, (w, out)), ins, bits, 0).T,
-        lambda out, of: _unpacked(lambda w: parts.read(zeros, (of, w)), out, bits, 1).T + storing.zero_step,
+        lambda out, of: _unpacked(lambda w: parts.read(zeros, (of, w)).view(np.uint32) + step, out, bits, 1).T,
         lambda out, of: parts.read(scales, (of, out)).T,
         fits_8_bits=bits < 8,
     )

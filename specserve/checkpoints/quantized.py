@@ -133,7 +133,7 @@ def _compressed(stated: Mapping[str, Any], where: str) -> Storing:
     for group in (stated.get("config_groups") or {}).values():
         weights, layout = group.get("weights") or {}, group.get("format") or stated.get("format")
         bits, strategy, symmetric = weights.get("num_bits", 0), weights.get("strategy"), weights.get("symmetric")
-        is_packed = layout == "pack-quantized" and bits in (4, 8) and strategy in ("group", "channel", "tensor")
+        is_packed = layout == "pack-quantized" and bits in (4, 8) and strategy in ("group", "channel")
         is_nvfp4 = layout == "nvfp4-pack-quantized" and bits == 4
         is_plain = bits == 8 and strategy in ("tensor", "channel", "block") and symmetric is not False
         if is_packed:
@@ -147,8 +147,8 @@ def _compressed(stated: Mapping[str, Any], where: str) -> Storing:
             raise CheckpointError(
                 f"{where}: compressed-tensors of {bits} bits by {strategy}, {layout}"
                 f"{', asymmetric' if symmetric is False else ''}; 8 bits by tensor, channel or block, symmetric and "
-                "not packed, pack-quantized of 4 or 8 bits and nvfp4-pack-quantized can be read. Take the model as it "
-                "was before it was quantised"
+                "not packed, pack-quantized of 4 or 8 bits by group or channel and nvfp4-pack-quantized can be read. "
+                "Take the model as it was before it was quantised"
             )
     if len(found) > 1:
         raise CheckpointError(

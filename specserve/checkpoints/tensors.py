@@ -116,6 +116,14 @@ class ArrayEntry:
         """Return nothing: its own type is of floats."""
 
 
+def _is_array(given: Any) -> bool:
+    """Return whether it is an array of NumPy or JAX, and no tensor of torch, say."""
+    try:
+        return isinstance(given.shape, tuple) and isinstance(np.dtype(given.dtype), np.dtype)
+    except (AttributeError, TypeError):
+        return False
+
+
 def is_file(given: object) -> TypeGuard[str | Path]:
     """Return whether what names weights is one file of them, and no folder."""
     return isinstance(given, str | Path) and Path(given).suffix == ".safetensors"
@@ -155,7 +163,7 @@ class TensorFolder:
     @classmethod
     def of_arrays(cls, folder: Path, arrays: Mapping[str, Any]) -> "TensorFolder":
         """Return arrays, by their names, as the tensors of a folder. Raises CheckpointError where one is no array."""
-        if wrong := [name for name, each in arrays.items() if not hasattr(each, "dtype") or not hasattr(each, "shape")]:
+        if wrong := [name for name, each in arrays.items() if not _is_array(each)]:
             raise CheckpointError(f"not an array: {listed(wrong)}")
         made = cls.__new__(cls)
         made.folder = folder

@@ -14,13 +14,14 @@ from jax.sharding import Mesh
 from specserve.checkpoints.load import (
     Quantization,
     Target,
-    check_weights,
     has_own_head,
     in_few_bits,
     load_target,
     to_numpy,
 )
 from specserve.checkpoints.lora import LoraPair, Merging, is_adapter, read_adapter
+from specserve.checkpoints.sound import check_weights
+from specserve.checkpoints.source import find_folder
 from specserve.checkpoints.tensors import TensorFolder, is_file, listed
 from specserve.errors import ConfigError
 from specserve.models.config import ModelConfig
@@ -49,13 +50,12 @@ def other_target(
     missing, has another shape or is not a number."""
     config = served.config
     how: dict[str, Any] = {"quantization": quantization, "mesh": mesh, "is_served": True, "is_checked": True}
-    if isinstance(given, str | Path) and is_adapter(Path(given)):
-        given = read_adapter(Path(given))
     if isinstance(given, str | Path):
-        tensors = TensorFolder.of_version(Path(given))[0] if is_file(given) else None
-        found = load_target(
-            Path(given) if tensors is None else served.folder, dtype=config.dtype, tensors=tensors, **how
-        )
+        given = find_folder(str(given), "weights") or Path(given)
+        given = read_adapter(given) if is_adapter(given) else given
+    if isinstance(given, Path):
+        tensors = TensorFolder.of_version(given)[0] if is_file(given) else None
+        found = load_target(given if tensors is None else served.folder, dtype=config.dtype, tensors=tensors, **how)
         if dataclasses.replace(found.config, cache_dtype=config.cache_dtype) != config:
             raise ConfigError(
                 f"{given}: another model than the one that is served; an update changes its weights alone"

@@ -1,5 +1,6 @@
 """`specserve quickstart`: the whole loop in minutes, on the bundled target without any network, or on a chat model."""
 
+import itertools
 import logging
 import shlex
 import warnings
@@ -13,12 +14,14 @@ from rich.progress import Progress
 
 from specserve import config
 from specserve.checkpoints.source import BUNDLED
+from specserve.checkpoints.tensors import SINGLE_FILE
 from specserve.cli.options import start
 from specserve.cli.progress import console
 from specserve.cli.train import train
 from specserve.cli.training_bar import TrainingBar
 from specserve.cli.watch import StageWatch
 from specserve.data.sources import SELF
+from specserve.errors import ConfigError
 from specserve.eval.acceptance import SpeculationReport, converse, reader, warm_up
 from specserve.eval.bench.comparison import PLAIN, EngineArm
 from specserve.eval.bench.step_times import StepTimes, measure_steps
@@ -32,7 +35,7 @@ from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.launch import Models, load_models
 from specserve.serve.progress import bar_columns
-from specserve.train.run.folder import RunFolder
+from specserve.train.run.folder import STATE_FOLDER, RunFolder
 from specserve.train.run.observers import observing
 from specserve.train.run.prepare import prepare
 from specserve.train.run.recipe import fill
@@ -43,6 +46,7 @@ SPECULATIONS = (SPECULATION, "auto")
 NUM_QUESTIONS, MAX_TOKENS, CONTEXT = 8, 128, 512
 LIBRARIES = ("absl", "datasets", "huggingface_hub", "jax", "orbax", "transformers")
 PAYS = 1.05  # a gain below is none
+FOLDER = "quickstart-head"
 MINUTES, CHAT_MINUTES = 3.5, 2.5  # of training; a chat model, which is larger, is measured for longer
 # A chat model's, that anybody can judge the answers of. The first is asked over HTTP, and its answer shown.
 QUESTIONS = (
@@ -57,13 +61,16 @@ QUESTIONS = (
 def quickstart(
     target: Annotated[str, typer.Option(help="Preset, folder, GGUF file or hub id; pydoc: the bundled one.")] = BUNDLED,
     minutes: Annotated[float | None, typer.Option(help="Training; empty: 3.5, a chat model 2.5.", min=0.05)] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the head.")] = Path("ckpt"),
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the head; empty: ./quickstart-head, or the next one that is free.")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Print what each stage found and the commands to go on with."""
     start(log_level)
     if log_level in ("warning", "error"):
         _quiet()
+    output = _free_folder(output)
     heads = [("just trained", output)]
     if shipped := bundled_head(target):
         heads.append(("shipped", shipped))
@@ -111,6 +118,15 @@ def quickstart(
     bench = "pydoc" if target == BUNDLED else "mt-bench"
     for command in ("chat", "serve", f"eval --bench {bench}"):
         console.print(f"  [bold]specserve {command}{of_target} --draft {shown}[/]", highlight=False, soft_wrap=True)
+
+
+def _free_folder(asked: Path | None) -> Path:
+    """Return the folder for the head. Raises ConfigError where the one that is asked for has a head or a run."""
+    if asked is None:
+        return next(folder for i in itertools.count(1) if not (folder := Path(FOLDER + f"-{i}" * (i > 1))).exists())
+    if any((asked / name).exists() for name in (SINGLE_FILE, STATE_FOLDER)):
+        raise ConfigError(f"--output {asked}: a head is there already; give another folder")
+    return asked
 
 
 def _quiet() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.checkpoints.load import Quantization, Target, check_weights
+from specserve.checkpoints.load import Quantization, Target
+from specserve.checkpoints.sound import check_weights
 from specserve.checkpoints.source import NOTES_FILE
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, TensorFolder, write_json, write_tensors
 from specserve.drafters.interface import Head, TrainedDrafter

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import IO
 
@@ -106,6 +107,10 @@ def _make(task: RoundTask, answers: IO[bytes]) -> int:
     except SpecServeError as error:
         sys.stderr.write(f"{first_line(error)}\n")
         return 2
+    except Exception as error:  # an end by the interpreter would wait for the thread that reads, and say that instead
+        traceback.print_exc()
+        sys.stderr.write(f"{first_line(error)}\n")
+        return 1
     answers.write(json.dumps(dataclasses.asdict(result)).encode())
     answers.flush()
     return 0

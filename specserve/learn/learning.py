@@ -26,7 +26,7 @@ from specserve.interop.notes import followed, read_notes
 from specserve.learn.learner import LearnerProcess
 from specserve.learn.live import MOST_ANSWERS, LiveTaus
 from specserve.learn.task import HEAD, ROUND, TRAFFIC, RoundResult, RoundTask
-from specserve.learn.traffic import ServedAnswer, Traffic, load_redact
+from specserve.learn.traffic import ServedAnswer, Traffic, count_after, load_redact, newest_segment
 from specserve.learn.versions import STATIC, HeadVersions, LearnState
 from specserve.serve.engine.engine import Engine
 from specserve.serve.http.openai.streaming import Hear, WorkOptions
@@ -71,10 +71,11 @@ class LearningHead(Collector):
                 redact=redact,
                 tokenizer=models.tokenizer,
             )
+            # of the answers that are kept from now on: less than none, where some wait from before
+            self._num_used = -count_after(self._folder / TRAFFIC, state.used)
         except OSError as error:
             raise ConfigError(f"--learn {self._folder}: {error}") from error
         self._model_name = ""  # as clients see it
-        self._num_used = 0  # answers that were kept when the last round began
         self._rounds: dict[str, int] = {}  # by what they chose, or "failed"
         self._num_returns = 0
         self._has_warned = False
@@ -109,6 +110,11 @@ class LearningHead(Collector):
 
     # Of the server.
 
+    @property
+    def num_waiting(self) -> int:
+        """The answers that are kept and that no judged round has read."""
+        return self._traffic.num_kept - self._num_used
+
     def take_models(self) -> Models:
         """Hand over the models with the version of the head that served last. It keeps none of them."""
         assert self._models is not None
@@ -140,22 +146,23 @@ class LearningHead(Collector):
     def _make_rounds(self, engine: Engine) -> None:
         num_failures = 0
         while not self._closing.wait(ROUND_SECONDS):
-            if self._traffic.num_kept - self._num_used < self._run.learn_answers:
+            if self.num_waiting < self._run.learn_answers:
                 continue
             num_kept, version = self._traffic.num_kept, self.versions.state.version
+            used = newest_segment(self._folder / TRAFFIC)
             try:
                 found = self._make_round(engine)
                 if self._closing.is_set():
                     return
                 if isinstance(found, RoundResult):
                     num_failures, self._num_used = 0, num_kept
-                    self.act(engine, found, version)
+                    self.act(engine, found, version, used)
                     continue
             except Exception as error:  # learning goes on with the next round
                 logger.exception("a round of learning")
                 found = first_line(error)
             self._count("failed")
-            seconds = min(BACK_OFF_SECONDS * 2**num_failures, MOST_BACK_OFF)
+            seconds = min(BACK_OFF_SECONDS * 2 ** min(num_failures, 30), MOST_BACK_OFF)
             num_failures += 1
             logger.warning("a round of learning failed, the next one in %.0f s at the earliest: %s", seconds, found)
             self._closing.wait(seconds)
@@ -177,8 +184,9 @@ class LearningHead(Collector):
             return str(error)
         return self._process.result()
 
-    def act(self, engine: Engine, result: RoundResult, version: str) -> None:
-        """Serve the head that a round has chosen, which was made beside this version."""
+    def act(self, engine: Engine, result: RoundResult, version: str, used: str = "") -> None:
+        """Serve the head that a round has chosen, which was made beside this version and of traffic up to this
+        segment."""
         with self._change:
             state = self.versions.state
             if state.version != version:
@@ -187,9 +195,10 @@ class LearningHead(Collector):
             logger.info("a round of learning: %s", result.text)
             self._last = result
             self._count(result.choice)
-            first = state.first_static_tau or result.taus["static"]
-            returned = state.returned
-            state = dataclasses.replace(state, returned="", num_rounds=state.num_rounds + 1, first_static_tau=first)
+            way, returned = _drafted_by(self._run), state.returned
+            if state.judged_by != way:  # tau by another speculation says nothing of the traffic
+                state = dataclasses.replace(state, judged_by=way, first_static_tau=result.taus["static"])
+            state = dataclasses.replace(state, returned="", num_rounds=state.num_rounds + 1, used=used or state.used)
             try:
                 if result.choice == "candidate":
                     name = self.versions.add(self._folder / ROUND / HEAD)
@@ -286,10 +295,10 @@ class LearningHead(Collector):
             for value, number in found:
                 family.add_metric([self._model_name, value], number)
             yield family
-        drift = state.first_static_tau - last.taus["static"] if last and state.first_static_tau else 0.0
         text = "Fall of the static head's tau on held-out prompts since the first round: how far traffic has moved."
         family = GaugeMetricFamily("specserve:learn_drift", text, labels=["model_name"])
-        family.add_metric([self._model_name], drift)
+        if last:  # until a round has ended it is not known
+            family.add_metric([self._model_name], state.first_static_tau - last.taus["static"])
         yield family
         counters = (
             ("kept_answers", "Answers written to the folder.", self._traffic.num_kept),

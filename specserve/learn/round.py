@@ -21,6 +21,7 @@ from specserve.checkpoints.source import resolve_target
 from specserve.data import dataset, sources
 from specserve.data.conversations import TokenRow
 from specserve.data.dataset import Prompt
+from specserve.data.packing import pack
 from specserve.drafters.interface import Head
 from specserve.drafters.registry import add_module, load_kind
 from specserve.drafters.settings import DraftQuantization
@@ -34,6 +35,7 @@ from specserve.learn.traffic import ServedAnswer, read_traffic
 from specserve.mesh import default_dtype
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.intervals import median_difference, tau_difference
+from specserve.tokenizer import Tokenizer
 from specserve.train.acceptance import MAX_CONTEXT, AcceptanceMeter, Arm
 from specserve.train.run.folder import RunFolder
 from specserve.train.run.prepare import prepare
@@ -127,8 +129,11 @@ def _train(task: RoundTask, chosen: Selection) -> Target:
     _write_rows(folder / ROWS, chosen.train, seq_len)
     data = [str(folder / ROWS)]
     if first := _keep_first_data(task, model.vocab_size):
-        weight = FIRST_SHARE / (1 - FIRST_SHARE) * len(chosen.train) / first.read_bytes().count(b"\n")
-        data.append(f"{first}={max(weight, 1e-4):.4f}")
+        tokenizer = Tokenizer.load(source.folder)
+        parts = sources.load_mixture((data[0], str(first)), vocab_size=model.vocab_size)
+        found = [dataset.tokenize_source(part, tokenizer, source.folder, max_len=seq_len) for part in parts]
+        own, others = (len(pack(part.tokenized.documents, seq_len)) for part in found)  # rows, which weights count
+        data.append(f"{first}={max(FIRST_SHARE / (1 - FIRST_SHARE) * own / others, 1e-4):.4f}")
     rate = min(max(LEARNING_RATE * WIDTH / model.d_model, LEARNING_RATE), HIGHEST_RATE)
     suited = load_kind(task.kind).suits({})
     settings = {name: value for name, value in suited.items() if name.startswith("train.")}
@@ -213,8 +218,6 @@ def _measure(
     if task.returned:
         folders["returned"] = task.returned
     arm, bits = Arm(task.speculation), cast(DraftQuantization, task.draft_quantization)
-    most = min(target.config.max_len, MAX_CONTEXT) - ANSWER_TOKENS  # of a longer prompt the end
-    prompts = [Prompt("traffic", list(answer.prompt_ids[-max(1, most) :])) for answer in held_out]
     options = [answer.options for answer in held_out]
     meter = None
     found: dict[Contender, Sequence[Acceptance]] = {}
@@ -224,6 +227,8 @@ def _measure(
             continue
         head = load_head(Path(folder), target, dtype=default_dtype())
         if meter is None:
+            most = min(target.config.max_len, head.drafter.max_len, MAX_CONTEXT) - ANSWER_TOKENS  # of a prompt, its end
+            prompts = [Prompt("traffic", list(answer.prompt_ids[-max(1, most) :])) for answer in held_out]
             meter = AcceptanceMeter(target, head.drafter, [arm], prompts, max_new_tokens=ANSWER_TOKENS)
         params = head.params if bits == "none" else in_few_bits(head.params, bits)
         found[name] = meter.measure(params, head.target_ids, arm, options).by_prompt

@@ -166,6 +166,17 @@ def segments(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.stem.isdecimal())
 
 
+def newest_segment(folder: Path) -> str:
+    """Return the name of the newest segment; empty where there is none."""
+    return next((path.stem for path in segments(folder)[-1:]), "")
+
+
+def count_after(folder: Path, name: str) -> int:
+    """Count the answers of all segments that are newer than this one."""
+    newer = [path for path in segments(folder) if path.stem > name]
+    return sum(path.read_bytes().count(b"\n") for path in newer)
+
+
 def read_traffic(folder: Path, most_tokens: int) -> list[ServedAnswer]:
     """Read the newest answers, of about so many tokens, the oldest first. One client's are at most half of that while
     others have any among the newest READ_AT_MOST times as many. A segment that is damaged, or goes meanwhile, is left

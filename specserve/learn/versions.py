@@ -29,7 +29,9 @@ class LearnState:
     before: str = STATIC  # the one that served before it, to which a fall of tau returns
     returned: str = ""  # the one that was given up while it served, until the next round has judged it
     num_rounds: int = 0
+    used: str = ""  # the newest segment of traffic when the last round began
     first_static_tau: float = 0.0  # tau of the static head on the traffic of the first round; 0: there was none
+    judged_by: str = ""  # and bits, by which that was measured
     speculation: str = ""  # and bits of the server, by which these were drafted
     answers: Mapping[str, Any] = field(default_factory=dict)  # of both versions, see `LiveTaus.kept`
 

@@ -168,7 +168,9 @@ def with_version(models: Models, name: str, target: str, draft: str) -> Models:
     other, head, _ = _weights_reader(models)(models.head_form, target or None, draft if is_sent else None)
     models = dataclasses.replace(models, target=other or models.target, head=head or models.head, version=name)
     if draft and not is_sent:
-        models = load_beside(models, draft, Path(draft))
+        named, models = models.draft, load_beside(models, draft, Path(draft))
+        if named and models.draft:  # another version of a head has its name
+            models = dataclasses.replace(models, draft=dataclasses.replace(models.draft, name=named.name))
     if other or head:  # both were measured with another target, or for another head
         info = dataclasses.replace(models.draft, tau=None) if models.draft else None
         models = dataclasses.replace(models, draft=info, head_acceptance=())

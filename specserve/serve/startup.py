@@ -5,7 +5,8 @@ import logging
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.checkpoints.load import Target, check_weights
+from specserve.checkpoints.load import Target
+from specserve.checkpoints.sound import check_weights
 from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import free_memory
 from specserve.models.target import target_spec

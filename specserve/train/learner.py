@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve import processes
-from specserve.checkpoints.load import Target, check_weights
+from specserve.checkpoints.load import Target
+from specserve.checkpoints.sound import check_weights
 from specserve.data.loader import Loader
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.learning import Rows

@@ -239,6 +239,7 @@ class Trainer:
                     raise CheckpointError(
                         f"{self.output}: the saved state belongs to another {key}; give the same --{key}"
                     )
+            self.folder.keep_settings()
             self.learner.data.loader.restore(extra["data"])
             self.step = int(self.learner.state.step)
             self._tokens = extra["tokens"]
@@ -252,6 +253,7 @@ class Trainer:
             self._start -= extra["milliseconds"] / 1000
             logger.info("going on from step %d", self.step)
         elif self.settings.resume:
+            self.folder.keep_settings()
             logger.warning("the run in %s ended before its first saved state; starting it anew", self.output)
         self._look_around()
 

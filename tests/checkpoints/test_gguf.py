@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -361,6 +362,14 @@ def _refused(path: Path, *words: str) -> None:
     assert "\n" not in message
     for word in (str(path), *words):
         assert word in message
+
+
+def test_a_file_that_was_joined_of_several_is_whole(tmp_path: Path) -> None:
+    """llama.cpp's tool then says that it is of no files, and keeps the other keys of a split."""
+    count = len(read_gguf(_written(tmp_path)).tensors)
+    keys = {"split.count": 0, "split.no": 0, "split.tensors.count": count}
+    shutil.rmtree(tmp_path / "theirs")
+    assert len(read_gguf(_written(tmp_path, values=keys)).tensors) == count
 
 
 def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 import tiny
 
 from specserve import mesh
-from specserve.checkpoints.load import Quantization, check_weights, load_params, load_target, to_numpy
+from specserve.checkpoints.load import Quantization, load_params, load_target, to_numpy
+from specserve.checkpoints.sound import check_weights
 from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
 from specserve.drafters.registry import CARRIED
 from specserve.errors import CheckpointError

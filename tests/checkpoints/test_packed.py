@@ -23,7 +23,7 @@ from specserve.errors import CheckpointError
 from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, dequantize, pack
 from specserve.kernels.panels import FOUR_BIT_FORMATS
-from specserve.models.params import TensorPart, embedding_table, matrix
+from specserve.models.params import ParamSpec, TensorPart, embedding_table, matrix
 
 Tensors = dict[str, np.ndarray]
 D_IN, D_OUT, GROUP = 48, 24, 16
@@ -48,7 +48,7 @@ def _numbers(rng: np.random.Generator, bits: int) -> tuple[np.ndarray, np.ndarra
     """Whole numbers [out, in], zeros and scales [out, group]."""
     most, groups = 1 << bits, D_IN // GROUP
     q = rng.integers(0, most, (D_OUT, D_IN))
-    return q, rng.integers(1, most, (D_OUT, groups)), rng.uniform(0.01, 0.1, (D_OUT, groups)).astype(np.float16)
+    return q, rng.integers(0, most, (D_OUT, groups)), rng.uniform(0.01, 0.1, (D_OUT, groups)).astype(np.float16)
 
 
 def _meant(q: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group_of: np.ndarray | None = None) -> np.ndarray:
@@ -74,9 +74,12 @@ def _awq(rng: np.random.Generator) -> Made:
 def _gptq(rng: np.random.Generator, bits: int = 4, *, second: str = "", is_by_activation: bool = False) -> Made:
     q, zeros, scales = _numbers(rng, bits)
     order = rng.permutation(D_IN) // GROUP if is_by_activation else np.arange(D_IN) // GROUP
+    qzeros = _words(zeros.T, bits)
+    if not second:  # 1 is taken from each by taking it from whole words, where a zero of 0 borrows from the next
+        qzeros = (qzeros.view(np.uint32) - np.uint32(sum(1 << shift for shift in range(0, 32, bits)))).view(np.int32)
     tensors = {
         "o.qweight": _words(q, bits).T,
-        "o.qzeros": _words((zeros - (not second)).T, bits),
+        "o.qzeros": qzeros,
         "o.scales": scales.T,
         "o.g_idx": order.astype(np.int32),
     }
@@ -200,6 +203,22 @@ def test_a_packed_weight_means_what_its_layout_says(tmp_path: Path, rng: np.rand
             assert (pack(kept).format in FOUR_BIT_FORMATS) == ("8 bits" not in layout)
         kept = dequantize(kept, jnp.dtype("float32"))
     np.testing.assert_array_equal(kept, meant.T)
+
+
+@pytest.mark.parametrize("quantization", ["none", "stored"])
+def test_experts_of_which_one_is_in_order_by_chance(
+    tmp_path: Path, rng: np.random.Generator, quantization: str
+) -> None:
+    """As one that calibration never met may be, among others that are by activation."""
+    tensors, meant = {}, []
+    for expert in range(3):
+        stated, own, means = _gptq(rng, is_by_activation=expert != 1)
+        tensors |= {f"{expert}.{name}": each for name, each in own.items()}
+        meant.append(means.T)
+    spec = {"o": ParamSpec((3, D_IN, D_OUT), ("experts", "embed", "mlp"), "{e}.o.weight", transpose=True)}
+    storing = _storing(stated | {"desc_act": True, "group_size": GROUP}, "gptq")
+    found = _load(tmp_path, tensors, spec, storing=storing, quantization=quantization)
+    np.testing.assert_array_equal(found, np.stack(meant))
 
 
 @pytest.mark.parametrize("quantization", ["none", "stored"])

@@ -17,8 +17,9 @@ from rounding import assert_same, assert_within, of_product, tolerance
 from safetensors.numpy import load_file
 
 from specserve import mesh
-from specserve.checkpoints.load import Target, check_weights, in_few_bits, load_params, load_target
+from specserve.checkpoints.load import Target, in_few_bits, load_params, load_target
 from specserve.checkpoints.quantized import Storing, read_storing
+from specserve.checkpoints.sound import check_weights
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.checkpoints.tensors import TensorFolder, write_tensors
 from specserve.errors import CheckpointError

@@ -1,8 +1,10 @@
 """The documents say what the code does. Run this file to rewrite the tables that are made from it."""
 
+import functools
 import importlib.util
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -88,10 +90,25 @@ def test_the_api_reference_has_every_route_whatever_flag_opens_it(fake_engine, t
     assert {route for route, gate in found.items() if gate} == every - routes()
 
 
+@functools.cache
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub names them."""
+    seen = Counter[str]()
+    for heading in re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        seen[re.sub(r"[^\w\- ]", "", text).replace(" ", "-")] += 1
+    return {f"{name}-{i}" if i else name for name, number in seen.items() for i in range(number)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_resolve(page):
-    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-        assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"
+    """To a page, and to a heading of it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text):
+        where = page if not link else page.parent / link
+        assert link.startswith("http") or where.exists(), f"{page.name} links to {link}"
+        if anchor and where.suffix == ".md":
+            assert anchor in _anchors(where.resolve()), f"{page.name} links to {link}#{anchor}, which is no heading"
 
 
 ROOMS = "|".join(sorted(path.name for path in (ROOT / "specserve").iterdir() if path.is_dir()))

@@ -6,7 +6,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from specserve.checkpoints.load import Target, check_weights
+from specserve.checkpoints.load import Target
+from specserve.checkpoints.sound import check_weights
 from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, BUNDLED_HEADS
 from specserve.interop import bundled
 from specserve.interop.bundled import bundled_head

@@ -29,11 +29,11 @@ from specserve.drafters.interface import Head
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.head import save_head
 from specserve.learn import learning, versions
-from specserve.learn.learner import attend
+from specserve.learn.learner import LearnerProcess, attend
 from specserve.learn.learning import LearningHead, check_settings
 from specserve.learn.live import FEWEST_ANSWERS, MOST_ANSWERS, LiveTaus
-from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundResult
-from specserve.learn.traffic import read_traffic
+from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundResult, RoundTask
+from specserve.learn.traffic import newest_segment, read_traffic
 from specserve.learn.versions import MOST_KEPT, STATIC, HeadVersions, LearnState
 from specserve.serve.engine.engine import Engine
 from specserve.serve.http.page import routes
@@ -237,6 +237,42 @@ def test_a_version_that_was_given_up_is_judged_once_more(models: Models, tmp_pat
         learning.act(engine, _result("served"), STATIC)
         assert learning.versions.state.returned == ""
         assert recorder.served == [STATIC, "001", STATIC]
+
+
+def test_answers_wait_for_a_round_over_a_restart(models: Models, tmp_path: Path) -> None:
+    """Those of the traffic that no judged round has read. One that failed, or that the server's end broke off, has read
+    none."""
+    with _learning(models, tmp_path) as (learning, _, _):
+        _answer(learning, STATIC, GOOD, 5)
+    with _learning(models, tmp_path) as (learning, _, engine):
+        assert learning.num_waiting == 5
+        _answer(learning, STATIC, GOOD, 2)
+        learning.act(engine, _result("served"), STATIC, newest_segment(tmp_path / "traffic"))
+    with _learning(models, tmp_path) as (learning, _, _):
+        assert learning.num_waiting == 2
+
+
+def test_drift_is_of_one_way_to_draft_and_known_once_a_round_has_ended(models: Models, tmp_path: Path) -> None:
+    def drift(learning: LearningHead) -> list[str]:
+        registry = CollectorRegistry()
+        registry.register(learning)
+        return re.findall(r"^specserve:learn_drift\S* (\S+)$", generate_latest(registry).decode(), re.M)
+
+    for ways, static, expected in (("chain:2", 2.0, "0.0"), ("chain:2", 1.75, "0.25"), ("chain:1", 1.5, "0.0")):
+        with _learning(models, tmp_path, speculation=ways) as (learning, _, engine):
+            assert drift(learning) == []
+            learning.act(engine, _result("served", static), STATIC)
+            assert drift(learning) == [expected]
+
+
+def test_a_round_that_fails_says_why(tmp_path: Path) -> None:
+    """Whatever it is that fails: here the folder of its round cannot be made."""
+    (tmp_path / "file").write_text("")
+    task = RoundTask(str(tmp_path / "file"), "target", "head", "head", "eagle3", "chain:2", 1, 0)
+    found = LearnerProcess(task, lambda: False).result()
+    assert isinstance(found, str)
+    assert "status 1: " in found
+    assert str(tmp_path / "file") in found
 
 
 @pytest.mark.parametrize("num_restarts", [1, 3])

@@ -31,7 +31,9 @@ from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.intervals import tau_difference
 from specserve.speculative.sampling import DrawOptions
+from specserve.tokenizer import Tokenizer
 from specserve.train.acceptance import AcceptanceMeter, Arm
+from specserve.train.run.prepare import load_data
 
 NUM_ANSWERS = 160
 
@@ -219,11 +221,12 @@ def test_contenders_are_judged_by_the_options_of_the_traffic(
 def test_a_quarter_of_what_a_round_trains_on_is_the_heads_first_data(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `--learn-data` names, which is read once: later rounds take the part of it that the folder keeps."""
+    """In rows, whatever the lengths: what `--learn-data` names, which is read once, as later rounds take the part of it
+    that the folder keeps."""
     model = served.write_folder(tiny_target, tmp_path / "model")
     first, own = tmp_path / "first.jsonl", tmp_path / "learn"
     (own / ROUND).mkdir(parents=True)
-    rows = [{"input_ids": [7, i, 9], "loss_mask": [0, 1, 1], "split": "train"} for i in range(3, 13)]
+    rows = [{"input_ids": [7, i] * 60, "loss_mask": [0, 1] * 60, "split": "train"} for i in range(3, 13)]
     first.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = RoundTask(str(own), str(model), "head", "head", "eagle3", "chain:2", 1, 0, first_data=(str(first),))
     answers = [ServedAnswer((5, 6, i), (7, 8), "a", "0") for i in range(3, 33)]
@@ -241,8 +244,11 @@ def test_a_quarter_of_what_a_round_trains_on_is_the_heads_first_data(
     for run in runs:
         traffic, kept = load_mixture(run.data.source, vocab_size=tiny_target.config.vocab_size)
         assert (len(traffic.train), len(kept.train)) == (30, 10)
-        shares = [part.weight * len(part.train) for part in (traffic, kept)]
-        assert shares[1] / sum(shares) == pytest.approx(FIRST_SHARE, rel=1e-3)
+        tokenizer = Tokenizer.load(model)
+        size = tiny_target.config.vocab_size
+        packed = load_data(run.target, run.data, run.train, (traffic, kept), tokenizer, model, size)[0].rows
+        numbers = np.diff([*packed.source_starts, len(packed)]) * packed.weights
+        assert numbers[1] / sum(numbers) == pytest.approx(FIRST_SHARE, rel=1e-3)
 
 
 def test_too_little_traffic_is_said(tmp_path: Path) -> None:

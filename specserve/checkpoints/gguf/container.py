@@ -70,7 +70,7 @@ def read_gguf(path: Path) -> GgufFile:
     names = [f"{match[1]}-{i + 1:05}-of-{total:05}.gguf" for i in range(total)] if match else [path.name]
     shards = [_read(path.with_name(name)) for name in names]
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
-    counts = [shard.values.get("split.count", total) for shard in shards]
+    counts = [shard.values.get("split.count") or total for shard in shards]  # 0 of files that were joined again
     stated = shards[0].values.get("split.tensors.count", len(tensors))
     if counts != [total] * total or stated != len(tensors):
         raise CheckpointError(

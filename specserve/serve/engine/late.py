@@ -63,6 +63,11 @@ class LatePrograms:
         return self._begin is not None or (self._finish is not None and not self._is_reading)
 
     @property
+    def times_steps(self) -> bool:
+        """Return whether steps are still to be timed, for which nothing may be off the device."""
+        return not self.is_complete and (self._on_compiled is not None or self._finish is not None)
+
+    @property
     def has_masks(self) -> bool:
         """Return whether the programs that only token masks need are compiled, or on their way."""
         return not self._mask_programs
@@ -93,7 +98,7 @@ class LatePrograms:
         self._read(rounds.runner)
         if self._begin is not None:
             self._go_on_beginning(rounds, self._begin)
-        elif not (self.is_complete or self.num_left or self._is_reading or rounds.asleep):  # steps are timed then
+        elif not (self.is_complete or self.num_left or self._is_reading or (rounds.asleep and self.times_steps)):
             self._complete(rounds)
         if self._mask_programs and self.is_complete:  # not while steps are timed
             self._look_for_masks(rounds)

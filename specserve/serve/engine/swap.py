@@ -185,6 +185,10 @@ class Swaps:
         with self._one:
             while not self._late.is_complete:
                 self._check()
+                if self._rounds.asleep and self._late.times_steps:
+                    raise ConfigError(
+                        "programs are still to be timed, for which nothing may be asleep; wake all up first"
+                    )
                 time.sleep(CHECK_SECONDS)
             if self.weights.read is None and self.weights.load_head is None:
                 raise ConfigError("the weights of this engine, which may run in several processes, stay on its devices")

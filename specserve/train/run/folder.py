@@ -89,14 +89,19 @@ class RunFolder:
             ) from error
         try:
             self._check(run)
-            if is_first:
-                # the file says nothing of this start: a later run resumes only where that is asked for
-                train = dataclasses.replace(run.train, resume=False)
-                saved = dataclasses.replace(run.shared, dry_run=False, train=train)
-                _replace(self.path / SETTINGS_FILE, config.to_yaml(saved))
+            # the file says nothing of this start: a later run resumes only where that is asked for
+            train = dataclasses.replace(run.train, resume=False)
+            self._settings = config.to_yaml(dataclasses.replace(run.shared, dry_run=False, train=train))
+            if not run.train.resume:
+                self.keep_settings()
         except BaseException:
             self.close()
             raise
+
+    def keep_settings(self) -> None:
+        """Write the settings of the run, which a run that goes on does once its state is found to be of its target."""
+        if self.is_first:
+            _replace(self.path / SETTINGS_FILE, self._settings)
 
     @property
     def state(self) -> Path:
@@ -129,10 +134,7 @@ class RunFolder:
         settings = self.path / SETTINGS_FILE
         if not run.train.resume:
             if self.has_state:
-                raise ConfigError(
-                    f"{self.path} holds the state of a run; go on with it (--resume), give another --output, or remove "
-                    "the folder"
-                )
+                raise ConfigError(f"{self.path} holds the state of a run; {self._ways_on(run)}")
             if (self.path / SINGLE_FILE).exists() and not settings.is_file():
                 raise ConfigError(f"{self.path} holds weights that no run here has written; give another --output")
             return
@@ -148,6 +150,17 @@ class RunFolder:
                 f"{'; '.join(different)}. Go on with `--config {settings} --resume`, or begin a new run from this head "
                 f"(--init-from {self.path} and another --output)"
             )
+
+    def _ways_on(self, run: TrainRun) -> str:
+        """Return the ways on for a run that finds another one here, which it can only go on with if that has its
+        target."""
+        try:
+            there = config.resolve(TrainRun, file=self.path / SETTINGS_FILE).target
+        except (ConfigError, OSError):
+            there = "another target"
+        if there == run.target:
+            return "go on with it (--resume), give another --output, or remove the folder"
+        return f"it was of {there}, so give another --output, or remove the folder"
 
 
 class MetricsFile:

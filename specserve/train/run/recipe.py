@@ -55,6 +55,16 @@ def fill(given: Mapping[str, Any], device: Device | None = None) -> dict[str, An
     the one found here. Raises ConfigError or CheckpointError where the target is not to be found."""
     if given.get("train.resume"):
         return _earlier(given)
+    if not given.get("init_from"):
+        return _fill(given, device)
+    shape = {name: value for name, value in config.defaults(TrainRun).items() if name.startswith("draft.")}
+    # the earlier head has a shape and a draft vocabulary already: none is brought, and the sizes of a step fit those
+    found = _fill(shape | given, device)
+    return {name: value for name, value in found.items() if name not in shape}
+
+
+def _fill(given: Mapping[str, Any], device: Device | None) -> dict[str, Any]:
+    """Return the settings of a run whose head is new, or has the shape that is given."""
     kind = dict(load_kind(given.get("drafter", DEFAULT_KIND)).suits(given))
     name, asked = given.get("target", BUNDLED), given.get("data.source", ())
     if name == BUNDLED:

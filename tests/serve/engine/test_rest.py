@@ -1,13 +1,15 @@
 """The rest of an engine: pauses and sleep, what they wait for, and what they wait for no more."""
 
+import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
-from engines import PATIENCE, Inbox, Reference, holding, run, serving, submit, wait_until
+from engines import PATIENCE, Inbox, Reference, compile_programs, holding, make_runner, run, serving, submit, wait_until
 from two_versions import firm_asks, updatable_engine
 
 from specserve.checkpoints.load import Target
@@ -89,6 +91,23 @@ def test_an_engine_that_sleeps_gives_the_device_back_and_answers_later(
                 engine.sleep(wrong)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="mode 'keep': expected one of abort, wait, retract"):
             engine.sleep(mode="keep")  # type: ignore[arg-type]
+
+
+def test_one_change_after_another_is_made_while_the_cache_sleeps(
+    tiny_target: Target, tiny_head: Head, moved: Target
+) -> None:
+    """Also behind one that brought programs of its own: float32 numbers in the place of such as are bfloat16's."""
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(leaf.dtype), tiny_target.params)
+    first = dataclasses.replace(tiny_target, params=params)
+    runner = make_runner(first, tiny_head, "chain:3", num_slots=2, has_constrained=False)
+    compile_programs(runner)
+    with serving(updatable_engine(runner, first, tiny_head, "chain:3")) as engine, ThreadPoolExecutor(1) as pool:
+        engine.sleep(["kv_cache"])
+        for number in ("1", "2"):
+            assert pool.submit(engine.update_weights, moved.params).result(PATIENCE) == number
+        pool.submit(engine.sleep, ["weights"]).result(PATIENCE)
+        engine.wake(["weights", "kv_cache"])
+        assert not engine.is_paused
 
 
 @pytest.mark.parametrize("end", ["abort", "pause", "sleep"])

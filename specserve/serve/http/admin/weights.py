@@ -357,10 +357,15 @@ def _add_rest_routes(app: FastAPI, engine: UpdatableEngine) -> None:
 
     def pause(http: Request) -> Callable[[], None]:
         asked = options_of(http, mode=("abort", "wait", "keep"), clear_cache=("true", "false"))
-        mode = asked["mode"]
-        if mode == "keep" and asked["clear_cache"] == "true":
-            mode = "retract"
-        return lambda: engine.pause(cast(PauseMode, mode))
+        mode, is_cleared = asked["mode"], asked["clear_cache"] == "true"
+
+        def act() -> None:
+            # what goes on later is computed anew where the cache is cleared
+            engine.pause(cast(PauseMode, "retract" if mode == "keep" and is_cleared else mode))
+            if is_cleared:
+                engine.flush_cache()
+
+        return act
 
     def sleep(http: Request) -> Callable[[], None]:
         # level 2 drops the weights elsewhere, and here the host keeps them at either

@@ -110,7 +110,7 @@ export class Live {
         ? [chart("Adapters", plural(Object.keys(last.adapters).length, "adapter"), "tokens per forward since start", adapterTaus(last.adapters), true)] : []),
       ...(Object.keys(last.versions).length
         ? [chart("Head that learns", `version ${Object.keys(last.versions).find((name) => last.versions[name].isServing)}`,
-          `tau of each; drift ${number(last.drift, 2)}`, versionTaus(last.versions), true)] : []),
+          last.drift === undefined ? "tau of each" : `tau of each; drift ${number(last.drift, 2)}`, versionTaus(last.versions), true)] : []),
     );
   }
 }

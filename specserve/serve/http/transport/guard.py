@@ -136,7 +136,8 @@ class Guard:
             scope = {**scope, "method": "GET"}
         number = self._number_of_key(scope) if self._key_digests else None
         if number is not None:
-            scope = {**scope, _CLIENT: f"key {number}"}
+            # the key's place in the list would be another client's once a key is added or taken away
+            scope = {**scope, _CLIENT: f"key {self._key_digests[number].hex()[:16]}"}
         elif self._key_digests and not is_open:
             message = "a valid API key is required: send Authorization: Bearer <key>"
             headers = {"WWW-Authenticate": "Bearer"}

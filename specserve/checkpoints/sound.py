@@ -1,0 +1,46 @@
+"""Weights that are numbers: what was loaded, or is to take its place, is checked before it serves or trains."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specserve.checkpoints.tensors import listed
+from specserve.errors import CheckpointError
+from specserve.kernels.matmul import QuantizedMatrix
+from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
+from specserve.models.params import ParamSpec, is_spec
+from specserve.models.target import TargetParams
+
+
+def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool = True) -> None:
+    """Raises CheckpointError that names every tensor with a value that is not a number, or is infinite; and, unless
+    they `may_be_zero`, every tensor that holds nothing but zeros and did not begin so."""
+    expected, structure = jax.tree.flatten(spec_tree, is_leaf=is_spec)
+    if isinstance(params, TargetParams) and spec_tree.head is None:
+        params = dataclasses.replace(params, head=None)  # a tied head is finite where the embedding is
+    weights = list(zip(expected, structure.flatten_up_to(params), strict=True))
+    wrong = [name for spec, weight in weights for name in _not_finite(spec, weight)]
+    if wrong:
+        raise CheckpointError(f"{where}: not a number or infinite: {listed(wrong)}; copy or download the weights again")
+    if may_be_zero:
+        return
+    filled = [pair for pair in weights if pair[0].init != "zeros"]  # the others begin as zeros
+    if dead := [spec.name for spec, weight in filled if not any(map(jnp.any, jax.tree.leaves(weight)))]:
+        raise CheckpointError(
+            f"{where}: nothing but zeros: {listed(dead)}, as if never filled; export or download the weights again"
+        )
+
+
+def _not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix | NibbleMatrix | WordMatrix) -> list[str]:
+    def is_finite_in(leaf: jax.Array) -> np.ndarray:  # for each expert
+        inner = tuple(range(1, leaf.ndim)) if spec.is_per_expert else None
+        return np.atleast_1d(jnp.isfinite(leaf).all(inner))
+
+    if isinstance(weight, NibbleMatrix | WordMatrix):
+        weight = jax.lax.bitcast_convert_type(weight.scales, jnp.bfloat16)  # its scales and offsets
+    floats = [leaf for leaf in jax.tree.leaves(weight) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    is_finite = np.all([is_finite_in(leaf) for leaf in floats], axis=0)
+    return [name for name, is_fine in zip(spec.names, is_finite, strict=True) if not is_fine]
