@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from specserve.drafters.words import ALL_TEXT
 from specserve.errors import RequestError
 from specserve.serve.engine.scheduler import Scheduler
 from specserve.serve.engine.sequence import Sequence
@@ -21,6 +22,7 @@ from specserve.serve.requests.request import (
     SpeculationStats,
     TokenLogprobs,
 )
+from specserve.speculative.drafter import HEAD
 from specserve.speculative.sampling import NOTHING
 from specserve.speculative.slot_state import StepResult
 from specserve.speculative.tree import Tree
@@ -71,7 +73,10 @@ class Delivery:
             found = logprobs(delta.token_ids, result, row, request.params.logprobs)
             delta = dataclasses.replace(delta, logprobs=found)
         if request.params.return_tree and request.params.speculation != 0 and tree is not None:
-            delta = dataclasses.replace(delta, tree=draft_tree(tree, result, row, delta))
+            found = draft_tree(tree, result, row, delta)
+            # what a lookup proposes may be another client's text: of that what the target has drawn is shown
+            is_found = tree.lookup == ALL_TEXT and result.counts[row, 1] != HEAD
+            delta = dataclasses.replace(delta, tree=found.accepted_alone() if is_found else found)
         if token_ids:
             self.deliver(sequence, delta)
         if len(token_ids) < len(drawn) and not sequence.has_ended:

@@ -124,8 +124,8 @@ class Engine:
     @property
     def speculation(self) -> str:
         choice = self.rounds.choice
-        if choice.only is not None:
-            return describe(*choice.only)
+        if (only := choice.only) is not None:
+            return describe(*only)
         return "auto" if choice.is_choosing else describe(self.runner.shapes.trees[0])
 
     def set_speculation(self, speculation: str) -> None:
@@ -340,7 +340,10 @@ class Engine:
                     self._wake.clear()
                 if num_rests % RESTS_BETWEEN_TRIMS == RESTS_BEFORE_TRIM:
                     host.give_back_freed_memory()  # of a burst, also one of bodies that were refused
-                self._late.go_on(self.rounds)
+                try:
+                    self._late.go_on(self.rounds)
+                except Exception as error:
+                    self._repair(error)
         except BaseException as error:
             self._has_died = True
             if not isinstance(error, ProcessError):  # it is reported where the process ends

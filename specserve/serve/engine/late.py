@@ -46,6 +46,7 @@ class LatePrograms:
         self.num_left = len(work.programs)
         self.is_complete = not work.programs  # also what is left to do then
         self._has_failed = False  # a program that failed is never used
+        self._could_not_time = False
         self._mask_programs, self._on_compiled = tuple(work.mask_programs), work.on_compiled
         self._finish: Finish | None = None
         self._reader: Compiler | None = None  # of programs that are away
@@ -91,7 +92,8 @@ class LatePrograms:
         self._compiler, self._reader = self._in_background(runner, ()), None
         self._mask_programs = mask_programs(runner)
         if has_others:
-            self.is_complete, self._has_failed, self._on_compiled = False, False, on_compiled
+            self.is_complete, self._has_failed, self._could_not_time = False, False, False
+            self._on_compiled = on_compiled
 
     def go_on(self, rounds: Rounds) -> None:
         """Do what there is to do between two rounds."""
@@ -109,6 +111,9 @@ class LatePrograms:
         except StopIteration as end:
             rounds.choice.complete(end.value, is_partial=True)
             self._begin = None
+        except Exception:
+            self._begin = None
+            raise
 
     def _complete(self, rounds: Rounds) -> None:
         """Note that every late program is compiled. The work that is left is done bit by bit."""
@@ -122,6 +127,14 @@ class LatePrograms:
             rounds.choice.complete(end.value, is_partial=self._has_failed)
             self.is_complete, self._finish = True, None
             logger.info("all programs are compiled")
+        except Exception:
+            # It may be of a step in flight, so all is timed once more. After a second time nothing is known of costs.
+            self._finish = None
+            if self._could_not_time:
+                logger.error("the steps could not be timed, so all of them are taken to cost the same")
+                self._on_compiled = None
+            self._could_not_time = True
+            raise
 
     @property
     def _is_reading(self) -> bool:

@@ -98,8 +98,9 @@ class StepChoice:
     @property
     def leaves_draft(self) -> bool:
         """Return whether speculation is so far from paying that the draft need not read what the target runs."""
-        if self.only is not None and self._runner.shapes.has_alone:
-            return self.only[0] is None
+        only = self.only  # other threads set it
+        if only is not None and self._runner.shapes.has_alone:
+            return only[0] is None
         return self.is_choosing and not self.controller.is_following
 
     def is_following(self, slots: Seq[int], num_steps: int = 1) -> bool:
@@ -206,8 +207,9 @@ class StepChoice:
     def _best(self, decode: Seq[Sequence], choices: Seq[StepProgram], num_unread: int) -> StepProgram:
         shapes = self._runner.shapes
         plain = shapes.step(choices[0].batch, choices[0].width, shapes.plain)
-        if self.only is not None:  # large batches are stepped plainly, where its programs are not compiled for them
-            return next((each for each in choices if each.tree == self.only[0]), plain)
+        only = self.only  # other threads set it
+        if only is not None:  # large batches are stepped plainly, where its programs are not compiled for them
+            return next((each for each in choices if each.tree == only[0]), plain)
         if not self.is_choosing:
             return choices[0]
         return self.controller.choose([self.estimate(each) for each in decode], choices, num_unread)

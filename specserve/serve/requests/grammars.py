@@ -119,7 +119,8 @@ class GrammarMask:
         self._matcher, self._num_bytes = matcher, -(-vocab_size // 8)
 
     def masks(self, parents: Sequence[int], token_ids: Sequence[int]) -> np.ndarray:
-        """Compute the masks. Raises RequestError where the grammar has become too complex to go on."""
+        """Compute the masks. Raises RequestError where the grammar has become too complex to go on behind the first
+        node; behind another one no token may come then, so an answer ends there if it comes there."""
         rows = np.full((len(parents), self._num_bytes), 255, np.uint8)
         states = [self._matcher] + [None] * (len(parents) - 1)
         for node, (parent, token_id) in enumerate(zip(parents, token_ids, strict=True)):
@@ -130,7 +131,13 @@ class GrammarMask:
                     continue
                 states[node] = before.deep_copy()
                 states[node].consume_token(token_id)
-            rows[node] = self._row(states[node])
+            bits = states[node].compute_bitmask()
+            if not states[node].is_error():
+                rows[node] = np.frombuffer(bits, np.uint8, self._num_bytes)
+            elif node == 0:
+                raise _refused(f"cannot be followed further: {_shortened(states[node].get_error())}")
+            else:
+                rows[node], states[node] = 0, None
         return rows
 
     def accept(self, token_ids: Sequence[int]) -> None:
@@ -140,12 +147,6 @@ class GrammarMask:
             if self._matcher.is_stopped():
                 break
             self._matcher.consume_token(token_id)
-
-    def _row(self, matcher: Any) -> np.ndarray:
-        bits = matcher.compute_bitmask()
-        if matcher.is_error():
-            raise _refused(f"cannot be followed further: {_shortened(matcher.get_error())}")
-        return np.frombuffer(bits, np.uint8, self._num_bytes)
 
 
 def _refused(why: str) -> RequestError:

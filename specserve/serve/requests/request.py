@@ -231,6 +231,12 @@ class DraftTree:
     parents: tuple[int, ...]
     accepted: tuple[int, ...]  # the nodes of the delta's accepted tokens, from the child of the root down
 
+    def accepted_alone(self) -> "DraftTree":
+        """Return the tree without the nodes that were refused."""
+        nodes = tuple(range(len(self.accepted) + 1))
+        token_ids = tuple(self.token_ids[node] for node in (0, *self.accepted))
+        return DraftTree(token_ids, (0, *nodes[:-1]), nodes[1:])
+
 
 @dataclass(frozen=True)
 class Delta:

@@ -316,3 +316,36 @@ def test_what_is_kept_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.Monke
     for spec in itertools.chain(specs[1:], specs[:1]):
         grammars.compile(spec)
     assert compiled == specs[:1]
+
+
+def test_what_is_too_complex_behind_a_draft_token_ends_no_answer() -> None:
+    """The target may draw another token. Where it draws that one, none may follow it."""
+
+    class Matcher:
+        def __init__(self, is_over: bool) -> None:
+            self.is_over = is_over
+
+        def deep_copy(self) -> "Matcher":
+            return Matcher(True)
+
+        def is_stopped(self) -> bool:
+            return False
+
+        def validate_tokens(self, token_ids: list[int]) -> int:
+            return len(token_ids)
+
+        def consume_token(self, _token_id: int) -> None: ...
+
+        def compute_bitmask(self) -> bytes:
+            return b"" if self.is_over else b"\x0f\xf0"
+
+        def is_error(self) -> bool:
+            return self.is_over
+
+        def get_error(self) -> str:
+            return "too many steps"
+
+    rows = room.GrammarMask(Matcher(False), 16).masks([0, 0, 1], [3, 1, 2])
+    assert rows[:2].tolist() == [[0x0F, 0xF0], [0, 0]]
+    with pytest.raises(RequestError, match="cannot be followed further: too many steps"):
+        room.GrammarMask(Matcher(True), 16).masks([0], [3])

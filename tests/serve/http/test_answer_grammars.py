@@ -103,6 +103,15 @@ def test_calls_as_python_has_them_say_true_as_python_does():
 
 
 @pytest.mark.parametrize("name", WRITERS)
+def test_a_name_may_be_any_word(name):
+    """Also one that the wording has a place for."""
+    given = {"KEY": 1, "IS_TEXT": 2, "NAME": 3}
+    tools = {"REBUILD_INDEX": {"type": "object", "properties": {key: {"type": "integer"} for key in given}}}
+    calls = [("REBUILD_INDEX", given)]
+    assert calls_of(parse(make_reader(name, tools=tools), write_calls(name, calls))) == calls
+
+
+@pytest.mark.parametrize("name", WRITERS)
 def test_calls_in_the_content_of_a_history_are_those_that_the_model_writes(name):
     for calls in (RIGHT[:1], RIGHT_FULL):
         text = write_calls(name, calls)

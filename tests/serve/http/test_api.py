@@ -340,6 +340,15 @@ def test_a_quiet_stream_is_kept_alive(http, monkeypatch):
         assert next(reply.iter_lines()) == ": ping"
 
 
+def test_a_stream_whose_tokens_show_no_text_is_kept_alive(http, monkeypatch):
+    """As one that thinks where its thoughts are not asked for: what counts is how long no byte has gone out."""
+    monkeypatch.setattr(streaming, "HEALTH_CHECK_SECONDS", 0.002)
+    monkeypatch.setattr(streaming, "KEEPALIVE_SECONDS", 0.12)
+    body = {"prompt": "paced and held", "stream": True, "max_tokens": 20, "ignore_eos": True}
+    with http.stream("POST", "/v1/completions", json=body) as reply:
+        assert ": ping" in [*reply.iter_lines()]
+
+
 # --- keys and the socket -------------------------------------------------------------------------------------------
 
 

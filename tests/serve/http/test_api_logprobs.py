@@ -12,7 +12,7 @@ import pytest
 from fakes import MODEL, STORY, UNICODE_STORY, FakeTokenizer
 
 from specserve.serve.http.openai.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
-from specserve.serve.requests.request import TokenLogprobs
+from specserve.serve.requests.request import PromptToken, TokenLogprobs
 from specserve.tokenizer import Tokenizer
 
 FLOOR = -9999.0
@@ -126,6 +126,25 @@ def test_a_token_keeps_its_leading_space_where_the_decoder_strips_the_first():
     found = CompletionLogprobs(TokenTexts(Stripping()))(0, entries)
     assert found["tokens"] == [" once", " a", "<end>", " upon"]
     assert found["text_offset"] == [0, 5, 7, 7]  # special tokens are no text
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_offsets_point_into_an_echo_with_special_tokens(is_sent: bool):
+    """Those that a client has written are shown, and those that were put before its text are not."""
+
+    class Marked(FakeTokenizer):
+        words = ("<s>", "once", " upon")
+
+        def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+            return "".join(self.words[i] for i in ids if i or not skip_special_tokens)
+
+    prompt = [PromptToken(0, None, 0), *(PromptToken(i, TokenLogprobs(i, -1.0, ()), 1) for i in (1, 2))]
+    echo = "<s>once upon" if is_sent else "once upon"
+    spell = CompletionLogprobs(TokenTexts(Marked()), echoes=[echo])
+    found = spell(0, [TokenLogprobs(i, -1.0, ()) for i in (0, 1, 2)], prompt)
+    begin = 3 if is_sent else 0
+    assert found["text_offset"] == [0, begin, begin + 4, len(echo), len(echo), len(echo) + 4]
+    assert (echo + "once upon").startswith("once", found["text_offset"][4])
 
 
 def test_offsets_point_at_the_tokens_in_the_text(pydoc_tokenizer: Tokenizer):

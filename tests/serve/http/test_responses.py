@@ -190,6 +190,7 @@ def test_a_schema_holds_for_a_response(client, fake_engine):
         ({"temperature": -1}, "temperature"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"surprise": 1}, "surprise"),
+        ({"chat_template_kwargs": {"bogus": 1}}, "chat_template_kwargs.bogus"),
     ],
 )
 def test_what_a_response_cannot_be_is_named(http, fields, param):

@@ -174,6 +174,7 @@ class ResponsesBody(TranslatedBody):
         fields = self.shared_fields() | {"messages": self._messages(), "max_tokens": self.max_output_tokens}
         if self.has_logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        fields["chat_template_kwargs"] = self.chat_template_kwargs
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
         if self.text is not None:

@@ -155,7 +155,7 @@ def write_calls(wording: str, calls: Sequence[tuple[str, Mapping[str, Any] | str
             spelled = own.quote + argument + own.quote
         elif own.is_python and not isinstance(argument, str | Mapping):
             spelled = repr(argument)
-        begin = own.begin_value.replace("KEY", key).replace("IS_TEXT", json.dumps(is_text))
+        begin = own.begin_value.replace("IS_TEXT", json.dumps(is_text)).replace("KEY", key)
         return begin + spelled + own.end_value
 
     def call(index: int, name: str, arguments: Mapping[str, Any] | str) -> str:
@@ -165,7 +165,7 @@ def write_calls(wording: str, calls: Sequence[tuple[str, Mapping[str, Any] | str
             spelled = json.dumps(arguments, ensure_ascii=False)
         else:
             spelled = own.between_values.join(value(*each) for each in arguments.items())
-        return own.begin.replace("NAME", name).replace("INDEX", str(index)) + spelled + own.end
+        return own.begin.replace("INDEX", str(index)).replace("NAME", name) + spelled + own.end
 
     return own.first + own.between.join(call(i, *each) for i, each in enumerate(calls)) + own.last
 

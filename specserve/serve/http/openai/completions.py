@@ -300,7 +300,10 @@ class CompletionFormat(OpenAIFormat):
         super().__init__(model_name, body, texts)
         self._echoes, self._has_logprobs, self._is_prompt_only = echoes, body.logprobs is not None, body.is_prompt_only
         self._spell_logprobs = CompletionLogprobs(
-            texts, as_token_ids=body.return_tokens_as_token_ids, skip_special_tokens=body.skip_special_tokens
+            texts,
+            as_token_ids=body.return_tokens_as_token_ids,
+            skip_special_tokens=body.skip_special_tokens,
+            echoes=echoes,
         )
         self.is_long = bool(echoes) and self._has_logprobs
         self._has_frames = self._has_frames and not echoes and not self._is_prompt_only

@@ -89,7 +89,7 @@ class TextPieces:
     def __init__(self, texts: TokenTexts, *, skip_special_tokens: bool = True) -> None:
         self._texts = texts
         self.is_within = True  # text stands before the first token, as a prompt does before an answer
-        self._skip_special_tokens = skip_special_tokens
+        self.skips_special_tokens = skip_special_tokens
         self._open_ids: list[int] = []  # of a character that is not whole yet
         self.num_chars = 0  # of the text so far
 
@@ -97,7 +97,7 @@ class TextPieces:
         """Take the next token of the answer, and return the text that it adds."""
         self._open_ids.append(token_id)
         text = self._texts.shown(
-            self._open_ids, skip_special_tokens=self._skip_special_tokens, is_within=self.is_within
+            self._open_ids, skip_special_tokens=self.skips_special_tokens, is_within=self.is_within
         )
         if text.endswith(REPLACEMENT) and len(self._open_ids) < MAX_TOKENS_PER_CHAR:
             return ""
@@ -111,8 +111,16 @@ class CompletionLogprobs:
     """Spells log-probabilities as /v1/completions does, in parallel lists. As at OpenAI, `top_logprobs` has the token
     itself besides the most likely ones."""
 
-    def __init__(self, texts: TokenTexts, *, as_token_ids: bool = False, skip_special_tokens: bool = True) -> None:
-        self._texts, self._as_token_ids = texts, as_token_ids
+    def __init__(
+        self,
+        texts: TokenTexts,
+        *,
+        as_token_ids: bool = False,
+        skip_special_tokens: bool = True,
+        echoes: Sequence[str] = (),  # the text of each choice's prompt, where answers begin with it
+    ) -> None:
+        self._texts, self._as_token_ids, self._echoes = texts, as_token_ids, echoes
+        self._skips_special_tokens = skip_special_tokens
         self._pieces = defaultdict[int, TextPieces](lambda: TextPieces(texts, skip_special_tokens=skip_special_tokens))
 
     def __call__(
@@ -121,19 +129,29 @@ class CompletionLogprobs:
         """Spell the log-probabilities of the tokens of an answer, after those of its prompt, whose first has none."""
         token_ids = [item.token_id for item in (*prompt, *logprobs)]
         as_token_id, pieces = self._as_token_ids, self._pieces[index]
-        if prompt:
-            pieces.is_within = False
         items = [*(token.logprobs for token in prompt), *logprobs]
-        offsets: list[int] = []  # the tokens of one character all begin where it does
-        for token_id in token_ids:
+        offsets = self._of_prompt(index, [token.token_id for token in prompt]) if prompt else []
+        for item in logprobs:  # the tokens of one character all begin where it does
             offsets.append(pieces.num_chars)
-            pieces.push(token_id)
+            pieces.push(item.token_id)
         return {
             "tokens": [self._texts.name(token_id, as_token_id=as_token_id) for token_id in token_ids],
             "token_logprobs": [None if item is None else finite(item.logprob) for item in items],
             "top_logprobs": [None if item is None else self._top(item) for item in items],
             "text_offset": offsets,
         }
+
+    def _of_prompt(self, index: int, token_ids: Sequence[int]) -> list[int]:
+        """Return the places of a prompt's tokens in its echo, which shows special tokens but not those that were put
+        before a client's text."""
+        pieces, offsets = self._pieces[index], list[int]()
+        pieces.is_within, pieces.skips_special_tokens = False, False
+        for token_id in token_ids:
+            offsets.append(pieces.num_chars)
+            pieces.push(token_id)
+        num_more = pieces.num_chars - len(self._echoes[index])
+        pieces.num_chars, pieces.skips_special_tokens = len(self._echoes[index]), self._skips_special_tokens
+        return [max(0, offset - num_more) for offset in offsets]
 
     def _top(self, item: TokenLogprobs) -> dict[str, float]:
         found: dict[str, float] = {}

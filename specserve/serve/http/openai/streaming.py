@@ -302,9 +302,9 @@ class Generation:
                         yield KEEPALIVE_COMMENT
                     yield b""  # text that is ready does not wait for the next event
                     continue
-                last_time = self._loop.time()
                 if index not in started:
                     started.add(index)
+                    last_time = self._loop.time()
                     start = Answer(index, Part(), None, prompt_ids=self._choices[index].request.prompt_ids)
                     begin = partial(reply_format.begin, start, self._usage)
                     for each in await _spelled(begin, len(start.prompt_ids)):
@@ -316,6 +316,7 @@ class Generation:
                 has_news = answer.part or answer.logprobs or answer.prompt or answer.origins or answer.tree
                 if has_news or answer.finish_reason is not None:
                     choice.waiting_ids = ()
+                    last_time = self._loop.time()  # of bytes: tokens may come for minutes of which none is shown
                     spell = partial(reply_format.piece, answer, self._usage)
                     size = len(answer.prompt) + choice.num_tokens
                     for each in await _spelled(spell, size) if reply_format.is_long else spell():
