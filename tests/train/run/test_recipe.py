@@ -17,16 +17,20 @@ from tiny_folder import write_folder
 from tiny_run import tiny_run
 
 from specserve import config, hub
+from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import BUNDLED
 from specserve.data.sources import DATASETS
 from specserve.devices import REFERENCE, find_device
+from specserve.drafters.interface import Head
+from specserve.errors import ConfigError
+from specserve.interop.head import save_head
 from specserve.mesh import mesh_sizes
 from specserve.models.presets import PRESETS
 from specserve.plan.outline import outline
 from specserve.plan.taus import TAUS_FILE
 from specserve.plan.training import make_plan
 from specserve.train.run import recipe
-from specserve.train.run.checks import check_settings, check_target
+from specserve.train.run.checks import check_settings, check_target, plan_drafter
 from specserve.train.run.fit import LADDER
 from specserve.train.run.folder import RunFolder
 from specserve.train.run.recipe import CONVERSATIONS, DEFAULT_BUDGET, MIXTURE, fill
@@ -114,6 +118,25 @@ def test_a_target_without_a_hub_asks_itself(tmp_path: Path, monkeypatch: pytest.
     kept = tmp_path / "datasets" / DATASETS[MIXTURE].hub_id.replace("/", "___")
     kept.mkdir(parents=True)
     assert resolved(target=folder).data.source == (MIXTURE,), "it is there without the hub"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash2"])
+@pytest.mark.parametrize("device", [REFERENCE, LAPTOP], ids=["table", "laptop"])
+def test_a_run_that_goes_on_from_a_head_asks_for_no_shape(
+    device: Any, kind: str, tiny_target: Target, tiny_head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head has one, of another draft vocabulary than any rung has, whatever `--drafter` would bring for a new one;
+    and its steps are as large as those of a new head of its vocabulary."""
+    monkeypatch.setattr(recipe, "this_device", lambda: device)
+    save_head(tmp_path / "head", tiny_head, tiny_target, dtype="float32", notes={})
+    target = {"target": str(tiny_target.folder), "drafter": kind}
+    run = resolved(**target, init_from=str(tmp_path / "head"))
+    assert plan_drafter(run, tiny_target.config) == tiny_head.drafter
+    if kind == "eagle3":
+        alike = resolved(**target, **{"draft.vocab_size": len(tiny_head.target_ids)})
+        assert run.train == alike.train
+    with pytest.raises(ConfigError, match=r"the settings ask for draft\.d_ff 40 \(it has \d+\); leave them out"):
+        plan_drafter(resolved(**target, **{"draft.d_ff": 40}, init_from=str(tmp_path / "head")), tiny_target.config)
 
 
 def test_the_bundled_target_has_the_defaults() -> None:
