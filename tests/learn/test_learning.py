@@ -29,10 +29,10 @@ from specserve.drafters.interface import Head
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.head import save_head
 from specserve.learn import learning, versions
-from specserve.learn.learner import LearnerProcess, attend
+from specserve.learn.learner import attend
 from specserve.learn.learning import LearningHead, check_settings
 from specserve.learn.live import FEWEST_ANSWERS, MOST_ANSWERS, LiveTaus
-from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundResult, RoundTask
+from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundResult
 from specserve.learn.traffic import newest_segment, read_traffic
 from specserve.learn.versions import MOST_KEPT, STATIC, HeadVersions, LearnState
 from specserve.serve.engine.engine import Engine
@@ -263,16 +263,6 @@ def test_drift_is_of_one_way_to_draft_and_known_once_a_round_has_ended(models: M
             assert drift(learning) == []
             learning.act(engine, _result("served", static), STATIC)
             assert drift(learning) == [expected]
-
-
-def test_a_round_that_fails_says_why(tmp_path: Path) -> None:
-    """Whatever it is that fails: here the folder of its round cannot be made."""
-    (tmp_path / "file").write_text("")
-    task = RoundTask(str(tmp_path / "file"), "target", "head", "head", "eagle3", "chain:2", 1, 0)
-    found = LearnerProcess(task, lambda: False).result()
-    assert isinstance(found, str)
-    assert "status 1: " in found
-    assert str(tmp_path / "file") in found
 
 
 @pytest.mark.parametrize("num_restarts", [1, 3])

@@ -21,6 +21,7 @@ from specserve.errors import CheckpointError, DataError
 from specserve.interop.head import load_head, save_head
 from specserve.interop.notes import read_notes
 from specserve.learn import round as round_
+from specserve.learn.learner import LearnerProcess
 from specserve.learn.round import ANSWER_TOKENS, FIRST_SHARE, LEARNT, WHOLE, _hold_back, _measure, choose, learn
 from specserve.learn.selection import Selection
 from specserve.learn.task import HEAD, ROUND, TRAFFIC, Contender, RoundTask
@@ -254,3 +255,13 @@ def test_a_quarter_of_what_a_round_trains_on_is_the_heads_first_data(
 def test_too_little_traffic_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="0 answers to train on and 0 held out; a round needs"):
         learn(RoundTask(str(tmp_path), "target", "head", "head", "kind", "chain:3", 1, 0))
+
+
+def test_a_round_that_fails_says_why(tmp_path: Path) -> None:
+    """Whatever it is that fails: here the folder of its round cannot be made."""
+    (tmp_path / "file").write_text("")
+    task = RoundTask(str(tmp_path / "file"), "target", "head", "head", "eagle3", "chain:2", 1, 0)
+    found = LearnerProcess(task, lambda: False).result()
+    assert isinstance(found, str)
+    assert "status 1: " in found
+    assert str(tmp_path / "file") in found

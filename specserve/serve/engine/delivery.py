@@ -74,7 +74,7 @@ class Delivery:
             delta = dataclasses.replace(delta, logprobs=found)
         if request.params.return_tree and request.params.speculation != 0 and tree is not None:
             found = draft_tree(tree, result, row, delta)
-            # what a lookup proposes may be another client's text: of that what the target has drawn is shown
+            # a lookup may propose another client's text, of which what the target has drawn is shown
             is_found = tree.lookup == ALL_TEXT and result.counts[row, 1] != HEAD
             delta = dataclasses.replace(delta, tree=found.accepted_alone() if is_found else found)
         if token_ids:

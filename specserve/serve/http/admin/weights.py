@@ -360,7 +360,6 @@ def _add_rest_routes(app: FastAPI, engine: UpdatableEngine) -> None:
         mode, is_cleared = asked["mode"], asked["clear_cache"] == "true"
 
         def act() -> None:
-            # what goes on later is computed anew where the cache is cleared
             engine.pause(cast(PauseMode, "retract" if mode == "keep" and is_cleared else mode))
             if is_cleared:
                 engine.flush_cache()
