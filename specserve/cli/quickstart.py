@@ -62,7 +62,7 @@ def quickstart(
     target: Annotated[str, typer.Option(help="Preset, folder, GGUF file or hub id; pydoc: the bundled one.")] = BUNDLED,
     minutes: Annotated[float | None, typer.Option(help="Training; empty: 3.5, a chat model 2.5.", min=0.05)] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Folder for the head; empty: ./quickstart-head, or the next one that is free.")
+        Path | None, typer.Option(help="Folder for the head; empty: ./quickstart-head, or -2, -3.")
     ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
@@ -70,8 +70,7 @@ def quickstart(
     start(log_level)
     if log_level in ("warning", "error"):
         _quiet()
-    output = _free_folder(output)
-    heads = [("just trained", output)]
+    heads = [("just trained", output := _free_folder(output))]
     if shipped := bundled_head(target):
         heads.append(("shipped", shipped))
     if target == BUNDLED:
