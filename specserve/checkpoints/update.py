@@ -50,15 +50,16 @@ def other_target(
     missing, has another shape or is not a number."""
     config = served.config
     how: dict[str, Any] = {"quantization": quantization, "mesh": mesh, "is_served": True, "is_checked": True}
-    if isinstance(given, str | Path):
-        given = find_folder(str(given), "weights") or Path(given)
-        given = read_adapter(given) if is_adapter(given) else given
-    if isinstance(given, Path):
-        tensors = TensorFolder.of_version(given)[0] if is_file(given) else None
-        found = load_target(given if tensors is None else served.folder, dtype=config.dtype, tensors=tensors, **how)
+    folder = (find_folder(str(given), "weights") or Path(given)) if isinstance(given, str | Path) else None
+    if folder is not None and is_adapter(folder):
+        given, folder = read_adapter(folder), None
+    if folder is not None:
+        where = served.folder if (is_one_file := is_file(folder)) else folder
+        tensors = TensorFolder.of_version(Path(folder))[0] if is_one_file else None
+        found = load_target(where, dtype=config.dtype, tensors=tensors, **how)
         if dataclasses.replace(found.config, cache_dtype=config.cache_dtype) != config:
             raise ConfigError(
-                f"{given}: another model than the one that is served; an update changes its weights alone"
+                f"{folder}: another model than the one that is served; an update changes its weights alone"
             )
         return dataclasses.replace(served, params=found.params)
     if quantization == "stored":

@@ -73,7 +73,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
         asked.append(0)
 
         @contextmanager
-        def engine(run: TrainRun, target: TargetSource, watch: Watch) -> Iterator[Scripted]:
+        def engine(run: TrainRun, watch: Watch) -> Iterator[Scripted]:
             made = Scripted(FAMILY, reply)
             yield made
             asked[-1] = len(made.prompts)
@@ -290,7 +290,6 @@ def test_a_target_with_an_adapter_is_loaded_once(
     for module in (launch, update):
         monkeypatch.setattr(module, "load_target", count)
     monkeypatch.setattr(answers, "answering_engine", stop)
-    target = TargetSource(run.target, folder)
     config, _ = find_config(str(folder))
     shapes = {"A": (1, config.d_model), "B": (config.d_ff, 1)}
     module = "base_model.model.model.layers.0.mlp.up_proj"
@@ -299,7 +298,7 @@ def test_a_target_with_an_adapter_is_loaded_once(
     pairs = {f"{module}.lora_{side}.weight": np.full(shape, 0.5, np.float32) for side, shape in shapes.items()}
     write_tensors(tmp_path / "adapter" / "adapter_model.safetensors", pairs)
     of_run = dataclasses.replace(run, lora=str(tmp_path / "adapter"))
-    with pytest.raises(KeyboardInterrupt), answers._engine(of_run, target, Watch()):
+    with pytest.raises(KeyboardInterrupt), answers._engine(of_run, Watch()):
         pass
     [merged] = loaded
     monkeypatch.undo()

@@ -59,7 +59,7 @@ def fill(given: Mapping[str, Any], device: Device | None = None) -> dict[str, An
         return _fill(given, device)
     shape = {name: value for name, value in config.defaults(TrainRun).items() if name.startswith("draft.")}
     # the earlier head has a shape and a draft vocabulary already: none is brought, and the sizes of a step fit those
-    found = _fill(shape | given, device)
+    found = _fill({**shape, **given}, device)
     return {name: value for name, value in found.items() if name not in shape}
 
 

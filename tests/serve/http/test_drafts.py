@@ -98,13 +98,13 @@ def test_a_tree_has_the_nodes_that_its_name_says(runner: Runner, speculation: st
 
 
 def test_no_refused_words_of_another_answer_are_shown(runner: Runner) -> None:
-    """A lookup proposes what finished answers have, whoever asked for them: of that a tree has the accepted nodes."""
+    """A lookup proposes what finished answers have, those of other clients too: of that a tree has the accepted nodes."""
     tree = parse_speculation("head+suffix:3")
     first = Ask(tuple(PROMPTS[0]), SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
     with serving(make_engine(runner, Fixed(tree))) as engine:
-        [told] = run(engine, [first])
+        [answered] = run(engine, [first])
         asked = [SamplingParams(max_tokens=9, temperature=2.0, seed=i, return_tree=True) for i in range(20)]
-        others = [Ask((*first.prompt, *told.token_ids[: 10 + i]), params) for i, params in enumerate(asked)]
+        others = [Ask((*first.prompt, *answered.token_ids[: 10 + i]), params) for i, params in enumerate(asked)]
         inboxes = run(engine, others)
     shown = [delta.tree for inbox in inboxes for delta in inbox.deltas if delta.tree]
     assert sum(map(_check_trees, inboxes)) == len(shown)
