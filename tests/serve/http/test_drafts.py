@@ -98,7 +98,7 @@ def test_a_tree_has_the_nodes_that_its_name_says(runner: Runner, speculation: st
 
 
 def test_no_refused_words_of_another_answer_are_shown(runner: Runner) -> None:
-    """A lookup proposes what finished answers have, those of other clients too: of that a tree has the accepted nodes."""
+    """A lookup proposes what finished answers have, other clients' too: of that a tree has the accepted nodes."""
     tree = parse_speculation("head+suffix:3")
     first = Ask(tuple(PROMPTS[0]), SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
     with serving(make_engine(runner, Fixed(tree))) as engine:
