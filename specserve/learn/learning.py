@@ -297,7 +297,7 @@ class LearningHead(Collector):
             yield family
         text = "Fall of the static head's tau on held-out prompts since the first round: how far traffic has moved."
         family = GaugeMetricFamily("specserve:learn_drift", text, labels=["model_name"])
-        if last:  # until a round has ended it is not known
+        if last and state.judged_by == _drafted_by(self._run):  # until a round has ended it is not known
             family.add_metric([self._model_name], state.first_static_tau - last.taus["static"])
         yield family
         counters = (

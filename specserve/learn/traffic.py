@@ -84,6 +84,7 @@ class Traffic:
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.glob(f"*{SUFFIX}.*"):  # half of one, by a server that was killed
             path.unlink()
+        self._forget_old()
         self._thread = threading.Thread(target=self._write_all, name="learn-traffic", daemon=True)
         self._thread.start()
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+# marks of tests that have runs of their own
+ELSEWHERE = "slow", "oracle", "gpu", "tpu", "libtpu", "cuda_aot", "scale", "tunix", "areal"
 TABLE = Path(__file__).parent.parent / "longer.txt"
 
 
@@ -35,7 +37,7 @@ def chosen(choices: list[frozenset[Any]], number: int) -> set[int]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     table, cases = read_table(TABLE.read_text()), defaultdict[str, list[pytest.Function]](list)
     for item in items:
-        if isinstance(item, pytest.Function) and not item.get_closest_marker("slow"):
+        if isinstance(item, pytest.Function) and not any(map(item.get_closest_marker, ELSEWHERE)):
             name = f"{item.path.relative_to(config.rootpath).as_posix()}::{item.originalname}"
             if name in table:
                 cases[name].append(item)

@@ -203,8 +203,8 @@ class TokenMask(Protocol):
 
     def masks(self, parents: Sequence[int], token_ids: Sequence[int]) -> np.ndarray:  # [node, ceil(vocab / 8)] uint8
         """Return a bit for each token, 1 where it may follow a node of a proposed tree; bit i of byte j is that of
-        token 8 j + i. Node 0 is the end of the accepted tokens (its token id means nothing). A node behind a token
-        that may not come there may have any row with a 1 in it."""
+        token 8 j + i. Node 0 is the end of the accepted tokens (its token id means nothing), and has a 1 in its row. A
+        node behind a token that may not come there may have any row."""
         ...
 
     def accept(self, token_ids: Sequence[int]) -> None:
@@ -215,9 +215,9 @@ class TokenMask(Protocol):
 def fill_masks(allowed: np.ndarray, mask: TokenMask, parents: np.ndarray, token_ids: np.ndarray) -> None:
     """Write a request's masks into its rows, [node, bytes] uint8."""
     rows = np.asarray(mask.masks(parents.tolist(), token_ids.tolist()))
-    if rows.shape != allowed.shape or rows.dtype != np.uint8 or not rows.any(axis=1).all():
+    if rows.shape != allowed.shape or rows.dtype != np.uint8 or not rows[0].any():
         raise ValueError(
-            f"a token mask returned {rows.dtype} {rows.shape}; expected uint8 {allowed.shape} with a bit in each row"
+            f"a token mask returned {rows.dtype} {rows.shape}; expected uint8 {allowed.shape}, the first row with a bit"
         )
     allowed[:] = rows
 

@@ -92,14 +92,14 @@ class RunFolder:
             # the file says nothing of this start: a later run resumes only where that is asked for
             train = dataclasses.replace(run.train, resume=False)
             self._settings = config.to_yaml(dataclasses.replace(run.shared, dry_run=False, train=train))
-            if not run.train.resume:
+            if not (run.train.resume and self.has_state):
                 self.keep_settings()
         except BaseException:
             self.close()
             raise
 
     def keep_settings(self) -> None:
-        """Write the settings of the run, which a run that goes on does once its state is found to be of its target."""
+        """Write the settings of the run, which a run that goes on from a state does once that is its target's."""
         if self.is_first:
             _replace(self.path / SETTINGS_FILE, self._settings)
 
@@ -152,15 +152,14 @@ class RunFolder:
             )
 
     def _ways_on(self, run: TrainRun) -> str:
-        """Return the ways on for a run that finds another one here, which it can only go on with if that has its
-        target."""
+        """Return the ways on for a run that finds another one here, with which it can go on if that has its target."""
         try:
             there = config.resolve(TrainRun, file=self.path / SETTINGS_FILE).target
         except (ConfigError, OSError):
-            there = "another target"
+            there = "which its settings do not say"
         if there == run.target:
             return "go on with it (--resume), give another --output, or remove the folder"
-        return f"it was of {there}, so give another --output, or remove the folder"
+        return f"give another --output, or remove the folder; only a run of its target, {there}, can --resume it"
 
 
 class MetricsFile:

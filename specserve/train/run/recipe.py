@@ -88,7 +88,8 @@ def _fill(given: Mapping[str, Any], device: Device | None) -> dict[str, Any]:
     device = device or this_device()
     bounds = _bounds(given, device)
     sizes = LADDER[0].settings(target)
-    free = {name: value for name, value in given.items() if name not in sizes}
+    of_head = (VOCABULARY,) if given.get("init_from") else ()
+    free = {name: value for name, value in given.items() if name not in sizes or name in of_head}
     if is_dry and not _fit(device, target, settings, bounds | free).is_possible:
         device, bounds = REFERENCE, {}  # it is planned for such devices as it needs
     found = _fit(device, target, settings, {**bounds, **given})

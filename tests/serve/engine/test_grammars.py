@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+from fakes import wait_for
 
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.errors import CapacityError, RequestError
@@ -21,7 +23,7 @@ from specserve.serve.requests import grammar_trial
 from specserve.serve.requests import grammars as room
 from specserve.serve.requests.grammar_trial import GrammarTrial
 from specserve.serve.requests.grammars import Grammars
-from specserve.serve.requests.request import GrammarSpec, TokenMask
+from specserve.serve.requests.request import GrammarSpec, TokenMask, fill_masks
 from specserve.tokenizer import Tokenizer
 
 SCHEMA = json.dumps(
@@ -229,6 +231,7 @@ def test_who_stops_a_process_of_trials_refuses_no_grammar(
     os.kill(first, signal.SIGKILL)
     assert trial.check("regex", "a") == ""
     os.kill(pid(), signal.SIGSTOP)
+    wait_for(lambda: psutil.Process(pid()).status() == psutil.STATUS_STOPPED)  # the signal may take a moment
     (tmp_path / "trial.py").write_text("import time\ntime.sleep(3600)\n")  # the next one never starts
     monkeypatch.setattr(grammar_trial, "__file__", str(tmp_path / "trial.py"))
     monkeypatch.setattr(grammar_trial, "ANSWER_SECONDS", 0.2)
@@ -345,7 +348,8 @@ def test_what_is_too_complex_behind_a_draft_token_ends_no_answer() -> None:
         def get_error(self) -> str:
             return "too many steps"
 
-    rows = room.GrammarMask(Matcher(False), 16).masks([0, 0, 1], [3, 1, 2])
+    rows = np.zeros((3, 2), np.uint8)
+    fill_masks(rows, room.GrammarMask(Matcher(False), 16), np.array([0, 0, 1]), np.array([3, 1, 2]))
     assert rows[:2].tolist() == [[0x0F, 0xF0], [0, 0]]
     with pytest.raises(RequestError, match="cannot be followed further: too many steps"):
         room.GrammarMask(Matcher(True), 16).masks([0], [3])

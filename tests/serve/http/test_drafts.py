@@ -110,6 +110,8 @@ def test_no_refused_words_of_another_answer_are_shown(runner: Runner) -> None:
     assert sum(map(_check_trees, inboxes)) == len(shown)
     of_head, found = ([each for each in shown if (len(each.parents) == 4) == is_whole] for is_whole in (True, False))
     assert of_head
+    text = (*first.prompt, *answered.token_ids)
+    assert not {each.token_ids for each in of_head} & {text[i : i + 4] for i in range(len(text))}
     assert found
     assert all(len(each.parents) == 1 + len(each.accepted) for each in found)
 

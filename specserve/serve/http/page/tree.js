@@ -74,7 +74,8 @@ function describe(step) {
   const { tree, tokens } = step;
   const num = tree.tokens.length - 1;
   const said = tree.accepted.map((node) => JSON.stringify(tree.tokens[node])).join(", ");
-  return `${plural(num, "token")} proposed, ${tree.accepted.length} accepted${said && `: ${said}`}; `
+  const proposed = num > tree.accepted.length ? `${plural(num, "token")} proposed, ` : ""; // else refused ones may be hidden
+  return `${proposed}${tree.accepted.length} accepted${said && `: ${said}`}; `
     + (tokens.length > tree.accepted.length ? `the target's own: ${JSON.stringify(tokens.at(-1))}` : "the answer ends there");
 }
 
