@@ -66,7 +66,7 @@ class LatePrograms:
     @property
     def times_steps(self) -> bool:
         """Return whether steps are still to be timed, for which nothing may be off the device."""
-        return not self.is_complete and (self._on_compiled is not None or self._finish is not None)
+        return not self.is_complete and self._on_compiled is not None
 
     @property
     def has_masks(self) -> bool:
