@@ -107,6 +107,18 @@ def test_a_chat_model_is_asked_what_anybody_can_judge(
     assert ("shipped, auto" in text) == is_shipped
 
 
+def test_each_run_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that is asked for is not written over."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart-head", "quickstart-head-2", "quickstart-head-3"):
+        assert quickstart._free_folder(None) == Path(name)
+        Path(name).mkdir()
+    assert quickstart._free_folder(Path("quickstart-head")) == Path("quickstart-head"), "it is empty"
+    Path("quickstart-head", "state").mkdir()
+    result = CliRunner().invoke(app, ["quickstart", "--output", "quickstart-head"])
+    assert "--output quickstart-head: a head is there already; give another folder" in str(result.exception)
+
+
 @pytest.mark.slow
 def test_the_whole_loop_runs_on_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing stands in for anything: the bundled target, as a folder like any other, asks itself and answers; a head
