@@ -34,6 +34,7 @@ from specserve.checkpoints.gguf.tokenizer import CUTS
 from specserve.checkpoints.gguf.weights import QUANTISED, GgufEntry
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED_FOLDER, resolve_target
+from specserve.checkpoints.update import other_target
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, dequantize, pack
@@ -370,6 +371,15 @@ def test_a_file_that_was_joined_of_several_is_whole(tmp_path: Path) -> None:
     keys = {"split.count": 0, "split.no": 0, "split.tensors.count": count}
     shutil.rmtree(tmp_path / "theirs")
     assert len(read_gguf(_written(tmp_path, values=keys)).tensors) == count
+
+
+def test_a_file_is_a_version_of_the_weights_that_serve(tmp_path: Path) -> None:
+    path = _written(tmp_path)
+    expected = load_target(resolve_target(str(path)).folder, dtype="float32", is_served=True)
+    served = dataclasses.replace(expected, params=jax.tree.map(jnp.zeros_like, expected.params))
+    for given in (path, str(path)):
+        found = other_target(served, given, quantization="none", mesh=None)
+        jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
 
 
 def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path: Path) -> None:

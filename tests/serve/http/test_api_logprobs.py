@@ -147,6 +147,14 @@ def test_offsets_point_into_an_echo_with_special_tokens(is_sent: bool):
     assert (echo + "once upon").startswith("once", found["text_offset"][4])
 
 
+def test_a_prompt_that_ends_within_a_character_moves_no_token_before_it():
+    token_ids = [*b"ab", 0xC3]  # of two bytes, of which the first is echoed as the replacement character
+    prompt = [PromptToken(i, None, 0) for i in token_ids]
+    texts = TokenTexts(FakeTokenizer())
+    found = CompletionLogprobs(texts, echoes=["ab\ufffd"])(0, [], prompt)
+    assert found["text_offset"] == [0, 1, 2]
+
+
 def test_offsets_point_at_the_tokens_in_the_text(pydoc_tokenizer: Tokenizer):
     text = 'def f(x):\n    """Größe, 数, 😀 é."""\n    return  x\n' * 3
     token_ids = pydoc_tokenizer.encode(text, add_special_tokens=False)

@@ -149,7 +149,7 @@ class CompletionLogprobs:
         for token_id in token_ids:
             offsets.append(pieces.num_chars)
             pieces.push(token_id)
-        num_more = pieces.num_chars - len(self._echoes[index])
+        num_more = max(0, pieces.num_chars - len(self._echoes[index]))  # below: the last character is not whole
         pieces.num_chars, pieces.skips_special_tokens = len(self._echoes[index]), self._skips_special_tokens
         return [max(0, offset - num_more) for offset in offsets]
 
