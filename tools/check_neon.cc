@@ -1,10 +1,11 @@
-// Runs the NEON kernel's product beside a plain loop in double precision (see check_neon.py).
+// Runs the products of ARM's kernels beside a plain loop in double precision (see check_neon.py).
 
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 
+#include <algorithm>
 #include <random>
 #include <vector>
 
@@ -111,8 +112,8 @@ Weight make_coded(Format format, const Blocks& blocks, int64_t d_in, int64_t d_o
                   std::mt19937& random) {
   std::uniform_int_distribution<int> codes(0, 15);
   const int64_t num_panels = (d_out + width - 1) / width, num_blocks = (d_in + blocks.inputs - 1) / blocks.inputs;
-  const int64_t pairs = (d_in + 1) / 2;
-  Weight made{std::vector<uint8_t>(num_panels * pairs * width), blocks};
+  const int64_t steps = (std::min(blocks.inputs, d_in) + 7) / 8;  // of a block: eight inputs share 32 bits
+  Weight made{std::vector<uint8_t>(num_panels * num_blocks * steps * 4 * width), blocks};
   made.plain.resize(d_in * d_out), made.magnitudes.resize(d_in * d_out);
   std::vector<float> scale, offset(num_panels * num_blocks * width);
   made.scale = draw(blocks.scales, num_panels, num_blocks, width, random, scale);
@@ -120,11 +121,10 @@ Weight make_coded(Format format, const Blocks& blocks, int64_t d_in, int64_t d_o
   for (int64_t i = 0; i < d_in; ++i) {
     for (int64_t j = 0; j < d_out; ++j) {
       const int code = codes(random);
-      const int64_t panel = j / width, lane = j % width % (width / 4), output = j % width / (width / 4);
-      // the four outputs of a lane in its lower half, or those of the next input in its upper half
-      const int64_t nibble = ((panel * pairs + i / 2) * (width / 4) + lane) * 8 + i % 2 * 4 + output;
-      made.panels[nibble / 2] |= static_cast<uint8_t>(code << nibble % 2 * 4);
-      const int64_t place = (panel * num_blocks + i / blocks.inputs) * width + j % width;
+      const int64_t place = (j / width * num_blocks + i / blocks.inputs) * width + j % width, input = i % blocks.inputs;
+      // the first four inputs of a step in the lower halves of an output's four bytes
+      const int64_t step = place / width * steps + input / 8;
+      made.panels[(step * width + j % width) * 4 + input % 4] |= static_cast<uint8_t>(code << input % 8 / 4 * 4);
       const float scaled = number(format, code) * scale[place];
       made.plain[i * d_out + j] = scaled + offset[place];
       made.magnitudes[i * d_out + j] = fabsf(scaled) + fabsf(offset[place]);
@@ -179,20 +179,27 @@ std::vector<float> multiply(const Kernels& kernels, Format format, const Weight&
     call.scale = weight.scale.data(), call.offset = weight.blocks.has_offset ? weight.offset.data() : nullptr;
     call.scales = weight.blocks.scales, call.block = weight.blocks.inputs;
   }
+  if (const specserve::Tiles* tiles = kernels.tiles[static_cast<int>(format)]) {
+    const int64_t num_panels = (d_out + tiles->panel_width - 1) / tiles->panel_width;
+    std::vector<char> split(tiles->row_block * tiles->row_bytes(call) + 1024);
+    for (int64_t begin = 0; begin < rows; begin += tiles->row_block) {
+      const int64_t end = std::min(rows, begin + tiles->row_block);
+      tiles->split(call, begin, end, split.data());
+      tiles->matmul(call, 0, 0, num_panels, begin, end, split.data());
+    }
+    return y;
+  }
   const int64_t width = kernels.panel_width;
   for (int64_t panel = 0; panel < (d_out + width - 1) / width; ++panel) {
     for (int64_t begin = 0; begin < rows; begin += kernels.row_block) {
-      const int64_t end = begin + kernels.row_block < rows ? begin + kernels.row_block : rows;
+      const int64_t end = std::min(rows, begin + kernels.row_block);
       kernels.matmul(call, 0, panel, begin, end);
     }
   }
   return y;
 }
 
-}  // namespace
-
-int main() {
-  const Kernels& kernels = *specserve::kernels_neon();
+int check(const Kernels& kernels) {
   std::mt19937 random(0);
   std::normal_distribution<float> normal;
   int64_t checked = 0, next_blocks = 0;
@@ -201,13 +208,17 @@ int main() {
     for (int64_t d_in : {1, 5, 33, 512, 2100}) {
       for (int64_t d_out : {1, 15, 16, 17, 65, 200}) {
         const Blocks& blocks = kBlocks[next_blocks++ % kNumBlocks];
-        const Weight weight = make(format, blocks, d_in, d_out, kernels.panel_width, random);
+        const specserve::Tiles* tiles = kernels.tiles[number];
+        const int64_t width = tiles ? tiles->panel_width : kernels.panel_width;
+        const Weight weight = make(format, blocks, d_in, d_out, width, random);
         for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 12, 13, 49}) {
           std::vector<float> x(rows * d_in);
           for (float& value : x) value = normal(random);
           const std::vector<float> y = multiply(kernels, format, weight, x, rows, d_in, d_out);
           for (int64_t row = 0; row < rows; ++row) {
             const std::vector<float> own(x.begin() + row * d_in, x.begin() + (row + 1) * d_in);
+            double largest = 0;
+            for (float value : own) largest = std::max(largest, fabs(double(value)));
             const std::vector<float> alone = multiply(kernels, format, weight, own, 1, d_in, d_out);
             if (memcmp(alone.data(), &y[row * d_out], d_out * sizeof(float))) {
               printf("format %d, %ld x %ld, %ld rows: row %ld depends on its neighbours\n", static_cast<int>(format),
@@ -215,14 +226,16 @@ int main() {
               return 1;
             }
             for (int64_t j = 0; j < d_out; ++j, ++checked) {
-              double sum = 0, magnitudes = 0;
+              double sum = 0, magnitudes = 0, weights = 0;
               for (int64_t i = 0; i < d_in; ++i) {
                 sum += double(own[i]) * weight.plain[i * d_out + j];
                 magnitudes += fabs(double(own[i])) * weight.magnitudes[i * d_out + j];
+                weights += weight.magnitudes[i * d_out + j];
               }
               // of d_in terms in any order, fused or not (Higham, section 3.1), of which each may be scaled, and was
-              // rounded to float32 here
-              const double bound = (d_in + 3) * kUnit / (1 - (d_in + 3) * kUnit) * magnitudes;
+              // rounded to float32 here; and of activations that became digits (digits_isa.h)
+              const double bound = (d_in + 3) * kUnit / (1 - (d_in + 3) * kUnit) * magnitudes +
+                                   (tiles ? 2 * kUnit * largest * weights : 0);
               if (!(fabs(y[row * d_out + j] - sum) <= bound)) {
                 printf("format %d, %ld x %ld, %ld rows: [%ld, %ld] is %g and not %g, rounding explains %g\n",
                        static_cast<int>(format), long(d_in), long(d_out), long(rows), long(row), long(j),
@@ -238,4 +251,14 @@ int main() {
   printf("%s: %ld numbers are x @ w within what rounding explains, and no row depends on its neighbours\n",
          kernels.name, long(checked));
   return 0;
+}
+
+}  // namespace
+
+int main() {
+  const Kernels& neon = *specserve::kernels_neon();
+  Kernels with_dot_products = neon;
+  with_dot_products.name = "dotprod";
+  specserve::use_dotprod(with_dot_products);
+  return check(neon) || check(with_dot_products);
 }

@@ -15,7 +15,7 @@ FP4_CODES[FP4_DOUBLES[::-1].view(np.uint8)] = np.arange(16, dtype=np.uint8)[::-1
 _MIDDLE = 8  # the code of zero
 _TOGETHER = 8  # blocks whose scales of two levels share a factor
 _LEAST, _LARGEST = -128, 127  # of the numbers that are multiplied by it
-_BYTE_PAIRS = 8  # inputs of a 4-bit lane where tiles multiply; elsewhere the codes of four outputs and two inputs
+_LANE_INPUTS = 8  # of codes, in 32 bits of an output
 
 
 class FourBits(NamedTuple):
@@ -40,7 +40,7 @@ def four_bits(values: np.ndarray, block: int) -> FourBits | None:
     16 numbers that follow each other, or all of them are doubles of 4-bit floats; else None. Codes of inputs that share
     a lane must be of one block."""
     d_in = values.shape[-2]
-    if block < d_in and block % _BYTE_PAIRS:
+    if block < d_in and block % _LANE_INPUTS:
         return None
     first = values.reshape(-1, d_in, values.shape[-1])[:1, :block, :64]
     if np.ptp(first.astype(np.int16), axis=-2).max(initial=0) > 15 and not _are_doubles(first):
@@ -69,7 +69,7 @@ def lay_out(values: np.ndarray, format: native.Format, block: int) -> LaidOut:
     block = min(block, d_in)
     width, tile = native.panel_width(format), native.tile_inputs(format)
     num_panels, is_coded = -(-d_out // width), format in FOUR_BIT_FORMATS
-    lanes = 8 if is_coded else 4 // values.dtype.itemsize  # numbers that share 32 bits
+    lanes = _LANE_INPUTS if is_coded else 4 // values.dtype.itemsize  # numbers that share 32 bits
     padded = _fill_up(values, -1, num_panels * width)
     if tile:
         num_blocks = -(-d_in // block)
@@ -81,12 +81,6 @@ def lay_out(values: np.ndarray, format: native.Format, block: int) -> LaidOut:
         panels = np.moveaxis(panels, (-3, -6, -2, -5, -1, -4), (-6, -5, -4, -3, -2, -1))
         if is_coded:
             panels = panels[..., :4] | panels[..., 4:] << 4
-    elif is_coded:
-        inputs = d_in + d_in % 2
-        pairs = _fill_up(padded, -2, inputs).reshape(*stack, inputs // 2, 2, num_panels, 4, width // 4)
-        # [..., panel, pair, width / 4, input, output of the lane]
-        panels = np.moveaxis(pairs, (-3, -5, -1, -4, -2), (-5, -4, -3, -2, -1))
-        panels = panels[..., ::2] | panels[..., 1::2] << 4
     else:
         inputs = d_in
         panels = padded.reshape(*stack, d_in, num_panels, lanes, width // lanes)

@@ -38,6 +38,7 @@ VARIANTS = {
     "vnni": ("x86_64", (*_AVX512, "-mavx512vnni")),
     "avx512": ("x86_64", _AVX512),
     "neon": ("aarch64", ()),
+    "dotprod": ("aarch64", ("-march=armv8.2-a+dotprod",)),
 }
 
 

@@ -8,32 +8,27 @@
 // gives NaN. (Numbers below 2^-127 count as zero.)
 #pragma once
 
-#include <immintrin.h>
-
-#include "tiles_isa.h"
+#include "vectors_isa.h"
 
 namespace specserve {
 namespace {
 
 constexpr int kDigits = 3;
+constexpr int64_t kLine = 64;  // bytes of a line of the cache
 
-inline float power_of_two(int exponent) {
-  const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
-  float power;
-  memcpy(&power, &bits, sizeof(power));
-  return power;
-}
+inline float power_of_two(int exponent) { return float_of(static_cast<uint32_t>(exponent + 127) << 23); }
 
 // What makes integers of a row's numbers, one by `unit`. Digits end at 0x7f7f7f, so the largest numbers below a power of
 // two are taken as if they were beyond it.
 inline float factor_of(const float* x, int64_t inputs, float& unit) {
   constexpr uint32_t kSign = 0x80000000u, kInfinity = 0x7f800000u, kTop = 0x18000u;
   Words largest = Words{};
-  for (int64_t at = 0; at < inputs; at += 16) {
-    const Words bits = bits_of(part(x + at, inputs - at)) & ~kSign;
+  for (int64_t at = 0; at < inputs; at += LANES) {
+    const Words bits = bits_of(load_part(x + at, inputs - at)) & ~kSign;
     largest = bits > largest ? bits : largest;
   }
-  const uint32_t bits = _mm512_reduce_max_epu32(reinterpret_cast<__m512i>(largest));
+  uint32_t bits = 0;
+  for (int lane = 0; lane < LANES; ++lane) bits = largest[lane] > bits ? largest[lane] : bits;
   if (bits >= kInfinity) {
     unit = __builtin_nanf("");
     return 0.0f;
@@ -43,52 +38,41 @@ inline float factor_of(const float* x, int64_t inputs, float& unit) {
   return power_of_two(shift);
 }
 
-// Writes the digits of 16 numbers, each `apart` bytes behind the digit above it.
-inline void cut(Floats x, float factor, char* to, int64_t apart) {
-  Ints value = reinterpret_cast<Ints>(_mm512_cvtps_epi32(reinterpret_cast<__m512>(x * factor)));
+// The nearest whole numbers, the even ones of two.
+inline Ints whole_numbers(Floats x) {
+#if LANES == 16
+  return reinterpret_cast<Ints>(_mm512_cvtps_epi32(reinterpret_cast<__m512>(x)));
+#elif LANES == 8
+  return reinterpret_cast<Ints>(_mm256_cvtps_epi32(reinterpret_cast<__m256>(x)));
+#else
+  return reinterpret_cast<Ints>(vcvtnq_s32_f32(reinterpret_cast<float32x4_t>(x)));
+#endif
+}
+
+inline void store_lowest_bytes(char* to, Ints from) {
+#if LANES == 16
+  const __m128i bytes = _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(from));
+#elif LANES == 8
+  const __m256i lowest = _mm256_set1_epi32(0x0c080400);  // bytes of four lanes, then the same four
+  const __m256i of_halves = _mm256_shuffle_epi8(reinterpret_cast<__m256i>(from), lowest);
+  const __m256i ends = _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4);
+  const int64_t bytes = _mm_cvtsi128_si64(_mm256_castsi256_si128(_mm256_permutevar8x32_epi32(of_halves, ends)));
+#else
+  const Bytes bytes = __builtin_convertvector(from, Bytes);
+#endif
+  memcpy(to, &bytes, LANES);
+}
+
+// Writes the digits of a vector of numbers, each `apart` bytes behind the digit above it, and adds them to their sums.
+inline void cut(Floats x, float factor, char* to, int64_t apart, Ints (&sums)[kDigits]) {
+  Ints value = whole_numbers(x * factor);
   for (int digit = kDigits - 1; digit >= 0; --digit) {
     const Ints lowest = value << 24 >> 24;
-    const __m128i bytes = _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(lowest));
-    memcpy(to + digit * apart, &bytes, sizeof(bytes));
+    store_lowest_bytes(to + digit * apart, lowest);
+    sums[digit] += lowest;
     value = (value - lowest) >> 8;
   }
 }
-
-// Rows as [row: what its integers are multiples of, in a line | step, row, digit, input].
-struct Digits {
-  static constexpr int kInputs = 64;
-
-  static int64_t row_bytes(int64_t steps) { return kLine + steps * kDigits * kInputs; }
-
-  static void split(const float* const* x, int64_t rows, int64_t inputs, int64_t steps, char* to) {
-    for (int64_t row = 0; row < rows; ++row) {
-      float unit;
-      const float factor = factor_of(x[row], inputs, unit);
-      memcpy(to + row * kLine, &unit, sizeof(unit));
-      for (int64_t at = 0; at < steps * kInputs; at += 16) {
-        char* place = to + rows * kLine + (at / kInputs * rows + row) * kDigits * kInputs + at % kInputs;
-        cut(part(x[row] + at, inputs - at), factor, place, kInputs);
-      }
-    }
-  }
-
-  // sums [rows, kWidth] of what the digits add up to, [row, digit, kWidth].
-  static void put_together(const char* parts, const int32_t* counts, int64_t rows, float* sums) {
-    for (int64_t row = 0; row < rows; ++row) {
-      float unit;
-      memcpy(&unit, parts + row * kLine, sizeof(unit));
-      for (int at = 0; at < kWidth; at += 16) {
-        Floats sum = Floats{};
-        for (int digit = 0; digit < kDigits; ++digit) {
-          Ints count;
-          memcpy(&count, counts + (row * kDigits + digit) * kWidth + at, sizeof(count));
-          sum = sum * 256.0f + __builtin_convertvector(count, Floats);
-        }
-        put(sums + row * kWidth + at, sum * unit);
-      }
-    }
-  }
-};
 
 }  // namespace
 }  // namespace specserve

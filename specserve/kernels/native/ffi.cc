@@ -19,6 +19,10 @@
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 #endif
 
 #include "kernels.h"
@@ -73,9 +77,7 @@ const Kernels* kernels_vnni() {
   static const Kernels kernels = [] {
     Kernels made = *kernels_avx512();
     made.name = "vnni";
-    made.tiles[static_cast<int>(Format::kInt4)] = tiles_vnni_int4();
-    made.tiles[static_cast<int>(Format::kUint4)] = tiles_vnni_uint4();
-    made.tiles[static_cast<int>(Format::kFp4)] = tiles_vnni_fp4();
+    use_vnni(made);
     return made;
   }();
   return &kernels;
@@ -86,8 +88,27 @@ const Kernels* kernels_amx() {
   static const Kernels kernels = [] {
     Kernels made = *kernels_vnni();
     made.name = "amx";
-    made.tiles[static_cast<int>(Format::kBfloat16)] = tiles_amx_bfloat16();
-    made.tiles[static_cast<int>(Format::kInt8)] = tiles_amx_int8();
+    use_amx(made);
+    return made;
+  }();
+  return &kernels;
+}
+#elif defined(__aarch64__)
+// Whether the processor has ARM's dot products of bytes, as every Mac of this architecture has.
+bool has_dot_products() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#else
+  return true;
+#endif
+}
+
+// NEON's, with products of 4-bit weights by dot products.
+const Kernels* kernels_dotprod() {
+  static const Kernels kernels = [] {
+    Kernels made = *kernels_neon();
+    made.name = "dotprod";
+    use_dotprod(made);
     return made;
   }();
   return &kernels;
@@ -110,6 +131,7 @@ std::vector<const Kernels*> runnable() {
     found.push_back(kernels_avx2());
   }
 #elif defined(__aarch64__)
+  if (has_dot_products()) found.push_back(kernels_dotprod());
   found.push_back(kernels_neon());
 #endif
   return found;
@@ -283,11 +305,12 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   const int64_t row_block = tiles ? tiles->row_block : chosen->row_block;
   const int64_t num_panels = (call.d_out + width - 1) / width;
   const int64_t num_blocks = (call.d_in + call.block - 1) / call.block, bits = kBits[format];
+  if (bits < 8 && !tiles) return refuse("codes of 4 bits are multiplied by tiles");
   int64_t inputs = call.d_in;  // with those that fill blocks up to whole tiles
   if (tiles && call.d_in) {
     inputs = num_blocks * ((std::min(call.block, call.d_in) + tiles->inputs - 1) / tiles->inputs) * tiles->inputs;
   }
-  const int64_t held = bits < 8 ? (inputs + 1) / 2 : inputs;  // bytes of 4-bit codes, else numbers
+  const int64_t held = bits < 8 ? inputs / 2 : inputs;  // bytes of 4-bit codes, else numbers
   const int64_t of_output = call.scales == Scales::kTwoLevels ? (num_blocks + kTogether - 1) / kTogether * kSuperBytes
                                                               : num_blocks;
   const size_t scales = call.groups * num_panels * of_output * width;
@@ -296,7 +319,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
       (call.scale && scale.element_count() != scales) || (call.offset && offset.element_count() != scales) ||
       (call.scale && call.scales == Scales::kFloat32 && scale_type != ffi::F32) || (bits < 16 && !call.scale) ||
       (call.offset && offset.element_type() != scale_type) ||
-      (call.add && add.element_count() != y->element_count()) || (bits < 8 && num_blocks > 1 && call.block % 2)) {
+      (call.add && add.element_count() != y->element_count())) {
     return refuse("shapes of a product");
   }
   // rows by group, each group's in their own order

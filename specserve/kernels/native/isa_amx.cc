@@ -1,12 +1,10 @@
 // Products of bfloat16 and int8 weights on the tiles of Intel's AMX, which multiply ten times as many numbers in a second
 // as AVX-512 does. The instructions are written as bytes, since older assemblers do not know them.
 
-#include "digits_isa.h"
+#include "tiles_isa.h"
 
 namespace specserve {
 namespace {
-
-typedef uint16_t Halves __attribute__((vector_size(32)));
 
 template <int tile>
 inline void zero() {
@@ -75,13 +73,11 @@ inline void load_weights(const char* weights) {
 inline Floats rounded(Floats x) {
   Words bits = bits_of(x);
   bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
-  Floats to;
-  memcpy(&to, &bits, sizeof(to));
-  return to;
+  return as_floats(bits);
 }
 
 inline void store_half(char* to, Floats x) {
-  const Halves upper = __builtin_convertvector(bits_of(x) >> 16, Halves);
+  const HalfWords upper = __builtin_convertvector(bits_of(x) >> 16, HalfWords);
   memcpy(to, &upper, sizeof(upper));
 }
 
@@ -102,7 +98,7 @@ struct Bfloat16 {
       for (int64_t row = 0; row < rows; ++row) {
         for (int half = 0; half < 2; ++half) {
           const int64_t from = step * kInputs + half * 16;
-          const Floats value = part(x[row] + from, inputs - from);
+          const Floats value = load_part(x[row] + from, inputs - from);
           const Floats high = rounded(value), rest = value - high, middle = rounded(rest);
           char* place = to + row * kLine + half * kLine / 2;
           store_half(place, high);
@@ -136,6 +132,41 @@ struct Bfloat16 {
   }
 };
 
+// Rows as [row: what its integers are multiples of, in a line | step, row, digit, input].
+struct Digits {
+  static constexpr int kInputs = 64;
+
+  static int64_t row_bytes(int64_t steps) { return kLine + steps * kDigits * kInputs; }
+
+  static void split(const float* const* x, int64_t rows, int64_t inputs, int64_t steps, char* to) {
+    for (int64_t row = 0; row < rows; ++row) {
+      float unit;
+      const float factor = factor_of(x[row], inputs, unit);
+      Ints unused[kDigits] = {};
+      memcpy(to + row * kLine, &unit, sizeof(unit));
+      for (int64_t at = 0; at < steps * kInputs; at += 16) {
+        char* place = to + rows * kLine + (at / kInputs * rows + row) * kDigits * kInputs + at % kInputs;
+        cut(load_part(x[row] + at, inputs - at), factor, place, kInputs, unused);
+      }
+    }
+  }
+
+  // sums [rows, kWidth] of what the digits add up to, [row, digit, kWidth].
+  static void put_together(const char* parts, const int32_t* counts, int64_t rows, float* sums) {
+    for (int64_t row = 0; row < rows; ++row) {
+      const float unit = load<float>(parts + row * kLine);
+      for (int at = 0; at < kWidth; at += 16) {
+        Floats sum = Floats{};
+        for (int digit = 0; digit < kDigits; ++digit) {
+          const Ints count = load<Ints>(counts + (row * kDigits + digit) * kWidth + at);
+          sum = sum * 256.0f + __builtin_convertvector(count, Floats);
+        }
+        store(sums + row * kWidth + at, sum * unit);
+      }
+    }
+  }
+};
+
 // A tile holds the three digits of five rows, and multiplies them with 64 inputs of 16 outputs at once.
 struct Int8 : Digits {
   static constexpr int kRows = 16 / kDigits;
@@ -166,14 +197,10 @@ struct Int8 : Digits {
 
 }  // namespace
 
-const Tiles* tiles_amx_bfloat16() {
-  static constexpr Tiles tiles = tiles_of<Bfloat16>(8);
-  return &tiles;
-}
-
-const Tiles* tiles_amx_int8() {
-  static constexpr Tiles tiles = tiles_of<Int8>(25);
-  return &tiles;
+void use_amx(Kernels& kernels) {
+  static constexpr Tiles bfloat16 = tiles_of<Bfloat16>(8), int8 = tiles_of<Int8>(25);
+  kernels.tiles[static_cast<int>(Format::kBfloat16)] = &bfloat16;
+  kernels.tiles[static_cast<int>(Format::kInt8)] = &int8;
 }
 
 }  // namespace specserve

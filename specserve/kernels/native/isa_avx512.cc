@@ -1,13 +1,18 @@
-#define LANES 16     // floats of a vector
+#define LANES 16      // floats of a vector
 #define VECTORS 4    // of a panel
 #define ROWS 6       // of a tile
 #define REGISTERS 32 // that hold a vector
 #include "kernels_isa.h"
+#include "codes_isa.h"
 
 namespace specserve {
 
 const Kernels* kernels_avx512() {
-  static constexpr Kernels kernels = {"avx512", kWidth, 8 * ROWS, matmul, attend, norm, gate, rotate, argmax};
+  static const Kernels kernels = [] {
+    Kernels made = {"avx512", kWidth, 8 * ROWS, matmul, attend, norm, gate, rotate, argmax};
+    add_codes(made);
+    return made;
+  }();
   return &kernels;
 }
 

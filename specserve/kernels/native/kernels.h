@@ -33,10 +33,9 @@ constexpr int kSuperBytes = 2 + kTogether;  // of a super-block, for each output
 // A weight lies in panels of `width` outputs: [d_out / width rounded up, d_in, width]. The float32 values of one input
 // are in the order of the outputs. Of narrower values a lane of 32 bits holds several, so that shifts and masks widen
 // them: outputs j and j + width / 2 (bfloat16), or j, j + width / 4, j + width / 2 and j + 3 width / 4 (int8), the first
-// in the lowest bits. Of 4 bits it holds the same four outputs of two inputs, those of the second in its upper half; each
-// block has an even number of inputs, or is the only one. Where weights are multiplied by tiles, a lane holds two
-// (bfloat16), four (int8) or eight inputs (4 bits: i in the lower and i + 4 in the upper half of a byte) of one output,
-// the panel's tiles follow each other, and each block's inputs are filled up with zeros to whole tiles:
+// in the lowest bits. Where weights are multiplied by tiles, as those of 4 bits are everywhere, a lane holds inputs of one
+// output: two (bfloat16), four (int8) or eight (4 bits: i in the lower and i + 4 in the upper half of a byte). The panel's
+// tiles follow each other, and each block's inputs are filled up with zeros to whole tiles:
 // [d_out / width rounded up, inputs / tile, width / 16, tile / lanes, 16, lanes].
 struct Matmul {
   const float* x;        // [rows, d_in]
@@ -205,7 +204,7 @@ struct Kernels {
   const char* name;
   int64_t panel_width;
   int64_t row_block;  // rows of a unit of `matmul`
-  // Outputs [panel * width, (panel + 1) * width) of the rows order[begin:end], all of one group.
+  // Outputs [panel * width, (panel + 1) * width) of the rows order[begin:end], all of one group. Not of 4-bit weights.
   void (*matmul)(const Matmul&, int64_t group, int64_t panel, int64_t begin, int64_t end);
   // One sequence, one KV head, and the queries [begin, end) of the n.
   void (*attend)(const Attend&, int64_t sequence, int64_t kv_head, int64_t begin, int64_t end);
@@ -223,10 +222,9 @@ float* scratch(int64_t floats);
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();
 const Kernels* kernels_neon();
-const Tiles* tiles_amx_bfloat16();
-const Tiles* tiles_amx_int8();
-const Tiles* tiles_vnni_int4();
-const Tiles* tiles_vnni_uint4();
-const Tiles* tiles_vnni_fp4();
+// Have kernels, AVX-512's or NEON's, multiply weights by these instructions too, in the formats for which they are quicker.
+void use_vnni(Kernels& kernels);
+void use_amx(Kernels& kernels);
+void use_dotprod(Kernels& kernels);
 
 }  // namespace specserve

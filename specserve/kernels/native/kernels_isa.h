@@ -1,122 +1,26 @@
-// The kernels, written once in the compiler's vector extensions. Each isa_*.cc compiles them for its instruction set,
-// with LANES floats to a vector and REGISTERS vectors in registers. Nothing of the standard library that
-// leaves code of its own is used here (see library.h).
+// The kernels but for products of 4-bit weights (codes_isa.h), written once. Each isa_*.cc compiles them for its
+// instruction set, with LANES floats to a vector, VECTORS of them to a panel, ROWS to a tile of a product, and REGISTERS
+// that hold a vector.
 
-#include <math.h>
-#include <string.h>
-
-#if defined(__F16C__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
-
-#include "kernels.h"
+#include "vectors_isa.h"
 
 namespace specserve {
 namespace {
 
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef int8_t Bytes __attribute__((vector_size(LANES)));
-typedef int16_t HalfInts __attribute__((vector_size(2 * LANES)));
-typedef uint16_t HalfWords __attribute__((vector_size(2 * LANES)));
-
 constexpr int64_t kWidth = LANES * VECTORS;  // outputs of a panel
-// bytes of a panel that are read by all rows before the next, from L1; the fewer the sooner the second pass of a tile
-// follows the first, which alone reads memory
-constexpr int64_t kBlock = REGISTERS < 32 ? 4096 : 16384;
+// bytes of a panel that are read by all rows before the next, from L1. Where a single tile of rows takes two passes, the
+// fewer the sooner the second follows the first, which alone reads memory
+constexpr int64_t kBlock = 16384, kBlockOfOneTile = REGISTERS < 32 ? 4096 : kBlock;
 constexpr int64_t kAhead = 2048;  // bytes that memory delivers to a core within its latency of some 100 ns
-
-template <class T>
-inline T load(const void* from) {
-  T to;
-  memcpy(&to, from, sizeof(T));
-  return to;
-}
-
-inline Floats load_floats(const float* from) { return load<Floats>(from); }
-inline void store(float* to, Floats from) { memcpy(to, &from, sizeof(from)); }
-inline Floats splat(float value) { return value - Floats{}; }
-inline Floats as_floats(Words bits) {
-  Floats to;
-  memcpy(&to, &bits, sizeof(to));
-  return to;
-}
-
-// Narrow numbers in lanes of 32 bits (bytes also of 16), by instructions that GCC does not find for the general
-// conversion, which halves vectors first, or goes number by number. widen_halves is of float16 numbers.
-#if LANES == 16
-inline Floats widen_halves(HalfWords from) {
-  return reinterpret_cast<Floats>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(from)));
-}
-inline Words widen(HalfWords from) {
-  return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(from)));
-}
-inline Ints widen(Bytes from) { return reinterpret_cast<Ints>(_mm512_cvtepi8_epi32(reinterpret_cast<__m128i>(from))); }
-inline HalfWords widen_a_little(Bytes from) {
-  return reinterpret_cast<HalfWords>(_mm256_cvtepi8_epi16(reinterpret_cast<__m128i>(from)));
-}
-#elif LANES == 8
-inline Floats widen_halves(HalfWords from) {
-  return reinterpret_cast<Floats>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(from)));
-}
-inline Words widen(HalfWords from) {
-  return reinterpret_cast<Words>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(from)));
-}
-inline __m128i low(Bytes from) { return _mm_cvtsi64_si128(load<int64_t>(&from)); }
-inline Ints widen(Bytes from) { return reinterpret_cast<Ints>(_mm256_cvtepi8_epi32(low(from))); }
-inline HalfWords widen_a_little(Bytes from) { return reinterpret_cast<HalfWords>(_mm_cvtepi8_epi16(low(from))); }
-#else
-inline Floats widen_halves(HalfWords from) {
-  return reinterpret_cast<Floats>(vcvt_f32_f16(reinterpret_cast<float16x4_t>(from)));
-}
-inline Words widen(HalfWords from) { return __builtin_convertvector(from, Words); }
-inline HalfWords widen_a_little(Bytes from) {
-  return reinterpret_cast<HalfWords>(__builtin_convertvector(from, HalfInts));
-}
-inline Ints widen(Bytes from) {
-  return __builtin_convertvector(__builtin_convertvector(from, HalfInts), Ints);
-}
-#endif
-inline Floats load_halves(const void* from) { return widen_halves(load<HalfWords>(from)); }
-
-// A vector of scales or offsets: of a panel's block (of so many), from the output `at` on.
-inline Floats load_scales(const Matmul& call, const void* first, int64_t panel, int64_t block, int64_t blocks,
-                          int64_t at) {
-  if (call.scales == Scales::kTwoLevels) {
-    const int64_t super = panel * ((blocks + kTogether - 1) / kTogether) + block / kTogether;
-    const char* from = static_cast<const char*>(first) + super * kSuperBytes * kWidth;
-    const Bytes whole = load<Bytes>(from + (2 + block % kTogether) * kWidth + at);
-    return load_halves(from + 2 * at) * __builtin_convertvector(widen(whole), Floats);
-  }
-  const int64_t place = (panel * blocks + block) * kWidth + at;
-  if (call.scales == Scales::kFloat16) return load_halves(static_cast<const uint16_t*>(first) + place);
-  return load_floats(static_cast<const float*>(first) + place);
-}
-
-constexpr bool is_coded(Format format) { return kBits[static_cast<int>(format)] == 4; }
 
 // Bytes of so many inputs in a panel.
 template <Format format>
 constexpr int64_t bytes_of(int64_t inputs) {
-  return is_coded(format) ? (inputs + 1) / 2 * kWidth : inputs * kWidth * kBits[static_cast<int>(format)] / 8;
+  return inputs * kWidth * kBits[static_cast<int>(format)] / 8;
 }
 
-// The doubles of 4-bit floats, of the lowest bits of each lane: a magnitude is the nibble of a constant that the lower
-// three bits name.
-inline Floats doubles_of(Words codes) {
-  const Words magnitudes = (0xc8643210u - Words{}) >> ((codes & 7) << 2) & 15;
-  const Floats values = __builtin_convertvector(reinterpret_cast<Ints>(magnitudes), Floats);
-  Words bits;
-  memcpy(&bits, &values, sizeof(bits));
-  return as_floats(bits | (codes & 8) << 28);
-}
-
-// The weights of one input in a part of a panel: its vectors part, part + kParts, ..., V in all. Of two inputs of 4 bits
-// that share lanes, `input` names the first, and `second` which is meant.
-template <Format format, int V, int second>
+// The weights of one input in a part of a panel: its vectors part, part + kParts, ..., V in all.
+template <Format format, int V>
 inline void widen(const void* panel, int64_t input, int part, Floats (&w)[V]) {
   constexpr int kParts = VECTORS / V;
   const char* at = static_cast<const char*>(panel) + bytes_of<format>(input);
@@ -134,33 +38,13 @@ inline void widen(const void* panel, int64_t input, int part, Floats (&w)[V]) {
     static_assert(VECTORS == 4, "a lane of 32 bits holds four outputs");
     const Words lanes = load<Words>(at);
     for (int i = 0; i < V; ++i) {
-      const int output = part + i * kParts;
-      if constexpr (format == Format::kFp4) {
-        w[i] = doubles_of(lanes >> (4 * (output + 4 * second)));
-      } else if constexpr (format == Format::kUint4) {
-        w[i] = __builtin_convertvector(reinterpret_cast<Ints>(lanes >> (4 * (output + 4 * second)) & 15), Floats);
-      } else if constexpr (format == Format::kInt4) {
-        const Words top = lanes << (28 - 4 * (output + 4 * second));
-        w[i] = __builtin_convertvector(reinterpret_cast<Ints>(top ^ 0x80000000u) >> 28, Floats);
-      } else {
-        w[i] = __builtin_convertvector(reinterpret_cast<Ints>(lanes << (24 - 8 * output)) >> 24, Floats);
-      }
+      w[i] = __builtin_convertvector(reinterpret_cast<Ints>(lanes << (24 - 8 * (part + i * kParts))) >> 24, Floats);
     }
   }
 }
 
-template <Format format, int R, int V, int second>
-inline void add_products(const float* const* x, const void* panel, int64_t input, int part, Floats (&sum)[R][V]) {
-  Floats w[V];
-  widen<format, V, second>(panel, input, part, w);
-  for (int r = 0; r < R; ++r) {
-    Floats value = splat(x[r][input + second]);
-    for (int i = 0; i < V; ++i) sum[r][i] += value * w[i];
-  }
-}
-
-// The part of what is multiplied next that the rows of a tile ask memory for, from here on so many bytes for each input
-// (for two of those that share lanes as they are multiplied). Else memory would rest while the tiles after the first multiply what that one has read.
+// The part of what is multiplied next that the rows of a tile ask memory for, from here on so many bytes for each input.
+// Else memory would rest while the tiles after the first multiply what that one has read.
 struct Ahead {
   const char* from;
   int64_t step;
@@ -168,14 +52,12 @@ struct Ahead {
 
 // sums[r] += x[r][begin:end] @ panel[begin:end], for R rows, V vectors of a panel's VECTORS at a time. Each pass asks
 // for its share of what is `ahead`. Where these are all rows and there is one pass, it asks for the weights of the next
-// inputs, since a processor reads ahead too little while it multiplies many rows. Memory holds weights in the format
-// `stored`, of which these may have been widened.
-template <Format format, Format stored, int R, int V, bool is_all>
+// inputs, since a processor reads ahead too little while it multiplies many rows.
+template <Format format, int R, int V, bool is_all>
 void multiply(const float* const* x, const void* panel, int64_t begin, int64_t end, float* sums, Ahead ahead) {
   constexpr int kParts = VECTORS / V;
   constexpr bool is_only = is_all && kParts == 1;
-  constexpr int64_t kTogether = is_coded(format) ? 2 : 1;  // inputs that share lanes
-  constexpr int64_t kStride = bytes_of<stored>(kTogether), kMost = is_only ? kStride : kStride / 2;  // of a step
+  constexpr int64_t kStride = bytes_of<format>(1), kMost = is_only ? kStride : kStride / 2;  // of an input
   constexpr int64_t kAsked = kMost < 64 ? 64 : kMost;
   if (is_only) ahead.from = static_cast<const char*>(panel) + bytes_of<format>(begin) + kAhead;
   const int64_t step = is_all ? kStride / kParts : (ahead.step + kParts - 1) / kParts;
@@ -184,11 +66,15 @@ void multiply(const float* const* x, const void* panel, int64_t begin, int64_t e
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < V; ++i) sum[r][i] = load_floats(sums + r * kWidth + (part + i * kParts) * LANES);
     }
-    for (int64_t input = begin; input < end; input += kTogether) {
-      add_products<format, R, V, 0>(x, panel, input, part, sum);
+    for (int64_t input = begin; input < end; ++input) {
+      Floats w[V];
+      widen<format, V>(panel, input, part, w);
+      for (int r = 0; r < R; ++r) {
+        Floats value = splat(x[r][input]);
+        for (int i = 0; i < V; ++i) sum[r][i] += value * w[i];
+      }
       for (int64_t line = 0; line < kAsked; line += 64) __builtin_prefetch(ahead.from + line, 0, is_only ? 3 : 2);
       ahead.from += step;
-      if (kTogether == 2 && input + 1 < end) add_products<format, R, V, kTogether - 1>(x, panel, input, part, sum);
     }
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < V; ++i) store(sums + r * kWidth + (part + i * kParts) * LANES, sum[r][i]);
@@ -196,79 +82,42 @@ void multiply(const float* const* x, const void* panel, int64_t begin, int64_t e
   }
 }
 
-template <Format format, Format stored, int R>
+template <Format format, int R>
 void multiply_rows(int rows, const float* const* x, const void* panel, int64_t begin, int64_t end, float* sums,
                    bool is_all, Ahead ahead) {
   if constexpr (R > 1) {
-    if (rows < R) return multiply_rows<format, stored, R - 1>(rows, x, panel, begin, end, sums, is_all, ahead);
+    if (rows < R) return multiply_rows<format, R - 1>(rows, x, panel, begin, end, sums, is_all, ahead);
   }
   // so many vectors that the sums, the weights and one value of x stay in registers
   constexpr int kVectors = (R + 1) * VECTORS < REGISTERS ? VECTORS : VECTORS / 2;
-  auto* run = is_all ? multiply<format, stored, R, kVectors, true> : multiply<format, stored, R, kVectors, false>;
+  auto* run = is_all ? multiply<format, R, kVectors, true> : multiply<format, R, kVectors, false>;
   run(x, panel, begin, end, sums, ahead);
-}
-
-inline float sum_of(const float* x, int64_t size) {
-  Floats sums = splat(0.0f);
-  int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) sums += load_floats(x + i);
-  float sum = 0.0f;
-  for (int lane = 0; lane < LANES; ++lane) sum += sums[lane];
-  for (; i < size; ++i) sum += x[i];
-  return sum;
-}
-
-// The weights of the inputs [begin, end) of a panel as float32 numbers [end - begin, kWidth].
-template <Format format>
-void widen_all(const void* panel, int64_t begin, int64_t end, float* to) {
-  Floats w[VECTORS];
-  const auto put = [&] {
-    for (int i = 0; i < VECTORS; ++i, to += LANES) store(to, w[i]);
-  };
-  for (int64_t input = begin; input < end; input += 2) {
-    __builtin_prefetch(static_cast<const char*>(panel) + bytes_of<format>(input) + kAhead);
-    widen<format, VECTORS, 0>(panel, input, 0, w), put();
-    if (input + 1 < end) widen<format, VECTORS, 1>(panel, input, 0, w), put();
-  }
 }
 
 template <Format format>
 void matmul_as(const Matmul& call, int64_t group, int64_t panel, int64_t begin, int64_t end) {
-  // many rows multiply weights of 4 bits that were widened once for all of them
-  const bool is_wide = is_coded(format) && end - begin > ROWS;
-  const int64_t at_once = kBlock * 8 / (kWidth * (is_wide ? 32 : kBits[static_cast<int>(format)]));  // inputs
+  const int64_t at_once = (end - begin > ROWS ? kBlock : kBlockOfOneTile) / bytes_of<format>(1);  // inputs
   const int64_t num_panels = (call.d_out + kWidth - 1) / kWidth, rows = end - begin;
   const int64_t place = group * num_panels + panel;  // of the panel
   const int64_t column = panel * kWidth, columns = least(kWidth, call.d_out - column);
   const char* weights = static_cast<const char*>(call.panels) + place * bytes_of<format>(call.d_in);
-  const int64_t num_blocks = (call.d_in + call.block - 1) / call.block;
-  float* sums = scratch(2 * rows * kWidth + kBlock / 4);
-  float *totals = sums + rows * kWidth, *wide = totals + rows * kWidth;
+  const int64_t num_blocks = blocks_of(call);
+  float* sums = scratch(2 * rows * kWidth);
+  float* totals = sums + rows * kWidth;
   memset(sums, 0, 2 * rows * kWidth * sizeof(float));
   for (int64_t block = 0; block < num_blocks; ++block) {
     const int64_t first = block * call.block, last = least(call.d_in, first + call.block);
     for (int64_t input = first; input < last; input += at_once) {
       const int64_t upto = least(last, input + at_once);
-      if constexpr (is_coded(format)) {
-        if (is_wide) widen_all<format>(weights, input, upto, wide);
-      }
       int64_t tiles = (rows + ROWS - 1) / ROWS;
-      // many rows are multiplied by an input at a time, of which 4 bits share lanes with another
-      const int64_t of_input = is_coded(format) ? bytes_of<format>(2) / 2 : bytes_of<format>(1);
-      const int64_t step = (of_input + tiles - 1) / tiles;
+      const int64_t step = (bytes_of<format>(1) + tiles - 1) / tiles;
       Ahead ahead = {weights + bytes_of<format>(upto) + kAhead, step};
       int tile;
       for (int64_t row = 0; row < rows; row += tile, --tiles) {
         tile = static_cast<int>((rows - row + tiles - 1) / tiles);  // tiles of like size
         const float* x[ROWS];
         for (int r = 0; r < tile; ++r) x[r] = call.x + call.order[begin + row + r] * call.d_in;
-        float* sum = &sums[row * kWidth];
-        if (is_wide) {
-          for (int r = 0; r < tile; ++r) x[r] += input;
-          multiply_rows<Format::kFloat32, format, ROWS>(tile, x, wide, 0, upto - input, sum, false, ahead);
-        } else {
-          multiply_rows<format, format, ROWS>(tile, x, weights, input, upto, sum, tile == rows, ahead);
-        }
+        multiply_rows<format, ROWS>(tile, x, weights, input, upto, &sums[row * kWidth], tile == rows, ahead);
         ahead.from += (upto - input) * step;
       }
     }
@@ -278,8 +127,8 @@ void matmul_as(const Matmul& call, int64_t group, int64_t panel, int64_t begin, 
       float of_x = 0.0f;
       if (call.offset) of_x = sum_of(call.x + call.order[begin + row] * call.d_in + first, last - first);
       for (int64_t i = 0; i < kWidth; i += LANES) {
-        Floats scaled = load_floats(sum + i) * load_scales(call, call.scale, place, block, num_blocks, i);
-        if (call.offset) scaled += load_scales(call, call.offset, place, block, num_blocks, i) * of_x;
+        Floats scaled = load_floats(sum + i) * load_scales<kWidth>(call, call.scale, place, block, num_blocks, i);
+        if (call.offset) scaled += load_scales<kWidth>(call, call.offset, place, block, num_blocks, i) * of_x;
         if (num_blocks > 1) {
           float* total = &totals[row * kWidth + i];
           store(total, load_floats(total) + scaled);
@@ -305,9 +154,7 @@ void matmul(const Matmul& call, int64_t group, int64_t panel, int64_t begin, int
     case Format::kFloat32: return matmul_as<Format::kFloat32>(call, group, panel, begin, end);
     case Format::kBfloat16: return matmul_as<Format::kBfloat16>(call, group, panel, begin, end);
     case Format::kInt8: return matmul_as<Format::kInt8>(call, group, panel, begin, end);
-    case Format::kInt4: return matmul_as<Format::kInt4>(call, group, panel, begin, end);
-    case Format::kUint4: return matmul_as<Format::kUint4>(call, group, panel, begin, end);
-    case Format::kFp4: return matmul_as<Format::kFp4>(call, group, panel, begin, end);
+    default: return;  // by tiles (codes_isa.h)
   }
 }
 
@@ -581,14 +428,6 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
   constexpr Run kRuns[] = {attend_stored<float>, attend_stored<PageBfloat16>, attend_stored<int8_t>, attend_stored<PageFloat8>};
   kRuns[static_cast<int>(call.stored)](call, sequence, kv_head, begin, end);
 }
-
-// The last vector of a row, of which only `count` floats exist.
-inline Floats load_part(const float* from, int64_t count) {
-  Floats to = splat(0.0f);
-  memcpy(&to, from, count * sizeof(float));
-  return to;
-}
-inline void store_part(float* to, Floats from, int64_t count) { memcpy(to, &from, count * sizeof(float)); }
 
 void norm(const Norm& call, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {

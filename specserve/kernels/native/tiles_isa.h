@@ -9,90 +9,23 @@
 //                              sums [rows, kWidth] = the rows that were split, times a panel's weights in so many steps.
 //                              The first chunk asks memory for weights ahead. What lies behind the parts may be read, up
 //                              to a whole tile, and sums of more rows may be written, up to kRows
-//
-// Nothing of the standard library that leaves code of its own is used here (see library.h).
 #pragma once
 
-#include <immintrin.h>
-#include <string.h>
-
-#include "kernels.h"
+#define LANES 16
+#include "digits_isa.h"
 
 namespace specserve {
 namespace {
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-
 constexpr int kOutputs = 16;           // of a tile
 constexpr int kWidth = 4 * kOutputs;   // of a panel, whose tiles of weights follow each other
-constexpr int kLine = 64;              // bytes
 constexpr int64_t kTileBytes = 1024;   // of weights
 constexpr int64_t kStep = 4 * kTileBytes;
-
-inline Floats whole(const float* from) {
-  Floats to;
-  memcpy(&to, from, sizeof(to));
-  return to;
-}
-
-// A vector of which only `count` numbers exist, none if it is below 1.
-inline Floats part(const float* from, int64_t count) {
-  Floats to = Floats{};
-  if (count >= 16) return whole(from);
-  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
-  return to;
-}
-
-inline Floats halves_at(const void* from) {
-  return reinterpret_cast<Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from))));
-}
-
-// 16 scales or offsets: of a block (of so many) of a panel of so many outputs, from the output `at` on.
-template <int width>
-inline Floats scales_at(const Matmul& call, const void* first, int64_t panel, int64_t block, int64_t blocks,
-                        int64_t at) {
-  if (call.scales == Scales::kTwoLevels) {
-    const int64_t super = panel * ((blocks + kTogether - 1) / kTogether) + block / kTogether;
-    const char* from = static_cast<const char*>(first) + super * kSuperBytes * width;
-    const char* numbers = from + (2 + block % kTogether) * width + at;
-    const __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers)));
-    return halves_at(from + 2 * at) * reinterpret_cast<Floats>(_mm512_cvtepi32_ps(wide));
-  }
-  const int64_t place = (panel * blocks + block) * width + at;
-  if (call.scales == Scales::kFloat16) return halves_at(static_cast<const uint16_t*>(first) + place);
-  return whole(static_cast<const float*>(first) + place);
-}
-
-inline void put(float* to, Floats from) { memcpy(to, &from, sizeof(from)); }
-
-// Of which only `count` places exist.
-inline void put_part(float* to, Floats from, int64_t count) {
-  if (count >= 16) return put(to, from);
-  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
-}
-
-inline Words bits_of(Floats x) {
-  Words bits;
-  memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
-inline float sum_of(const float* x, int64_t size) {
-  Floats sums = Floats{};
-  for (int64_t at = 0; at < size; at += 16) sums += part(x + at, size - at);
-  float sum = 0.0f;
-  for (int lane = 0; lane < 16; ++lane) sum += sums[lane];
-  return sum;
-}
 
 template <class Way>
 int64_t steps_of_block(const Matmul& call) {
   return (least(call.block, call.d_in) + Way::kInputs - 1) / Way::kInputs;
 }
-
-inline int64_t blocks_of(const Matmul& call) { return (call.d_in + call.block - 1) / call.block; }
 
 template <class Way>
 int64_t row_bytes(const Matmul& call) {
@@ -123,7 +56,7 @@ void multiply_chunk(const Matmul& call, int64_t group, int64_t panel, int64_t be
     Way::template multiply<is_first>(parts + block * rows * Way::row_bytes(steps), weights + block * steps * kStep, steps, rows, sums);
     if (!call.scale) continue;
     const auto at_block = [&](const void* first, int64_t at) {
-      return scales_at<kWidth>(call, first, group * num_panels + panel, block, num_blocks, at);
+      return load_scales<kWidth>(call, first, group * num_panels + panel, block, num_blocks, at);
     };
     for (int64_t row = 0; row < rows; ++row) {
       float of_x = 0.0f;
@@ -132,18 +65,18 @@ void multiply_chunk(const Matmul& call, int64_t group, int64_t panel, int64_t be
         of_x = sum_of(call.x + call.order[begin + row] * call.d_in + first, inputs);
       }
       for (int64_t at = 0; at < columns; at += 16) {
-        Floats sum = whole(sums + row * kWidth + at) * at_block(call.scale, at);
+        Floats sum = load_floats(sums + row * kWidth + at) * at_block(call.scale, at);
         if (call.offset) sum += at_block(call.offset, at) * of_x;
-        put(totals + row * kWidth + at, block ? whole(totals + row * kWidth + at) + sum : sum);
+        store(totals + row * kWidth + at, block ? load_floats(totals + row * kWidth + at) + sum : sum);
       }
     }
   }
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t place = call.order[begin + row] * call.d_out + column;
     for (int64_t at = 0; at < columns; at += 16) {
-      Floats total = whole(totals + row * kWidth + at);
-      if (call.add) total += part(call.add + place + at, columns - at);
-      put_part(call.y + place + at, total, columns - at);
+      Floats total = load_floats(totals + row * kWidth + at);
+      if (call.add) total += load_part(call.add + place + at, columns - at);
+      store_part(call.y + place + at, total, columns - at);
     }
   }
 }

@@ -1,0 +1,271 @@
+// Products of weights of 4 bits as sums of products of bytes, for which no floats are made of the weights. Activations are
+// cut into digits (digits_isa.h), those of a chunk of inputs with one unit.
+#pragma once
+
+#include "digits_isa.h"
+
+namespace specserve {
+namespace {
+namespace codes {
+
+typedef uint8_t Quads __attribute__((vector_size(4 * LANES)));  // four inputs of each output
+
+constexpr int kLanes = 4;   // bytes of a lane
+constexpr int kInputs = 8;  // of a lane of weights: of a step
+constexpr int kParts = kInputs / kLanes;
+
+// What an instruction set says of itself:
+//
+//   kChunk      inputs at most that share a unit, and whose products a sum can hold
+//   kVectors    of a panel
+//   kRows       that are multiplied together, whose sums stay in registers
+//   kIsSigned   whether weights are bytes with a sign, and not positive ones
+//   Sum         sums of products of bytes, for each output of a vector: begin, add for each four inputs, wide
+//   begin_of    what a digit's Sum begins with, by the sums of its inputs 4 i, 4 i + 1, 4 i + 2 and 4 i + 3, and by what is
+//               added to weights that are to be positive
+#if defined(__AVX512VNNI__)
+constexpr int64_t kChunk = int64_t{1} << 32;  // all of a block
+constexpr int kVectors = 2, kRows = 4;
+constexpr bool kIsSigned = false;
+typedef Ints Sum;
+inline int32_t begin_of(const int32_t (&sums)[kLanes], int added) {
+  return -added * (sums[0] + sums[1] + sums[2] + sums[3]);
+}
+inline Sum begin(int32_t from) { return from - Ints{}; }
+inline void add(Sum& sum, Quads weights, Ints digits) {
+  sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)digits);
+}
+inline Ints wide(Sum sum) { return sum; }
+#elif LANES >= 8
+// Two products at a time in 16 bits. Sums may leave these on the way, since what they begin with brings them back.
+constexpr int64_t kChunk = 32;
+constexpr int kVectors = 2, kRows = 2;
+constexpr bool kIsSigned = false;
+typedef int16_t Sum __attribute__((vector_size(4 * LANES)));
+static_assert(kChunk / 2 * 15 * 128 < 1 << 15, "the sums of a chunk fit into 16 bits");
+inline int32_t begin_of(const int32_t (&sums)[kLanes], int added) {
+  const int32_t low = -added * (sums[0] + sums[1]), high = -added * (sums[2] + sums[3]);
+  return static_cast<int32_t>((static_cast<uint32_t>(low) & 0xffff) | static_cast<uint32_t>(high) << 16);
+}
+inline Sum begin(int32_t from) { return (Sum)(from - Ints{}); }
+#if LANES == 8
+inline Sum products(Quads weights, Ints digits) { return (Sum)_mm256_maddubs_epi16((__m256i)weights, (__m256i)digits); }
+inline Ints wide(Sum sum) { return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
+#else
+inline Sum products(Quads weights, Ints digits) { return (Sum)_mm512_maddubs_epi16((__m512i)weights, (__m512i)digits); }
+inline Ints wide(Sum sum) { return (Ints)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)); }
+#endif
+inline void add(Sum& sum, Quads weights, Ints digits) {
+  sum += products(weights, digits);
+  __asm__("" : "+v"(sum));  // else GCC makes many products before it adds them, for which there are no registers
+}
+#else
+constexpr int64_t kChunk = 32;
+constexpr int kVectors = 4;
+constexpr bool kIsSigned = true;
+inline int32_t begin_of(const int32_t (&)[kLanes], int) { return 0; }
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr int kRows = 2;
+typedef int32x4_t Sum;
+inline Sum begin(int32_t) { return vdupq_n_s32(0); }
+inline void add(Sum& sum, Quads weights, Ints digits) { sum = vdotq_s32(sum, (int8x16_t)weights, (int8x16_t)digits); }
+inline Ints wide(Sum sum) { return (Ints)sum; }
+#else
+constexpr int kRows = 1;
+struct Sum {
+  int16x8_t low, high;  // of two outputs each
+};
+inline Sum begin(int32_t) { return {vdupq_n_s16(0), vdupq_n_s16(0)}; }
+inline void add(Sum& sum, Quads weights, Ints digits) {
+  sum.low = vmlal_s8(sum.low, vget_low_s8((int8x16_t)weights), vget_low_s8((int8x16_t)digits));
+  sum.high = vmlal_high_s8(sum.high, (int8x16_t)weights, (int8x16_t)digits);
+}
+inline Ints wide(Sum sum) { return (Ints)vpaddq_s32(vpaddlq_s16(sum.low), vpaddlq_s16(sum.high)); }
+#endif
+#endif
+
+constexpr int64_t kPanel = kVectors * LANES;  // outputs of a panel
+constexpr int64_t kStep = 4 * kPanel;         // bytes of a step of weights
+constexpr int64_t kAhead = 4096;              // bytes; see kernels_isa.h
+
+// What makes weights positive: 8 (but for those that begin at 0), or 12 (e2m1, whose doubles go from -12 to 12).
+template <Format format>
+constexpr int kAdded = kIsSigned || format == Format::kUint4 ? 0 : format == Format::kInt4 ? 8 : 12;
+
+// Of a row's chunk: what its digits are multiples of, its sum, and what each digit's sums of products begin with.
+struct Head {
+  float unit, sum;
+  int32_t begin[kDigits], unused[3];
+};
+
+// A row is [block, chunk: Head | block, chunk, digit, input].
+struct Shape {
+  int64_t blocks, chunks, steps, digit;  // blocks; chunks and steps of a block; bytes of a chunk's digit
+
+  static Shape of(const Matmul& call) {
+    const int64_t steps = (least(call.block, call.d_in) + kInputs - 1) / kInputs, inputs = steps * kInputs;
+    return {blocks_of(call), (inputs + kChunk - 1) / kChunk, steps, (least(inputs, kChunk) + 15) / 16 * 16};
+  }
+
+  int64_t head_bytes() const { return blocks * chunks * static_cast<int64_t>(sizeof(Head)); }
+  int64_t row_bytes() const {
+    return (head_bytes() + blocks * chunks * kDigits * digit + kLine - 1) / kLine * kLine;
+  }
+};
+
+int64_t row_bytes(const Matmul& call) { return Shape::of(call).row_bytes(); }
+
+template <Format format>
+void split(const Matmul& call, int64_t begin, int64_t end, char* to) {
+  const Shape shape = Shape::of(call);
+  for (int64_t row = begin; row < end; ++row, to += shape.row_bytes()) {
+    char *head_at = to, *digits = to + shape.head_bytes();
+    for (int64_t i = 0; i < shape.blocks * shape.chunks; ++i, head_at += sizeof(Head), digits += kDigits * shape.digit) {
+      const int64_t of_block = i % shape.chunks * kChunk, first = i / shape.chunks * call.block + of_block;
+      const int64_t inputs = least(kChunk, least(call.block - of_block, call.d_in - first));
+      const float* x = call.x + call.order[row] * call.d_in + first;
+      Head head = {};
+      const float factor = factor_of(x, inputs, head.unit);
+      Ints sums[kDigits] = {};
+      for (int64_t at = 0; at < shape.digit; at += LANES) {
+        cut(load_part(x + at, inputs - at), factor, digits + at, shape.digit, sums);
+      }
+      int64_t sum = 0;
+      for (int digit = 0; digit < kDigits; ++digit) {
+        int32_t of_lanes[kLanes] = {};
+        for (int lane = 0; lane < LANES; ++lane) of_lanes[lane % kLanes] += sums[digit][lane];
+        head.begin[digit] = begin_of(of_lanes, kAdded<format>);
+        sum = sum * 256 + of_lanes[0] + of_lanes[1] + of_lanes[2] + of_lanes[3];
+      }
+      head.sum = static_cast<float>(sum) * head.unit;
+      memcpy(head_at, &head, sizeof(head));
+    }
+  }
+}
+
+// The bytes of a table of 16 that these name.
+inline Quads look_up(const int8_t (&table)[16], Quads names) {
+#if LANES == 16
+  return (Quads)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(table)), (__m512i)names);
+#elif LANES == 8
+  return (Quads)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(table)), (__m256i)names);
+#else
+  return (Quads)vqtbl1q_s8(load<int8x16_t>(table), (uint8x16_t)names);
+#endif
+}
+
+// The weights of a lane's first four inputs as bytes, or those of the others.
+template <Format format>
+inline Quads bytes_of(Quads lanes, int part) {
+  const Quads numbers = part ? lanes >> 4 : lanes & 15;
+  if constexpr (format == Format::kFp4) {
+    constexpr int8_t kZero = kIsSigned ? 0 : kAdded<Format::kFp4>;
+    constexpr int8_t kDoubles[16] = {kZero, kZero + 1, kZero + 2, kZero + 3, kZero + 4, kZero + 6, kZero + 8, kZero + 12,
+                                     kZero, kZero - 1, kZero - 2, kZero - 3, kZero - 4, kZero - 6, kZero - 8, kZero - 12};
+    return look_up(kDoubles, numbers);
+  }
+  return kIsSigned && format == Format::kInt4 ? numbers - 8 : numbers;
+}
+
+// What the sums of three digits come to, by their unit.
+inline Floats number_of(const Sum (&sums)[kDigits]) {
+  Floats number = Floats{};
+  for (int digit = 0; digit < kDigits; ++digit) {
+    number = number * 256.0f + __builtin_convertvector(wide(sums[digit]), Floats);
+  }
+  return number;
+}
+
+// y of R rows and one panel. The first rows of a unit ask memory for weights ahead.
+template <Format format, int R>
+void multiply(const Matmul& call, const Shape& shape, int64_t panel, const int32_t* order, const char* rows,
+              int64_t column, bool is_first) {
+  const int64_t per_row = shape.row_bytes();
+  const char* weights = static_cast<const char*>(call.panels) + panel * shape.blocks * shape.steps * kStep;
+  const char *head_at = rows, *digits = rows + shape.head_bytes();  // of the first row's chunk
+  Floats totals[kVectors][R];
+  for (int i = 0; i < kVectors * R; ++i) totals[i / R][i % R] = Floats{};
+  for (int64_t block = 0; block < shape.blocks; ++block) {
+    for (int64_t step = 0, upto; step < shape.steps; step = upto) {
+      upto = least(shape.steps, step + kChunk / kInputs);
+      const Head* heads[R];
+      Sum sums[kVectors][R][kDigits];
+      for (int r = 0; r < R; ++r) {
+        heads[r] = reinterpret_cast<const Head*>(head_at + r * per_row);
+        for (int digit = 0; digit < kDigits; ++digit) {
+          for (int v = 0; v < kVectors; ++v) sums[v][r][digit] = begin(heads[r]->begin[digit]);
+        }
+      }
+      const char* at = digits;
+      for (int64_t i = step; i < upto; ++i, weights += kStep, at += kInputs) {
+        for (int64_t line = 0; is_first && line < kStep; line += kLine) __builtin_prefetch(weights + kAhead + line);
+        for (int part = 0; part < kParts; ++part) {
+          Quads bytes[kVectors];
+          for (int v = 0; v < kVectors; ++v) bytes[v] = bytes_of<format>(load<Quads>(weights + v * 4 * LANES), part);
+          for (int r = 0; r < R; ++r) {
+            for (int digit = 0; digit < kDigits; ++digit) {
+              const char* from = at + r * per_row + digit * shape.digit + part * kLanes;
+              for (int v = 0; v < kVectors; ++v) add(sums[v][r][digit], bytes[v], load<int32_t>(from) - Ints{});
+            }
+          }
+        }
+      }
+      for (int v = 0; v < kVectors; ++v) {
+        const Floats scale = load_scales<kPanel>(call, call.scale, panel, block, shape.blocks, v * LANES);
+        for (int r = 0; r < R; ++r) totals[v][r] += number_of(sums[v][r]) * heads[r]->unit * scale;
+        if (!call.offset) continue;
+        const Floats offset = load_scales<kPanel>(call, call.offset, panel, block, shape.blocks, v * LANES);
+        for (int r = 0; r < R; ++r) totals[v][r] += offset * heads[r]->sum;
+      }
+      head_at += sizeof(Head), digits += kDigits * shape.digit;
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t from = column + v * LANES, y = order[r] * call.d_out + from;
+      Floats total = totals[v][r];
+      if (call.add) total += load_part(call.add + y, call.d_out - from);
+      store_part(call.y + y, total, call.d_out - from);
+    }
+  }
+}
+
+template <Format format, int R>
+void multiply_rows(int64_t count, const Matmul& call, const Shape& shape, int64_t panel, const int32_t* order,
+                   const char* rows, int64_t column, bool is_first) {
+  if constexpr (R > 1) {
+    if (count < R) return multiply_rows<format, R - 1>(count, call, shape, panel, order, rows, column, is_first);
+  }
+  multiply<format, R>(call, shape, panel, order, rows, column, is_first);
+}
+
+template <Format format>
+void matmul(const Matmul& call, int64_t group, int64_t first, int64_t last, int64_t begin, int64_t end,
+            const char* rows) {
+  const Shape shape = Shape::of(call);
+  const int64_t num_panels = (call.d_out + kPanel - 1) / kPanel, per_row = shape.row_bytes();
+  for (int64_t panel = first; panel < last; ++panel) {
+    int64_t tile;
+    for (int64_t row = begin; row < end; row += tile) {
+      const int64_t left = end - row, tiles = (left + kRows - 1) / kRows;
+      tile = (left + tiles - 1) / tiles;  // tiles of like size
+      multiply_rows<format, kRows>(tile, call, shape, group * num_panels + panel, call.order + row,
+                                   rows + (row - begin) * per_row, panel * kPanel, row == begin);
+    }
+  }
+}
+
+template <Format format>
+constexpr Tiles kTiles = {kPanel, kInputs, 1, 48, row_bytes, split<format>, matmul<format>};
+
+}  // namespace codes
+
+// Has these kernels multiply weights of 4 bits so.
+inline void add_codes(Kernels& kernels) {
+  kernels.tiles[static_cast<int>(Format::kInt4)] = &codes::kTiles<Format::kInt4>;
+  kernels.tiles[static_cast<int>(Format::kUint4)] = &codes::kTiles<Format::kUint4>;
+  kernels.tiles[static_cast<int>(Format::kFp4)] = &codes::kTiles<Format::kFp4>;
+}
+
+}  // namespace
+}  // namespace specserve
