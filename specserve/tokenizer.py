@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 # letters of bytes that UTF-8 has nowhere, which some byte-level vocabularies leave out
 _IN_NO_TEXT = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 GENERIC_CLASS = "TokenizersBackend"  # transformers' class for a tokenizer.json alone
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
@@ -30,10 +31,16 @@ class Tokenizer:
     """The tokenizer of one model folder, and its chat template. Threads may share it."""
 
     def __init__(
-        self, backend: Any, end_ids: Collection[int] = (), template_kwargs: Mapping[str, Any] | None = None
+        self,
+        backend: Any,
+        end_ids: Collection[int] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        sampling_defaults: Mapping[str, float] | None = None,
     ) -> None:
-        """Take a transformers tokenizer, and the ids besides its EOS that end a turn. Callers use `load`."""
+        """Take a transformers tokenizer, the ids besides its EOS that end a turn, and the options of sampling that the
+        model recommends (`read_sampling_defaults`). Callers use `load`."""
         self._backend = backend
+        self.sampling_defaults = sampling_defaults or {}
         self.template = ChatTemplate(backend, template_kwargs or {})
         self._vocab_size = len(backend)
         added = backend.added_tokens_decoder.items()  # special without having a name, as Gemma's <end_of_turn> is
@@ -47,7 +54,8 @@ class Tokenizer:
         template does not read; never looks on the network."""
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder; expected a model folder with a tokenizer.json")
-        tokenizer = cls(_load_backend(folder), read_end_ids(folder), template_kwargs)
+        defaults = read_sampling_defaults(folder)
+        tokenizer = cls(_load_backend(folder), read_end_ids(folder), template_kwargs, defaults)
         tokenizer.template.check_kwargs(tokenizer.template.kwargs)
         return tokenizer
 
@@ -281,6 +289,19 @@ def read_end_ids(folder: Path) -> tuple[int, ...]:
                 found += _as_ids(part.get("eos_token_id"), f"{folder / where}: eos_token_id")
     own = _own_end(folder)
     return tuple(dict.fromkeys(found if own is None else [*found, own]))
+
+
+def read_sampling_defaults(folder: Path) -> Mapping[str, float]:
+    """Read the options of sampling that a model folder's generation_config.json recommends, by vLLM's names, for requests
+    that leave them out. Raises CheckpointError."""
+    stated = _read_object(folder / "generation_config.json")
+    found = {name: stated[name] for name in SAMPLING_DEFAULTS if stated.get(name) is not None}
+    for name, value in found.items():
+        if type(value) not in (int, float):
+            raise CheckpointError(
+                f"{folder / 'generation_config.json'}: {name}: expected a number, got {json.dumps(value)}"
+            )
+    return found
 
 
 def _as_ids(value: Any, where: str) -> list[int]:

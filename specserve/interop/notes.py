@@ -45,7 +45,7 @@ def log_training(notes: Mapping[str, Any], folder: Path, target: Path, fingerpri
     """Log what a head in a folder was trained beside, where that is another target than the one in the folder `target`
     that it is served beside, of this fingerprint and in so many bits, or that target with an adapter."""
     stated, trained_on = notes.get("quantization", "none"), notes.get("target_fingerprint")
-    if stated != quantization:
+    if stated != quantization and {stated, quantization} != {"none", "stored"}:  # these are the same numbers
         logger.warning(
             "%s was trained against a target with quantization %s and is served with %s: its acceptance may be lower",
             *(folder, stated, quantization),

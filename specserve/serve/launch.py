@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from jax.sharding import Mesh
 
 from specserve import host
-from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_few_bits, load_target
+from specserve.checkpoints.form import own_form
+from specserve.checkpoints.load import Quantization, Target, in_few_bits, load_target
 from specserve.checkpoints.source import BUNDLED, resolve_target
 from specserve.checkpoints.tensors import is_file
 from specserve.drafters.interface import Head, other_head
@@ -92,7 +93,7 @@ def load_models(
     draft: str,
     *,
     has_tokenizer: bool = True,
-    quantization: Quantization | Literal[""] = "",  # of the target; empty: as when the head was trained
+    quantization: Quantization | Literal[""] = "",  # of the target; empty: `own_form`
     draft_quantization: Quantization | Literal[""] = "",  # of the head; empty: as its notes say
     is_checked: bool = False,  # every weight must be a number
     mesh: Mesh | None = None,  # the mesh to spread both over
@@ -105,8 +106,7 @@ def load_models(
     source = resolve_target(name)
     if has_tokenizer:
         check_files(source.folder)
-    stated = notes.get("quantization", "none")
-    own_quantization = quantization or (stated if stated in QUANTIZATIONS else "none")
+    own_quantization = quantization or own_form(notes.get("quantization", "none"), source.folder, mesh)
     dtype = default_dtype()
     how: dict[str, Any] = {"quantization": own_quantization, "mesh": mesh, "is_checked": is_checked}
     loaded = load_target(source.folder, dtype=dtype, merging=merging, is_served=True, **how)

@@ -66,7 +66,8 @@ class ServeRun:
         "",
         scope=PROGRAM,
         help="weights of the target in few bits: int8, fp8 or int4 (groups of 32 inputs) rounds them at load, stored "
-        "keeps a checkpoint's own, none restores floats; empty: as the head was trained, else none",
+        "keeps a checkpoint's own, none restores floats; empty: as the head was trained, else stored on one CPU with "
+        "native kernels, and none",
     )
     draft_quantization: Literal["", "none", "stored", "int8", "fp8", "int4"] = setting(
         "",
@@ -130,6 +131,11 @@ class ServeRun:
     )
     host: str = setting("127.0.0.1", scope=LISTENER, help="address to listen on")
     port: int = setting(8000, scope=LISTENER, help="port to listen on; 0: any free one", ge=0, le=65535)
+    sampling_defaults: Literal["model", "openai"] = setting(
+        "model",
+        help="temperature, top_p, top_k, min_p and repetition_penalty of requests that leave them out; model: as the "
+        "target's generation_config.json recommends, where it does; openai: 1 and none of the others",
+    )
     tool_parser: ToolParser = setting(
         "auto",
         help="how the target calls tools; auto: as its chat template does, or where that shows no known way, as a "

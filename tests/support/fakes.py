@@ -59,6 +59,7 @@ class FakeTokenizer:
     has_chat_template = True
     template = FakeTemplate()
     special_token_ids = end_ids = frozenset[int]()
+    sampling_defaults: Mapping[str, float] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

@@ -57,7 +57,9 @@ inline Ints wide(Sum sum) { return (Ints)_mm512_madd_epi16((__m512i)sum, _mm512_
 #endif
 inline void add(Sum& sum, Quads weights, Ints digits) {
   sum += products(weights, digits);
+#if defined(__AVX2__)
   __asm__("" : "+v"(sum));  // else GCC makes many products before it adds them, for which there are no registers
+#endif
 }
 #else
 constexpr int64_t kChunk = 32;

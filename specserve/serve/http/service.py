@@ -4,17 +4,18 @@ Every route that generates makes its body into one of OpenAI's, and has its own 
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
 
-from specserve.errors import RequestError
+from specserve.errors import ConfigError, RequestError
 from specserve.serve.engine.interface import EngineLike
 from specserve.serve.http.admin.metrics import Metrics
 from specserve.serve.http.formats.reasoning import AnswerSyntax
-from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
+from specserve.serve.http.openai.bodies import ChatBody, CompletionBody, SamplingBody
 from specserve.serve.http.openai.completions import ChatFormat, CompletionFormat
 from specserve.serve.http.openai.fields import Body, UnknownFields, check_body, parse_body
 from specserve.serve.http.openai.logprobs import TokenTexts
@@ -34,13 +35,32 @@ from specserve.serve.http.transport.guard import read_body
 from specserve.serve.http.transport.json_codec import write_json
 from specserve.serve.http.transport.threads import CallQueue, in_thread
 from specserve.serve.http.transport.tracing import Tracing
-from specserve.serve.requests.request import MAX_CHOICES
+from specserve.serve.requests.request import MAX_CHOICES, SamplingParams
 from specserve.serve.settings import ServeRun
+from specserve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _JSON = "application/json"
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold events back
 _T = TypeVar("_T")
 _BodyT = TypeVar("_BodyT", bound=Body)
+
+
+def sampling_defaults(tokenizer: Tokenizer) -> Mapping[str, float]:
+    """Return what requests have where they leave options of sampling out, by the model's generation_config.json. Raises
+    ConfigError where an option's value can be none."""
+    defaults = tokenizer.sampling_defaults
+    try:
+        SamplingParams(**defaults)
+    except RequestError as error:
+        raise ConfigError(
+            f"generation_config.json of the target: {error}; mend it, or start with --sampling-defaults openai"
+        ) from None
+    if defaults:
+        named = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        logger.info("requests have %s where they say nothing else, by the target's generation_config.json", named)
+    return defaults
 
 
 class Service:
@@ -58,6 +78,7 @@ class Service:
         self.metrics = metrics
         self.syntax = AnswerSyntax(engine.tokenizer, run.tool_parser, run.reasoning_parser)
         self.texts = TokenTexts(engine.tokenizer)
+        self._defaults = sampling_defaults(engine.tokenizer) if run.sampling_defaults == "model" else {}
         self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if run.allow_unknown_fields else None
         self._tracing, self._listen, self._allows_priority = tracing, listen, run.allow_priority
         self._names_version = run.allow_update_weights
@@ -66,7 +87,14 @@ class Service:
 
     def check(self, body_type: type[_BodyT], value: Mapping[str, Any]) -> _BodyT:
         """Read a checked body from this object. Raises RequestError."""
-        return check_body(body_type, value, self._unknown_fields)
+        return self._filled(check_body(body_type, value, self._unknown_fields))
+
+    def _filled(self, body: _BodyT) -> _BodyT:
+        """Return the body with the model's options of sampling in place of those that the client has left out."""
+        if not isinstance(body, SamplingBody):
+            return body
+        left_out = self._defaults.keys() - body.model_fields_set
+        return body.model_copy(update={name: self._defaults[name] for name in left_out}) if left_out else body
 
     def completion(self, body: CompletionBody, reply_format: ReplyFormat | None = None) -> Work:
         """Make the work of a body of /v1/completions; another route's `reply_format` may spell it. Raises
@@ -173,7 +201,7 @@ class Service:
         """Return what `use` makes of a request's checked body, off the event loop: parsing and tokenizing a large body
         takes seconds, in which other requests' streams go on. Raises RequestError."""
         raw = await read_body(http)
-        return await in_thread(lambda: use(parse_body(body_type, raw, self._unknown_fields)), size=len(raw))
+        return await in_thread(lambda: use(self._filled(parse_body(body_type, raw, self._unknown_fields))), size=len(raw))
 
     def generate(
         self, app: FastAPI, path: str, body_type: type[_BodyT], make_work: Callable[[_BodyT], Work], **types: Any

@@ -231,17 +231,18 @@ class SamplingBody(GrammarFields):
     min_tokens: Int64 = SamplingParams.min_tokens
     """No end of sequence and no stop token id comes before so many tokens."""
     temperature: float = SamplingParams.temperature
-    """0 is greedy."""
+    """0 is greedy. Where it or one of the next four is left out, the model's generation_config.json may say another value
+    than this default (`--sampling-defaults`)."""
     top_p: float = SamplingParams.top_p
     top_k: Int64 = SamplingParams.top_k
     """0 and -1: off."""
     min_p: float = SamplingParams.min_p
+    repetition_penalty: float = SamplingParams.repetition_penalty
+    """Over the tokens of prompt and answer."""
     presence_penalty: float = SamplingParams.presence_penalty
     """Over the tokens of the answer."""
     frequency_penalty: float = SamplingParams.frequency_penalty
     """Over the tokens of the answer."""
-    repetition_penalty: float = SamplingParams.repetition_penalty
-    """Over the tokens of prompt and answer."""
     logit_bias: Biases = Field(default_factory=dict)
     """From token ids, in plain decimal, to biases: `{"42": -100}`."""
     allowed_token_ids: TokenIds | None = None
