@@ -40,7 +40,7 @@ class Tokenizer:
         """Take a transformers tokenizer, the ids besides its EOS that end a turn, and the options of sampling that the
         model recommends (`read_sampling_defaults`). Callers use `load`."""
         self._backend = backend
-        self.sampling_defaults = sampling_defaults or {}
+        self._sampling_defaults = sampling_defaults or {}
         self.template = ChatTemplate(backend, template_kwargs or {})
         self._vocab_size = len(backend)
         added = backend.added_tokens_decoder.items()  # special without having a name, as Gemma's <end_of_turn> is
@@ -105,6 +105,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self.template.exists
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """The options of sampling that the model recommends (`read_sampling_defaults`)."""
+        return self._sampling_defaults
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text. Raises RequestError on a lone surrogate, which no UTF-8 text can hold."""
@@ -292,8 +297,8 @@ def read_end_ids(folder: Path) -> tuple[int, ...]:
 
 
 def read_sampling_defaults(folder: Path) -> Mapping[str, float]:
-    """Read the options of sampling that a model folder's generation_config.json recommends, by vLLM's names, for requests
-    that leave them out. Raises CheckpointError."""
+    """Read the options of sampling that a model folder's generation_config.json recommends, by vLLM's names, for
+    requests that leave them out. Raises CheckpointError."""
     stated = _read_object(folder / "generation_config.json")
     found = {name: stated[name] for name in SAMPLING_DEFAULTS if stated.get(name) is not None}
     for name, value in found.items():

@@ -45,7 +45,7 @@ _INT64 = {-(2**63), 2**63 - 1}  # bounds that every integer has
 def reference() -> str:
     """Return the reference: every route, then every object."""
     template = SimpleNamespace(mentions=lambda _: False, reads_tools=False)
-    tokenizer = SimpleNamespace(template=template, has_chat_template=False, special_token_ids=())
+    tokenizer = SimpleNamespace(template=template, has_chat_template=False, special_token_ids=(), sampling_defaults={})
     engine: Any = SimpleNamespace(model_name="model", tokenizer=tokenizer, stats=None)
 
     def described(**settings: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Run the products of kernels for processors that are not at hand, in place of tests that skip these instruction sets.
 
-`python tools/check_kernels.py` takes g++ for AVX-512's kernels, with VNNI and AMX, whose instructions are then C++ functions
-(tools/emulated), and `apt install g++-aarch64-linux-gnu qemu-user-static` (Debian) for ARM's, NEON's and those with dot
-products, which are compiled across and run under QEMU. It exits with status 1 where a product is wrong.
+`python tools/check_kernels.py` takes g++ for AVX-512's kernels, with VNNI and AMX, whose instructions are C++ functions
+then (tools/emulated), and `apt install g++-aarch64-linux-gnu qemu-user-static` (Debian) for ARM's, NEON's and those
+with dot products, which are compiled across and run under QEMU. It exits with status 1 where a product is wrong.
 
 What is checked is the law of the other instruction sets' tests, for each format of weights and the ways that scales of
 4-bit numbers lie: each number is x @ w within what rounding explains, and a row is the same to the bit whatever is
@@ -26,7 +26,12 @@ def check(compiler: str, names: tuple[str, ...], flags: dict[str, tuple[str, ...
     those of the library and of the compiler where the processor is another."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        for path in (*build.FOLDER.glob("*.h"), *build.FOLDER.glob("*.cc"), HARNESS, *(() if run else EMULATED.glob("*.h"))):
+        for path in (
+            *build.FOLDER.glob("*.h"),
+            *build.FOLDER.glob("*.cc"),
+            HARNESS,
+            *(() if run else EMULATED.glob("*.h")),
+        ):
             shutil.copy(path, folder)
         objects = []
         for source in (*(f"isa_{name}.cc" for name in names), HARNESS.name):

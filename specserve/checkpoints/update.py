@@ -64,8 +64,8 @@ def other_target(
         return dataclasses.replace(served, params=found.params)
     if quantization == "stored":
         raise ConfigError(
-            "the target is served as its files store it (--quantization stored), so give the folder of the new version; "
-            "with --quantization none arrays can be taken"
+            "the target is served as its files store it (--quantization stored), so give the folder of the new "
+            "version; with --quantization none it takes arrays"
         )
     if isinstance(given, TargetParams):
         given = dataclasses.replace(given, layers=tuple(each_layer(given.layers)))

@@ -27,6 +27,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
 
 from specserve.checkpoints.configs import find_config
+from specserve.checkpoints.form import has_few_bits
 from specserve.checkpoints.gguf import weights
 from specserve.checkpoints.gguf.blocks import WHOLE_NUMBERS
 from specserve.checkpoints.gguf.container import read_gguf
@@ -148,6 +149,7 @@ def test_matrices_of_a_type_are_the_packages(kind: Kind, tmp_path: Path, caplog:
     stored = load_target(resolve_target(str(tmp_path / NAME)).folder, dtype="float32", quantization="stored").params
     kept = [leaf for leaf in jax.tree.leaves(stored, is_leaf=_is_matrix) if _is_matrix(leaf)]
     assert len(kept) == (3 * 7 + 1 if kind in WHOLE_NUMBERS else 0)  # the router is small, the embedding looked up
+    assert has_few_bits(resolve_target(str(tmp_path / NAME)).folder) == bool(kept)
     restored = jax.tree.map(lambda x: dequantize(x, np.float32) if _is_matrix(x) else x, stored, is_leaf=_is_matrix)
     jax.tree.map(np.testing.assert_array_equal, restored, found.params)
 

@@ -16,6 +16,7 @@ import spread
 import tiny
 
 from specserve import mesh
+from specserve.checkpoints.form import has_few_bits
 from specserve.checkpoints.load import QUANTIZATIONS, load_params, load_target
 from specserve.checkpoints.quantized import Storing, read_storing
 from specserve.checkpoints.tensors import TensorFolder, write_tensors
@@ -325,6 +326,7 @@ def test_experts_that_mlx_keeps_in_one_tensor_are_those_of_the_checkpoint(
     one, other = (load_target(folder, dtype="float32").params for folder in folders)
     jax.tree.map(np.testing.assert_array_equal, one, other)
     load_target(folders[0], dtype="float32", quantization="stored")
+    assert [has_few_bits(folder) for folder in folders] == [True, False]
 
 
 def test_inputs_that_fill_no_word_are_cut(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -13,7 +13,9 @@ from specserve.serve.http.app import create_app
 
 _TEMPLATE = SimpleNamespace(mentions=lambda _: False)
 _ENGINE: Any = SimpleNamespace(
-    model_name="", tokenizer=SimpleNamespace(template=_TEMPLATE, has_chat_template=False), stats=None
+    model_name="",
+    tokenizer=SimpleNamespace(template=_TEMPLATE, has_chat_template=False, sampling_defaults={}),
+    stats=None,
 )
 TYPES: dict[str, Any] = types_of(create_app(_ENGINE)) | {"error": ERRORS}
 

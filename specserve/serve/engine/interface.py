@@ -77,6 +77,11 @@ class TokenizerLike(Protocol):
     @property
     def has_chat_template(self) -> bool: ...
 
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """The options of sampling that the model recommends to requests that leave them out, by vLLM's names."""
+        ...
+
     def info(self) -> Mapping[str, Any]:
         """Return its class, special tokens and chat template, by their names in a tokenizer_config.json."""
         ...

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
 
 from specserve.errors import ConfigError, RequestError
-from specserve.serve.engine.interface import EngineLike
+from specserve.serve.engine.interface import EngineLike, TokenizerLike
 from specserve.serve.http.admin.metrics import Metrics
 from specserve.serve.http.formats.reasoning import AnswerSyntax
 from specserve.serve.http.openai.bodies import ChatBody, CompletionBody, SamplingBody
@@ -37,7 +37,6 @@ from specserve.serve.http.transport.threads import CallQueue, in_thread
 from specserve.serve.http.transport.tracing import Tracing
 from specserve.serve.requests.request import MAX_CHOICES, SamplingParams
 from specserve.serve.settings import ServeRun
-from specserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +46,10 @@ _T = TypeVar("_T")
 _BodyT = TypeVar("_BodyT", bound=Body)
 
 
-def sampling_defaults(tokenizer: Tokenizer) -> Mapping[str, float]:
+def sampling_defaults(tokenizer: TokenizerLike) -> Mapping[str, Any]:
     """Return what requests have where they leave options of sampling out, by the model's generation_config.json. Raises
     ConfigError where an option's value can be none."""
-    defaults = tokenizer.sampling_defaults
+    defaults: Mapping[str, Any] = tokenizer.sampling_defaults
     try:
         SamplingParams(**defaults)
     except RequestError as error:
@@ -201,7 +200,9 @@ class Service:
         """Return what `use` makes of a request's checked body, off the event loop: parsing and tokenizing a large body
         takes seconds, in which other requests' streams go on. Raises RequestError."""
         raw = await read_body(http)
-        return await in_thread(lambda: use(self._filled(parse_body(body_type, raw, self._unknown_fields))), size=len(raw))
+        return await in_thread(
+            lambda: use(self._filled(parse_body(body_type, raw, self._unknown_fields))), size=len(raw)
+        )
 
     def generate(
         self, app: FastAPI, path: str, body_type: type[_BodyT], make_work: Callable[[_BodyT], Work], **types: Any

@@ -43,7 +43,9 @@ def taken(request: pytest.FixtureRequest, fake_engine: FakeEngine) -> Iterator[t
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-@pytest.mark.parametrize("sent", [{}, {"temperature": 0.0}, {"temperature": None, "top_p": 1.0}, {"top_k": 3, "min_p": 0}])
+@pytest.mark.parametrize(
+    "sent", [{}, {"temperature": 0.0}, {"temperature": None, "top_p": 1.0}, {"top_k": 3, "min_p": 0}]
+)
 def test_what_is_left_out_is_the_models(taken, fake_engine, path, body, sent):
     which, client = taken
     if path == "/v1/messages":
@@ -51,7 +53,9 @@ def test_what_is_left_out_is_the_models(taken, fake_engine, path, body, sent):
     reply = client.post(path, json=body | _nested(path, sent))
     assert reply.status_code == 200, reply.text
     params = fake_engine.requests[-1].params
-    defaults = RECOMMENDED if which == "model" else {name: getattr(SamplingParams(), name) for name in SAMPLING_DEFAULTS}
+    defaults = (
+        RECOMMENDED if which == "model" else {name: getattr(SamplingParams(), name) for name in SAMPLING_DEFAULTS}
+    )
     given = {name: value for name, value in sent.items() if value is not None}
     assert {name: getattr(params, name) for name in SAMPLING_DEFAULTS} == defaults | given
     if path == "/v1/responses":

@@ -231,8 +231,8 @@ class SamplingBody(GrammarFields):
     min_tokens: Int64 = SamplingParams.min_tokens
     """No end of sequence and no stop token id comes before so many tokens."""
     temperature: float = SamplingParams.temperature
-    """0 is greedy. Where it or one of the next four is left out, the model's generation_config.json may say another value
-    than this default (`--sampling-defaults`)."""
+    """0 is greedy. Of it and the next four, the model's generation_config.json may have other defaults
+    (`--sampling-defaults`)."""
     top_p: float = SamplingParams.top_p
     top_k: Int64 = SamplingParams.top_k
     """0 and -1: off."""
