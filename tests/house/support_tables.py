@@ -62,8 +62,9 @@ WEIGHTS: dict[str, tuple[str, str, str, str]] = {  # --quantization: what it rea
     "stored": (
         "those layouts stay in 8 bits, with their scales and offsets, and in native kernels what fits in 4 bits in 4, "
         "exactly, on GPUs and TPUs with scales and offsets in bfloat16; act-order, 8-bit GPTQ, MLX and "
-        "compressed-tensors with zeros, and GGUF's IQ1 to IQ3, TQ1 and TQ2 become floats",
-        *("runs", "compiled", "compiled"),
+        "compressed-tensors with zeros, and GGUF's IQ1 to IQ3, TQ1 and TQ2 become floats; how `serve` holds them on "
+        "one CPU with native kernels where nothing else is asked",
+        *("measured (GGUF)", "compiled", "compiled"),
     ),
     "int8": ("rounded to INT8 at load, with a scale for each output", "measured", EXPERTS_ALONE, EXPERTS_ALONE),
     "int4": (

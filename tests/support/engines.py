@@ -7,7 +7,7 @@ import random
 import string
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,7 @@ class Letters:
     vocab_size = VOCAB
     special_token_ids = frozenset({0, EOS})
     end_ids = frozenset({EOS})
+    sampling_defaults: Mapping[str, float] = {}
     has_chat_template, template = False, SimpleNamespace(mentions=lambda _word: False)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
