@@ -280,7 +280,10 @@ int main() {
   const Kernels neon = *specserve::kernels_neon(), dotprod = with(neon, "dotprod", specserve::use_dotprod);
   return check(neon) || check(dotprod);
 #else
+  const Kernels avx2 = *specserve::kernels_avx2();
   const Kernels avx512 = *specserve::kernels_avx512(), vnni = with(avx512, "vnni", specserve::use_vnni);
-  return check(avx512) || check(vnni) || check(with(vnni, "amx", specserve::use_amx));
+  const auto use_avxvnni = [](Kernels& kernels) { specserve::use_avxvnni(kernels); };
+  return check(avx2) || check(with(avx2, "avxvnni", use_avxvnni)) || check(avx512) || check(vnni) ||
+         check(with(vnni, "amx", specserve::use_amx));
 #endif
 }

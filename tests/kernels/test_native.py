@@ -46,7 +46,7 @@ from specserve.kernels.rowwise import (
 pytestmark = pytest.mark.skipif(not native.is_available(), reason=native.describe())
 
 
-SETS = ["amx", "vnni", "avx512", "avx2"] if build.machine() == "x86_64" else ["dotprod", "neon"]
+SETS = ["amx", "vnni", "avx512", "avxvnni", "avx2"] if build.machine() == "x86_64" else ["dotprod", "neon"]
 
 
 @pytest.fixture(scope="module", autouse=True, params=SETS)

@@ -2,6 +2,7 @@
 or of another XLA is not used, and that too is one line."""
 
 import logging
+import shlex
 import shutil
 import subprocess
 
@@ -58,6 +59,20 @@ def test_a_variant_is_compiled_with_its_flags_and_on_its_machine_alone(folder, v
     (folder / f"some_{variant}.cc").write_text(f"#if !({' && '.join(macros)})\n#error without its flags\n#endif\n")
     assert build.build_or_say(folder, folder) is None
     assert (folder / f"some_{variant}.cc" in build.sources(folder)) == (machine == build.machine())
+
+
+@needs_compiler
+def test_a_compiler_that_does_not_know_a_new_flag_builds_without_it(folder, tmp_path, monkeypatch):
+    older = tmp_path / "older"
+    refuse = "".join(f'[ "$word" != {flag} ] || exit 1\n' for flag in build.NEW_FLAGS)
+    older.write_text(f'#!/bin/sh\nfor word; do\n{refuse}done\nexec {shlex.join(build.find_compiler())} "$@"\n')
+    older.chmod(0o755)
+    monkeypatch.setenv("CXX", str(older))
+    for variant, (machine, flags) in build.VARIANTS.items():
+        if machine == build.machine() and set(flags) & set(build.NEW_FLAGS):
+            (folder / f"some_{variant}.cc").write_text("")
+    assert build.build_or_say(folder, folder) is None
+    assert native.load(folder, ()).text == "tiny"
 
 
 @needs_compiler

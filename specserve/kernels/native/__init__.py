@@ -92,10 +92,10 @@ def tile_inputs(of: Format) -> int:
 
 def is_quick_with_bytes() -> bool:
     """Return whether a product of one row with int8 weights takes less time than one with bfloat16 weights, as it does
-    where the instruction set has wide vectors or tiles of bytes (docs/log.md). Elsewhere bytes take too long to
+    where the instruction set has wide vectors, or multiplies bytes (docs/log.md). Elsewhere bytes take too long to
     widen."""
     library = is_available() and _native().library
-    return bool(library) and _text(library, "specserve_kernels_instruction_set") in ("amx", "vnni", "avx512")
+    return bool(library) and _text(library, "specserve_kernels_instruction_set") not in ("avx2", "neon")
 
 
 def _number(name: str, of: Format) -> int:

@@ -36,10 +36,14 @@ VARIANTS = {
     "avx2": ("x86_64", _AVX2),
     "amx": ("x86_64", _AVX512),
     "vnni": ("x86_64", (*_AVX512, "-mavx512vnni")),
+    "avxvnni": ("x86_64", (*_AVX2, "-mavxvnni")),
     "avx512": ("x86_64", _AVX512),
     "neon": ("aarch64", ()),
     "dotprod": ("aarch64", ("-march=armv8.2-a+dotprod",)),
 }
+
+
+NEW_FLAGS = ("-mavxvnni",)  # GCC 11, Clang 12: what an older compiler compiles without
 
 
 class NotBuilt(Exception):
@@ -109,8 +113,14 @@ def find_headers() -> Path:
 def compile_command(compiler: list[str], source: Path, output: Path) -> list[str]:
     """The command that makes an object file of one source."""
     define = f'-DSPECSERVE_SOURCE_HASH="{source_hash(source.parent)}"'
-    flags = (*FLAGS, *_variant(source)[1], *_architecture(), "-isystem", str(find_headers()), define)
+    own = (flag for flag in _variant(source)[1] if flag not in NEW_FLAGS or _knows(compiler, flag))
+    flags = (*FLAGS, *own, *_architecture(), "-isystem", str(find_headers()), define)
     return [*compiler, *flags, "-c", str(source), "-o", str(output)]
+
+
+def _knows(compiler: list[str], flag: str) -> bool:
+    command = [*compiler, flag, "-E", "-x", "c++", os.devnull]
+    return not subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
 
 
 def _architecture() -> tuple[str, ...]:

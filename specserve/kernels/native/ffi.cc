@@ -72,7 +72,23 @@ bool has_tiles() {
 #endif
 }
 
-// AVX-512's, with products of 4-bit weights by VNNI.
+// Whether the processor has AVX's own dot products of bytes (bit 4 of EAX; CPUID leaf 7, subleaf 1).
+bool has_avx_vnni() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+
+// AVX2's, with products of whole numbers by these; null where the compiler did not know them.
+const Kernels* kernels_avxvnni() {
+  static const Kernels kernels = [] {
+    Kernels made = *kernels_avx2();
+    made.name = use_avxvnni(made) ? "avxvnni" : nullptr;
+    return made;
+  }();
+  return kernels.name ? &kernels : nullptr;
+}
+
+// AVX-512's, with products of whole numbers by VNNI.
 const Kernels* kernels_vnni() {
   static const Kernels kernels = [] {
     Kernels made = *kernels_avx512();
@@ -103,7 +119,7 @@ bool has_dot_products() {
 #endif
 }
 
-// NEON's, with products of 4-bit weights by dot products.
+// NEON's, with products of whole numbers by dot products.
 const Kernels* kernels_dotprod() {
   static const Kernels kernels = [] {
     Kernels made = *kernels_neon();
@@ -128,6 +144,7 @@ std::vector<const Kernels*> runnable() {
     found.push_back(kernels_avx512());
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    if (has_avx_vnni() && kernels_avxvnni()) found.push_back(kernels_avxvnni());
     found.push_back(kernels_avx2());
   }
 #elif defined(__aarch64__)

@@ -3,14 +3,14 @@
 #define ROWS 6       // of a tile
 #define REGISTERS 16 // that hold a vector
 #include "kernels_isa.h"
-#include "codes_isa.h"
+#include "bytes_isa.h"
 
 namespace specserve {
 
 const Kernels* kernels_avx2() {
   static const Kernels kernels = [] {
     Kernels made = {"avx2", kWidth, 8 * ROWS, matmul, attend, norm, gate, rotate, argmax};
-    add_codes(made);
+    multiply_bytes(made);
     return made;
   }();
   return &kernels;

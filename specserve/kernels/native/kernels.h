@@ -222,7 +222,9 @@ float* scratch(int64_t floats);
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();
 const Kernels* kernels_neon();
-// Have kernels, AVX-512's or NEON's, multiply weights by these instructions too, in the formats for which they are quicker.
+// Have kernels, AVX-512's, AVX2's or NEON's, multiply weights by these instructions too, in the formats for which they are
+// quicker. False where the compiler did not know them.
+bool use_avxvnni(Kernels& kernels);
 void use_vnni(Kernels& kernels);
 void use_amx(Kernels& kernels);
 void use_dotprod(Kernels& kernels);

@@ -1,4 +1,4 @@
-// The kernels but for products of 4-bit weights (codes_isa.h), written once. Each isa_*.cc compiles them for its
+// The kernels but for products of 4-bit weights (bytes_isa.h), written once. Each isa_*.cc compiles them for its
 // instruction set, with LANES floats to a vector, VECTORS of them to a panel, ROWS to a tile of a product, and REGISTERS
 // that hold a vector.
 
@@ -154,7 +154,7 @@ void matmul(const Matmul& call, int64_t group, int64_t panel, int64_t begin, int
     case Format::kFloat32: return matmul_as<Format::kFloat32>(call, group, panel, begin, end);
     case Format::kBfloat16: return matmul_as<Format::kBfloat16>(call, group, panel, begin, end);
     case Format::kInt8: return matmul_as<Format::kInt8>(call, group, panel, begin, end);
-    default: return;  // by tiles (codes_isa.h)
+    default: return;  // by tiles (bytes_isa.h)
   }
 }
 

@@ -1,18 +1,23 @@
-// Products of weights of 4 bits as sums of products of bytes, for which no floats are made of the weights. Activations are
-// cut into digits (digits_isa.h), those of a chunk of inputs with one unit.
+// Products of weights of 4 bits, and of 8 where an instruction adds four products to a sum of 32 bits, as sums of products
+// of bytes, for which no floats are made of the weights. Activations are cut into digits (digits_isa.h), those of a chunk
+// of inputs with one unit.
 #pragma once
 
 #include "digits_isa.h"
 
 namespace specserve {
 namespace {
-namespace codes {
+namespace bytes {
 
 typedef uint8_t Quads __attribute__((vector_size(4 * LANES)));  // four inputs of each output
 
-constexpr int kLanes = 4;   // bytes of a lane
-constexpr int kInputs = 8;  // of a lane of weights: of a step
-constexpr int kParts = kInputs / kLanes;
+constexpr int kLanes = 4;  // bytes of a lane
+
+// Inputs of a lane of weights, which are those of a step, and how many vectors of bytes they become.
+template <Format format>
+constexpr int kInputs = 32 / kBits[static_cast<int>(format)];
+template <Format format>
+constexpr int kParts = kInputs<format> / kLanes;
 
 // What an instruction set says of itself:
 //
@@ -23,24 +28,29 @@ constexpr int kParts = kInputs / kLanes;
 //   Sum         sums of products of bytes, for each output of a vector: begin, add for each four inputs, wide
 //   begin_of    what a digit's Sum begins with, by the sums of its inputs 4 i, 4 i + 1, 4 i + 2 and 4 i + 3, and by what is
 //               added to weights that are to be positive
-#if defined(__AVX512VNNI__)
+//   kHasInt8    whether weights of 8 bits are multiplied so too
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr int64_t kChunk = int64_t{1} << 32;  // all of a block
-constexpr int kVectors = 2, kRows = 4;
-constexpr bool kIsSigned = false;
+constexpr int kVectors = 2, kRows = LANES / 4;
+constexpr bool kIsSigned = false, kHasInt8 = true;
 typedef Ints Sum;
 inline int32_t begin_of(const int32_t (&sums)[kLanes], int added) {
   return -added * (sums[0] + sums[1] + sums[2] + sums[3]);
 }
 inline Sum begin(int32_t from) { return from - Ints{}; }
 inline void add(Sum& sum, Quads weights, Ints digits) {
+#if LANES == 16
   sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)digits);
+#else
+  sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)digits);
+#endif
 }
 inline Ints wide(Sum sum) { return sum; }
 #elif LANES >= 8
 // Two products at a time in 16 bits. Sums may leave these on the way, since what they begin with brings them back.
 constexpr int64_t kChunk = 32;
 constexpr int kVectors = 2, kRows = 2;
-constexpr bool kIsSigned = false;
+constexpr bool kIsSigned = false, kHasInt8 = false;
 typedef int16_t Sum __attribute__((vector_size(4 * LANES)));
 static_assert(kChunk / 2 * 15 * 128 < 1 << 15, "the sums of a chunk fit into 16 bits");
 inline int32_t begin_of(const int32_t (&sums)[kLanes], int added) {
@@ -62,18 +72,21 @@ inline void add(Sum& sum, Quads weights, Ints digits) {
 #endif
 }
 #else
-constexpr int64_t kChunk = 32;
 constexpr int kVectors = 4;
 constexpr bool kIsSigned = true;
 inline int32_t begin_of(const int32_t (&)[kLanes], int) { return 0; }
 #if defined(__ARM_FEATURE_DOTPROD)
+constexpr int64_t kChunk = int64_t{1} << 32;
 constexpr int kRows = 2;
+constexpr bool kHasInt8 = true;
 typedef int32x4_t Sum;
 inline Sum begin(int32_t) { return vdupq_n_s32(0); }
 inline void add(Sum& sum, Quads weights, Ints digits) { sum = vdotq_s32(sum, (int8x16_t)weights, (int8x16_t)digits); }
 inline Ints wide(Sum sum) { return (Ints)sum; }
 #else
+constexpr int64_t kChunk = 32;
 constexpr int kRows = 1;
+constexpr bool kHasInt8 = false;
 struct Sum {
   int16x8_t low, high;  // of two outputs each
 };
@@ -90,9 +103,12 @@ constexpr int64_t kPanel = kVectors * LANES;  // outputs of a panel
 constexpr int64_t kStep = 4 * kPanel;         // bytes of a step of weights
 constexpr int64_t kAhead = 4096;              // bytes; see kernels_isa.h
 
-// What makes weights positive: 8 (but for those that begin at 0), or 12 (e2m1, whose doubles go from -12 to 12).
+// What makes weights positive: 128 or 8 (but for those that begin at 0), or 12 (e2m1, whose doubles go from -12 to 12).
 template <Format format>
-constexpr int kAdded = kIsSigned || format == Format::kUint4 ? 0 : format == Format::kInt4 ? 8 : 12;
+constexpr int kAdded = kIsSigned || format == Format::kUint4 ? 0
+                       : format == Format::kInt8             ? 128
+                       : format == Format::kInt4             ? 8
+                                                             : 12;
 
 // Of a row's chunk: what its digits are multiples of, its sum, and what each digit's sums of products begin with.
 struct Head {
@@ -104,8 +120,8 @@ struct Head {
 struct Shape {
   int64_t blocks, chunks, steps, digit;  // blocks; chunks and steps of a block; bytes of a chunk's digit
 
-  static Shape of(const Matmul& call) {
-    const int64_t steps = (least(call.block, call.d_in) + kInputs - 1) / kInputs, inputs = steps * kInputs;
+  static Shape of(const Matmul& call, int64_t of_step) {
+    const int64_t steps = (least(call.block, call.d_in) + of_step - 1) / of_step, inputs = steps * of_step;
     return {blocks_of(call), (inputs + kChunk - 1) / kChunk, steps, (least(inputs, kChunk) + 15) / 16 * 16};
   }
 
@@ -115,11 +131,14 @@ struct Shape {
   }
 };
 
-int64_t row_bytes(const Matmul& call) { return Shape::of(call).row_bytes(); }
+template <Format format>
+int64_t row_bytes(const Matmul& call) {
+  return Shape::of(call, kInputs<format>).row_bytes();
+}
 
 template <Format format>
 void split(const Matmul& call, int64_t begin, int64_t end, char* to) {
-  const Shape shape = Shape::of(call);
+  const Shape shape = Shape::of(call, kInputs<format>);
   for (int64_t row = begin; row < end; ++row, to += shape.row_bytes()) {
     char *head_at = to, *digits = to + shape.head_bytes();
     for (int64_t i = 0; i < shape.blocks * shape.chunks; ++i, head_at += sizeof(Head), digits += kDigits * shape.digit) {
@@ -159,6 +178,7 @@ inline Quads look_up(const int8_t (&table)[16], Quads names) {
 // The weights of a lane's first four inputs as bytes, or those of the others.
 template <Format format>
 inline Quads bytes_of(Quads lanes, int part) {
+  if constexpr (format == Format::kInt8) return kIsSigned ? lanes : lanes ^ kAdded<format>;
   const Quads numbers = part ? lanes >> 4 : lanes & 15;
   if constexpr (format == Format::kFp4) {
     constexpr int8_t kZero = kIsSigned ? 0 : kAdded<Format::kFp4>;
@@ -189,7 +209,7 @@ void multiply(const Matmul& call, const Shape& shape, int64_t panel, const int32
   for (int i = 0; i < kVectors * R; ++i) totals[i / R][i % R] = Floats{};
   for (int64_t block = 0; block < shape.blocks; ++block) {
     for (int64_t step = 0, upto; step < shape.steps; step = upto) {
-      upto = least(shape.steps, step + kChunk / kInputs);
+      upto = least(shape.steps, step + kChunk / kInputs<format>);
       const Head* heads[R];
       Sum sums[kVectors][R][kDigits];
       for (int r = 0; r < R; ++r) {
@@ -199,9 +219,9 @@ void multiply(const Matmul& call, const Shape& shape, int64_t panel, const int32
         }
       }
       const char* at = digits;
-      for (int64_t i = step; i < upto; ++i, weights += kStep, at += kInputs) {
+      for (int64_t i = step; i < upto; ++i, weights += kStep, at += kInputs<format>) {
         for (int64_t line = 0; is_first && line < kStep; line += kLine) __builtin_prefetch(weights + kAhead + line);
-        for (int part = 0; part < kParts; ++part) {
+        for (int part = 0; part < kParts<format>; ++part) {
           Quads bytes[kVectors];
           for (int v = 0; v < kVectors; ++v) bytes[v] = bytes_of<format>(load<Quads>(weights + v * 4 * LANES), part);
           for (int r = 0; r < R; ++r) {
@@ -213,7 +233,8 @@ void multiply(const Matmul& call, const Shape& shape, int64_t panel, const int32
         }
       }
       for (int v = 0; v < kVectors; ++v) {
-        const Floats scale = load_scales<kPanel>(call, call.scale, panel, block, shape.blocks, v * LANES);
+        const Floats scale =
+            call.scale ? load_scales<kPanel>(call, call.scale, panel, block, shape.blocks, v * LANES) : splat(1.0f);
         for (int r = 0; r < R; ++r) totals[v][r] += number_of(sums[v][r]) * heads[r]->unit * scale;
         if (!call.offset) continue;
         const Floats offset = load_scales<kPanel>(call, call.offset, panel, block, shape.blocks, v * LANES);
@@ -244,7 +265,7 @@ void multiply_rows(int64_t count, const Matmul& call, const Shape& shape, int64_
 template <Format format>
 void matmul(const Matmul& call, int64_t group, int64_t first, int64_t last, int64_t begin, int64_t end,
             const char* rows) {
-  const Shape shape = Shape::of(call);
+  const Shape shape = Shape::of(call, kInputs<format>);
   const int64_t num_panels = (call.d_out + kPanel - 1) / kPanel, per_row = shape.row_bytes();
   for (int64_t panel = first; panel < last; ++panel) {
     int64_t tile;
@@ -258,15 +279,16 @@ void matmul(const Matmul& call, int64_t group, int64_t first, int64_t last, int6
 }
 
 template <Format format>
-constexpr Tiles kTiles = {kPanel, kInputs, 1, 48, row_bytes, split<format>, matmul<format>};
+constexpr Tiles kTiles = {kPanel, kInputs<format>, 1, 48, row_bytes<format>, split<format>, matmul<format>};
 
-}  // namespace codes
+}  // namespace bytes
 
-// Has these kernels multiply weights of 4 bits so.
-inline void add_codes(Kernels& kernels) {
-  kernels.tiles[static_cast<int>(Format::kInt4)] = &codes::kTiles<Format::kInt4>;
-  kernels.tiles[static_cast<int>(Format::kUint4)] = &codes::kTiles<Format::kUint4>;
-  kernels.tiles[static_cast<int>(Format::kFp4)] = &codes::kTiles<Format::kFp4>;
+// Has these kernels multiply whole numbers so.
+inline void multiply_bytes(Kernels& kernels) {
+  if constexpr (bytes::kHasInt8) kernels.tiles[static_cast<int>(Format::kInt8)] = &bytes::kTiles<Format::kInt8>;
+  kernels.tiles[static_cast<int>(Format::kInt4)] = &bytes::kTiles<Format::kInt4>;
+  kernels.tiles[static_cast<int>(Format::kUint4)] = &bytes::kTiles<Format::kUint4>;
+  kernels.tiles[static_cast<int>(Format::kFp4)] = &bytes::kTiles<Format::kFp4>;
 }
 
 }  // namespace
