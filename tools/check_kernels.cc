@@ -48,7 +48,7 @@ float widened(uint16_t half) {
   return value;
 }
 
-// How the scales of numbers of 4 bits lie: those of Q4_1, NVFP4's widened, groups of symmetric numbers, and K-quants.
+// How the scales of whole numbers lie: those of Q4_1, NVFP4's widened, groups of symmetric numbers, and K-quants.
 struct Blocks {
   int64_t inputs;  // that share a scale, and an offset where there are any
   Scales scales;
@@ -60,13 +60,14 @@ constexpr Blocks kBlocks[] = {{32, Scales::kFloat16, true},
                               {32, Scales::kFloat32, true},
                               {32, Scales::kTwoLevels, true}};
 constexpr int64_t kNumBlocks = sizeof kBlocks / sizeof *kBlocks;
+constexpr Blocks kWhole = {int64_t{1} << 32, Scales::kFloat32, false};  // a scale for all inputs of an output
 
 // A weight in panels, as kernels.h says that it lies, and what it is in float32.
 struct Weight {
   std::vector<uint8_t> panels;
   Blocks blocks;
-  std::vector<uint8_t> scale, offset;        // as kernels.h says that they lie; empty: none
-  std::vector<float> plain, magnitudes;      // [d_in, d_out]
+  std::vector<uint8_t> scale, offset;    // as kernels.h says that they lie; empty: none
+  std::vector<float> plain, magnitudes;  // [d_in, d_out]
 };
 
 // The number of a code of 4 bits.
@@ -145,10 +146,17 @@ Weight make(Format format, const Blocks& blocks, int64_t d_in, int64_t d_out, in
   if (is_coded(format)) return make_coded(format, blocks, d_in, d_out, width, random);
   std::normal_distribution<float> normal;
   const int64_t num_panels = (d_out + width - 1) / width;
+  const int64_t of_block = format == Format::kInt8 ? std::min(blocks.inputs, d_in) : d_in;
   const int64_t size = format == Format::kFloat32 ? 4 : format == Format::kBfloat16 ? 2 : 1, lanes = 4 / size;
-  const int64_t inputs = tile ? (d_in + tile - 1) / tile * tile : d_in;
+  const int64_t num_blocks = (d_in + of_block - 1) / of_block, steps = tile ? (of_block + tile - 1) / tile : 0;
+  const int64_t inputs = tile ? num_blocks * steps * tile : d_in;
   Weight made{std::vector<uint8_t>(num_panels * inputs * width * size), blocks};
-  made.plain.resize(d_in * d_out);
+  made.plain.resize(d_in * d_out), made.magnitudes.resize(d_in * d_out);
+  std::vector<float> scale, offset(num_panels * num_blocks * width);
+  if (format == Format::kInt8) {
+    made.scale = draw(blocks.scales, num_panels, num_blocks, width, random, scale);
+    if (blocks.has_offset) made.offset = draw(blocks.scales, num_panels, num_blocks, width, random, offset);
+  }
   for (int64_t i = 0; i < d_in; ++i) {
     for (int64_t j = 0; j < d_out; ++j) {
       float value = normal(random);
@@ -156,9 +164,11 @@ Weight make(Format format, const Blocks& blocks, int64_t d_in, int64_t d_out, in
       // outputs j and j + part share a lane of 32 bits, the first in its lowest bits
       int64_t element = ((panel * d_in + i) * part + place % part) * lanes + place / part;
       if (tile) {  // [panel, step, width / 16, tile / lanes, 16, lanes]
-        element = (panel * inputs + i / tile * tile) * width + (place / 16 * tile + i % tile / lanes * lanes) * 16;
-        element += place % 16 * lanes + i % lanes;
+        const int64_t step = i / of_block * steps + i % of_block / tile, input = i % of_block % tile;
+        element = (panel * inputs + step * tile) * width + (place / 16 * tile + input / lanes * lanes) * 16;
+        element += place % 16 * lanes + input % lanes;
       }
+      float added = 0;
       if (format == Format::kFloat32) {
         memcpy(&made.panels[element * 4], &value, 4);
       } else if (format == Format::kBfloat16) {
@@ -168,11 +178,13 @@ Weight make(Format format, const Blocks& blocks, int64_t d_in, int64_t d_out, in
       } else {
         value = fmaxf(-127.0f, fminf(127.0f, roundf(40.0f * value)));
         made.panels[element] = static_cast<uint8_t>(static_cast<int8_t>(value));
+        const int64_t at = (panel * num_blocks + i / of_block) * width + place;
+        value *= scale[at], added = offset[at];
       }
-      made.plain[i * d_out + j] = value;
+      made.plain[i * d_out + j] = value + added;
+      made.magnitudes[i * d_out + j] = fabsf(value) + fabsf(added);
     }
   }
-  for (float value : made.plain) made.magnitudes.push_back(fabsf(value));
   return made;
 }
 
@@ -188,9 +200,9 @@ std::vector<float> multiply(const Kernels& kernels, Format format, const Weight&
   call.start = start;
   if (!weight.scale.empty()) {
     call.scale = weight.scale.data(), call.offset = weight.blocks.has_offset ? weight.offset.data() : nullptr;
-    call.scales = weight.blocks.scales, call.block = weight.blocks.inputs;
+    call.scales = weight.blocks.scales, call.block = std::min(weight.blocks.inputs, d_in);
   }
-  if (const specserve::Tiles* tiles = kernels.tiles[static_cast<int>(format)]) {
+  if (const specserve::Tiles* tiles = specserve::find_tiles(kernels, format, call.block)) {
     const int64_t num_panels = (d_out + tiles->panel_width - 1) / tiles->panel_width;
     std::vector<char> split(tiles->row_block * tiles->row_bytes(call) + 1024);
     for (int64_t begin = 0; begin < rows; begin += tiles->row_block) {
@@ -220,8 +232,11 @@ int check(const Kernels& kernels) {
     const Format format = static_cast<Format>(number);
     for (int64_t d_in : {1, 5, 33, 512, 1100}) {
       for (int64_t d_out : {1, 16, 17, 65, 200}) {
-        const Blocks& blocks = kBlocks[next_blocks++ % kNumBlocks];
-        const specserve::Tiles* tiles = kernels.tiles[number];
+        const bool is_whole = kNumBlocks <= next_blocks % (2 * kNumBlocks) && !is_coded(format);
+        const Blocks& blocks = is_whole ? kWhole : kBlocks[next_blocks % kNumBlocks];
+        ++next_blocks;
+        const int64_t of_block = specserve::kBits[number] <= 8 ? std::min(blocks.inputs, d_in) : d_in;
+        const specserve::Tiles* tiles = specserve::find_tiles(kernels, format, of_block);
         const int64_t width = tiles ? tiles->panel_width : kernels.panel_width;
         const Weight weight = make(format, blocks, d_in, d_out, width, tiles ? tiles->inputs : 0, random);
         for (int64_t rows : {1, 2, 3, 4, 6, 7, 13, 49}) {

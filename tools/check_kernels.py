@@ -1,11 +1,12 @@
 """Run the products of kernels for processors that are not at hand, in place of tests that skip these instruction sets.
 
 `python tools/check_kernels.py` takes g++ for the kernels of AVX2, AVX-512, VNNI and AMX, whose instructions are C++
-functions then (tools/emulated), and `apt install g++-aarch64-linux-gnu qemu-user-static` (Debian) for ARM's, NEON's and those
-with dot products, which are compiled across and run under QEMU. It exits with status 1 where a product is wrong.
+functions then (tools/emulated), and `apt install g++-aarch64-linux-gnu qemu-user-static` (Debian) for ARM's, NEON's
+and those with dot products, which are compiled across and run under QEMU. It exits with status 1 where a product is
+wrong.
 
 What is checked is the law of the other instruction sets' tests, for each format of weights and the ways that scales of
-4-bit numbers lie: each number is x @ w within what rounding explains, and a row is the same to the bit whatever is
+whole numbers lie: each number is x @ w within what rounding explains, and a row is the same to the bit whatever is
 multiplied beside it. Times under emulation mean nothing.
 """
 
@@ -51,7 +52,7 @@ def main() -> None:
     if not (shutil.which(ACROSS) and emulator):
         sys.exit(f"{ACROSS} or {EMULATORS[0]} is not here: apt install g++-aarch64-linux-gnu qemu-user-static")
     as_if = ("-D__F16C__",)  # float16 numbers are widened by an instruction
-    flags = dict.fromkeys(("avx2", "avx512", "amx"), as_if)
+    flags: dict[str, tuple[str, ...]] = dict.fromkeys(("avx2", "avx512", "amx"), as_if)
     flags |= {"avxvnni": (*as_if, "-D__AVXVNNI__"), "vnni": (*as_if, "-D__AVX512VNNI__")}
     check("g++", tuple(flags), flags)
     check(ACROSS, ("neon", "dotprod"), {name: build.VARIANTS[name][1] for name in ("neon", "dotprod")}, emulator)

@@ -67,7 +67,7 @@ def lay_out(values: np.ndarray, format: native.Format, block: int) -> LaidOut:
     """Arrange a matrix [..., d_in, d_out] with a scale for each `block` inputs; numbers of 4 bits come as codes."""
     *stack, d_in, d_out = values.shape
     block = min(block, d_in)
-    width, tile = native.panel_width(format), native.tile_inputs(format)
+    width, tile = native.panel_width(format, block), native.tile_inputs(format, block)
     num_panels, is_coded = -(-d_out // width), format in FOUR_BIT_FORMATS
     lanes = _LANE_INPUTS if is_coded else 4 // values.dtype.itemsize  # numbers that share 32 bits
     padded = _fill_up(values, -1, num_panels * width)

@@ -161,7 +161,7 @@ def test_scales_of_two_levels_are_those_of_one(rng: np.random.Generator, kind: s
     """To the bit what float32 scales give, in 10 bits of each block. 18 blocks are no whole super-blocks."""
     weight = _weight(rng, kind, 18 * BLOCKS[kind], 70)
     packed = pack(weight)
-    width = native.panel_width(packed.format)
+    width = native.panel_width(packed.format, packed.block)
     assert packed.scale.shape[-4:] == (-(-70 // width), 3, 10, width)
     scale, offset = (
         None if each is None else jnp.asarray(by_panel(np.asarray(each), width))

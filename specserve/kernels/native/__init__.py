@@ -80,14 +80,15 @@ def describe() -> str:
     return _native().text
 
 
-def panel_width(of: Format) -> int:
-    """Return the number of outputs in a panel of a packed matrix. The instruction set decides."""
-    return _number("specserve_kernels_panel_width", of)
+def panel_width(of: Format, block: int) -> int:
+    """Return the number of outputs in a panel of a packed matrix, of which `block` inputs share a scale, at most all.
+    The instruction set decides."""
+    return _number("specserve_kernels_panel_width", of, block)
 
 
-def tile_inputs(of: Format) -> int:
+def tile_inputs(of: Format, block: int) -> int:
     """Return the number of inputs of a tile, where the processor multiplies such numbers by tiles; else 0."""
-    return _number("specserve_kernels_tile_inputs", of)
+    return _number("specserve_kernels_tile_inputs", of, block)
 
 
 def is_quick_with_bytes() -> bool:
@@ -98,12 +99,12 @@ def is_quick_with_bytes() -> bool:
     return bool(library) and _text(library, "specserve_kernels_instruction_set") not in ("avx2", "neon")
 
 
-def _number(name: str, of: Format) -> int:
+def _number(name: str, of: Format, block: int) -> int:
     library = _native().library
     assert library is not None, "packing is for native kernels"
     function = library[name]
-    function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_int64]
-    return function(FORMATS.index(of))
+    function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_int64, ctypes.c_int64]
+    return function(FORMATS.index(of), block)
 
 
 def serving(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

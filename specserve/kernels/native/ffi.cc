@@ -317,7 +317,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   call.block = block > 0 ? block : std::max<int64_t>(1, call.d_in);
   if (format < 0 || format >= kFormats) return refuse("format of a packed matrix");
   call.format = static_cast<Format>(format);
-  const Tiles* tiles = chosen->tiles[static_cast<int>(call.format)];
+  const Tiles* tiles = find_tiles(*chosen, call.format, std::min(call.block, call.d_in));
   const int64_t width = tiles ? tiles->panel_width : chosen->panel_width;
   const int64_t row_block = tiles ? tiles->row_block : chosen->row_block;
   const int64_t num_panels = (call.d_out + width - 1) / width;
@@ -701,8 +701,8 @@ ffi::Error angles(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
   return ffi::Error::Success();
 }
 
-const Tiles* tiles_of(const Kernels* chosen, int64_t format) {
-  return chosen && 0 <= format && format < kFormats ? chosen->tiles[format] : nullptr;
+const Tiles* tiles_of(const Kernels* chosen, int64_t format, int64_t block) {
+  return chosen && 0 <= format && format < kFormats ? find_tiles(*chosen, static_cast<Format>(format), block) : nullptr;
 }
 
 }  // namespace
@@ -724,16 +724,16 @@ SPECSERVE_EXPORT int64_t specserve_kernels_use(const char* name) {
   return 0;
 }
 
-// Outputs of a panel of a weight in this format (kernels.h).
-SPECSERVE_EXPORT int64_t specserve_kernels_panel_width(int64_t format) {
+// Outputs of a panel of a weight in this format (kernels.h), of which so many inputs share a scale, at most all.
+SPECSERVE_EXPORT int64_t specserve_kernels_panel_width(int64_t format, int64_t block) {
   const specserve::Kernels* chosen = specserve::kernels();
-  const specserve::Tiles* tiles = specserve::tiles_of(chosen, format);
+  const specserve::Tiles* tiles = specserve::tiles_of(chosen, format, block);
   return tiles ? tiles->panel_width : chosen ? chosen->panel_width : 0;
 }
 
 // Inputs of a tile of such a weight, 0 where it is not multiplied by tiles.
-SPECSERVE_EXPORT int64_t specserve_kernels_tile_inputs(int64_t format) {
-  const specserve::Tiles* tiles = specserve::tiles_of(specserve::kernels(), format);
+SPECSERVE_EXPORT int64_t specserve_kernels_tile_inputs(int64_t format, int64_t block) {
+  const specserve::Tiles* tiles = specserve::tiles_of(specserve::kernels(), format, block);
   return tiles ? tiles->inputs : 0;
 }
 

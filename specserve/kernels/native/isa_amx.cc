@@ -155,7 +155,9 @@ struct Int8 : Digits {
 }  // namespace
 
 void use_amx(Kernels& kernels) {
-  static constexpr Tiles bfloat16 = tiles_of<Bfloat16>(8), int8 = tiles_of<Int8>(25);
+  static constexpr Tiles bfloat16 = tiles_of<Bfloat16>(8);
+  static Tiles int8 = tiles_of<Int8>(25);
+  int8.of_less = kernels.tiles[static_cast<int>(Format::kInt8)];
   kernels.tiles[static_cast<int>(Format::kBfloat16)] = &bfloat16;
   kernels.tiles[static_cast<int>(Format::kInt8)] = &int8;
 }

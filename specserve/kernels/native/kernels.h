@@ -198,6 +198,7 @@ struct Tiles {
   // The panels [first, last) as in `Kernels::matmul`, of rows that were split, each chunk where the one before it ends.
   void (*matmul)(const Matmul&, int64_t group, int64_t first, int64_t last, int64_t begin, int64_t end,
                  const char* rows);
+  const Tiles* of_less = nullptr;  // for blocks of fewer inputs than a tile has, which would fill it in part; null: these
 };
 
 struct Kernels {
@@ -215,6 +216,12 @@ struct Kernels {
   void (*argmax)(const Argmax&, int64_t begin, int64_t end);
   const Tiles* tiles[kFormats] = {};  // by format; null: `matmul` multiplies it
 };
+
+// How weights of a format are multiplied that have blocks of so many inputs; null: by `Kernels::matmul`.
+inline const Tiles* find_tiles(const Kernels& kernels, Format format, int64_t block) {
+  const Tiles* tiles = kernels.tiles[static_cast<int>(format)];
+  return tiles && tiles->of_less && block < tiles->inputs ? tiles->of_less : tiles;
+}
 
 // So many floats for the calling thread, until it asks again; what they hold is undefined.
 float* scratch(int64_t floats);
