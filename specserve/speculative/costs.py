@@ -7,8 +7,10 @@ device, and a start on a busy machine may have measured anything. A way is a bat
 target alone are another one than those that the draft follows. Both logarithms are followed by a Kalman filter that
 keeps a variance for each of them, but no covariances. So a step that runs all the time teaches much about the moment
 and little about itself, one that has not been seen for long teaches much about itself, and ways to speculate stay
-comparable when they are seen at different moments. The noises below are shares of a step's time, and so the same for
-fast and slow machines.
+comparable when they are seen at different moments. The first steps of a way that are far off what is expected are laid
+to both alike, however little the moment has changed before: else a way that runs for the first time while the machine
+is slow would seem expensive long after. The noises below are shares of a step's time, and so the same for fast and slow
+machines.
 
 This is host code, like the controller, which uses it.
 """
@@ -27,6 +29,7 @@ READ_NOISE = 0.002  # seconds, of when the host reads the result of a call: it m
 STRETCH = 0.02  # seconds: calls of one program that follow each other are taken together until they take so long
 MOMENT_DRIFT = 0.05  # of the moment, from one stretch to the next, and less from a shorter one
 OWN_DRIFT = 0.02  # of a step's own factor, for each stretch of steps of any kind
+FAR_SIGMAS = 2.0  # of noise: a new way that is further off may be so by the moment as well as by itself
 MOST_SIGMAS = 3.0  # a step that is further off counts as if it were so far off
 
 _Way = tuple[int, Tree | None, bool]  # batch size, tree, and of the target alone
@@ -125,6 +128,10 @@ class ServedCosts:
         usual = self.measured[program] * math.exp(expected) * stretch.num_steps
         noise = STEP_NOISE**2 + (READ_NOISE / usual) ** 2
         variance = sum(share**2 * factor.variance for factor, share in shares) + noise
+        is_new = own.variance > UNKNOWN**2 / 2
+        if is_new and abs(math.log(took) - expected) > FAR_SIGMAS * math.sqrt(noise):
+            variance += max(0.0, own.variance - moment.variance)
+            moment.variance = max(moment.variance, own.variance)
         bound = MOST_SIGMAS * math.sqrt(variance)
         surprise = min(max(math.log(took) - expected, -bound), bound)
         for factor, share in shares:

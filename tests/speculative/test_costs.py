@@ -40,3 +40,19 @@ def test_steps_of_the_target_alone_are_not_taken_for_those_that_the_draft_follow
     _take_turns(costs, {FOLLOWED: 8e-4, CHAIN: 1.4e-3}, 30)
     assert costs.seconds(ALONE) / costs.seconds(CHAIN) == pytest.approx(6 / 14, rel=0.1)
     assert costs.seconds(FOLLOWED) / costs.seconds(CHAIN) == pytest.approx(8 / 14, rel=0.1)
+
+
+@pytest.mark.parametrize("slower", [1.5, 2.0, 3.0, 5.0])
+@pytest.mark.parametrize("num_slow", [1, 2, 5, 20])
+@pytest.mark.parametrize("num_after", [0, 1, 4])
+def test_a_way_that_first_runs_in_a_slow_moment_does_not_seem_expensive(
+    slower: float, num_slow: int, num_after: int
+) -> None:
+    """A larger batch comes while the machine is slow. Half of that is laid to its plain steps, and of this a half is
+    expected of a chain which never ran: more would have the chain taken where it does not pay."""
+    plain, tree = StepProgram(8, 8, is_alone=True), StepProgram(8, 8, chain(2))
+    costs = ServedCosts({ALONE: 0.03, CHAIN: 0.04, plain: 0.04, tree: 0.1})
+    _take_turns(costs, {ALONE: 0.03, CHAIN: 0.04}, 1)
+    for number in range(num_slow + num_after):
+        costs.observe(plain, 0.04 * (slower if number < num_slow else 1.0))
+    assert costs.seconds(plain) / costs.seconds(tree) < 1.05 * slower**0.25 * 0.04 / 0.1
