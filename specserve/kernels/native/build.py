@@ -41,8 +41,6 @@ VARIANTS = {
     "neon": ("aarch64", ()),
     "dotprod": ("aarch64", ("-march=armv8.2-a+dotprod",)),
 }
-
-
 NEW_FLAGS = ("-mavxvnni",)  # GCC 11, Clang 12: what an older compiler compiles without
 
 

@@ -218,7 +218,7 @@ struct Kernels {
 };
 
 // How weights of a format are multiplied that have blocks of so many inputs; null: by `Kernels::matmul`.
-inline const Tiles* find_tiles(const Kernels& kernels, Format format, int64_t block) {
+SPECSERVE_INLINE const Tiles* find_tiles(const Kernels& kernels, Format format, int64_t block) {
   const Tiles* tiles = kernels.tiles[static_cast<int>(format)];
   return tiles && tiles->of_less && block < tiles->inputs ? tiles->of_less : tiles;
 }
