@@ -37,7 +37,8 @@ from specserve.kernels.paged import PagedPrefix, kernel_for
 from specserve.kernels.pages import LARGEST, Pages
 from specserve.mesh import default_dtype
 from specserve.models.params import init_params, is_product
-from specserve.models.target import fuse_for_cpu, target_spec
+from specserve.models.served import fuse_for_cpu
+from specserve.models.target import target_spec
 from specserve.serve.launch import CACHE_DTYPES
 from specserve.train.speed import matmul_peak
 

@@ -28,6 +28,7 @@ LOCK_FILE = ".lock"  # of a folder that one process has for itself
 COMPILER_THREAD = "specserve-compiler"
 _LOWEST_PRIORITY = 19  # of nice(2)
 _LOW_PRIORITY = 13  # Linux shares a processor by weights, of which this has 56, and 0 has 1,024
+_is_own = False
 GPU_SHARE = "0.92"  # of its memory; the rest is for what the driver and libraries take besides
 
 
@@ -185,6 +186,26 @@ def without_collecting() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def own_process() -> None:
+    """Note that this process is specserve's alone, so that nothing else needs what its imports leave out."""
+    global _is_own
+    _is_own = True
+
+
+@contextlib.contextmanager
+def without_torch() -> Iterator[None]:
+    """Import within the context as where PyTorch is not installed, in a process that is specserve's alone. Libraries
+    that read tokenizers import it where it is there, which takes seconds and half a gigabyte; nothing here needs it."""
+    if not _is_own or "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def lower_priority() -> bool:

@@ -256,7 +256,8 @@ def _without_advice() -> Iterator[None]:
     logger = logging.getLogger("transformers")
     logger.addFilter(_reject)  # on this logger only: its children still warn, and levels stay as the user set them
     try:
-        yield
+        with host.without_torch():
+            yield
     finally:
         logger.removeFilter(_reject)
 

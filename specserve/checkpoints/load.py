@@ -5,9 +5,9 @@ than one tensor, and no device holds what is not its own.
 """
 
 import dataclasses
+import functools
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +19,22 @@ from jax.sharding import Mesh, Sharding
 
 from specserve.checkpoints.configs import loaded_config
 from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor, as_floats
-from specserve.checkpoints.quantized import PLAIN, UNUSED_SCALES, Storing, open_table, open_weight, read_storing
+from specserve.checkpoints.quantized import PLAIN, Storing, open_table, open_weight, read_storing
 from specserve.checkpoints.rounding import place_of_scale, round_at
-from specserve.checkpoints.sound import check_weights
+from specserve.checkpoints.sound import check_weights, not_finite, refuse_not_finite
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
+from specserve.checkpoints.unused import UNUSED, account_for, unused_tensors
 from specserve.errors import CheckpointError
-from specserve.kernels.matmul import QuantizedMatrix, Rounded, Weight, dequantize, experts_in_nibbles, in_nibbles
+from specserve.kernels import native
+from specserve.kernels.matmul import QuantizedMatrix, Rounded, dequantize
 from specserve.kernels.nibbles import PLATFORMS
 from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
+from specserve.models.served import is_on_one_cpu, served
 from specserve.models.sharding import check_fits, place_target, spread_kv_heads
 from specserve.models.stacked import looped
-from specserve.models.target import TargetParams, target_spec, with_own_head
+from specserve.models.target import Layer, TargetParams, target_spec, with_own_head
 from specserve.tokenizer import read_end_ids
 
 if TYPE_CHECKING:
@@ -45,39 +48,6 @@ Tree = TypeVar("Tree")
 Quantization = Literal["none", "stored", "int8", "fp8", "int4"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "stored", "int8", "fp8", "int4")
 
-TIED, AS_VOCABULARY = "tied to the embedding", "read as the draft vocabulary"
-_COMPUTED, _ZEROS = "rotary buffers, computed here", "biases of zeros, which add nothing"
-_NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED, _ZEROS))  # reasons that a user need not know
-_HASHING = r"(.*\.)?ple_embedding\.(layer_multipliers|ngram_heads_(offsets|vocab_sizes))"
-_SKIPPED = {
-    r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED,
-    _HASHING: "numbers of hashes, computed here",
-    r"(.*\.)?hyper_connection_mixer\.block_inject_weight\..*": "weights of streams that nothing is added to",
-    **UNUSED_SCALES,
-}
-# layers of multi-token prediction, by family
-_FURTHER = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "nemotron_h"), r"mtp\..*"),
-    "deepseek_v4": r"(model\.)?mtp\..*",
-    "mimo": r"model\.mtp_layers\..*",
-    "mimo_v2_flash": r"model\.mtp\..*",
-}
-# families whose checkpoints append such layers to the model's own, and the key that counts them
-_PREDICTS_FURTHER = {
-    "deepseek_v3": "num_nextn_predict_layers",
-    "deepseek_v32": "num_nextn_predict_layers",
-    "glm_moe_dsa": "num_nextn_predict_layers",
-    "glm5_next": "num_nextn_predict_layers",
-    "glm5_next_text": "num_nextn_predict_layers",
-    "kimi_k2": "num_nextn_predict_layers",
-    "glm4_moe": "num_nextn_predict_layers",
-    "glm4_moe_lite": "num_nextn_predict_layers",
-    "minimax_m2": "num_mtp_modules",
-    "bailing_moe": "num_nextn_predict_layers",
-    "bailing_moe_v2": "num_nextn_predict_layers",
-    "bailing_moe_linear": "num_nextn_predict_layers",
-    "bailing_hybrid": "num_nextn_predict_layers",
-}
 LEAST_SHARE = (4 + 2 * 16 / 128) / 8  # of 8 bits: 4, and a scale and an offset of 16 for 128 inputs or fewer
 # compiled, so that nothing of a parameter's size is made on the way
 _dequantize = jax.jit(dequantize, static_argnames="dtype")
@@ -87,10 +57,6 @@ _dequantize = jax.jit(dequantize, static_argnames="dtype")
 _round_at = jax.jit(round_at, static_argnames=("to", "place"))
 # one program for all compiles faster than one for each
 _round_all = jax.jit(lambda *lists: list(map(round_at, *lists)), static_argnums=(1, 2))
-_OTHER_SENSES = (
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|patch_merge_mlp|audio_tower|vision_embedder|embed_(vision|audio))"
-    r"\..*"
-)
 
 
 @dataclass(frozen=True)
@@ -101,6 +67,15 @@ class Target:
     params: TargetParams
     eos_ids: tuple[int, ...]  # every id that ends a sequence
     folder: Path
+    reread: Callable[[], object] | None = None  # as they are stored, with each value looked at; raises CheckpointError
+
+    def check(self) -> None:
+        """Raise CheckpointError that names every tensor with a value that is not a number, or is infinite. Parameters
+        that were arranged as they were read are read once more."""
+        if self.reread is not None:
+            self.reread()
+        else:
+            check_weights(self.params, target_spec(self.config), str(self.folder))
 
 
 def load_target(
@@ -113,6 +88,7 @@ def load_target(
     is_served: bool = False,  # each device has its own KV head (`spread_kv_heads`), accelerators numbers of 4 bits in 4
     has_layers: bool = True,  # without them: embedding, final norm and output head alone
     is_looped: bool = False,  # layers that repeat are stacked where that pays, for programs that run over rows
+    is_arranged: bool = False,  # as steps take them (`models.served`), so that no matrix is there twice
     place: Callable[[ModelConfig, TargetParams, Mesh], TargetParams] = place_target,
     option: str = "--quantization",  # the option that chooses `quantization`, for the log
     tensors: TensorFolder | None = None,  # in place of the folder's own
@@ -129,16 +105,20 @@ def load_target(
     rename = renamer(tensors.names())
     spec = target_spec(config, has_own_head=has_own_head(quantization, is_one_device=mesh is None))
     places = place(config, spec, mesh) if mesh is not None else None
-    skipped = _skipped(config, raw, rename)
+    skipped = unused_tensors(config, raw, rename)
     if not has_layers:
         spec, places = dataclasses.replace(spec, layers=()), places and dataclasses.replace(places, layers=())
         skipped[".*"] = "layers, whose outputs are captured"
     has_nibbles = is_served and quantization in ("int4", "stored") and program_platform() in PLATFORMS
+    is_packed = is_arranged and is_on_one_cpu(mesh) and native.is_available()
     product_dtype = None if quantization == "none" else "int8"
+    if is_packed and product_dtype is None and _are_bfloat16(spec, tensors, rename):
+        product_dtype = "bfloat16"
     if merging:
         shape_of = shapes_in(tensors, rename)
         merging.check(each.stored_in(shape_of) for each in specs(target_spec(config)))
-    check_fits(str(folder), spec, places, mesh, dtype, product_dtype, share=LEAST_SHARE if has_nibbles else 1.0)
+    is_least = has_nibbles or (is_packed and quantization in ("int4", "stored"))
+    check_fits(str(folder), spec, places, mesh, dtype, product_dtype, share=LEAST_SHARE if is_least else 1.0)
     params = load_params(
         spec,
         tensors,
@@ -149,11 +129,10 @@ def load_target(
         quantization=quantization,
         option=option,
         storing=read_storing(raw, where),
-        is_served=is_served,
+        is_checked=is_checked,
+        arrange=functools.partial(served, mesh=mesh) if is_packed or has_nibbles else None,
         merging=merging,
     )
-    if is_checked:
-        check_weights(params, spec, str(folder))
     if is_looped:
         params = looped(params, config)
     return Target(config, params, end_ids(config, folder), folder)
@@ -192,25 +171,6 @@ def is_whole(names: frozenset[str], target: ModelConfig) -> bool:
     return renamer(names)(target.names.norm) in names
 
 
-def _skipped(config: ModelConfig, raw: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, str]:
-    """Tensors of a target's checkpoint that its forward does not need, as patterns, and why."""
-    skipped = {_OTHER_SENSES: "of a model that also sees or hears; text alone is served"}
-    if config.tie_embeddings:
-        skipped[re.escape(rename(config.names.head))] = TIED
-    further = {pattern for family, pattern in _FURTHER.items() if family == config.family}
-    count = raw.get(_PREDICTS_FURTHER.get(config.family, "num_nextn_predict_layers"))
-    if count is None:
-        count = int(config.family in _PREDICTS_FURTHER)
-    for i in range(config.num_layers, config.num_layers + count):
-        further.add(re.escape(rename(config.names.layer.format(i=i))) + r"\..*")
-    skipped |= dict.fromkeys(further, "layers of multi-token prediction")
-    for i, kind in enumerate(config.layers):
-        if kind.kv_from is not None:
-            prefix = re.escape(rename(f"{config.names.layer.format(i=i)}.{config.names.attention}"))
-            skipped[rf"{prefix}\.(k|v)_(proj|norm)\..*"] = "keys and values of layers that see those of others"
-    return skipped
-
-
 def load_params(
     spec_tree: Tree,
     tensors: TensorFolder,
@@ -222,29 +182,35 @@ def load_params(
     quantization: Quantization = "none",
     storing: Storing = PLAIN,
     option: str = "--quantization",  # the option that chooses `quantization`, for the log
-    is_served: bool = False,  # and not trained: an accelerator's matrices may have its kernel's form (`in_nibbles`)
+    is_checked: bool = False,  # every value must be a number
+    arrange: Callable[[Any], Any] | None = None,  # called with each layer once it is read, and with all in the end
     merging: "Merging | None" = None,  # an adapter that is merged into those of them that it has pairs for
 ) -> Tree:
     """Read every leaf of the spec tree, cast to `dtype` or quantised. Raises CheckpointError that lists all that does
     not fit, before anything is read."""
     stored = jax.tree.map(lambda spec: spec.stored_in(shapes_in(tensors, rename)), spec_tree, is_leaf=is_spec)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_spec)
+    leaves = jax.tree_util.tree_leaves_with_path(stored, is_leaf=is_spec)
     places: Sequence[Sharding | None] = jax.tree.leaves(shardings) or [None] * len(leaves)
-    opened = _open_all([spec for _, spec in leaves], tensors, {**_SKIPPED, **(skipped or {})}, rename, storing)
-    loaded, widened, has_nibbles = list[Any](), 0, is_served and program_platform() in PLATFORMS
-    experts: list[int] = []  # the places of a layer's
-    for (path, spec), weights, place in zip(leaves, opened, places, strict=True):
+    opened = _open_all([spec for _, spec in leaves], tensors, {**UNUSED, **(skipped or {})}, rename, storing)
+    widened, wrong, reading = 0, list[str](), zip(leaves, opened, places, strict=True)
+
+    def read() -> jax.Array | QuantizedMatrix:
+        nonlocal widened
+        (path, spec), weights, place = next(reading)
         how = quantization if is_product(path) else "none"
-        matrix = _load(spec, weights, np.dtype(spec.dtype(dtype)), place, how, merging)
-        loaded.append(in_nibbles(matrix) if has_nibbles else matrix)
-        if has_nibbles and spec.axes[:1] == ("experts",) and is_product(path):
-            experts.append(len(loaded) - 1)
-            if jax.tree_util.keystr(path[-1:], simple=True) == "down":  # the last of a layer's
-                for at, made in zip(experts, experts_in_nibbles([loaded[i] for i in experts]), strict=True):
-                    loaded[at] = made
-                experts.clear()
+        made = _load(spec, weights, np.dtype(spec.dtype(dtype)), place, how, merging)
+        if is_checked:
+            wrong.extend(not_finite(spec, made))
         if any(isinstance(weight, LazyQuantized) or weight.is_widened for weight in weights):
-            widened += loaded[-1].nbytes if isinstance(loaded[-1], jax.Array) else 0
+            widened += made.nbytes if isinstance(made, jax.Array) else 0
+        return made
+
+    def read_part(part: Any) -> Any:  # a layer, or a parameter beside them
+        made = jax.tree.map(lambda _spec: read(), part, is_leaf=is_spec)
+        return arrange(made) if arrange and isinstance(part, Layer) else made
+
+    params = jax.tree.map(read_part, stored, is_leaf=lambda node: is_spec(node) or isinstance(node, Layer))
+    refuse_not_finite(wrong, str(tensors.folder))
     if widened:
         logger.info(
             "%s: weights that are stored in few bits are %s here, %.2f GB of them%s",
@@ -253,20 +219,31 @@ def load_params(
             widened / 1e9,
             "" if quantization == "stored" else f"; {option} stored keeps whole numbers of few bits where it can",
         )
-    if is_served and quantization in ("int4", "stored"):
-        _log_widths(loaded)
-    return jax.tree.unflatten(structure, loaded)
+    if arrange is None:
+        return params
+    params = arrange(params)
+    if quantization in ("int4", "stored"):
+        _log_widths(params)
+    return params
 
 
-def _log_widths(loaded: Sequence[jax.Array | Weight]) -> None:
+def _log_widths(params: Any) -> None:
     """Say of how many matrices an accelerator holds numbers of few bits in 8."""
-    in_bytes = sum(isinstance(each, QuantizedMatrix) for each in loaded)
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
+    in_bytes = sum(isinstance(each, QuantizedMatrix) for each in leaves)
     if in_bytes and program_platform() != "cpu":
         logger.info(
             "%d matrices of few bits are held in 8 bits: their numbers do not fit in 4, or the kernel for 4 bits does "
             "not take their shape",
             in_bytes,
         )
+
+
+def _are_bfloat16(spec: TargetParams, tensors: TensorFolder, rename: Callable[[str], str]) -> bool:
+    """Return whether every matrix that rows are multiplied by is stored in bfloat16, in which it is packed."""
+    leaves = jax.tree_util.tree_leaves_with_path(spec, is_leaf=is_spec)
+    names = {rename(name) for path, each in leaves if is_product(path) for name in each.names} & tensors.names()
+    return all(tensors.dtype(name).name == "bfloat16" for name in names)
 
 
 def shapes_in(tensors: TensorFolder, rename: Callable[[str], str]) -> Callable[[str], tuple[int, ...] | None]:
@@ -311,28 +288,12 @@ def _open_all(
                 opened[-1] = [as_floats(weight) for weight in opened[-1]]
                 continue
             problems.append(f"{spec.name} is not stored alike for every expert")
-    problems += _account_for(tensors.names() - used, tensors, skipped)
+    problems += account_for(tensors.names() - used, tensors, skipped)
     if problems:
         raise CheckpointError(
             f"{tensors.folder}: {listed(list(dict.fromkeys(problems)))}. Is config.json the config of another model?"
         )
     return opened
-
-
-def _account_for(names: frozenset[str], tensors: TensorFolder, skipped: Mapping[str, str]) -> list[str]:
-    """Log which tensors are not loaded, and why. Return those without a reason as problems."""
-    reasons = {name: [why for pattern, why in skipped.items() if re.fullmatch(pattern, name)] for name in names}
-    for name in [name for name in names if name.endswith(".bias") and not reasons[name]]:  # as AutoGPTQ writes them
-        if f"{name.removesuffix('bias')}qweight" in tensors.names() and not tensors.read(name).any():
-            reasons[name] = [_ZEROS]
-    counts = Counter(why[0] for why in reasons.values() if why)
-    if counts:
-        counted = ", ".join(f"{count} ({why})" for why, count in sorted(counts.items()))
-        level = logging.INFO
-        if counts.keys() <= _NOT_MISSED:
-            level = logging.DEBUG
-        logger.log(level, "%s: tensors that are not loaded: %s", tensors.folder, counted)
-    return [f"{name} is not part of this architecture" for name in sorted(names) if not reasons[name]]
 
 
 def _load(

@@ -1,6 +1,7 @@
 """Weights that are numbers: what was loaded, or is to take its place, is checked before it serves or trains."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,9 +23,7 @@ def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool 
     if isinstance(params, TargetParams) and spec_tree.head is None:
         params = dataclasses.replace(params, head=None)  # a tied head is finite where the embedding is
     weights = list(zip(expected, structure.flatten_up_to(params), strict=True))
-    wrong = [name for spec, weight in weights for name in _not_finite(spec, weight)]
-    if wrong:
-        raise CheckpointError(f"{where}: not a number or infinite: {listed(wrong)}; copy or download the weights again")
+    refuse_not_finite([name for spec, weight in weights for name in not_finite(spec, weight)], where)
     if may_be_zero:
         return
     filled = [pair for pair in weights if pair[0].init != "zeros"]  # the others begin as zeros
@@ -34,7 +33,16 @@ def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool 
         )
 
 
-def _not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix | NibbleMatrix | WordMatrix) -> list[str]:
+def refuse_not_finite(names: Sequence[str], where: str) -> None:
+    """Raises CheckpointError that names these tensors, if there are any."""
+    if names:
+        named = listed(list(dict.fromkeys(names)))
+        raise CheckpointError(f"{where}: not a number or infinite: {named}; copy or download the weights again")
+
+
+def not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix | NibbleMatrix | WordMatrix) -> list[str]:
+    """Return the names of the tensors of a parameter with a value that is not a number, or is infinite."""
+
     def is_finite_in(leaf: jax.Array) -> np.ndarray:  # for each expert
         inner = tuple(range(1, leaf.ndim)) if spec.is_per_expert else None
         return np.atleast_1d(jnp.isfinite(leaf).all(inner))

@@ -50,6 +50,7 @@ def other_target(
     missing, has another shape or is not a number."""
     config = served.config
     how: dict[str, Any] = {"quantization": quantization, "mesh": mesh, "is_served": True, "is_checked": True}
+    how["is_arranged"] = True
     folder = (find_folder(str(given), "weights") or Path(given)) if isinstance(given, str | Path) else None
     if folder is not None and is_adapter(folder):
         given, folder = read_adapter(folder), None

@@ -173,6 +173,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 def main() -> None:
     """Run the command line. An error that a user can mend is one message without a traceback, and exit status 2."""
     status: int | str | None = 0
+    host.own_process()
     host.take_gpu_memory()
     try:
         app()

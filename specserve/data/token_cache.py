@@ -10,6 +10,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,7 +22,7 @@ import numpy as np
 from specserve.data.conversations import Conversation
 from specserve.data.documents import Document, TokenizedDocuments, join, tokenize_part
 from specserve.errors import DataError
-from specserve.host import cache_folder, num_cores, whole_file
+from specserve.host import cache_folder, num_cores, own_process, whole_file
 from specserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ def _tokenize(
     # Spawned, because a process with threads (XLA's, the tokenizer's) must not be forked.
     context = multiprocessing.get_context("spawn")
     try:
-        with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(tokenizer, max_len)) as pool:
+        job = (pickle.dumps(tokenizer), max_len)
+        with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=job) as pool:
             return join(list(pool.map(_work, parts)))
     except BrokenProcessPool as error:
         raise DataError(
@@ -77,10 +79,11 @@ def _tokenize(
         ) from error
 
 
-def _start_worker(tokenizer: Tokenizer, max_len: int) -> None:
+def _start_worker(pickled_tokenizer: bytes, max_len: int) -> None:
     global _job
+    own_process()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _job = (tokenizer, max_len)
+    _job = (pickle.loads(pickled_tokenizer), max_len)
 
 
 def _work(conversations: Sequence[Conversation]) -> TokenizedDocuments:

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.checkpoints.load import AS_VOCABULARY, TIED, Quantization, Target, load_params
+from specserve.checkpoints.load import Quantization, Target, load_params
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
+from specserve.checkpoints.unused import AS_VOCABULARY, TIED
 from specserve.drafters.gemma_assistant.config import AssistantConfig
 from specserve.drafters.gemma_assistant.drafter import Assistant
 from specserve.drafters.gemma_assistant.model import ORDERING, AssistantParams

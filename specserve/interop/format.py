@@ -13,9 +13,10 @@ import numpy as np
 from jax.sharding import Mesh
 from pydantic import TypeAdapter, ValidationError
 
-from specserve.checkpoints.load import AS_VOCABULARY, Quantization, Target, load_params, to_numpy
+from specserve.checkpoints.load import Quantization, Target, load_params, to_numpy
 from specserve.checkpoints.quantized import PLAIN, Storing
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
+from specserve.checkpoints.unused import AS_VOCABULARY
 from specserve.drafters.interface import Head, TrainedDrafter
 from specserve.drafters.registry import load_kind
 from specserve.errors import ConfigError

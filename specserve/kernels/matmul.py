@@ -141,9 +141,7 @@ def pack(weight: jax.Array | np.ndarray | QuantizedMatrix, *, narrows: bool = Tr
             if coded.shift is not None:
                 offset = coded.shift * scale + (0 if offset is None else offset)
     else:
-        values = np.asarray(weight)
-        if narrows and values.dtype == np.float32 and not _lower_halves(values).any():
-            values = values.astype(ml_dtypes.bfloat16)
+        values = narrowed(np.asarray(weight)) if narrows else np.asarray(weight)
     of = coded.format if coded else _FORMATS[values.dtype.itemsize]
     made = lay_out(values, of, block or d_in)
     scale, offset = _in_few_bytes([scale, offset], made.width)
@@ -191,6 +189,13 @@ def _in_large_pages(values: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
     laid_out = empty_in_large_pages(values.shape, values.dtype)
     np.copyto(laid_out, values)
     return jax.device_put(laid_out.reshape(shape), may_alias=True)  # where it lies
+
+
+def narrowed(values: np.ndarray) -> np.ndarray:
+    """Return float32 values in bfloat16 where that holds all of them exactly; else, and others, as they are."""
+    if values.dtype == np.float32 and not _lower_halves(values).any():
+        return values.astype(ml_dtypes.bfloat16)
+    return values
 
 
 def _lower_halves(values: np.ndarray) -> np.ndarray:

@@ -26,9 +26,9 @@ from specserve.models.layer_inputs import (
     layer_inputs_spec,
     with_input,
 )
-from specserve.models.layers import Mlp, fuse_mlp, mlp, mlp_spec, norm_spec, normed
+from specserve.models.layers import Mlp, mlp, mlp_spec, norm_spec, normed
 from specserve.models.mixers import attention, compressed, latent, recurrent
-from specserve.models.mixers.attention import KV, Attention, attention_spec, fuse_attention
+from specserve.models.mixers.attention import KV, Attention, attention_spec
 from specserve.models.mixers.channel_streams import StreamMixer
 from specserve.models.mixers.compressed import CompressedAttention, compressed_spec
 from specserve.models.mixers.hashed import HashedLayer, add_hashed, hashed_layer_spec
@@ -301,8 +301,9 @@ def _run_stack(
 
 
 def embed(table: jax.Array, config: ModelConfig, token_ids: jax.Array) -> jax.Array:  # [vocab, d_model], [...]
-    """The embeddings of tokens as the first layer takes them, [..., d_model]."""
-    x = table[token_ids]
+    """The embeddings of tokens as the first layer takes them, [..., d_model]. The table may have fewer bits than the
+    model computes in (`models.served`)."""
+    x = table[token_ids].astype(config.dtype)
     return x if config.embedding_scale == 1.0 else x * jnp.asarray(config.embedding_scale, x.dtype)
 
 
@@ -472,16 +473,3 @@ def with_own_head(params: TargetParams) -> TargetParams:
     if params.head is not None:
         return params
     return dataclasses.replace(params, head=jax.device_put(np.asarray(params.embedding).T))
-
-
-def fuse_for_cpu(params: TargetParams) -> TargetParams:
-    """The same target with fewer, wider products, and an output head of its own."""
-
-    def fuse(layer: Any) -> Any:
-        if isinstance(layer.attention, Attention):
-            layer = dataclasses.replace(layer, attention=fuse_attention(layer.attention))
-        if isinstance(layer.mlp, Mlp):
-            layer = dataclasses.replace(layer, mlp=fuse_mlp(layer.mlp))
-        return layer
-
-    return with_own_head(dataclasses.replace(params, layers=tuple(fuse(layer) for layer in params.layers)))

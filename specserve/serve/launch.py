@@ -107,9 +107,9 @@ def load_models(
     if has_tokenizer:
         check_files(source.folder)
     own_quantization = quantization or own_form(notes.get("quantization", "none"), source.folder, mesh)
-    dtype = default_dtype()
-    how: dict[str, Any] = {"quantization": own_quantization, "mesh": mesh, "is_checked": is_checked}
-    loaded = load_target(source.folder, dtype=dtype, merging=merging, is_served=True, **how)
+    how: dict[str, Any] = {"quantization": own_quantization, "mesh": mesh, "merging": merging, "is_served": True}
+    reading = functools.partial(load_target, source.folder, dtype=default_dtype(), is_arranged=True, **how)
+    loaded = dataclasses.replace(reading(is_checked=is_checked), reread=functools.partial(reading, is_checked=True))
     read = functools.partial(Tokenizer.load, source.folder) if has_tokenizer else None
     models = Models(
         source.name,

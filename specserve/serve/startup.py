@@ -6,10 +6,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.sound import check_weights
 from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import free_memory
-from specserve.models.target import target_spec
 from specserve.serve.engine.options import sampler_rows
 from specserve.serve.programs.placement import state_bytes
 from specserve.serve.programs.runner import Runner
@@ -83,7 +81,7 @@ def check_numbers(runner: Runner, target: Target) -> None:
     result = runner.prefill([(0, len(token_ids), True)], has_logprobs=True).read()
     assert result.logprobs is not None
     if not np.isfinite(result.logprobs.chosen).all():
-        check_weights(target.params, target_spec(target.config), str(target.folder))
+        target.check()
         raise CheckpointError(
             f"{target.folder}: all weights are finite, and the logits are not: numbers grow too large for "
             f"{target.config.dtype} on the way. Is config.json the config of another model?"

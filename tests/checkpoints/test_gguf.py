@@ -377,7 +377,7 @@ def test_a_file_that_was_joined_of_several_is_whole(tmp_path: Path) -> None:
 
 def test_a_file_is_a_version_of_the_weights_that_serve(tmp_path: Path) -> None:
     path = _written(tmp_path)
-    expected = load_target(resolve_target(str(path)).folder, dtype="float32", is_served=True)
+    expected = load_target(resolve_target(str(path)).folder, dtype="float32", is_served=True, is_arranged=True)
     served = dataclasses.replace(expected, params=jax.tree.map(jnp.zeros_like, expected.params))
     for given in (path, str(path)):
         found = other_target(served, given, quantization="none", mesh=None)

@@ -36,7 +36,7 @@ def _served(folder: Path, family: str, stored: Any = np.float32, **how: Any) -> 
     tensors = TensorFolder(folder)
     exact = {name: tiny.few_bits(tensors.read(name), 4).astype(stored) for name in tensors.names()}
     write_tensors(folder / "model.safetensors", exact)
-    return load_target(folder, is_served=True, **how)
+    return load_target(folder, is_served=True, is_arranged=True, **how)
 
 
 def _arrays(tensors: TensorFolder, rng: np.random.Generator) -> dict[str, np.ndarray]:

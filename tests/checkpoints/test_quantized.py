@@ -25,11 +25,11 @@ from specserve.checkpoints.tensors import TensorFolder, write_tensors
 from specserve.errors import CheckpointError
 from specserve.kernels.matmul import QuantizedMatrix, Rounded, dequantize, matmul, quantize
 from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
-from specserve.models import moe
+from specserve.models import moe, served
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec, TensorPart, is_product, matrix, vector
 from specserve.models.sharding import total_bytes
-from specserve.models.target import TargetParams, forward, fuse_for_cpu, logits, target_spec, with_own_head
+from specserve.models.target import TargetParams, forward, logits, target_spec, with_own_head
 from specserve.plan.work import target_held
 
 Tensors = dict[str, np.ndarray]
@@ -467,7 +467,7 @@ def test_projections_that_are_stored_in_several_ways_stay_apart(tmp_path: Path) 
     params = dataclasses.replace(target.params, layers=tuple(map(mixed, target.params.layers)))
     token_ids = jnp.arange(12, dtype=jnp.int32)[None]
     run = functools.partial(_logits, config=target.config, token_ids=token_ids)
-    assert_same(run(fuse_for_cpu(params)), run(params), tolerance(run, params))
+    assert_same(run(served.fuse_for_cpu(params)), run(params), tolerance(run, params))
 
 
 @pytest.mark.parametrize("form", FORMS)

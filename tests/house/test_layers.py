@@ -96,7 +96,7 @@ OF_ALL_HEADS = ("format", "head", "convert", "doctor", "findings", "keys", "repa
 # in a config.json or a checkpoint of a target that embeds its last tokens together
 KEYS_OF_TARGETS = re.compile(r"\b(make_|split_|heads_per_)?ngram(_size|_parts|_vocab_size_\w+|_embedding)?\b")
 # some layers in a target's checkpoint are not its own, and some targets are parts of others in the names of adapters
-NAMES_LAYERS_OF_TARGETS = ("checkpoints/load.py", "checkpoints/lora.py")
+NAMES_LAYERS_OF_TARGETS = ("checkpoints/load.py", "checkpoints/unused.py", "checkpoints/lora.py")
 
 
 def test_a_drafter_is_named_in_its_own_room_alone() -> None:

@@ -14,13 +14,13 @@ from parity import ONE_OF_EACH, RAWS
 from rounding import UNIT, assert_within, of_product
 
 from specserve.checkpoints.load import Target, load_target
-from specserve.checkpoints.lora import LoraPair
-from specserve.checkpoints.update import other_target
+from specserve.checkpoints.lora import LoraPair, Merging
 from specserve.errors import CheckpointError
 from specserve.models.adapters import Adapter, adaptable, check_adapter, side_by_side
 from specserve.models.families.table import model_config
 from specserve.models.params import specs
-from specserve.models.target import fuse_for_cpu, target_spec
+from specserve.models.served import fuse_for_cpu
+from specserve.models.target import target_spec
 
 RANK = 4
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8}  # of a merged weight, beside that of float32: once, to 8 bits
@@ -54,7 +54,7 @@ def test_pairs_are_what_merging_adds(case: str, dtype: str, tmp_path: Path) -> N
             check_adapter(target.config, {"model.layers.0.mlp.up_proj.weight": None}, RANK, "x")  # type: ignore[dict-item]
         return
     check_adapter(target.config, adapter, RANK, "x")
-    merged = other_target(target, adapter, quantization="none", mesh=None)
+    merged = load_target(target.folder, dtype=dtype, merging=Merging(adapter))
     for arrange in (lambda params: params, fuse_for_cpu):
         base, expected = arrange(target.params), arrange(merged.params)
         layers = list[Any](expected.layers)

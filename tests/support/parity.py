@@ -29,7 +29,8 @@ from specserve.models.cache import Cache, Prefix
 from specserve.models.config import ModelConfig
 from specserve.models.families.table import model_config
 from specserve.models.params import specs
-from specserve.models.target import TargetParams, TokenGroup, forward, forward_groups, fuse_for_cpu, logits, target_spec
+from specserve.models.served import fuse_for_cpu
+from specserve.models.target import TargetParams, TokenGroup, forward, forward_groups, logits, target_spec
 from specserve.serve.programs.layouts import make_layouts
 from specserve.speculative.tree import ancestor_mask
 

@@ -10,6 +10,7 @@ from typing import Any
 from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from specserve import host
 from specserve.checkpoints.gguf.container import GgufFile
 from specserve.errors import CheckpointError, as_line
 from specserve.tokenizer import GENERIC_CLASS
@@ -165,7 +166,8 @@ def _byte_level(file: GgufFile, vocabulary: dict[str, int], pre: str | None) -> 
 
 
 def _sentence_piece(file: GgufFile, vocabulary: dict[str, int], types: Sequence[int]) -> Tokenizer:
-    from transformers.tokenization_utils_base import generate_merges
+    with host.without_torch():
+        from transformers.tokenization_utils_base import generate_merges
 
     scores = _value(file, "scores")
     if len(scores) != len(types):

@@ -167,7 +167,8 @@ def block_inputs(
     """Return the anchor's embedding, and that of the mask in all further slots."""
     table = token_table(params, target)
     masks = jnp.full((*anchors.shape[:-1], length - 1), config.mask_token_id, anchors.dtype)
-    return table[jnp.concatenate([anchors, masks], axis=-1)] * jnp.asarray(config.embedding_scale, table.dtype)
+    rows = table[jnp.concatenate([anchors, masks], axis=-1)].astype(config.backbone.dtype)
+    return rows * jnp.asarray(config.embedding_scale, rows.dtype)
 
 
 # (layer, q [batch, n, head, head_dim], and the slots' own k and v [batch, n, kv_head, head_dim]) -> like q

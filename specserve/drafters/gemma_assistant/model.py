@@ -67,7 +67,8 @@ def run(
     """Run the assistant for tokens at the root's place, none of which sees another."""
     layers, shape = config.layers, token_ids.shape
     table: Any = target.embedding
-    token = table[token_ids] * jnp.asarray(config.target_embedding_scale, table.dtype)
+    token = table[token_ids].astype(layers.dtype)
+    token *= jnp.asarray(config.target_embedding_scale, token.dtype)
     x = linear(jnp.concatenate([token, states.astype(token.dtype)], axis=-1).astype(layers.dtype), params.fc)
     places = jnp.broadcast_to(prefix.lens[:, None], shape)
     context = make_context(layers, places, jnp.zeros((1, shape[1], shape[1]), bool))

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from specserve.kernels import native
 from specserve.mesh import on_mesh
 from specserve.pytree import pytree
-from specserve.serve.programs.placement import Placement
+from specserve.serve.programs.placement import Placement, is_paged
 from specserve.speculative import slot_state, step
 from specserve.speculative.drafter import Weights
 from specserve.speculative.program import Kind, StepProgram
@@ -100,8 +100,8 @@ class Calls:
         self._options = _quick_options() if is_native else {}
         self._always: Mapping[Kind, Mapping[str, Any]] = {"empty state": sizes, "step": {"most": most_steps}}
         self._functions: Mapping[Kind, Any] = {
-            # one program: the cache must not be whole on one device of a mesh, not for a moment
-            "empty state": jit(slot_state.init_state, None, state, *sizes),
+            # of a mesh one program makes all: no cache may be whole on one device, not for a moment
+            "empty state": jit(slot_state.init_state if place.mesh else _without_pages, None, state, *sizes),
             "admission": jit(slot_state.admit, 0, state),
             "page table": jit(slot_state.extend, 0, whole),
             "recall": jit(step.remember, 0, state and state.draft),
@@ -141,6 +141,12 @@ def _quick_options() -> Mapping[str, Any]:
     except jax.errors.JaxRuntimeError:
         return {}
     return _QUICK
+
+
+def _without_pages(config: StepConfig, **sizes: Any) -> list[Any]:
+    """Return the parts of an empty state that are no pages, which `Placement.with_pages` puts together."""
+    parts = jax.tree.leaves(slot_state.init_state(config, **sizes), is_leaf=is_paged)
+    return [part for part in parts if not is_paged(part)]
 
 
 def _steps(

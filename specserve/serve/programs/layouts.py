@@ -17,23 +17,12 @@ from jax.sharding import Mesh, Sharding
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.kernels import native
-from specserve.kernels.matmul import (
-    QuantizedMatrix,
-    Weight,
-    block,
-    dequantize,
-    experts_in_nibbles,
-    in_nibbles,
-    matmul,
-    pack,
-)
-from specserve.kernels.nibbles import PLATFORMS
-from specserve.mesh import program_platform, whole
+from specserve.kernels.matmul import QuantizedMatrix, Weight, block, dequantize, matmul, pack
+from specserve.mesh import whole
 from specserve.models.config import ModelConfig
-from specserve.models.mixers.latent import LatentAttention, split_by_head
-from specserve.models.moe import Moe
-from specserve.models.params import PRODUCTS, SMALL_PRODUCTS, is_product
-from specserve.models.target import TargetParams, fuse_for_cpu
+from specserve.models.params import PRODUCTS, is_product
+from specserve.models.served import change_matrices, is_on_one_cpu, served
+from specserve.models.target import TargetParams
 from specserve.serve.programs.calls import shape_of
 from specserve.speculative.drafter import DraftWeights, Weights
 
@@ -83,12 +72,12 @@ class Layouts:
     one: Weights  # steps of one row
     few: Weights  # up to FEW_ROWS
     many: Weights  # and more: prompts too
-    arrange: tuple[Arrange, Arrange, Arrange]  # the functions that made each of them of parameters as they were loaded
+    arrange: tuple[Arrange, Arrange, Arrange]  # the functions that made each of them of parameters as they are served
     mesh: Mesh | None = None
 
     def with_weights(self, target: TargetParams | None, head: Head | None) -> "Layouts":
         """Return the layouts of other weights, of which None are the same ones."""
-        params = fuse_for_cpu(target) if target is not None and _is_on_one_cpu(self.mesh) else target
+        params = None if target is None else served(target, self.mesh)
         draft = None if head is None else _draft_weights(head, self.mesh)
 
         def change(weights: Weights, arrange: Arrange) -> Weights:
@@ -105,7 +94,7 @@ class Layouts:
         place of one. Their arrays have the same shapes whatever they are."""
         from specserve.models.adapters import Pairs, side_by_side  # no other server needs it
 
-        is_packed = _is_on_one_cpu(self.mesh) and native.is_available()
+        is_packed = is_on_one_cpu(self.mesh) and native.is_available()
 
         def put(pairs: np.ndarray) -> Any:
             if is_packed:
@@ -120,7 +109,7 @@ class Layouts:
     def on_host(self) -> "Layouts":
         """Return the same weights in the host's memory, with what is needed to bring them back. On one CPU they are
         there already, in large pages."""
-        if _is_on_one_cpu(self.mesh):
+        if is_on_one_cpu(self.mesh):
             return self
         return self._changed(lambda weights, _arrange: jax.tree.map(_OnHost.of, weights))
 
@@ -160,46 +149,34 @@ class Layouts:
 
 
 def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) -> Layouts:
-    """Arrange the parameters as the steps take them. On one CPU device they are packed for the native kernel, whose
-    layout serves any number of rows. Where that was not built, XLA's products get the layouts that are fastest here
-    for one row and for a few. On GPUs and TPUs numbers of 4 bits are kept in 4. Other parameters stay as they were
-    loaded."""
-    is_cpu = _is_on_one_cpu(mesh)
-    params = fuse_for_cpu(target.params) if is_cpu else target.params
-    draft = _draft_weights(head, mesh) if head is not None else None
-    plain = Weights(params, draft)
-    as_loaded: Arrange = _as_loaded
-    if is_cpu and native.is_available():
-        weights = _arranged(plain, _packed)
-        return Layouts(weights, weights, weights, (_packed, _packed, _packed), mesh)
-    if program_platform() in PLATFORMS:
-        weights = _arranged(plain, _in_nibbles)
-        return Layouts(weights, weights, weights, (_in_nibbles, _in_nibbles, _in_nibbles), mesh)
-    if not is_cpu or sum(leaf.nbytes for leaf in jax.tree.leaves(plain)) > COPIED_BYTES:
-        return Layouts(plain, plain, plain, (as_loaded, as_loaded, as_loaded), mesh)
-    made: dict[int, tuple[Weights, Arrange]] = {0: (plain, as_loaded)}
+    """Arrange the parameters as the steps take them (`models.served`), which on one CPU is a layout for any number of
+    rows. Where the native kernels were not built there, XLA's products get the layouts that are fastest here for one
+    row and for a few."""
+    plain = Weights(served(target.params, mesh), _draft_weights(head, mesh) if head is not None else None)
+    as_served: Arrange = _as_served
+    is_cut = is_on_one_cpu(mesh) and not native.is_available()
+    if not is_cut or sum(leaf.nbytes for leaf in jax.tree.leaves(plain)) > COPIED_BYTES:
+        return Layouts(plain, plain, plain, (as_served, as_served, as_served), mesh)
+    made: dict[int, tuple[Weights, Arrange]] = {0: (plain, as_served)}
 
     def cut(columns: int) -> tuple[Weights, Arrange]:
         if columns not in made:
-            arrange = functools.partial(_arrange, change=functools.partial(_cut, columns=columns), names=PRODUCTS)
-            made[columns] = _arranged(plain, arrange), arrange
+            change = functools.partial(change_matrices, change=functools.partial(_cut, columns=columns), names=PRODUCTS)
+            made[columns] = Weights(change(plain.target), change(plain.draft)), change
         return made[columns]
 
     (one, for_one), (few, for_few) = (cut(_fastest_columns(plain, rows)) for rows in (1, FEW_ROWS // 2))
-    return Layouts(one, few, plain, (for_one, for_few, as_loaded), mesh)
+    return Layouts(one, few, plain, (for_one, for_few, as_served), mesh)
 
 
 def _draft_weights(head: Head, mesh: Mesh | None) -> DraftWeights:
     """The head's weights, with matrices of 8 bits as wider numbers of the same values where that is quicker: a head is
     small, so what counts is time."""
     draft = head.weights(whole(mesh))
-    if not _is_on_one_cpu(mesh):
-        return draft
-    if isinstance(draft.params, TargetParams):
-        draft = dataclasses.replace(draft, params=fuse_for_cpu(draft.params))
-    if native.is_quick_with_bytes():
-        return draft
-    return dataclasses.replace(draft, params=_arrange(draft.params, change=_widened, names=PRODUCTS))
+    params = draft.params
+    if is_on_one_cpu(mesh) and not native.is_quick_with_bytes():
+        params = change_matrices(params, change=_widened, names=PRODUCTS)
+    return dataclasses.replace(draft, params=served(params, mesh))
 
 
 def _widened(leaf: jax.Array | QuantizedMatrix) -> jax.Array | QuantizedMatrix:
@@ -210,51 +187,8 @@ def _widened(leaf: jax.Array | QuantizedMatrix) -> jax.Array | QuantizedMatrix:
     return dataclasses.replace(leaf, values=leaf.values.astype(jnp.bfloat16))  # 16 bits hold 8 exactly
 
 
-def _is_on_one_cpu(mesh: Mesh | None) -> bool:
-    return program_platform() == "cpu" and mesh is None
-
-
-def _as_loaded(params: Params) -> Params:
+def _as_served(params: Params) -> Params:
     return params
-
-
-def _arranged(weights: Weights, arrange: Arrange) -> Weights:
-    return Weights(arrange(weights.target), arrange(weights.draft))
-
-
-def _packed(params: Params) -> Params:
-    """Pack the parameters for the native kernel. Latent attention, wherever it stands, has a matrix for each head, as
-    it multiplies when it serves."""
-
-    def split(node: Any) -> Any:
-        return split_by_head(node, node.num_heads) if isinstance(node, LatentAttention) else node
-
-    apart = jax.tree.map(split, params, is_leaf=lambda node: isinstance(node, LatentAttention | QuantizedMatrix))
-    return _arrange(apart, change=pack, names=PRODUCTS | SMALL_PRODUCTS)
-
-
-def _in_nibbles(params: Params) -> Params:
-    def of_experts(node: Any) -> Any:
-        if not isinstance(node, Moe):
-            return node
-        names = [name for name in ("gate", "up", "down") if getattr(node, name) is not None]
-        made = experts_in_nibbles([getattr(node, name) for name in names])
-        return dataclasses.replace(node, **dict(zip(names, made, strict=True)))
-
-    packed = jax.tree.map(of_experts, params, is_leaf=lambda node: isinstance(node, Moe | QuantizedMatrix))
-    return _arrange(packed, change=in_nibbles, names=PRODUCTS)
-
-
-def _arrange(
-    params: Params, *, change: Callable[[jax.Array | QuantizedMatrix], Weight], names: frozenset[str]
-) -> Params:
-    """Return the same parameters with other matrices where rows are multiplied by them as they are
-    (`kernels.matmul`)."""
-
-    def leaf(path: tuple, leaf: jax.Array | QuantizedMatrix) -> Weight:
-        return change(leaf) if is_product(path, names) and len(leaf.shape) >= 2 else leaf
-
-    return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
 
 
 # How a matrix may be cut: whole (0), in two halves so that a batched product takes two cores, or in narrow blocks.

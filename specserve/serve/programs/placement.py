@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -70,12 +71,15 @@ class Placement:
         assert self.mesh is not None
         return fitting(self.mesh, ("batch",), (number,))
 
-    def give_back_zeros(self, arrays: Any) -> None:
-        """Let a CPU hold no memory for arrays that are still full of zeros, until they are written to."""
-        if program_platform() != "cpu" or self.mesh is not None:
-            return
-        for leaf in jax.block_until_ready(jax.tree.leaves(arrays)):
-            give_back_zeros(leaf.unsafe_buffer_pointer(), leaf.nbytes)
+    def with_pages(self, made: Any, shapes: SlotState) -> SlotState:
+        """Return the empty state that a program has made. On a mesh it is whole. Without one the program leaves the
+        pages out, and they are made here one array after another: a CPU holds no memory for zeros until they are
+        written to, and never that of all of them at once."""
+        if self.mesh is not None:
+            return made
+        parts, structure = jax.tree.flatten(shapes, is_leaf=is_paged)
+        others = iter(made)
+        return structure.unflatten(jax.tree.map(_zeros, part) if is_paged(part) else next(others) for part in parts)
 
     def shapes(self, make: Callable[[], SlotState]) -> SlotState:
         """The shapes of the arrays of such a state, and where they live."""
@@ -98,6 +102,18 @@ class Placement:
             return _place(leaf, mesh) if _is_cut(leaf) else self.whole
 
         return jax.tree.map(place, jax.eval_shape(make), is_leaf=_is_cut)
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    made = jnp.zeros(shape.shape, shape.dtype)
+    if program_platform() == "cpu":
+        give_back_zeros(made.block_until_ready().unsafe_buffer_pointer(), made.nbytes)
+    return made
+
+
+def is_paged(part: Any) -> bool:
+    """Return whether a part of a state is the pages of a layer, every array of which begins as zeros."""
+    return isinstance(part, Pages)
 
 
 def _is_cut(leaf: Any) -> bool:

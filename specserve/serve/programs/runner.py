@@ -101,6 +101,7 @@ class Runner:
         sizes |= {"max_pages": shapes.max_pages, "num_ranks": shapes.num_ranks, "windows": shapes.windows}
         make = functools.partial(slot_state.init_state, config, **sizes)
         self.state: Any = self.place.shapes(make)
+        self._empty = self.state
         state = self.place.state(make)
         self._calls = Calls(config, self.place, state, sizes=sizes, most_steps=shapes.most_steps)
         self.inputs = self._inputs(layouts)
@@ -174,8 +175,7 @@ class Runner:
 
     def reset(self) -> None:
         """Forget every sequence and every cached page: after a device error the donated buffers are gone."""
-        self.state = self.compiled.run(self.call(EMPTY_STATE))
-        self.place.give_back_zeros(self.state)
+        self.state = self.place.with_pages(self.compiled.run(self.call(EMPTY_STATE)), self._empty)
         self.bounds = SlotBounds(self.shapes, self.config.max_pending)
         self._num_remembered = 0
 

@@ -12,6 +12,7 @@ import pytest
 import tiny
 from engines import make_runner
 
+from specserve.checkpoints import load
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import read_json, write_json
 from specserve.drafters.interface import Head
@@ -19,6 +20,7 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CheckpointError, ConfigError
 from specserve.models.families.table import model_config
 from specserve.models.params import is_spec
+from specserve.models.target import target_spec
 from specserve.serve import launch, startup
 from specserve.serve.launch import Models, load_models, make_engine
 from specserve.serve.programs.runner import Runner
@@ -98,11 +100,11 @@ def test_models_that_make_no_numbers_are_refused_by_the_tensor(
     check_numbers(make_runner(tiny_target, None, "off", num_slots=1), tiny_target)
     name = "model.layers.1.mlp.down_proj.weight"
     broken = dataclasses.replace(
-        tiny_target, params=_damaged(tiny_target.params, startup.target_spec(tiny_target.config), name)
+        tiny_target, params=_damaged(tiny_target.params, target_spec(tiny_target.config), name)
     )
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         check_numbers(make_runner(broken, None, "off", num_slots=1), broken)
-    monkeypatch.setattr(startup, "check_weights", lambda *_args: None)
+    monkeypatch.setattr(load, "check_weights", lambda *_args: None)
     with pytest.raises(CheckpointError, match="all weights are finite, and the logits are not"):
         check_numbers(make_runner(broken, None, "off", num_slots=1), broken)
 
