@@ -18,7 +18,7 @@ import tiny
 from hypothesis import settings
 from quick_compile import compile_quickly, keep_compiled
 
-from specserve import hub
+from specserve import host, hub
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED_FOLDER, BUNDLED_HEADS
 from specserve.data import pydoc
@@ -28,6 +28,7 @@ from specserve.interop.head import load_head
 from specserve.models.params import init_params
 from specserve.tokenizer import Tokenizer
 
+host.own_process = lambda: None  # by a command that a test runs here: other tests need transformers' models
 pytest_plugins = ["longer", "server_fixtures", "two_versions"]
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 settings.register_profile("specserve", deadline=None, derandomize=True)

@@ -24,6 +24,7 @@ from specserve.checkpoints.sound import check_weights
 from specserve.checkpoints.source import find_folder
 from specserve.checkpoints.tensors import TensorFolder, is_file, listed
 from specserve.errors import ConfigError
+from specserve.models import served as forms
 from specserve.models.config import ModelConfig
 from specserve.models.params import is_spec, specs
 from specserve.models.sharding import place_target
@@ -49,8 +50,8 @@ def other_target(
     are not copied, so they must not be donated afterwards. Raises ConfigError or CheckpointError, which name what is
     missing, has another shape or is not a number."""
     config = served.config
-    how: dict[str, Any] = {"quantization": quantization, "mesh": mesh, "is_served": True, "is_checked": True}
-    how["is_arranged"] = True
+    how: dict[str, Any] = {"quantization": quantization, "mesh": mesh, "is_checked": True}
+    how |= {"is_served": True, "is_arranged": True}
     folder = (find_folder(str(given), "weights") or Path(given)) if isinstance(given, str | Path) else None
     if folder is not None and is_adapter(folder):
         given, folder = read_adapter(folder), None
@@ -91,7 +92,7 @@ def other_target(
         if has_own_head(quantization, is_one_device=mesh is None):
             params = with_own_head(params)
         params = in_few_bits(params, quantization)
-    return dataclasses.replace(served, params=params)
+    return dataclasses.replace(served, params=forms.served(params, mesh))
 
 
 def _is_as_stored(params: TargetParams, config: ModelConfig) -> bool:

@@ -284,7 +284,7 @@ def test_a_target_with_an_adapter_is_loaded_once(
         return loaded[-1]
 
     def stop(models: Models, *_: Any, **__: Any) -> None:
-        assert [models.target] == loaded
+        assert [models.target.params] == [target.params for target in loaded]
         raise KeyboardInterrupt
 
     for module in (launch, update):
@@ -302,7 +302,7 @@ def test_a_target_with_an_adapter_is_loaded_once(
         pass
     [merged] = loaded
     monkeypatch.undo()
-    plain = load.load_target(folder, dtype=merged.config.dtype, is_served=True)
+    plain = load.load_target(folder, dtype=merged.config.dtype, is_served=True, is_arranged=True)
     expected = update.other_target(plain, of_run.lora, quantization="none", mesh=None)
     jax.tree.map(np.testing.assert_array_equal, merged.params, expected.params)
 

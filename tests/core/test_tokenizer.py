@@ -1,6 +1,9 @@
 """Laws of the tokenizer: streamed text is the decoded text, and a folder is read by the class it names."""
 
 import json
+import os
+import subprocess
+import sys
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -209,3 +212,26 @@ def test_files_that_begin_with_a_byte_order_mark_are_read(tmp_path: Path) -> Non
     )
     chat = [{"role": "user", "content": "What is a list?"}]
     assert Tokenizer.load(tmp_path).render_chat(chat) == PYDOC.render_chat(chat)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_command_reads_tokenizers_without_torch_and_a_library_leaves_it_alone(tmp_path: Path, is_own: bool) -> None:
+    """Of a PyTorch that is installed, which here only says that it was imported. Afterwards it can be."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('torch was imported')")
+    (tmp_path / "torch-9.0.dist-info").mkdir()
+    (tmp_path / "torch-9.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.0\n")
+    script = f"""
+from pathlib import Path
+from specserve import host
+from specserve.tokenizer import Tokenizer
+{"host.own_process()" if is_own else ""}
+try:
+    print(Tokenizer.load(Path({str(BUNDLED_FOLDER)!r})).encode("def"))
+finally:
+    import torch
+"""
+    found = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    ran = subprocess.run([sys.executable, "-c", script], env=found, capture_output=True, text=True)
+    assert "torch was imported" in ran.stderr, "of the last line at least"
+    assert bool(ran.stdout.strip()) == is_own
