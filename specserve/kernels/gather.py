@@ -23,6 +23,15 @@ def take_each(x: jax.Array, index: jax.Array) -> jax.Array:  # [batch, n, ...], 
     return x.at[row, index].get(mode="clip", wrap_negative_indices=False)
 
 
+def embed(table: jax.Array, token_ids: jax.Array, dtype: Any) -> jax.Array:  # [vocab, d], [...] -> [..., d]
+    """Return the rows of tokens in `dtype`, of a table that may have fewer bits. XLA's CPU backend would widen all of a
+    table in bfloat16 before it takes rows of it, once for each call of a program; of whole numbers it takes them."""
+    if table.dtype == dtype or table.dtype != jnp.bfloat16:
+        return table[token_ids].astype(dtype)
+    rows = jax.lax.bitcast_convert_type(table, jnp.uint16)[token_ids]
+    return jax.lax.bitcast_convert_type(rows, table.dtype).astype(dtype)
+
+
 def put_each(
     x: jax.Array,  # [n, m, size], or [n, size]
     row: jax.Array,  # [batch, k] int32

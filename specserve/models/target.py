@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specserve.kernels import gather
 from specserve.kernels.matmul import AdaptedMatrix, BlockedMatrix, PackedMatrix, Weight, dequantize, matmul_float32
 from specserve.kernels.rows import Unrolled
 from specserve.models.cache import Cache, Prefix
@@ -303,7 +304,7 @@ def _run_stack(
 def embed(table: jax.Array, config: ModelConfig, token_ids: jax.Array) -> jax.Array:  # [vocab, d_model], [...]
     """The embeddings of tokens as the first layer takes them, [..., d_model]. The table may have fewer bits than the
     model computes in (`models.served`)."""
-    x = table[token_ids].astype(config.dtype)
+    x = gather.embed(table, token_ids, jnp.dtype(config.dtype))
     return x if config.embedding_scale == 1.0 else x * jnp.asarray(config.embedding_scale, x.dtype)
 
 

@@ -29,6 +29,7 @@ from specserve.models.params import specs
 from specserve.models.served import served
 from specserve.models.target import target_spec
 from specserve.serve.launch import load_models
+from specserve.serve.programs.program_list import list_programs
 from specserve.serve.startup import check_numbers
 from specserve.speculative.slot_state import init_state
 
@@ -67,6 +68,24 @@ def test_embeddings_that_bfloat16_does_not_hold_keep_all_their_bits(tmp_path: Pa
     stored = TensorFolder(tmp_path).read("model.embed_tokens.weight")
     assert (stored.astype(ml_dtypes.bfloat16) != stored).any(), "or this shows nothing"
     np.testing.assert_array_equal(target.params.embedding, stored)
+
+
+def test_no_step_widens_a_table_of_embeddings(tmp_path: Path) -> None:
+    """XLA's CPU backend would, to take rows of bfloat16: for each call of a program all of it, which is what a small
+    model's step takes several times over. So steps need no more memory than beside a table of float32."""
+    temporary: list[list[int]] = []
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        tiny.write_target(tmp_path, tiny.TARGET | {"vocab_size": 2**16, "tie_word_embeddings": False}, seed=0)
+        tensors = TensorFolder(tmp_path)
+        arrays = {name: tensors.read(name).astype(dtype) for name in tensors.names()}
+        write_tensors(tmp_path / "model.safetensors", arrays)
+        target = load_target(tmp_path, dtype="float32", is_served=True, is_arranged=True)
+        assert target.params.embedding.dtype == dtype
+        runner = make_runner(target, tiny.random_head(target.config, seed=0), "chain:2", num_slots=2)
+        of_each_kind = {program.kind: program for program in list_programs(runner)}
+        temporary.append([runner.temporary_bytes(program) for program in of_each_kind.values()])
+    widened = target.params.embedding.size * 4
+    assert all(of_few_bits < of_many + widened / 2 for of_many, of_few_bits in zip(*temporary, strict=True))
 
 
 def test_a_layer_is_let_go_of_before_the_next_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.grow import best_tokens, every_width
-from specserve.kernels.gather import take_each
+from specserve.kernels.gather import embed, take_each
 from specserve.kernels.matmul import Weight, matmul_float32
 from specserve.kernels.rowwise import largest
 from specserve.models.layers import linear
@@ -253,7 +253,7 @@ class JointSlots:
             scores, index = selected(heads, self.config, logits, states, tokens, top_k)
             return best_tokens(self.rows, target_ids[index], scores, self.seq_lens + depth, top_k)
         assert self.table is not None
-        given = self.table[tokens].astype(states.dtype)
+        given = embed(self.table, tokens, states.dtype)
         each = jnp.broadcast_to(states, (*tokens.shape, states.shape[-1]))
         self._memory, features = read_token(heads, memory, given, each)
         if isinstance(heads, Domino):

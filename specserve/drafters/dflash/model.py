@@ -30,6 +30,7 @@ from specserve.drafters.dflash.joint import (
     markov_spec,
     selector_spec,
 )
+from specserve.kernels.gather import embed
 from specserve.kernels.matmul import Weight, matmul_float32
 from specserve.kernels.rowwise import rms_norm
 from specserve.models.layers import Mlp, linear, mlp, normed
@@ -167,7 +168,7 @@ def block_inputs(
     """Return the anchor's embedding, and that of the mask in all further slots."""
     table = token_table(params, target)
     masks = jnp.full((*anchors.shape[:-1], length - 1), config.mask_token_id, anchors.dtype)
-    rows = table[jnp.concatenate([anchors, masks], axis=-1)].astype(config.backbone.dtype)
+    rows = embed(table, jnp.concatenate([anchors, masks], axis=-1), jnp.dtype(config.backbone.dtype))
     return rows * jnp.asarray(config.embedding_scale, rows.dtype)
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specserve.drafters.gemma_assistant.config import AssistantConfig
+from specserve.kernels.gather import embed
 from specserve.kernels.matmul import Weight
 from specserve.kernels.rowwise import rms_norm
 from specserve.models.cache import Cache, Prefix
@@ -67,7 +68,7 @@ def run(
     """Run the assistant for tokens at the root's place, none of which sees another."""
     layers, shape = config.layers, token_ids.shape
     table: Any = target.embedding
-    token = table[token_ids].astype(layers.dtype)
+    token = embed(table, token_ids, jnp.dtype(layers.dtype))
     token *= jnp.asarray(config.target_embedding_scale, token.dtype)
     x = linear(jnp.concatenate([token, states.astype(token.dtype)], axis=-1).astype(layers.dtype), params.fc)
     places = jnp.broadcast_to(prefix.lens[:, None], shape)
