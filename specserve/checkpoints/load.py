@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
+import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
+from specserve import host
 from specserve.checkpoints.configs import loaded_config
 from specserve.checkpoints.lazy import FLOAT32, Index, LazyQuantized, LazyTensor, as_floats
 from specserve.checkpoints.quantized import PLAIN, Storing, open_table, open_weight, read_storing
@@ -112,7 +114,7 @@ def load_target(
     has_nibbles = is_served and quantization in ("int4", "stored") and program_platform() in PLATFORMS
     is_packed = is_arranged and is_on_one_cpu(mesh) and native.is_available()
     product_dtype = None if quantization == "none" else "int8"
-    if is_packed and product_dtype is None and _are_bfloat16(spec, tensors, rename):
+    if is_packed and product_dtype is None and _is_stored_in_bfloat16(spec, tensors, rename):
         product_dtype = "bfloat16"
     if merging:
         shape_of = shapes_in(tensors, rename)
@@ -130,6 +132,7 @@ def load_target(
         option=option,
         storing=read_storing(raw, where),
         is_checked=is_checked,
+        keeps_bfloat16=is_packed,
         arrange=functools.partial(served, mesh=mesh) if is_packed or has_nibbles else None,
         merging=merging,
     )
@@ -183,6 +186,7 @@ def load_params(
     storing: Storing = PLAIN,
     option: str = "--quantization",  # the option that chooses `quantization`, for the log
     is_checked: bool = False,  # every value must be a number
+    keeps_bfloat16: bool = False,  # of matrices and embeddings that are stored so, whichever `dtype` others have
     arrange: Callable[[Any], Any] | None = None,  # called with each layer once it is read, and with all in the end
     merging: "Merging | None" = None,  # an adapter that is merged into those of them that it has pairs for
 ) -> Tree:
@@ -198,7 +202,8 @@ def load_params(
         nonlocal widened
         (path, spec), weights, place = next(reading)
         how = quantization if is_product(path) else "none"
-        made = _load(spec, weights, np.dtype(spec.dtype(dtype)), place, how, merging)
+        keeps = keeps_bfloat16 and (is_product(path) or spec.init == "embedding") and _are_bfloat16(weights)
+        made = _load(spec, weights, np.dtype(spec.dtype("bfloat16" if keeps else dtype)), place, how, merging)
         if is_checked:
             wrong.extend(not_finite(spec, made))
         if any(isinstance(weight, LazyQuantized) or weight.is_widened for weight in weights):
@@ -207,7 +212,11 @@ def load_params(
 
     def read_part(part: Any) -> Any:  # a layer, or a parameter beside them
         made = jax.tree.map(lambda _spec: read(), part, is_leaf=is_spec)
-        return arrange(made) if arrange and isinstance(part, Layer) else made
+        if arrange is None or not isinstance(part, Layer):
+            return made
+        arranged = arrange(made)
+        host.give_back_freed_memory()  # else what layers are read into takes what all of them take
+        return arranged
 
     params = jax.tree.map(read_part, stored, is_leaf=lambda node: is_spec(node) or isinstance(node, Layer))
     refuse_not_finite(wrong, str(tensors.folder))
@@ -219,12 +228,14 @@ def load_params(
             widened / 1e9,
             "" if quantization == "stored" else f"; {option} stored keeps whole numbers of few bits where it can",
         )
-    if arrange is None:
-        return params
-    params = arrange(params)
-    if quantization in ("int4", "stored"):
+    params = arrange(params) if arrange else params
+    if arrange and quantization in ("int4", "stored"):
         _log_widths(params)
     return params
+
+
+def _are_bfloat16(weights: Sequence[LazyTensor | LazyQuantized]) -> bool:
+    return all(isinstance(weight, LazyTensor) and weight.dtype == ml_dtypes.bfloat16 for weight in weights)
 
 
 def _log_widths(params: Any) -> None:
@@ -239,7 +250,7 @@ def _log_widths(params: Any) -> None:
         )
 
 
-def _are_bfloat16(spec: TargetParams, tensors: TensorFolder, rename: Callable[[str], str]) -> bool:
+def _is_stored_in_bfloat16(spec: TargetParams, tensors: TensorFolder, rename: Callable[[str], str]) -> bool:
     """Return whether every matrix that rows are multiplied by is stored in bfloat16, in which it is packed."""
     leaves = jax.tree_util.tree_leaves_with_path(spec, is_leaf=is_spec)
     names = {rename(name) for path, each in leaves if is_product(path) for name in each.names} & tensors.names()

@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from specserve.kernels import native, nibbles
-from specserve.kernels.large_pages import empty_in_large_pages
+from specserve.kernels.large_pages import copied
 from specserve.kernels.nibbles import NibbleMatrix, WordMatrix
 from specserve.kernels.panels import by_panel, four_bits, in_two_levels, lay_out
 from specserve.mesh import fitting_partition, is_on_one_device, program_platform, traced_mesh
@@ -186,9 +186,7 @@ def _in_few_bytes(of_blocks: list[np.ndarray | None], width: int) -> list[jax.Ar
 
 def _in_large_pages(values: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
     """A view's values, laid out one after another, as an array of `shape`."""
-    laid_out = empty_in_large_pages(values.shape, values.dtype)
-    np.copyto(laid_out, values)
-    return jax.device_put(laid_out.reshape(shape), may_alias=True)  # where it lies
+    return jax.device_put(copied(values).reshape(shape), may_alias=True)  # where it lies
 
 
 def narrowed(values: np.ndarray) -> np.ndarray:

@@ -51,8 +51,9 @@ def served(params: Params, mesh: Mesh | None = None) -> Params:
         return params if _is_packed(params) else _packed(fuse_for_cpu(params))
     beside = dataclasses.replace(params, layers=())
     if not _is_packed(beside):
-        beside = dataclasses.replace(beside, embedding=jax.device_put(narrowed(np.asarray(beside.embedding))))
-        beside = _packed(fuse_for_cpu(beside))  # with an output head of the narrow ones, where it is tied
+        table = narrowed(np.asarray(beside.embedding))
+        head = table.T if beside.head is None else beside.head  # packed without a copy of the table on the way
+        beside = _packed(dataclasses.replace(beside, embedding=jax.device_put(table), head=head))
     return dataclasses.replace(beside, layers=tuple(map(served, params.layers)))
 
 

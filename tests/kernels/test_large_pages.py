@@ -1,5 +1,6 @@
 """Arrays in large pages, and zeros that take none."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
-from specserve.kernels.large_pages import empty_in_large_pages, give_back_zeros
+from specserve.kernels.large_pages import copied, empty_in_large_pages, give_back_zeros
 from specserve.serve.programs.placement import bytes_per_token
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import make_shapes
@@ -68,6 +69,23 @@ def test_zeros_are_given_back_and_numbers_are_not() -> None:
     assert not give_back_zeros(array.ctypes.data + 1, array.nbytes - 2)
     assert array.sum() == 17
     assert not give_back_zeros(array.ctypes.data, 100), "no whole page"
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 3), (1, 7), (5, 4, 2), (3, 700, 250, 2), (40, 3, 900, 4), (17, 1000, 65), (700, 1500)]
+)
+@pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.bfloat16, np.float32])
+def test_a_copy_of_a_view_has_its_numbers_in_its_order(
+    shape: tuple[int, ...], dtype: type, rng: np.random.Generator
+) -> None:
+    """Whichever axes the view has moved, and whether one thread makes it or several do."""
+    whole = rng.integers(-100, 100, shape).astype(dtype)
+    for order in itertools.islice(itertools.permutations(range(whole.ndim)), 6):
+        view = whole.transpose(order)
+        made = copied(view)
+        assert made.flags.c_contiguous
+        assert made.dtype == dtype
+        np.testing.assert_array_equal(made, view)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux") or jax.default_backend() != "cpu", reason="asks Linux for it")
