@@ -160,7 +160,7 @@ function showCompiling(left) {
   bar.setAttribute("aria-valuemax", mostPrograms);
   bar.setAttribute("aria-valuenow", mostPrograms - left);
   bar.firstElementChild.style.width = `${100 * (1 - left / Math.max(1, mostPrograms))}%`;
-  $("live-note").textContent = left ? "plain decoding serves until speculation is compiled" : "";
+  $("live-note").textContent = left ? "it answers meanwhile, only more slowly" : "";
 }
 
 async function look() {
