@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import jax
 import ml_dtypes
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from specserve import host
 from specserve.checkpoints.configs import loaded_config
@@ -32,6 +32,7 @@ from specserve.kernels.matmul import QuantizedMatrix, Rounded, dequantize
 from specserve.kernels.nibbles import PLATFORMS
 from specserve.mesh import program_platform
 from specserve.models.config import ModelConfig
+from specserve.models.layers import side_by_side
 from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
 from specserve.models.served import is_on_one_cpu, served
 from specserve.models.sharding import check_fits, place_target, spread_kv_heads
@@ -50,6 +51,7 @@ Tree = TypeVar("Tree")
 Quantization = Literal["none", "stored", "int8", "fp8", "int4"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "stored", "int8", "fp8", "int4")
 
+MOST_ROUNDED = 2**25  # numbers of a matrix that are rounded together
 LEAST_SHARE = (4 + 2 * 16 / 128) / 8  # of 8 bits: 4, and a scale and an offset of 16 for 128 inputs or fewer
 # compiled, so that nothing of a parameter's size is made on the way
 _dequantize = jax.jit(dequantize, static_argnames="dtype")
@@ -331,8 +333,17 @@ def _load(
 
 
 def rounded(matrix: jax.Array, to: Rounded) -> QuantizedMatrix:
-    """Return a matrix in few bits, where it is (`kernels.matmul.quantize`)."""
-    return _round_at(matrix, to, matrix.sharding)
+    """Return a matrix in few bits, where it is (`kernels.matmul.quantize`). On one CPU a large one, as an output head
+    is, is rounded some outputs at a time, each of which has scales of its own: float32 copies of all of it would be the
+    most that a start takes."""
+    num_together = MOST_ROUNDED // matrix.shape[-2]
+    is_small = matrix.ndim > 2 or matrix.shape[-1] <= num_together
+    if is_small or program_platform() != "cpu" or isinstance(matrix.sharding, NamedSharding):
+        return _round_at(matrix, to, matrix.sharding)
+    values, parts = np.asarray(matrix), list[QuantizedMatrix]()
+    for i in range(0, values.shape[1], num_together):
+        parts.append(jax.block_until_ready(_round_at(values[:, i : i + num_together], to, matrix.sharding)))
+    return side_by_side(*parts)
 
 
 def in_few_bits(params: Tree, to: Rounded) -> Tree:

@@ -19,11 +19,13 @@ import tiny
 from engines import make_runner
 from parity import ONE_OF_EACH, RAWS
 
+from specserve.checkpoints import load
 from specserve.checkpoints.load import Quantization, Target, load_target
 from specserve.checkpoints.tensors import TensorFolder, write_tensors
 from specserve.drafters.interface import Head
 from specserve.errors import CheckpointError
 from specserve.kernels import native
+from specserve.kernels.matmul import Rounded
 from specserve.models.families.table import model_config
 from specserve.models.params import specs
 from specserve.models.served import served
@@ -54,12 +56,22 @@ def test_what_is_arranged_while_it_is_read_is_what_is_arranged_afterwards(
     seeded.write_weights(
         tmp_path, {name: spec.stored_shape for spec in of_target for name in spec.names}, 0, "bfloat16"
     )
-    load = functools.partial(load_target, tmp_path, dtype="float32", quantization=quantization, is_served=True)
-    found = load(is_arranged=True).params
-    assert _bytes(found) == _bytes(served(load().params))
+    read = functools.partial(load_target, tmp_path, dtype="float32", quantization=quantization, is_served=True)
+    found = read(is_arranged=True).params
+    assert _bytes(found) == _bytes(served(read().params))
     again = served(found)
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, found, again)))
     assert found.embedding.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("to", ["int8", "fp8", "int4"])
+def test_a_large_matrix_that_is_rounded_in_parts_has_the_same_numbers(
+    to: Rounded, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    matrix = jnp.asarray(rng.standard_normal((70, 101)), jnp.float32)
+    whole = load.rounded(matrix, to)
+    monkeypatch.setattr(load, "MOST_ROUNDED", 70 * 40)
+    assert _bytes(load.rounded(matrix, to)) == _bytes(whole)
 
 
 def test_embeddings_that_bfloat16_does_not_hold_keep_all_their_bits(tmp_path: Path) -> None:
@@ -115,9 +127,9 @@ def test_weights_that_are_no_numbers_are_named_as_they_are_stored(tmp_path: Path
     name = "model.layers.1.mlp.up_proj.weight"  # one half of a matrix of the server
     arrays[name][3, 5] = np.nan
     write_tensors(tmp_path / "model.safetensors", arrays)
-    load = functools.partial(load_target, tmp_path, dtype="float32", is_served=True, is_arranged=True)
+    read = functools.partial(load_target, tmp_path, dtype="float32", is_served=True, is_arranged=True)
     with pytest.raises(CheckpointError, match=rf"not a number or infinite: {re.escape(name)};"):
-        load(is_checked=True)
+        read(is_checked=True)
     target = load_models(str(tmp_path), "", has_tokenizer=False).target
     with pytest.raises(CheckpointError, match=rf"not a number or infinite: {re.escape(name)};"):
         check_numbers(make_runner(target, None, "off", num_slots=1), target)
