@@ -166,7 +166,7 @@ def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
         max_model_len=run.train.seq_len,
         on_warmup=watch.on_warmup,
     )
-    del models  # the engine has packed them anew
+    del models  # the engine holds what it needs of them
     with engine:
         yield engine
 

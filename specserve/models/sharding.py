@@ -170,7 +170,7 @@ def check_fits(
         raise ConfigError(
             f"{what}: {num_params(spec):,} parameters take {whole / 1e9:,.1f} GB, {spread}, where "
             f"{free / 1e9:,.1f} GB are free; spread them over more devices (--mesh tensor=N)"
-            f"{'' if product_dtype else ', or take 8-bit weights (--quantization int8)'}"
+            f"{'' if product_dtype == 'int8' else ', or take 8-bit weights (--quantization int8)'}"
         )
 
 

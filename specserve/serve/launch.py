@@ -60,9 +60,9 @@ AUTO_TREES = (DynamicTree(4, 3, 15), DynamicTree(6, 4, 31), DynamicTree(7, 8, 63
 
 @dataclass(frozen=True)
 class Models:
-    """The models that a server runs. `head` is None where there is nothing to speculate with. An engine packs the
-    parameters anew. A caller that makes only one engine drops the models then, and with them the memory of what was
-    loaded."""
+    """The models that a server runs. `head` is None where there is nothing to speculate with. The target has the form
+    that steps multiply by (`models.served`); an engine packs the head anew. A caller that makes only one engine drops
+    the models then, and with them the memory of what was loaded."""
 
     name: str
     target: Target

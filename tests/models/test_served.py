@@ -23,9 +23,10 @@ from specserve.checkpoints import load
 from specserve.checkpoints.load import Quantization, Target, load_target
 from specserve.checkpoints.tensors import TensorFolder, write_tensors
 from specserve.drafters.interface import Head
-from specserve.errors import CheckpointError
+from specserve.errors import CheckpointError, ConfigError
 from specserve.kernels import native
 from specserve.kernels.matmul import Rounded
+from specserve.models import sharding
 from specserve.models.families.table import model_config
 from specserve.models.params import specs
 from specserve.models.served import served
@@ -117,6 +118,25 @@ def test_a_layer_is_let_go_of_before_the_next_is_read(tmp_path: Path, monkeypatc
     monkeypatch.setattr(jax, "device_put", counted)
     load_target(tmp_path, dtype="float32", is_served=True, is_arranged=True)
     assert 0 < most - before <= 3, "gate, up and down of one layer"
+
+
+def test_a_target_is_held_against_the_memory_that_it_takes_as_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two bytes of a weight that is stored in bfloat16, and not the four of what it is computed in."""
+    tiny.write_target(tmp_path, tiny.TARGET, seed=0)
+    tensors = TensorFolder(tmp_path)
+    names = tensors.names()
+    write_tensors(tmp_path / "model.safetensors", {n: tensors.read(n).astype(ml_dtypes.bfloat16) for n in names})
+    read = functools.partial(load_target, tmp_path, dtype="float32", is_served=True)
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(read().params))
+    monkeypatch.setattr(sharding, "free_memory", lambda _mesh: 0.8 * whole)
+    with pytest.raises(ConfigError, match="GB are free"):
+        read()
+    read(is_arranged=True)
+    monkeypatch.setattr(sharding, "free_memory", lambda _mesh: 0.3 * whole)
+    with pytest.raises(ConfigError, match=r"or take 8-bit weights \(--quantization int8\)"):
+        read(is_arranged=True)
 
 
 def test_weights_that_are_no_numbers_are_named_as_they_are_stored(tmp_path: Path) -> None:
