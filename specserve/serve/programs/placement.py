@@ -78,7 +78,7 @@ class Placement:
         if self.mesh is not None:
             return made
         parts, structure = jax.tree.flatten(shapes, is_leaf=is_paged)
-        others = iter(made)
+        others = map(_given_back, made)
         return structure.unflatten(jax.tree.map(_zeros, part) if is_paged(part) else next(others) for part in parts)
 
     def shapes(self, make: Callable[[], SlotState]) -> SlotState:
@@ -105,10 +105,14 @@ class Placement:
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    made = jnp.zeros(shape.shape, shape.dtype)
+    return _given_back(jnp.zeros(shape.shape, shape.dtype))
+
+
+def _given_back(array: jax.Array) -> jax.Array:
+    """Return an array for whose zeros a CPU holds no memory, where it has no other numbers."""
     if program_platform() == "cpu":
-        give_back_zeros(made.block_until_ready().unsafe_buffer_pointer(), made.nbytes)
-    return made
+        give_back_zeros(array.block_until_ready().unsafe_buffer_pointer(), array.nbytes)
+    return array
 
 
 def is_paged(part: Any) -> bool:
