@@ -29,6 +29,7 @@ using specserve::Scales;
 namespace {
 
 constexpr double kUnit = 1.0 / (1 << 24);  // the unit roundoff of float32
+constexpr int64_t kMostInputs = 128;        // that share a unit of two digits (bytes_isa.h)
 #if defined(__aarch64__)
 typedef __fp16 Half;
 #else
@@ -245,8 +246,17 @@ int check(const Kernels& kernels) {
           const std::vector<float> y = multiply(kernels, format, weight, x, rows, d_in, d_out);
           for (int64_t row = 0; row < rows; ++row) {
             const std::vector<float> own(x.begin() + row * d_in, x.begin() + (row + 1) * d_in);
-            double largest = 0;
-            for (float value : own) largest = std::max(largest, fabs(double(value)));
+            // how far an activation may be off that became digits (digits_isa.h): tiles of bfloat16 numbers and of
+            // bytes take three of them, for all of a row, products of bytes two
+            const bool has_three = tiles && tiles->chunk > 1;
+            const int64_t together = std::min({has_three ? d_in : kMostInputs, blocks.inputs, d_in});
+            std::vector<double> off(d_in, 0);
+            for (int64_t i = 0; tiles && i < d_in; ++i) {
+              const int64_t first = i / together * together;
+              for (int64_t near = first; near < std::min(d_in, first + together); ++near) {
+                off[i] = std::max(off[i], fabs(double(own[near])) * (has_three ? 0x1p-23 : 0x1p-15));
+              }
+            }
             const std::vector<float> alone = multiply(kernels, format, weight, own, 1, d_in, d_out);
             if (memcmp(alone.data(), &y[row * d_out], d_out * sizeof(float))) {
               printf("format %d, %ld x %ld, %ld rows: row %ld depends on its neighbours\n", static_cast<int>(format),
@@ -254,16 +264,15 @@ int check(const Kernels& kernels) {
               return 1;
             }
             for (int64_t j = 0; j < d_out; ++j, ++checked) {
-              double sum = 0, magnitudes = 0, weights = 0;
+              double sum = 0, magnitudes = 0, of_digits = 0;
               for (int64_t i = 0; i < d_in; ++i) {
                 sum += double(own[i]) * weight.plain[i * d_out + j];
                 magnitudes += fabs(double(own[i])) * weight.magnitudes[i * d_out + j];
-                weights += weight.magnitudes[i * d_out + j];
+                of_digits += off[i] * weight.magnitudes[i * d_out + j];
               }
               // of d_in terms in any order, fused or not (Higham, section 3.1), of which each may be scaled, and was
-              // rounded to float32 here; and of activations that became digits (digits_isa.h)
-              const double bound = (d_in + 3) * kUnit / (1 - (d_in + 3) * kUnit) * magnitudes +
-                                   (tiles ? 2 * kUnit * largest * weights : 0);
+              // rounded to float32 here; and of activations that became digits
+              const double bound = (d_in + 3) * kUnit / (1 - (d_in + 3) * kUnit) * magnitudes + of_digits;
               if (!(fabs(y[row * d_out + j] - sum) <= bound)) {
                 printf("format %d, %ld x %ld, %ld rows: [%ld, %ld] is %g and not %g, rounding explains %g\n",
                        static_cast<int>(format), long(d_in), long(d_out), long(rows), long(row), long(j),

@@ -35,6 +35,7 @@ ROWS = (1, 4, 33)  # plain, a chain, and more than any block of the kernels has
 D_IN, D_OUT = 96, 70  # no multiple of a panel
 D_IN_OF_FOUR_BITS = 192  # of an accelerator's product: three groups of a TPU's words
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, QUERIES = 4, 2, 64, 32, 5
+SHARE_A_UNIT = 128  # inputs of a row that are rounded to multiples of the same number (`kMostInputs`)
 EXP_ROUNDINGS = 8  # of an exponential, by the approximations of processors and of GPUs, in units of UNIT
 
 
@@ -54,14 +55,17 @@ class Checked:
 def product_bound(x: Any, weight: Any, block: int = 0) -> np.ndarray:  # [..., d_in], [d_in, d_out] -> [..., d_out]
     """The most by which two ways to compute x @ weight in float32 can differ; each may scale it once before the sum and
     once after. With a block, one of them may round each number of a block of so many inputs of x to a multiple of at
-    most 2^-22 of the largest there, as products with int8 weights do (native/digits_isa.h)."""
+    most 2^-22 of the largest there, or of 2^-14 of the largest of 128 there, as products with weights of few bits do
+    (native/digits_isa.h)."""
     x, weight = (np.abs(np.asarray(each, np.float64)) for each in (x, weight))
     bound = 2 * _gamma(weight.shape[-2] + 2) * (x @ weight)
     if not block:
         return bound
-    starts = np.arange(0, x.shape[-1], block)
-    largest = np.repeat(np.maximum.reduceat(x, starts, axis=-1), block, axis=-1)[..., : x.shape[-1]]
-    return bound + 2**-23 * (largest @ weight)
+    for number, share in ((block, 2**-23), (min(block, SHARE_A_UNIT), 2**-15)):
+        starts = np.arange(0, x.shape[-1], number)
+        largest = np.repeat(np.maximum.reduceat(x, starts, axis=-1), number, axis=-1)[..., : x.shape[-1]]
+        bound = bound + share * (largest @ weight)
+    return bound
 
 
 def check_kernels() -> Iterator[Checked]:

@@ -17,6 +17,7 @@ from paging import as_stored, in_floats, make_prefix
 
 from specserve.kernels import native
 from specserve.kernels.attention import attend
+from specserve.kernels.check import SHARE_A_UNIT
 from specserve.kernels.gather import put_each
 from specserve.kernels.matmul import (
     MOST_BYTES,
@@ -202,6 +203,17 @@ def test_a_product_of_any_magnitude(rng: np.random.Generator, largest: float) ->
     plain = np.asarray(dequantize(weight, jnp.dtype("float32")))
     bound = rounding.of_product(x, plain, 70)
     rounding.assert_within(matmul(jnp.asarray(x), pack(weight)), x.astype(np.float64) @ plain.astype(np.float64), bound)
+
+
+def test_a_large_number_costs_precision_only_near_it(rng: np.random.Generator) -> None:
+    """Activations have outliers. What others of the row are rounded to is as if these were not there, or as fine."""
+    d_in, x = 1024, _normal(rng, 3, 1024)
+    weight = QuantizedMatrix(jnp.asarray(rng.integers(-127, 128, (d_in, 9)), jnp.int8), jnp.full((1, 9), 1e-4), d_in)
+    weight = dataclasses.replace(weight, values=weight.values.at[:SHARE_A_UNIT].set(0))
+    plain = np.asarray(dequantize(weight, jnp.dtype("float32")))
+    bound = rounding.of_product(x, plain, d_in)
+    x[:, 5] = 2**7 * np.abs(x).max()
+    rounding.assert_within(matmul(jnp.asarray(x), pack(weight)), x.astype(np.float64) @ plain, bound)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,9 +1,12 @@
 // Products of weights of 4 bits, and of 8 where an instruction adds four products to a sum of 32 bits, as sums of products
-// of bytes, for which no floats are made of the weights. Activations are cut into digits (digits_isa.h), those of a chunk
-// of inputs with one unit.
+// of bytes, for which no floats are made of the weights. Activations are cut into two digits (digits_isa.h), those of a
+// chunk of inputs with one unit: integers of 16 bits, of which a third digit would take half as long again.
 #pragma once
 
 #include "digits_isa.h"
+
+// Loops over what registers hold, which GCC unrolls too late by itself: their arrays went through memory.
+#define UNROLLED _Pragma("GCC unroll 16")
 
 namespace specserve {
 namespace {
@@ -12,6 +15,9 @@ namespace bytes {
 typedef uint8_t Quads __attribute__((vector_size(4 * LANES)));  // four inputs of each output
 
 constexpr int kLanes = 4;  // bytes of a lane
+constexpr int kDigits = 2;
+constexpr int64_t kMostInputs = 128;  // that share a unit
+static_assert(kMostInputs * 128 * 128 * 257 < int64_t{1} << 31, "sums of both digits together fit into 32 bits");
 
 // Inputs of a lane of weights, which are those of a step, and how many vectors of bytes they become.
 template <Format format>
@@ -21,17 +27,18 @@ constexpr int kParts = kInputs<format> / kLanes;
 
 // What an instruction set says of itself:
 //
-//   kChunk      inputs at most that share a unit, and whose products a sum can hold
+//   kChunk      inputs at most that share a unit, whose products a sum can hold
 //   kVectors    of a panel
 //   kRows       that are multiplied together, whose sums stay in registers
 //   kIsSigned   whether weights are bytes with a sign, and not positive ones
-//   Sum         sums of products of bytes, for each output of a vector: begin, add for each four inputs, wide
+//   Sum         sums of products of bytes, for each output of a vector: begin, add for each four inputs
+//   together    256 times the sums of the upper digit, and those of the lower one
 //   begin_of    what a digit's Sum begins with, by the sums of its inputs 4 i, 4 i + 1, 4 i + 2 and 4 i + 3, and by what is
 //               added to weights that are to be positive
 //   kHasInt8    whether weights of 8 bits are multiplied so too
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-constexpr int64_t kChunk = int64_t{1} << 32;  // all of a block
-constexpr int kVectors = 2, kRows = LANES / 4;
+constexpr int64_t kChunk = kMostInputs;
+constexpr int kVectors = 2, kRows = LANES == 16 ? 4 : 3;
 constexpr bool kIsSigned = false, kHasInt8 = true;
 typedef Ints Sum;
 inline int32_t begin_of(const int32_t (&sums)[kLanes], int added) {
@@ -45,11 +52,11 @@ inline void add(Sum& sum, Quads weights, Ints digits) {
   sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)digits);
 #endif
 }
-inline Ints wide(Sum sum) { return sum; }
+inline Ints together(Sum high, Sum low) { return high * 256 + low; }
 #elif LANES >= 8
 // Two products at a time in 16 bits. Sums may leave these on the way, since what they begin with brings them back.
 constexpr int64_t kChunk = 32;
-constexpr int kVectors = 2, kRows = 2;
+constexpr int kVectors = 2, kRows = 3;
 constexpr bool kIsSigned = false, kHasInt8 = false;
 typedef int16_t Sum __attribute__((vector_size(4 * LANES)));
 static_assert(kChunk / 2 * 15 * 128 < 1 << 15, "the sums of a chunk fit into 16 bits");
@@ -60,11 +67,12 @@ inline int32_t begin_of(const int32_t (&sums)[kLanes], int added) {
 inline Sum begin(int32_t from) { return (Sum)(from - Ints{}); }
 #if LANES == 8
 inline Sum products(Quads weights, Ints digits) { return (Sum)_mm256_maddubs_epi16((__m256i)weights, (__m256i)digits); }
-inline Ints wide(Sum sum) { return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
+inline Ints wide(Sum sum, int16_t by) { return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(by)); }
 #else
 inline Sum products(Quads weights, Ints digits) { return (Sum)_mm512_maddubs_epi16((__m512i)weights, (__m512i)digits); }
-inline Ints wide(Sum sum) { return (Ints)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)); }
+inline Ints wide(Sum sum, int16_t by) { return (Ints)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(by)); }
 #endif
+inline Ints together(Sum high, Sum low) { return wide(high, 256) + wide(low, 1); }
 inline void add(Sum& sum, Quads weights, Ints digits) {
   sum += products(weights, digits);
 #if defined(__AVX2__)
@@ -76,13 +84,13 @@ constexpr int kVectors = 4;
 constexpr bool kIsSigned = true;
 inline int32_t begin_of(const int32_t (&)[kLanes], int) { return 0; }
 #if defined(__ARM_FEATURE_DOTPROD)
-constexpr int64_t kChunk = int64_t{1} << 32;
+constexpr int64_t kChunk = kMostInputs;
 constexpr int kRows = 2;
 constexpr bool kHasInt8 = true;
 typedef int32x4_t Sum;
 inline Sum begin(int32_t) { return vdupq_n_s32(0); }
 inline void add(Sum& sum, Quads weights, Ints digits) { sum = vdotq_s32(sum, (int8x16_t)weights, (int8x16_t)digits); }
-inline Ints wide(Sum sum) { return (Ints)sum; }
+inline Ints together(Sum high, Sum low) { return (Ints)high * 256 + (Ints)low; }
 #else
 constexpr int64_t kChunk = 32;
 constexpr int kRows = 1;
@@ -96,6 +104,7 @@ inline void add(Sum& sum, Quads weights, Ints digits) {
   sum.high = vmlal_high_s8(sum.high, (int8x16_t)weights, (int8x16_t)digits);
 }
 inline Ints wide(Sum sum) { return (Ints)vpaddq_s32(vpaddlq_s16(sum.low), vpaddlq_s16(sum.high)); }
+inline Ints together(Sum high, Sum low) { return wide(high) * 256 + wide(low); }
 #endif
 #endif
 
@@ -113,7 +122,7 @@ constexpr int kAdded = kIsSigned || format == Format::kUint4 ? 0
 // Of a row's chunk: what its digits are multiples of, its sum, and what each digit's sums of products begin with.
 struct Head {
   float unit, sum;
-  int32_t begin[kDigits], unused[3];
+  int32_t begin[kDigits];
 };
 
 // A row is [block, chunk: Head | block, chunk, digit, input].
@@ -146,7 +155,7 @@ void split(const Matmul& call, int64_t begin, int64_t end, char* to) {
       const int64_t inputs = least(kChunk, least(call.block - of_block, call.d_in - first));
       const float* x = call.x + call.order[row] * call.d_in + first;
       Head head = {};
-      const float factor = factor_of(x, inputs, head.unit);
+      const float factor = factor_of<kDigits>(x, inputs, head.unit);
       Ints sums[kDigits] = {};
       for (int64_t at = 0; at < shape.digit; at += LANES) {
         cut(load_part(x + at, inputs - at), factor, digits + at, shape.digit, sums);
@@ -189,15 +198,6 @@ inline Quads bytes_of(Quads lanes, int part) {
   return kIsSigned && format == Format::kInt4 ? numbers - 8 : numbers;
 }
 
-// What the sums of three digits come to, by their unit.
-inline Floats number_of(const Sum (&sums)[kDigits]) {
-  Floats number = Floats{};
-  for (int digit = 0; digit < kDigits; ++digit) {
-    number = number * 256.0f + __builtin_convertvector(wide(sums[digit]), Floats);
-  }
-  return number;
-}
-
 // y of R rows and one panel. The first rows of a unit ask memory for weights ahead.
 template <Format format, int R>
 void multiply(const Matmul& call, const Shape& shape, int64_t panel, const int32_t* order, const char* rows,
@@ -212,39 +212,45 @@ void multiply(const Matmul& call, const Shape& shape, int64_t panel, const int32
       upto = least(shape.steps, step + kChunk / kInputs<format>);
       const Head* heads[R];
       Sum sums[kVectors][R][kDigits];
-      for (int r = 0; r < R; ++r) {
+      UNROLLED for (int r = 0; r < R; ++r) {
         heads[r] = reinterpret_cast<const Head*>(head_at + r * per_row);
-        for (int digit = 0; digit < kDigits; ++digit) {
-          for (int v = 0; v < kVectors; ++v) sums[v][r][digit] = begin(heads[r]->begin[digit]);
+        UNROLLED for (int digit = 0; digit < kDigits; ++digit) {
+          UNROLLED for (int v = 0; v < kVectors; ++v) sums[v][r][digit] = begin(heads[r]->begin[digit]);
         }
       }
       const char* at = digits;
       for (int64_t i = step; i < upto; ++i, weights += kStep, at += kInputs<format>) {
         for (int64_t line = 0; is_first && line < kStep; line += kLine) __builtin_prefetch(weights + kAhead + line);
-        for (int part = 0; part < kParts<format>; ++part) {
+        UNROLLED for (int part = 0; part < kParts<format>; ++part) {
           Quads bytes[kVectors];
-          for (int v = 0; v < kVectors; ++v) bytes[v] = bytes_of<format>(load<Quads>(weights + v * 4 * LANES), part);
-          for (int r = 0; r < R; ++r) {
-            for (int digit = 0; digit < kDigits; ++digit) {
+          UNROLLED for (int v = 0; v < kVectors; ++v) {
+            bytes[v] = bytes_of<format>(load<Quads>(weights + v * 4 * LANES), part);
+          }
+          UNROLLED for (int r = 0; r < R; ++r) {
+            UNROLLED for (int digit = 0; digit < kDigits; ++digit) {
               const char* from = at + r * per_row + digit * shape.digit + part * kLanes;
-              for (int v = 0; v < kVectors; ++v) add(sums[v][r][digit], bytes[v], load<int32_t>(from) - Ints{});
+              const Ints digits_of_all = load<int32_t>(from) - Ints{};
+              UNROLLED for (int v = 0; v < kVectors; ++v) add(sums[v][r][digit], bytes[v], digits_of_all);
             }
           }
         }
       }
-      for (int v = 0; v < kVectors; ++v) {
+      UNROLLED for (int v = 0; v < kVectors; ++v) {
         const Floats scale =
             call.scale ? load_scales<kPanel>(call, call.scale, panel, block, shape.blocks, v * LANES) : splat(1.0f);
-        for (int r = 0; r < R; ++r) totals[v][r] += number_of(sums[v][r]) * heads[r]->unit * scale;
+        UNROLLED for (int r = 0; r < R; ++r) {
+          const Ints whole = together(sums[v][r][0], sums[v][r][1]);
+          totals[v][r] += __builtin_convertvector(whole, Floats) * heads[r]->unit * scale;
+        }
         if (!call.offset) continue;
         const Floats offset = load_scales<kPanel>(call, call.offset, panel, block, shape.blocks, v * LANES);
-        for (int r = 0; r < R; ++r) totals[v][r] += offset * heads[r]->sum;
+        UNROLLED for (int r = 0; r < R; ++r) totals[v][r] += offset * heads[r]->sum;
       }
       head_at += sizeof(Head), digits += kDigits * shape.digit;
     }
   }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kVectors; ++v) {
+  UNROLLED for (int r = 0; r < R; ++r) {
+    UNROLLED for (int v = 0; v < kVectors; ++v) {
       const int64_t from = column + v * LANES, y = order[r] * call.d_out + from;
       Floats total = totals[v][r];
       if (call.add) total += load_part(call.add + y, call.d_out - from);

@@ -1,11 +1,11 @@
 // Products of weights that are whole numbers as sums of integers, which are exact in any order.
 //
-// The activations of a row (of a block of inputs, where weights have scales by block) are rounded to multiples of a power
-// of two, 2^-22 to 2^-23 of the largest magnitude, so that they are integers of 24 bits. Each is cut into three digits
-// from -128 to 127: 65536 high + 256 middle + low. The sums of weights times digits are exact, since a matrix with more
-// than 2^16 inputs to a block is packed in bfloat16. Together they are rounded to float32, and multiplied by the power of
-// two. So an activation is off by half a multiple, and a result beside that by a few roundings of its own. A row that holds an infinity or a NaN
-// gives NaN. (Numbers below 2^-127 count as zero.)
+// Activations that lie side by side are rounded to multiples of a power of two, their unit, so that they are integers of 24
+// bits or of 16, and each is cut into three or two digits from -128 to 127: 65536 high + 256 middle + low. The unit is 2^-22
+// to 2^-23 of their largest magnitude with three digits, 2^-14 to 2^-15 with two, and an activation is off by half of it at
+// most. The sums of weights times digits are exact, since a matrix with more than 2^16 inputs to a block is packed in
+// bfloat16. Together they are rounded to float32, and multiplied by the unit: a few roundings more. A row that holds an
+// infinity or a NaN gives NaN. (Numbers below 2^-127 count as zero.)
 #pragma once
 
 #include "vectors_isa.h"
@@ -13,13 +13,13 @@
 namespace specserve {
 namespace {
 
-constexpr int kDigits = 3;
 constexpr int64_t kLine = 64;  // bytes of a line of the cache
 
 inline float power_of_two(int exponent) { return float_of(static_cast<uint32_t>(exponent + 127) << 23); }
 
-// What makes integers of a row's numbers, one by `unit`. Digits end at 0x7f7f7f, so the largest numbers below a power of
+// What makes integers of numbers, one by `unit`. Digits end at 0x7f7f7f or 0x7f7f, so the largest numbers below a power of
 // two are taken as if they were beyond it.
+template <int num_digits>
 inline float factor_of(const float* x, int64_t inputs, float& unit) {
   constexpr uint32_t kSign = 0x80000000u, kInfinity = 0x7f800000u, kTop = 0x18000u;
   Words largest = Words{};
@@ -33,7 +33,8 @@ inline float factor_of(const float* x, int64_t inputs, float& unit) {
     unit = __builtin_nanf("");
     return 0.0f;
   }
-  const int exponent = static_cast<int>((bits + kTop) >> 23), shift = static_cast<int>(least(149 - exponent, 126));
+  const int exponent = static_cast<int>((bits + kTop) >> 23), of_one = 125 + 8 * num_digits;
+  const int shift = static_cast<int>(least(of_one - exponent, 126));
   unit = power_of_two(-shift);
   return power_of_two(shift);
 }
@@ -64,9 +65,10 @@ inline void store_lowest_bytes(char* to, Ints from) {
 }
 
 // Writes the digits of a vector of numbers, each `apart` bytes behind the digit above it, and adds them to their sums.
-inline void cut(Floats x, float factor, char* to, int64_t apart, Ints (&sums)[kDigits]) {
+template <int num_digits>
+inline void cut(Floats x, float factor, char* to, int64_t apart, Ints (&sums)[num_digits]) {
   Ints value = whole_numbers(x * factor);
-  for (int digit = kDigits - 1; digit >= 0; --digit) {
+  for (int digit = num_digits - 1; digit >= 0; --digit) {
     const Ints lowest = value << 24 >> 24;
     store_lowest_bytes(to + digit * apart, lowest);
     sums[digit] += lowest;

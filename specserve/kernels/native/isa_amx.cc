@@ -91,14 +91,14 @@ struct Bfloat16 {
 
 // Rows as [row: what its integers are multiples of, in a line | step, row, digit, input].
 struct Digits {
-  static constexpr int kInputs = 64;
+  static constexpr int kInputs = 64, kDigits = 3;
 
   static int64_t row_bytes(int64_t steps) { return kLine + steps * kDigits * kInputs; }
 
   static void split(const float* const* x, int64_t rows, int64_t inputs, int64_t steps, char* to) {
     for (int64_t row = 0; row < rows; ++row) {
       float unit;
-      const float factor = factor_of(x[row], inputs, unit);
+      const float factor = factor_of<kDigits>(x[row], inputs, unit);
       Ints unused[kDigits] = {};
       memcpy(to + row * kLine, &unit, sizeof(unit));
       for (int64_t at = 0; at < steps * kInputs; at += 16) {

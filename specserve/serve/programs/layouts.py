@@ -18,6 +18,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, Weight, block, dequantize, matmul, pack
+from specserve.kernels.panels import four_bits
 from specserve.mesh import whole
 from specserve.models.config import ModelConfig
 from specserve.models.params import PRODUCTS, is_product
@@ -170,8 +171,8 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
 
 
 def _draft_weights(head: Head, mesh: Mesh | None) -> DraftWeights:
-    """The head's weights, with matrices of 8 bits as wider numbers of the same values where that is quicker: a head is
-    small, so what counts is time."""
+    """The head's weights, with matrices of 8 bits as wider numbers of the same values where that is quicker, and those
+    of 4 where no kernel takes them: a head is small, so what counts is time."""
     draft = head.weights(whole(mesh))
     params = draft.params
     if is_on_one_cpu(mesh) and not native.is_quick_with_bytes():
@@ -184,6 +185,8 @@ def _widened(leaf: jax.Array | QuantizedMatrix) -> jax.Array | QuantizedMatrix:
         return leaf
     if not native.is_available():
         return dequantize(leaf, jnp.dtype(jnp.float32))
+    if leaf.values.dtype == jnp.int8 and four_bits(np.asarray(leaf.values), leaf.block):
+        return leaf
     return dataclasses.replace(leaf, values=leaf.values.astype(jnp.bfloat16))  # 16 bits hold 8 exactly
 
 
