@@ -29,7 +29,7 @@ from specserve.models.params import init_params
 from specserve.tokenizer import Tokenizer
 
 host.own_process = lambda: None  # by a command that a test runs here: other tests need transformers' models
-pytest_plugins = ["longer", "server_fixtures", "two_versions"]
+pytest_plugins = ["instruction_sets", "longer", "server_fixtures", "two_versions"]
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 settings.register_profile("specserve", deadline=None, derandomize=True)
 settings.load_profile("specserve")
