@@ -158,6 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_served(parser)
     parser.add_argument("--quantization", default="none", help="of the target, as of `specserve serve` (%(default)s)")
+    parser.add_argument("--draft-quantization", default="", help="of the head, as of `specserve serve`")
     parser.add_argument("--ways", default="chain:3,auto", help="beside plain decoding, with commas")
     parser.add_argument("--clients", type=numbers, default="8,16,32", help="at once, with commas")
     parser.add_argument("--slots", type=int, default=0, help="of each engine; 0: as many as the most clients")
@@ -170,7 +171,9 @@ def account_for(given: argparse.Namespace, target: Path) -> None:
     """Print a table for each number of clients."""
     clients = given.clients
     ways = [PLAIN, *given.ways.split(",")]
-    models = load_models(given.target, given.draft, quantization=given.quantization)
+    models = load_models(
+        given.target, given.draft, quantization=given.quantization, draft_quantization=given.draft_quantization
+    )
     prompts = itertools.cycle(
         questions(target, given.bench, min(2 * max(clients) * given.rounds, 60), CONTEXT - given.max_tokens - 32)
     )

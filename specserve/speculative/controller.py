@@ -25,7 +25,7 @@ from typing import Any, Self
 import numpy as np
 
 from specserve.speculative.confidence import Calibration, Surety
-from specserve.speculative.costs import STRETCH, ServedCosts
+from specserve.speculative.costs import ServedCosts, within_burst
 from specserve.speculative.program import StepProgram
 from specserve.speculative.reading import ReadingRule
 from specserve.speculative.tree import StaticTree, Tree
@@ -212,7 +212,7 @@ class Controller:
 
     def _loss(self, forecast: _Forecast, look: StepProgram, best: StepProgram, num_unread: int) -> float:
         """Return the calls of the best way that a call of the other one loses, where a call is as many steps as end
-        within STRETCH, or one, and reading before it. The call itself counts only where the other way has been seen in
+        within a burst, and reading before it. The call itself counts only where the other way has been seen in
         service: its measured cost may be wrong."""
         lost = self._reading.reading_seconds(num_unread) if look.tree is not None else 0.0
         if self._served.has_seen(look):
@@ -227,7 +227,7 @@ class Controller:
 
     def _call_seconds(self, program: StepProgram) -> float:
         seconds = self._served.seconds(program)
-        return seconds * max(1, min(self.most_steps, int(STRETCH / seconds)))
+        return seconds * within_burst(seconds, self.most_steps)
 
     def has_seen(self, program: StepProgram) -> bool:
         """Return whether anything has been learned of what such a step takes in service."""

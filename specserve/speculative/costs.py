@@ -27,12 +27,19 @@ UNKNOWN = 0.4  # of a factor before anything is seen: half as much again is comm
 STEP_NOISE = 0.15  # of a step's seconds around what is expected of it
 READ_NOISE = 0.002  # seconds, of when the host reads the result of a call: it may be busy, or wait for a core
 STRETCH = 0.02  # seconds: calls of one program that follow each other are taken together until they take so long
+BURST_SECONDS = 0.02  # of the steps that one call makes, at most: a reader sees no pauses of this length
 MOMENT_DRIFT = 0.05  # of the moment, from one stretch to the next, and less from a shorter one
 OWN_DRIFT = 0.02  # of a step's own factor, for each stretch of steps of any kind
 FAR_SIGMAS = 2.0  # of noise: a new way that is further off may be so by the moment as well as by itself
 MOST_SIGMAS = 3.0  # a step that is further off counts as if it were so far off
 
 _Way = tuple[int, Tree | None, bool]  # batch size, tree, and of the target alone
+
+
+def within_burst(seconds: float, most: int) -> int:
+    """Return how many steps that take so many seconds each to make in one call: 1 to `most`, or as many as end within
+    BURST_SECONDS."""
+    return max(1, min(most, int(BURST_SECONDS / seconds)))
 
 
 @dataclass(eq=False)

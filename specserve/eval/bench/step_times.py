@@ -16,10 +16,10 @@ from specserve.errors import ConfigError
 from specserve.host import num_cores
 from specserve.models.target import TargetParams
 from specserve.serve.engine.options import sampler_rows
-from specserve.serve.engine.step_choice import within_burst
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import DEEP_AT_ONCE
 from specserve.serve.requests.request import SamplingParams
+from specserve.speculative.costs import within_burst
 from specserve.speculative.program import StepProgram
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.tree import Tree

@@ -13,13 +13,13 @@ from specserve.serve.engine.sequence import Round, Sequence
 from specserve.serve.programs import program_list
 from specserve.serve.programs.runner import PromptPart, Runner
 from specserve.speculative.controller import Controller, Estimate
+from specserve.speculative.costs import within_burst
 from specserve.speculative.program import StepProgram
 from specserve.speculative.slot_state import StepResult
 from specserve.speculative.tree import Tree, depth_of
 
 logger = logging.getLogger(__name__)
 
-BURST_SECONDS = 0.02  # a reader sees no pauses of this length
 _RATE = 0.2  # how fast what a step takes is followed
 
 
@@ -29,7 +29,7 @@ class Bursts:
     Whatever the host does for a call of a program (arguments, dispatch, reading the result) it does once for all steps
     of the call, and beside a step of two milliseconds that is much. But no token is handed out before the call is over.
     A request that comes meanwhile waits for it, and for the one that is dispatched behind it. So a burst is as many
-    steps as end within BURST_SECONDS.
+    steps as end within BURST_SECONDS (`costs.within_burst`).
     """
 
     def __init__(self, expected: Callable[[StepProgram], float | None] = lambda _program: None) -> None:
@@ -46,11 +46,6 @@ class Bursts:
         """Return how many such steps to dispatch at once: 1 to `most`, and 1 where nothing is known of them."""
         seconds = self._seconds.get(program) or self._expected(program)
         return 1 if seconds is None else within_burst(seconds, most)
-
-
-def within_burst(seconds: float, most: int) -> int:
-    """Return how many steps that take so many seconds each to dispatch at once: 1 to `most`."""
-    return max(1, min(most, int(BURST_SECONDS / seconds)))
 
 
 class StepChoice:

@@ -21,16 +21,16 @@ from specserve.drafters.speculation import describe
 from specserve.kernels import native
 from specserve.serve.programs import program_list
 from specserve.serve.programs.runner import Runner
+from specserve.speculative.costs import BURST_SECONDS, within_burst
 from specserve.speculative.program import StepProgram
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-ROUNDS = 5  # the programs take turns, so a noisy moment does not fall on one of them
-IN_A_ROW = 2  # runs of a program in its turn; the last is timed, as what follows another program takes longer
-QUEUED = 4  # runs in the place of that one on an accelerator, whose host starts one during another, as an engine does
-AGAIN_SECONDS, AGAIN_ROUNDS = 1.0, 3  # of a later start
+ROUNDS = 3  # the programs take turns, so a noisy moment does not fall on one of them
+QUEUED = 4  # runs in a turn on an accelerator, whose host starts one during another, as an engine does
+AGAIN_SECONDS = 1.0  # of a later start
 BUSY_RATIO = 0.8  # where a step takes less than this share of what is known, what is known is wrong
 
 
@@ -50,6 +50,7 @@ def cost_file(models_fingerprint: str, runner: Runner) -> Path:
         *_arrays(runner.inputs.layouts.one.target),  # the fingerprint of files does not give them
         *_arrays(runner.inputs.layouts.one.draft),
         *[runner.shapes.label(program) for program in program_list.list_programs(runner)],
+        "in bursts",  # earlier files have what single calls took
     ]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
     return host.cache_folder() / "costs" / f"{name}.json"
@@ -83,7 +84,7 @@ def step_costs(runner: Runner, file: Path | None) -> Timing:
     if known:
         here = {name: known[name] for name, each in programs.items() if program_list.is_compiled(runner, each)}
         cheapest = {label: programs[label] for label in _cheapest(here)}
-        again = yield from _time(runner, cheapest, AGAIN_ROUNDS)
+        again = yield from _time(runner, cheapest)
         _keep_least(least, again)
         if any(seconds < BUSY_RATIO * known[name] for name, seconds in again.items()):
             logger.info("steps take less than %s says: it was made on a busy machine, and is made again", file)
@@ -91,7 +92,7 @@ def step_costs(runner: Runner, file: Path | None) -> Timing:
     if not known:
         yield [each for program in programs.values() for each in program_list.needed(runner, program)]
         programs = {label: each for label, each in programs.items() if program_list.is_compiled(runner, each)}
-        _keep_least(least, (yield from _time(runner, programs, ROUNDS)))
+        _keep_least(least, (yield from _time(runner, programs)))
     if file is not None:
         _write(file, least)
     return {program: least[label] for label, program in programs.items()}
@@ -104,7 +105,7 @@ def first_costs(runner: Runner) -> Timing:
     timed = [program for program in first if program.kind in ("step", "reading")]
     timed += [shapes.step(each.batch, each.width, shapes.plain) for each in first if each.kind == "step"]
     labels = {shapes.label(program): program for program in timed}
-    seconds = yield from _time(runner, labels, AGAIN_ROUNDS)
+    seconds = yield from _time(runner, labels)
     return {program: seconds[label] for label, program in labels.items()}
 
 
@@ -117,30 +118,40 @@ def finish(timing: Generator[Between, None, Result]) -> Result:
             return end.value
 
 
-def _time(
-    runner: Runner, programs: Mapping[str, StepProgram], num_rounds: int
-) -> Generator[None, None, dict[str, float]]:
-    """Time the programs over nothing but padding, in turns, and return the least time of each, by label."""
-    seconds: dict[str, list[float]] = {label: [] for label in programs}
-    timed = 1 if jax.default_backend() == "cpu" else QUEUED
-    for _ in range(num_rounds):
+def _time(runner: Runner, programs: Mapping[str, StepProgram]) -> Generator[None, None, dict[str, float]]:
+    """Time the programs over nothing but padding, in turns, and return the least seconds of a step of each, by label.
+    Each turn begins with a run that is not timed, as what follows another program takes longer. Steps are then made as
+    an engine on a CPU makes them, as many in one call as a burst has: what the host does for a call is a third of a
+    short step."""
+    least: dict[str, float] = {}
+    is_cpu = jax.default_backend() == "cpu"
+    for _ in range(ROUNDS):
         for label, program in programs.items():
-            begin = 0.0
-            for i in range(IN_A_ROW - 1 + timed):
-                if i < IN_A_ROW:
-                    jax.block_until_ready(runner.state)
-                    begin = time.perf_counter()
-                runner.run(program)
-            jax.block_until_ready(runner.state)
-            seconds[label].append((time.perf_counter() - begin) / timed)
+            seconds = min(_seconds(runner, program), least.get(label, math.inf))
+            most = runner.most_steps(program) if is_cpu and program.kind == "step" else 1
+            number = within_burst(seconds, most)
+            values = ((), number) if number > 1 else ()  # no slots but padding
+            taken = _seconds(runner, program, *values, runs=1 if is_cpu else QUEUED) / number
+            least[label] = min(taken, least.get(label, taken))
             yield
-    return {label: min(values) for label, values in seconds.items()}
+    return least
+
+
+def _seconds(runner: Runner, program: StepProgram, *values: Any, runs: int = 1) -> float:
+    """Return the seconds of a run of the program, of so many that follow each other."""
+    jax.block_until_ready(runner.state)
+    begin = time.perf_counter()
+    for _ in range(runs):
+        runner.run(program, *values)
+    jax.block_until_ready(runner.state)
+    return (time.perf_counter() - begin) / runs
 
 
 def _cheapest(known: dict[str, float]) -> list[str]:
-    """Return the labels that can be timed again within AGAIN_SECONDS, the cheapest first, and one at least."""
+    """Return the labels that can be timed again within AGAIN_SECONDS, the cheapest first, and one at least. A turn is
+    a step and a burst."""
     ordered = sorted(known, key=known.__getitem__)
-    ends = itertools.accumulate(AGAIN_ROUNDS * IN_A_ROW * known[label] for label in ordered)
+    ends = itertools.accumulate(ROUNDS * (known[label] + max(known[label], BURST_SECONDS)) for label in ordered)
     return [label for i, (label, end) in enumerate(zip(ordered, ends, strict=True)) if not i or end < AGAIN_SECONDS]
 
 

@@ -19,12 +19,13 @@ from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval.bench.step_times import prefill
 from specserve.serve.engine.options import blank_token_rows, sampler_rows
-from specserve.serve.engine.step_choice import BURST_SECONDS, Bursts, within_burst
+from specserve.serve.engine.step_choice import Bursts
 from specserve.serve.programs.results import StepHandle
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import DEEP_AT_ONCE, STEPS_AT_ONCE
 from specserve.serve.programs.slot_bounds import SlotBounds
 from specserve.serve.requests.request import SamplingParams
+from specserve.speculative.costs import BURST_SECONDS, within_burst
 from specserve.speculative.program import StepProgram
 from specserve.speculative.slot_state import StepResult
 from specserve.speculative.tree import Tree, chain
