@@ -42,7 +42,7 @@ ONE_OF_EACH = tuple({raw["model_type"]: case for case, raw in RAWS.items()}.valu
 # These fields of a config are the same to a cache and to fused parameters: they act on each token alone, or are names.
 OF_A_TOKEN = {"family", "rope", "local_rope", "experts", "activation", "mlp_bias", "out_norms", "norm_offset"}
 OF_A_TOKEN |= {"embedding_scale", "logit_softcap", "names", "layers", "dtype", "layer_input_vocab", "has_layer_scale"}
-EDGE = rounding.SHARE / (2 * rounding.UNIT * 8)  # logits may move by so many times what products of 64 inputs round
+OF_FLOATS = 2 * rounding.UNIT * 8  # what a product of 64 float32 numbers rounds, as a share
 LENGTH, CHUNK, PAGE_SIZE = 64, 8, 8
 PARENTS = (0, 0, 0, 1, 1, 2, 3, 6)  # of a tree's nodes, the root included
 PATH = (0, 1, 3, 6, 7)  # that is accepted
@@ -106,7 +106,7 @@ class Case:
     logits: np.ndarray  # [kept, vocab]
     layers: np.ndarray  # [layer, kept, d_model], the outputs of all layers but the last
     paths: np.ndarray | None  # [node, vocab]: the tree's nodes, each after its own path alone; None: not known
-    of_activations: float = 0.0  # what a product rounds of its inputs, as a share of them
+    times: float = 1.0  # as much is rounded as by products of float32 numbers
 
     @property
     def config(self) -> ModelConfig:
@@ -115,11 +115,11 @@ class Case:
     @functools.cached_property
     def tolerance(self) -> tuple[np.ndarray, np.ndarray]:  # of logits and of taps, each [LENGTH, 1]
         """What rounding explains, in a forward over the prompt."""
-        return rounding.tolerance(
-            lambda params: whole(params, self.config, jnp.asarray(self.token_ids)),
-            self.target.params,
-            least=self.of_activations,
+        found = rounding.tolerance(
+            lambda params: whole(params, self.config, jnp.asarray(self.token_ids)), self.target.params
         )
+        logits, taps = found
+        return self.times * logits, self.times * taps
 
     def cache(self) -> Cache:
         return Cache.zeros(self.config, num_slots=1, num_pages=TABLE.size, page_size=PAGE_SIZE)
@@ -164,7 +164,7 @@ def rounded_case(case: str, to: Rounded, folder: Path) -> Case:
     shapes = {name: spec.stored_shape for spec in all_specs for name in spec.names}
     has_16_bits = to != "fp8" and native.is_available()
     of_activations = rounding.of_16_bits(INT4_BLOCK if to == "int4" else SHARE_A_UNIT) if has_16_bits else 0.0
-    most = max(rounding.SHARE, EDGE * of_activations)
+    times = max(1.0, of_activations / OF_FLOATS)
     for seed in itertools.count():  # a choice that hangs on rounding proves nothing
         rounded = _load(folder, raw, shapes, seed, to)
         token_ids = seeded.tokens(rounded.config.vocab_size, seed)
@@ -172,8 +172,8 @@ def rounded_case(case: str, to: Rounded, folder: Path) -> Case:
         everything, alone = np.arange(LENGTH), whole(target.params, target.config.for_length(LENGTH), token_ids)
         layers = np.asarray(alone[1]).reshape(LENGTH, -1, target.config.d_model).transpose(1, 0, 2)
         served = make_layouts(rounded, None).many.target
-        found = Case(target, served, token_ids, everything, np.asarray(alone[0]), layers, None, of_activations)
-        if found.tolerance[0].max() < most:
+        found = Case(target, served, token_ids, everything, np.asarray(alone[0]), layers, None, times)
+        if found.tolerance[0].max() < times * rounding.SHARE:
             return found
     raise AssertionError
 

@@ -49,16 +49,15 @@ def of_16_bits(num_inputs: int) -> float:
     return 2.0**-15 * (num_inputs / 3) ** 0.5
 
 
-def jittered(tree: Any, seed: int, least: float = 0.0) -> Any:
-    """The same arrays, each float32 number moved up or down by `TIMES` what a product with it rounds, at least by
-    `least` of that."""
+def jittered(tree: Any, seed: int) -> Any:
+    """The same arrays, each float32 number moved up or down by `TIMES` what a product with it rounds."""
     rng = np.random.default_rng(seed)
 
     def move(path: Any, leaf: Any) -> Any:
         if getattr(leaf, "dtype", None) != np.float32:
             return leaf
         is_summed = leaf.ndim > 1 and "embedding" not in jax.tree_util.keystr(path)  # of which rows are read
-        share = TIMES * max(2 * UNIT * (leaf.shape[-2] if is_summed else 1) ** 0.5, least * is_summed)
+        share = TIMES * 2 * UNIT * (leaf.shape[-2] if is_summed else 1) ** 0.5
         moved = np.asarray(leaf, np.float64) * (1 + share * rng.choice([-1, 1], leaf.shape))
         place = leaf.sharding if getattr(leaf, "committed", False) else None  # so that nothing compiles again
         return jax.device_put(moved.astype(np.float32), place)
@@ -66,11 +65,11 @@ def jittered(tree: Any, seed: int, least: float = 0.0) -> Any:
     return jax.tree_util.tree_map_with_path(move, tree)
 
 
-def tolerance(run: Callable[..., Any], *args: Any, least: float = 0.0) -> Any:
+def tolerance(run: Callable[..., Any], *args: Any) -> Any:
     """How far the results of run(*args) move with the arguments: root mean squares, for each row [..., 1], and at least
     that of the whole array, since numbers of a row that cancel leave the rounding of what they were before."""
     exact = jax.device_get(run(*args))
-    moved = [jax.device_get(run(*jittered(args, seed, least))) for seed in range(DRAWS)]
+    moved = [jax.device_get(run(*jittered(args, seed))) for seed in range(DRAWS)]
 
     def spread(at: Any, *others: Any) -> np.ndarray:
         squares = np.mean([np.square(np.asarray(each, np.float64) - at) for each in others], axis=0)
