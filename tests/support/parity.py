@@ -115,11 +115,10 @@ class Case:
     @functools.cached_property
     def tolerance(self) -> tuple[np.ndarray, np.ndarray]:  # of logits and of taps, each [LENGTH, 1]
         """What rounding explains, in a forward over the prompt."""
-        found = rounding.tolerance(
+        of_logits, of_taps = rounding.tolerance(
             lambda params: whole(params, self.config, jnp.asarray(self.token_ids)), self.target.params
         )
-        logits, taps = found
-        return self.times * logits, self.times * taps
+        return self.times * of_logits, self.times * of_taps
 
     def cache(self) -> Cache:
         return Cache.zeros(self.config, num_slots=1, num_pages=TABLE.size, page_size=PAGE_SIZE)
@@ -164,7 +163,7 @@ def rounded_case(case: str, to: Rounded, folder: Path) -> Case:
     shapes = {name: spec.stored_shape for spec in all_specs for name in spec.names}
     has_16_bits = to != "fp8" and native.is_available()
     of_activations = rounding.of_16_bits(INT4_BLOCK if to == "int4" else SHARE_A_UNIT) if has_16_bits else 0.0
-    times = max(1.0, of_activations / OF_FLOATS)
+    times = max(1.0, of_activations / OF_FLOATS / 2**0.5)  # one side rounds them, and `TIMES` is for two
     for seed in itertools.count():  # a choice that hangs on rounding proves nothing
         rounded = _load(folder, raw, shapes, seed, to)
         token_ids = seeded.tokens(rounded.config.vocab_size, seed)
