@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bailing
 import jax
@@ -24,7 +25,7 @@ import seeded
 import tiny
 
 from specserve.checkpoints.load import Quantization, Target, load_target
-from specserve.kernels import native
+from specserve.kernels import matmul, native
 from specserve.kernels.check import SHARE_A_UNIT
 from specserve.kernels.matmul import INT4_BLOCK, QuantizedMatrix, Rounded, dequantize
 from specserve.models.cache import Cache, Prefix
@@ -42,7 +43,6 @@ ONE_OF_EACH = tuple({raw["model_type"]: case for case, raw in RAWS.items()}.valu
 # These fields of a config are the same to a cache and to fused parameters: they act on each token alone, or are names.
 OF_A_TOKEN = {"family", "rope", "local_rope", "experts", "activation", "mlp_bias", "out_norms", "norm_offset"}
 OF_A_TOKEN |= {"embedding_scale", "logit_softcap", "names", "layers", "dtype", "layer_input_vocab", "has_layer_scale"}
-OF_FLOATS = 2 * rounding.UNIT * 8  # what a product of 64 float32 numbers rounds, as a share
 LENGTH, CHUNK, PAGE_SIZE = 64, 8, 8
 PARENTS = (0, 0, 0, 1, 1, 2, 3, 6)  # of a tree's nodes, the root included
 PATH = (0, 1, 3, 6, 7)  # that is accepted
@@ -95,6 +95,7 @@ def _covering(raws: Mapping[str, dict[str, Any]]) -> tuple[str, ...]:
 CACHED = _covering(RAWS | bailing.CASES)  # the cases that run over pages and states
 
 Run = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # token_ids [n] -> logits [n, vocab], layers [layer, n, d]
+Rounding = tuple[np.ndarray, np.ndarray]  # of logits and of taps, each [LENGTH, 1]
 
 
 @dataclass(frozen=True)
@@ -106,19 +107,18 @@ class Case:
     logits: np.ndarray  # [kept, vocab]
     layers: np.ndarray  # [layer, kept, d_model], the outputs of all layers but the last
     paths: np.ndarray | None  # [node, vocab]: the tree's nodes, each after its own path alone; None: not known
-    times: float = 1.0  # as much is rounded as by products of float32 numbers
+    rounded: Rounding | None = None  # what serves rounds more than float32 does
 
     @property
     def config(self) -> ModelConfig:
         return self.target.config.for_length(LENGTH)
 
     @functools.cached_property
-    def tolerance(self) -> tuple[np.ndarray, np.ndarray]:  # of logits and of taps, each [LENGTH, 1]
+    def tolerance(self) -> Rounding:
         """What rounding explains, in a forward over the prompt."""
-        of_logits, of_taps = rounding.tolerance(
-            lambda params: whole(params, self.config, jnp.asarray(self.token_ids)), self.target.params
-        )
-        return self.times * of_logits, self.times * of_taps
+        token_ids = jnp.asarray(self.token_ids)
+        found = rounding.tolerance(lambda params: whole(params, self.config, token_ids), self.target.params)
+        return found if self.rounded is None else jax.tree.map(np.hypot, found, self.rounded)
 
     def cache(self) -> Cache:
         return Cache.zeros(self.config, num_slots=1, num_pages=TABLE.size, page_size=PAGE_SIZE)
@@ -162,19 +162,43 @@ def rounded_case(case: str, to: Rounded, folder: Path) -> Case:
     all_specs = specs(target_spec(model_config(raw, dtype="float32")))
     shapes = {name: spec.stored_shape for spec in all_specs for name in spec.names}
     has_16_bits = to != "fp8" and native.is_available()
-    of_activations = rounding.of_16_bits(INT4_BLOCK if to == "int4" else SHARE_A_UNIT) if has_16_bits else 0.0
-    times = max(1.0, of_activations / OF_FLOATS / 2**0.5)  # one side rounds them, and `TIMES` is for two
     for seed in itertools.count():  # a choice that hangs on rounding proves nothing
-        rounded = _load(folder, raw, shapes, seed, to)
-        token_ids = seeded.tokens(rounded.config.vocab_size, seed)
-        target = dataclasses.replace(rounded, params=_in_floats(rounded.params))
-        everything, alone = np.arange(LENGTH), whole(target.params, target.config.for_length(LENGTH), token_ids)
+        stored = _load(folder, raw, shapes, seed, to)
+        token_ids = seeded.tokens(stored.config.vocab_size, seed)
+        config = stored.config.for_length(LENGTH)
+        target = dataclasses.replace(stored, params=_in_floats(stored.params))
+        alone = whole(target.params, config, token_ids)
         layers = np.asarray(alone[1]).reshape(LENGTH, -1, target.config.d_model).transpose(1, 0, 2)
-        served = make_layouts(rounded, None).many.target
-        found = Case(target, served, token_ids, everything, np.asarray(alone[0]), layers, None, times)
-        if found.tolerance[0].max() < times * rounding.SHARE:
+        rounded = None
+        if has_16_bits:
+            unit_of = INT4_BLOCK if to == "int4" else SHARE_A_UNIT
+            runs = (_in_16_bits(stored.params, config, token_ids, shift, unit_of) for shift in rounding.SHIFTS)
+            rounded = rounding.of_one_side(alone, runs)
+        served = make_layouts(stored, None).many.target
+        found = Case(target, served, token_ids, np.arange(LENGTH), np.asarray(alone[0]), layers, None, rounded)
+        if found.tolerance[0].max() < (rounding.SHARE if rounded is None else rounding.SHARE_OF_16_BITS):
             return found
     raise AssertionError
+
+
+@functools.partial(jax.jit, static_argnums=(1, 4), compiler_options=QUICKLY)
+def _in_16_bits(
+    params: TargetParams, config: ModelConfig, token_ids: jax.Array, shift: jax.Array, unit_of: int
+) -> tuple[jax.Array, jax.Array]:  # as of `whole`
+    """The forward whose products with weights in few bits round their inputs to 16, so many of a row by one unit
+    (native/digits_isa.h). The numbers are moved by a share of the unit and back, so that each share is another draw."""
+
+    def multiply(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:
+        number = min(unit_of, weight.block)
+        blocks = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % number)])
+        blocks = blocks.reshape(*x.shape[:-1], -1, number)
+        unit = 2.0**-14 * jnp.abs(blocks).max(axis=-1, keepdims=True)
+        near = (jnp.round(blocks / jnp.where(unit > 0, unit, 1) + shift) - shift) * unit
+        rows = near.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+        return matmul.matmul_float32(rows, dequantize(weight, jnp.dtype(jnp.float32)))
+
+    with mock.patch.object(matmul, "_quantized", multiply):
+        return forward_whole(params, config, token_ids)
 
 
 def _in_floats(params: TargetParams) -> TargetParams:
@@ -226,8 +250,7 @@ def _sequences(token_ids: np.ndarray) -> list[np.ndarray]:
     return out
 
 
-@functools.partial(jax.jit, static_argnums=1, compiler_options=QUICKLY)
-def whole(
+def forward_whole(
     params: TargetParams,
     config: ModelConfig,
     token_ids: jax.Array,  # [LENGTH]
@@ -237,6 +260,9 @@ def whole(
     out = forward(params, config, token_ids[None], positions, tiny.causal(LENGTH), aux_layers=taps)
     assert out.aux_hidden_states is not None
     return logits(params, config, out.hidden_states)[0], out.aux_hidden_states[0]
+
+
+whole = jax.jit(forward_whole, static_argnums=1, compiler_options=QUICKLY)
 
 
 @functools.partial(jax.jit, static_argnums=1, compiler_options=QUICKLY)

@@ -12,7 +12,7 @@ Carlo Arithmetic, 1997). It is the program and its fixture that say this, not th
 an expert, may not move at all: a fixture on a near-tie proves nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -29,7 +29,11 @@ __all__ = ["UNIT", "assert_same", "assert_within", "jittered", "magnitudes", "of
 # Measured, over all families against transformers: 1.6.
 TIMES = 8
 DRAWS = 8  # their root mean square falls below a fifth of its limit with a chance of 3e-5 (chi-square of 8 degrees)
+# Of a unit, by which numbers are moved before they are rounded. Many, since one direction may be most of a row's noise.
+SHIFTS = tuple((np.arange(32) + 0.5) / 32 - 0.5)
 SHARE = 1e-3  # of the values themselves: where a tolerance takes more, the fixture sits on an edge and proves nothing
+# The same where numbers are rounded to 16 bits. Measured: up to 0.04 without another choice, 0.2 with one.
+SHARE_OF_16_BITS = 5e-2
 
 
 def magnitudes(weight: QuantizedMatrix) -> np.ndarray:  # [d_in, d_out]
@@ -43,10 +47,16 @@ def magnitudes(weight: QuantizedMatrix) -> np.ndarray:  # [d_in, d_out]
     return np.abs((np.asarray(weight.values) - shift) * scale) + np.abs(offset)
 
 
-def of_16_bits(num_inputs: int) -> float:
-    """What activations of 16 bits are off by (native/digits_isa.h), as a share of the root mean square of the n inputs
-    that share a unit: at most 2^-15 of the largest, evenly spread. The largest is at most sqrt(n) root mean squares."""
-    return 2.0**-15 * (num_inputs / 3) ** 0.5
+def of_one_side(exact: Any, runs: Iterable[Any]) -> Any:
+    """What a coarser rounding explains that one of two sides does, played in `runs` of another draw each: for each
+    number, at least that of its row and of the whole array."""
+
+    def spread(at: Any, *others: Any) -> np.ndarray:
+        squares = _mean_squares(at, others)
+        return TIMES * np.sqrt(np.maximum(squares, np.maximum(_rows(squares), squares.mean())))
+
+    exact, *moved = jax.device_get([exact, *runs])
+    return jax.tree.map(spread, exact, *moved)
 
 
 def jittered(tree: Any, seed: int) -> Any:
@@ -72,11 +82,18 @@ def tolerance(run: Callable[..., Any], *args: Any) -> Any:
     moved = [jax.device_get(run(*jittered(args, seed))) for seed in range(DRAWS)]
 
     def spread(at: Any, *others: Any) -> np.ndarray:
-        squares = np.mean([np.square(np.asarray(each, np.float64) - at) for each in others], axis=0)
-        rows = squares.mean(axis=-1, keepdims=True) if squares.ndim else squares
-        return np.sqrt(np.maximum(rows, squares.mean()))
+        squares = _mean_squares(at, others)
+        return np.sqrt(np.maximum(_rows(squares), squares.mean()))
 
     return jax.tree.map(spread, exact, *moved)
+
+
+def _mean_squares(at: Any, others: Iterable[Any]) -> np.ndarray:
+    return np.mean([np.square(np.asarray(each, np.float64) - at) for each in others], axis=0)
+
+
+def _rows(squares: np.ndarray) -> np.ndarray:  # [..., 1]
+    return squares.mean(axis=-1, keepdims=True) if squares.ndim else squares
 
 
 def assert_within(got: Any, expected: Any, bound: Any, what: str = "") -> None:
