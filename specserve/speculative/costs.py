@@ -15,6 +15,7 @@ machines.
 This is host code, like the controller, which uses it.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -87,8 +88,19 @@ class ServedCosts:
         if program not in self._known:
             own = self._own.get(_way(program))
             off = own.mean if own else self._usual(program)
-            self._known[program] = self.measured[program] * math.exp(self._moment.mean + off)
+            seconds = self.measured[program] * math.exp(self._moment.mean + off)
+            self._known[program] = min(seconds, self._followed_seconds(program, own))
         return self._known[program]
+
+    def _followed_seconds(self, program: StepProgram, own: "_Factor | None") -> float:
+        """Return what a plain step that the draft follows takes in service, where more is known of it than of this one
+        of the target alone, which does less. While steps speculate the draft follows every plain one, so else a cost
+        that was measured on a busy machine would stay."""
+        followed = dataclasses.replace(program, is_alone=False)
+        seen = self._own.get(_way(followed)) if program.is_alone and followed in self.measured else None
+        if seen is None or (own is not None and self._variance(own) <= self._variance(seen)):
+            return math.inf
+        return self.seconds(followed)
 
     def hoped_seconds(self, program: StepProgram) -> float:
         """Return what a step would take if it were off its measured cost no more than others are, whatever its own
@@ -122,8 +134,7 @@ class ServedCosts:
         program = stretch.program
         own = self._own.setdefault(_way(program), _Factor(self._usual(program)))
         self._seen += stretch.share
-        own.variance = min(own.variance + OWN_DRIFT**2 * (self._seen - own.last_seen), UNKNOWN**2)
-        own.last_seen = self._seen
+        own.variance, own.last_seen = self._variance(own), self._seen
         moment = self._moment
         moment.variance = min(moment.variance + MOMENT_DRIFT**2 * stretch.share, UNKNOWN**2)
         switch = self._switch
@@ -145,6 +156,10 @@ class ServedCosts:
             gain = share * factor.variance / variance
             factor.mean += gain * surprise
             factor.variance *= 1.0 - share * gain
+
+    def _variance(self, own: _Factor) -> float:
+        """Return the variance of a way's own factor now, which has drifted since its last step."""
+        return min(own.variance + OWN_DRIFT**2 * (self._seen - own.last_seen), UNKNOWN**2)
 
     def _usual(self, program: StepProgram) -> float:
         """Return the logarithm of the factor that is expected of a step that has not run in service: the mean of

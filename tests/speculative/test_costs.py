@@ -42,6 +42,20 @@ def test_steps_of_the_target_alone_are_not_taken_for_those_that_the_draft_follow
     assert costs.seconds(FOLLOWED) / costs.seconds(CHAIN) == pytest.approx(8 / 14, rel=0.1)
 
 
+@pytest.mark.parametrize("times", [1.5, 2.0, 4.0])
+@pytest.mark.parametrize("was_seen", [False, True])
+def test_steps_of_the_target_alone_take_no_longer_than_those_that_the_draft_follows(
+    times: float, was_seen: bool
+) -> None:
+    """The cost of the first was measured on a busy machine. While steps speculate, looks at plain decoding are steps
+    of the second."""
+    costs = ServedCosts({ALONE: times * 6e-4, FOLLOWED: 6e-4, CHAIN: 1.4e-3})
+    if was_seen:  # once, in a slow moment
+        costs.observe(ALONE, 1.5 * times * 6e-4, 20)
+    _take_turns(costs, {FOLLOWED: 6.5e-4, CHAIN: 1.4e-3}, 30)
+    assert costs.seconds(ALONE) / costs.seconds(CHAIN) < 1.1 * 6.5 / 14
+
+
 @pytest.mark.parametrize("slower", [1.5, 2.0, 3.0, 5.0])
 @pytest.mark.parametrize("num_slow", [1, 2, 5, 20])
 @pytest.mark.parametrize("num_after", [0, 1, 4])

@@ -1,6 +1,7 @@
 """The costs of all ways to make a step on this machine. They are measured once per host, model and version, kept in a
 file, and measured in part again at each start."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -28,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-ROUNDS = 3  # the programs take turns, so a noisy moment does not fall on one of them
+ROUNDS, MOST_ROUNDS = 3, 6  # the programs take turns, so a noisy moment does not fall on one of them
+CLEARLY = 0.1  # while a round finds a step that much quicker than those before, the machine was busy, and more follow
 QUEUED = 4  # runs in a turn on an accelerator, whose host starts one during another, as an engine does
 AGAIN_SECONDS = 1.0  # of a later start
 BUSY_RATIO = 0.8  # where a step takes less than this share of what is known, what is known is wrong
@@ -95,7 +97,9 @@ def step_costs(runner: Runner, file: Path | None) -> Timing:
         _keep_least(least, (yield from _time(runner, programs)))
     if file is not None:
         _write(file, least)
-    return {program: least[label] for label, program in programs.items()}
+    costs = {program: least[label] for label, program in programs.items()}
+    followed = {program: costs.get(dataclasses.replace(program, is_alone=False), math.inf) for program in costs}
+    return {program: min(seconds, followed[program]) for program, seconds in costs.items()}  # alone a target does less
 
 
 def first_costs(runner: Runner) -> Timing:
@@ -125,7 +129,8 @@ def _time(runner: Runner, programs: Mapping[str, StepProgram]) -> Generator[None
     short step."""
     least: dict[str, float] = {}
     is_cpu = jax.default_backend() == "cpu"
-    for _ in range(ROUNDS):
+    for number_of_round in range(1, MOST_ROUNDS + 1):
+        before = dict(least)
         for label, program in programs.items():
             seconds = min(_seconds(runner, program), least.get(label, math.inf))
             most = runner.most_steps(program) if is_cpu and program.kind == "step" else 1
@@ -134,6 +139,8 @@ def _time(runner: Runner, programs: Mapping[str, StepProgram]) -> Generator[None
             taken = _seconds(runner, program, *values, runs=1 if is_cpu else QUEUED) / number
             least[label] = min(taken, least.get(label, taken))
             yield
+        if number_of_round >= ROUNDS and all(least[label] > (1 - CLEARLY) * before[label] for label in least):
+            break
     return least
 
 

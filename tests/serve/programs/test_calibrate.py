@@ -64,7 +64,7 @@ class _Names(str):
 
     @staticmethod
     def label(program: StepProgram) -> str:
-        return f"{program.kind} {describe(program.tree)} for {program.batch}, {program.width}"
+        return f"{program.kind} {describe(program.tree)} for {program.batch}, {program.width} {program.is_alone}"
 
 
 def _inputs(weights: Weights) -> SimpleNamespace:
@@ -74,6 +74,7 @@ def _inputs(weights: Weights) -> SimpleNamespace:
 MISSING = StepProgram(2, 32, chain(7))  # could not be compiled
 CATCH_UP = StepProgram(2, kind="catch-up")
 IN_A_ROW = 2  # runs of a program in its turn
+TURNS = ROUNDS + 1  # where the quickest is that of round `ROUNDS`: one more finds nothing quicker
 HOST_SECONDS = 0.001
 SECONDS = {
     StepProgram(1, 8): 0.010,
@@ -106,12 +107,12 @@ def test_costs_are_measured_and_remembered(runner: Any, tmp_path: Path) -> None:
     file = tmp_path / "costs" / "x.json"
     costs = _costs(runner, file)
     assert costs == pytest.approx(SECONDS), "the least disturbed run tells what a step costs"
-    assert runner.ran == _in_a_row(SECONDS) * ROUNDS, "they take turns, and what is no step, or missing, is not timed"
+    assert runner.ran == _in_a_row(SECONDS) * TURNS, "they take turns, and what is no step, or missing, is not timed"
     assert [path.name for path in file.parent.iterdir()] == ["x.json"]
     runner.ran.clear()
     assert _costs(runner, file) == pytest.approx(costs)
     ordered = sorted(SECONDS, key=SECONDS.__getitem__)
-    assert runner.ran == _in_a_row(ordered) * ROUNDS, "looked at again, for a moment"
+    assert runner.ran == _in_a_row(ordered) * TURNS, "looked at again, for a moment"
     runner.ran.clear()
     assert _costs(runner, None) == pytest.approx(SECONDS)
 
@@ -125,12 +126,38 @@ def test_a_step_costs_what_it_takes_in_a_burst(runner: Any) -> None:
     assert costs == pytest.approx({each: took + HOST_SECONDS / number[each] for each, took in seconds.items()})
 
 
+@pytest.mark.parametrize(("busy", "rounds"), [(1.0, 3), (2.5, 3), (4.5, 5), (100.0, 3), (8.0, 6)])
+def test_a_busy_machine_is_timed_until_nothing_gets_quicker(runner: Any, busy: float, rounds: int) -> None:
+    """Others slow it down, in each round by one time less, for a while or as good as for ever."""
+
+    class Busy(_FakeRunner):
+        def run(self, program: StepProgram, slots: tuple[int, ...] = (), num_steps: int = 1) -> None:
+            del slots
+            self.ran.append(program)
+            times = max(1.0, busy - len(self.ran) / (IN_A_ROW * len(SECONDS)))
+            self.clock[0] += times * num_steps * self.seconds[program]
+
+    busy_runner = Busy(SECONDS, runner.clock)
+    costs = _costs(busy_runner, None)
+    assert len(busy_runner.ran) == IN_A_ROW * len(SECONDS) * rounds
+    assert (costs == pytest.approx(SECONDS)) is (busy < 5)
+
+
+def test_a_step_of_the_target_alone_costs_no_more_than_one_that_the_draft_follows(runner: Any) -> None:
+    """It does less: what it took longer is the machine's doing, and speculation is held against it."""
+    alone, followed = StepProgram(1, 8, is_alone=True), StepProgram(1, 8)
+    costs = _costs(_QuickRunner({alone: 0.040, followed: 0.030}, runner.clock), None)
+    assert costs[alone] == costs[followed] == pytest.approx(0.030 + HOST_SECONDS)
+    costs = _costs(_QuickRunner({alone: 0.030, followed: 0.040}, runner.clock), None)
+    assert costs[alone] < costs[followed]
+
+
 def test_looking_again_takes_about_a_second(runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = _costs(runner, tmp_path / "x.json")
     runner.ran.clear()
     monkeypatch.setattr(calibrate, "AGAIN_SECONDS", ROUNDS * (0.010 + 0.011 + 2 * BURST_SECONDS) + 1e-6)
     assert _costs(runner, tmp_path / "x.json") == pytest.approx(costs)
-    assert runner.ran == _in_a_row([StepProgram(1, 8), StepProgram(2, 8)]) * ROUNDS, "the cheapest"
+    assert runner.ran == _in_a_row([StepProgram(1, 8), StepProgram(2, 8)]) * TURNS, "the cheapest"
 
 
 def test_steps_in_files_are_read_only_where_all_are_timed(runner: Any, tmp_path: Path) -> None:
@@ -171,7 +198,7 @@ def test_costs_of_a_busy_machine_do_not_stay(runner: Any, tmp_path: Path, caplog
     with caplog.at_level(logging.INFO):
         assert _costs(runner, file) == pytest.approx(SECONDS)
     assert "busy machine" in caplog.text
-    assert len(runner.ran) == IN_A_ROW * len(SECONDS) * 2 * ROUNDS, "every step is timed again"
+    assert len(runner.ran) == IN_A_ROW * len(SECONDS) * (TURNS + ROUNDS), "every step is timed again"
     runner.seconds = {shape: 3 * seconds for shape, seconds in SECONDS.items()}
     assert _costs(runner, file) == pytest.approx(SECONDS)
 
@@ -202,7 +229,7 @@ def test_a_damaged_file_is_measured_again(
     assert "damaged" in caplog.text
     runner.ran.clear()
     assert _costs(runner, file) == pytest.approx(costs)
-    assert len(runner.ran) == IN_A_ROW * len(SECONDS) * ROUNDS, "and mended"
+    assert len(runner.ran) == IN_A_ROW * len(SECONDS) * TURNS, "and mended"
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(
