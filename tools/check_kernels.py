@@ -52,8 +52,8 @@ def main() -> None:
     if not (shutil.which(ACROSS) and emulator):
         sys.exit(f"{ACROSS} or {EMULATORS[0]} is not here: apt install g++-aarch64-linux-gnu qemu-user-static")
     as_if = ("-D__F16C__",)  # float16 numbers are widened by an instruction
-    flags: dict[str, tuple[str, ...]] = dict.fromkeys(("avx2", "avx512", "amx"), as_if)
-    flags |= {"avxvnni": (*as_if, "-D__AVXVNNI__"), "vnni": (*as_if, "-D__AVX512VNNI__")}
+    flags: dict[str, tuple[str, ...]] = dict.fromkeys(("avx2", "avx512"), as_if)
+    flags |= {"avxvnni": (*as_if, "-D__AVXVNNI__"), **dict.fromkeys(("vnni", "amx"), (*as_if, "-D__AVX512VNNI__"))}
     check("g++", tuple(flags), flags)
     check(ACROSS, ("neon", "dotprod"), {name: build.VARIANTS[name][1] for name in ("neon", "dotprod")}, emulator)
 

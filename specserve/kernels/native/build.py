@@ -34,7 +34,7 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", *_AVX2)
 # The last word of a source's name: which machines it is for, and what its compiler may use there beyond the baseline.
 VARIANTS = {
     "avx2": ("x86_64", _AVX2),
-    "amx": ("x86_64", _AVX512),
+    "amx": ("x86_64", (*_AVX512, "-mavx512vnni")),
     "vnni": ("x86_64", (*_AVX512, "-mavx512vnni")),
     "avxvnni": ("x86_64", (*_AVX2, "-mavxvnni")),
     "avx512": ("x86_64", _AVX512),

@@ -1,8 +1,9 @@
 // Products of bfloat16 and int8 weights on the tiles of Intel's AMX, which multiply ten times as many numbers in a second
 // as AVX-512 does.
 
-#include "amx.h"
 #include "tiles_isa.h"
+// after it, which says how wide vectors are
+#include "byte_tiles_isa.h"
 
 namespace specserve {
 namespace {
@@ -155,11 +156,15 @@ struct Int8 : Digits {
 }  // namespace
 
 void use_amx(Kernels& kernels) {
+  using namespace bytes;
   static constexpr Tiles bfloat16 = tiles_of<Bfloat16>(8);
   static Tiles int8 = tiles_of<Int8>(25);
-  int8.of_less = kernels.tiles[static_cast<int>(Format::kInt8)];
+  int8.of_less = &kByTiles<Format::kInt8>;
   kernels.tiles[static_cast<int>(Format::kBfloat16)] = &bfloat16;
   kernels.tiles[static_cast<int>(Format::kInt8)] = &int8;
+  kernels.tiles[static_cast<int>(Format::kInt4)] = &kByTiles<Format::kInt4>;
+  kernels.tiles[static_cast<int>(Format::kUint4)] = &kByTiles<Format::kUint4>;
+  kernels.tiles[static_cast<int>(Format::kFp4)] = &kByTiles<Format::kFp4>;
 }
 
 }  // namespace specserve

@@ -1,0 +1,127 @@
+// The products of bytes_isa.h by AMX's tiles, 16 rows at once. The sums of integers are exact in any order, and the floats
+// that are made of them are added in the same one, so a row has the same bits as by dot products, which multiply the rows
+// that fill no tile.
+#pragma once
+
+#include "amx.h"
+#include "bytes_isa.h"
+
+namespace specserve {
+namespace {
+namespace bytes {
+
+constexpr int64_t kTileRows = 16, kTileBytes = 64 * kTileRows;
+constexpr int64_t kMostTiles = kChunk / 16;  // that a chunk's inputs fill, if the last one is cut short
+
+// Inputs of a tile: as many as a chunk's digits hold whole, which are a multiple of 16.
+inline int64_t inputs_of_tile(const Shape& shape) {
+  return shape.digit % 64 == 0 ? 64 : shape.digit % 32 == 0 ? 32 : 16;
+}
+
+// A chunk of a panel's weights as tiles have them: lines of four inputs of a vector's outputs, vector by vector.
+struct ByteTiles {
+  alignas(kLine) char lines[kVectors][kMostTiles * 4][kLine];
+};
+
+template <Format format>
+inline void unpack(const char* weights, int64_t steps, ByteTiles& to) {
+  for (int64_t i = 0; i < steps; ++i, weights += kStep) {
+    for (int64_t line = 0; line < kStep; line += kLine) __builtin_prefetch(weights + kAhead + line);
+    UNROLLED for (int v = 0; v < kVectors; ++v) {
+      UNROLLED for (int part = 0; part < kParts<format>; ++part) {
+        const Quads bytes = bytes_of<format>(load<Quads>(weights + v * 4 * LANES), part);
+        memcpy(to.lines[v][i * kParts<format> + part], &bytes, sizeof(bytes));
+      }
+    }
+  }
+}
+
+// The sums [vector, digit, row, output] of a chunk's weights times the digits of 16 rows.
+inline void multiply_tiles(const char* digits, int64_t per_row, const Shape& shape, int64_t inputs,
+                           const ByteTiles& weights, int32_t (&sums)[kVectors][kDigits][kTileRows][LANES]) {
+  zero<0>(), zero<1>(), zero<2>(), zero<3>();
+  for (int64_t at = 0; at < shape.digit; at += inputs) {
+    specserve::load<4>(digits + at, per_row), specserve::load<5>(digits + shape.digit + at, per_row);
+    specserve::load<6>(weights.lines[0][at / kLanes]), specserve::load<7>(weights.lines[1][at / kLanes]);
+    add_product_of_positive_bytes<0, 4, 6>(), add_product_of_positive_bytes<1, 5, 6>();
+    add_product_of_positive_bytes<2, 4, 7>(), add_product_of_positive_bytes<3, 5, 7>();
+  }
+  specserve::store<0>(sums[0][0], kLine), specserve::store<1>(sums[0][1], kLine);
+  specserve::store<2>(sums[1][0], kLine), specserve::store<3>(sums[1][1], kLine);
+}
+
+// y of so many rows, a multiple of kTileRows, and one panel.
+template <Format format>
+void multiply_by_tiles(const Matmul& call, const Shape& shape, int64_t panel, const int32_t* order, const char* rows,
+                       int64_t count, int64_t column) {
+  const int64_t per_row = shape.row_bytes(), inputs = inputs_of_tile(shape);
+  const char* weights = static_cast<const char*>(call.panels) + panel * shape.blocks * shape.steps * kStep;
+  const char *heads = rows, *digits = rows + shape.head_bytes();  // of the first row's chunk
+  float* totals = scratch(count * kPanel);
+  memset(totals, 0, count * kPanel * sizeof(float));
+  ByteTiles unpacked = {};
+  alignas(kLine) int32_t sums[kVectors][kDigits][kTileRows][LANES];
+  for (int64_t block = 0; block < shape.blocks; ++block) {
+    Floats scales[kVectors], offsets[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const auto at_block = [&](const void* first) {
+        return load_scales<kPanel>(call, first, panel, block, shape.blocks, v * LANES);
+      };
+      scales[v] = call.scale ? at_block(call.scale) : splat(1.0f);
+      offsets[v] = call.offset ? at_block(call.offset) : splat(0.0f);
+    }
+    for (int64_t step = 0, upto; step < shape.steps; step = upto) {
+      upto = least(shape.steps, step + kChunk / kInputs<format>);
+      unpack<format>(weights, upto - step, unpacked);
+      weights += (upto - step) * kStep;
+      for (int64_t row = 0; row < count; ++row) {
+        const int64_t of_tile = row % kTileRows;
+        if (!of_tile) multiply_tiles(digits + row * per_row, per_row, shape, inputs, unpacked, sums);
+        const Head* head = reinterpret_cast<const Head*>(heads + row * per_row);
+        UNROLLED for (int v = 0; v < kVectors; ++v) {
+          float* place = totals + row * kPanel + v * LANES;
+          Floats total = load_floats(place);
+          const Sum high = specserve::load<Sum>(sums[v][0][of_tile]) + begin(head->begin[0]);
+          const Sum low = specserve::load<Sum>(sums[v][1][of_tile]) + begin(head->begin[1]);
+          total += __builtin_convertvector(together(high, low), Floats) * head->unit * scales[v];
+          if (call.offset) total += offsets[v] * head->sum;
+          store(place, total);
+        }
+      }
+      heads += sizeof(Head), digits += kDigits * shape.digit;
+    }
+  }
+  for (int64_t row = 0; row < count; ++row) {
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t from = column + v * LANES, y = order[row] * call.d_out + from;
+      Floats total = load_floats(totals + row * kPanel + v * LANES);
+      if (call.add) total += load_part(call.add + y, call.d_out - from);
+      store_part(call.y + y, total, call.d_out - from);
+    }
+  }
+}
+
+template <Format format>
+void matmul_by_tiles(const Matmul& call, int64_t group, int64_t first, int64_t last, int64_t begin, int64_t end,
+                     const char* rows) {
+  const Shape shape = Shape::of(call, kInputs<format>);
+  const int64_t num_panels = (call.d_out + kPanel - 1) / kPanel, whole = (end - begin) / kTileRows * kTileRows;
+  if (whole) {
+    configure(kTileRows, 6, inputs_of_tile(shape));
+    for (int64_t panel = first; panel < last; ++panel) {
+      multiply_by_tiles<format>(call, shape, group * num_panels + panel, call.order + begin, rows, whole, panel * kPanel);
+    }
+    release();
+  }
+  if (begin + whole < end) {
+    matmul<format>(call, group, first, last, begin + whole, end, rows + whole * shape.row_bytes());
+  }
+}
+
+template <Format format>
+constexpr Tiles kByTiles = {kPanel, kInputs<format>, 1, 8 * kTileRows, row_bytes<format>, split<format>,
+                            matmul_by_tiles<format>};
+
+}  // namespace bytes
+}  // namespace
+}  // namespace specserve
