@@ -30,7 +30,14 @@ from specserve.plan.work import MemoryPart, Replica, abstract_mesh, target_held,
 from specserve.serve.engine.windows import window_sizes
 from specserve.serve.launch import CACHE_DTYPES
 from specserve.serve.programs.placement import bytes_per_page, pages_in, state_bytes
-from specserve.serve.programs.shapes import DEVICE_CHUNKS, LEAST_BATCH, make_batch_sizes, steps_at_once, tokens_ahead
+from specserve.serve.programs.shapes import (
+    DEVICE_CHUNKS,
+    DEVICE_EXTRA,
+    LEAST_BATCH,
+    make_batch_sizes,
+    steps_at_once,
+    tokens_ahead,
+)
 from specserve.serve.sizes import num_kept_states
 from specserve.speculative.slot_state import StepConfig
 from specserve.speculative.tree import Tree
@@ -344,7 +351,7 @@ def step_costs(
         f"a roofline of {device.name}, {device.share_of_bandwidth:.0%} of the bandwidth and "
         f"{device.share_of_peak:.0%} of the peak"
     )
-    return StepCosts(batch_sizes, plain, step, DEVICE_CHUNKS, prefill, source, ranks)
+    return StepCosts(batch_sizes, plain, step, DEVICE_CHUNKS, prefill, source, DEVICE_EXTRA, ranks)
 
 
 def planned_head(name: str, kind: KindName, target: ModelConfig, draft: str = "") -> TrainedDrafter:

@@ -32,6 +32,7 @@ class StepCosts:
     chunks: tuple[int, ...]  # prompt tokens of the prefill programs
     prefill: tuple[float, ...]  # of each of them
     source: str  # where the figures are from
+    extra_tokens: int = 0  # of a prompt, as `Shapes` has it
     num_ranks: int = 1  # data ranks, a prompt of each of which a prefill program runs side by side
 
     def prefill_seconds(self, num_tokens: int) -> tuple[float, int]:
@@ -39,7 +40,7 @@ class StepCosts:
         chunks."""
         seconds, count = 0.0, 0
         while num_tokens > 0:
-            size = chunk_size(self.chunks, num_tokens, self.chunks[-1])
+            size = chunk_size(self.chunks, num_tokens, self.extra_tokens)
             seconds, count = seconds + self.prefill[self.chunks.index(size)], count + 1
             num_tokens -= size
         return seconds, count

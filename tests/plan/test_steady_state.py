@@ -17,6 +17,7 @@ COSTS = StepCosts(
     chunks=(16, 64, 256),
     prefill=(0.012, 0.020, 0.050),
     source="made up",
+    extra_tokens=64,
 )
 
 

@@ -77,6 +77,7 @@ class Engine:
                 runner.shapes.page_pool(options.watcher, num_pages),
                 options,
                 chunks=runner.shapes.chunks,
+                extra_tokens=runner.shapes.extra_tokens,
                 most_prompts=runner.shapes.most_prompts,
                 max_step=runner.shapes.max_step,
                 cache_lag=runner.config.max_pending,

@@ -27,6 +27,7 @@ from specserve.serve.engine.options import sampler_rows, token_rows
 from specserve.serve.engine.scheduler import Scheduler
 from specserve.serve.engine.sequence import Chunk, Round, Sequence
 from specserve.serve.engine.step_choice import StepChoice
+from specserve.serve.programs.program_list import has_prefill
 from specserve.serve.programs.results import StepHandle
 from specserve.serve.programs.runner import PromptPart, Runner
 from specserve.serve.requests.output import OutputStream
@@ -142,6 +143,7 @@ class Rounds:
     ) -> None:
         self.runner, self.scheduler = runner, scheduler
         self.choice = StepChoice(runner, controller, is_partial=is_partial)
+        scheduler.is_here = lambda chunk: has_prefill(self.runner, chunk, is_alone=self.choice.leaves_draft)
         self.delivery = Delivery(runner, scheduler, on_end)
         self.backlog = Backlog(runner)
         self.in_flight: deque[list[InFlight]] = deque()  # by round

@@ -15,6 +15,8 @@ so a prompt that begins as another one does waits for the next program, and find
 """
 
 import bisect
+import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -36,6 +38,7 @@ class Scheduler:
         options: EngineOptions | None = None,
         *,
         chunks: Seq[int],  # sizes of the prefill programs
+        extra_tokens: int = 0,  # of a prompt, that take as long as one such program takes whatever its size
         most_prompts: Callable[[int], int] = lambda _chunk: 1,  # of a data rank that one of this size takes, at most
         max_step: int,  # tokens that one step emits, at most
         cache_lag: int = 0,  # last entries of a growing sequence, which its drafter may not have written yet
@@ -55,7 +58,8 @@ class Scheduler:
             list(range(rank * self._slots_of_rank, (rank + 1) * self._slots_of_rank))[::-1]
             for rank in range(pool.num_ranks)
         ]
-        self._chunks, self._max_step, self._cache_lag = tuple(chunks), max_step, cache_lag
+        self._chunks, self._extra, self._max_step, self._cache_lag = tuple(chunks), extra_tokens, max_step, cache_lag
+        self.is_here: Callable[[int], bool] = lambda _chunk: True  # whether a prefill program of this size can run now
         self._most_prompts = most_prompts
         self._prefill_tokens = max(options.prefill_tokens or chunks[-1], chunks[0])
         self.is_caching, self._prefers_cached = options.is_caching, options.prefers_cached
@@ -189,8 +193,7 @@ class Scheduler:
             prompts = self._first_prompts(can_admit)
             if not prompts:
                 break
-            remaining = [sequence.num_start - sequence.num_prefilled for sequence in prompts]
-            size = max(chunk_size(self._chunks, number, room) for number in remaining)
+            size = max(self._size(sequence, room) for sequence in prompts)
             most, alone = self._most_prompts(size), len(prompts)
             if side_by_side and 1 < most <= room // size and not any(each.is_scored for each in prompts):
                 self._fill_up(prompts, most, can_admit)
@@ -199,6 +202,16 @@ class Scheduler:
             for sequence in prompts:  # the next one reads from there on
                 self._leave_behind(sequence, sequence.num_prefilled)
         return prefills
+
+    def _size(self, sequence: Sequence, room: int) -> int:
+        """Return the size of a prompt's next chunk, of the programs that can run now where that of all cannot."""
+        sizes, number = [size for size in self._chunks if size <= room], sequence.num_start - sequence.num_prefilled
+        if sequence.is_scored:  # by one program, of the largest size
+            return sizes[-1]
+        size = chunk_size(sizes, number, self._extra)
+        if self.is_here(size):
+            return size
+        return chunk_size([*filter(self.is_here, sizes)] or sizes, number, self._extra)
 
     def _first_prompts(self, can_admit: bool) -> list[Sequence]:
         """Return what prefills next: the first prompt of each data rank, which may have just been admitted."""
@@ -395,10 +408,20 @@ class Scheduler:
             self.waiting.remove(sequence)
 
 
-def chunk_size(chunks: Seq[int], remaining: int, room: int) -> int:
-    """The program for the next tokens of a prompt: the smallest that takes them all, unless most of it would be
-    padding. `chunks` are the sizes that there are, the smallest first, of which at least that fits into `room`."""
-    sizes = [size for size in chunks if size <= room]
-    size = next((size for size in sizes if size >= remaining), sizes[-1])
-    filled = [size for size in sizes if size <= remaining]
-    return filled[-1] if filled and remaining <= size // 2 else size
+def chunk_size(sizes: Seq[int], remaining: int, extra: int) -> int:
+    """Return the size of the program for the next tokens of a prompt: the first of those that take all of them in the
+    least time, where each takes the time of its own tokens, padding included, and of so many `extra` ones. The sizes
+    are those that there are, the smallest first."""
+    return _cheapest(tuple(sizes), remaining, extra)[1] if remaining < 2 * sizes[-1] else sizes[-1]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _cheapest(sizes: tuple[int, ...], remaining: int, extra: int) -> tuple[int, int]:
+    """Return how many tokens' time the rest of a prompt takes, and the first program for it: the largest that will
+    do."""
+    if remaining <= 0:
+        return 0, 0
+    return min(
+        ((size + extra + _cheapest(sizes, remaining - size, extra)[0], size) for size in sizes[::-1]),
+        key=operator.itemgetter(0),
+    )

@@ -88,6 +88,20 @@ def is_there(runner: Runner, program: StepProgram) -> bool:
     return all(each in runner.compiled or runner.compiled.is_away(each) for each in needed(runner, program))
 
 
+def has_prefill(runner: Runner, chunk: int, *, is_alone: bool) -> bool:
+    """Return whether a program is here that prefills a chunk of this size of one prompt. One by which the target runs
+    `is_alone`, or the draft follows, is required from now on where it is not, and the other kind serves."""
+
+    def programs(is_alone: bool) -> list[StepProgram]:
+        return [runner.shapes.prefill(width, chunk, is_alone=is_alone) for width in runner.shapes.widths]
+
+    own = programs(is_alone and runner.shapes.has_alone)
+    if any(each in runner.compiled for each in own):
+        return True
+    runner.compiled.require(own[-1:])
+    return any(each in runner.compiled for each in programs(not is_alone))
+
+
 def mask_programs(runner: Runner) -> tuple[StepProgram, ...]:
     """List the programs that requests with token masks need, and that are not compiled yet."""
     return tuple(each for each in list_programs(runner) if each.is_for_masks and each not in runner.compiled)

@@ -317,8 +317,10 @@ class Runner:
         return self._prefilled(parts, program.batch, result, has_logprobs=has_logprobs)
 
     def can_prefill_alone(self, parts: Sequence[PromptPart]) -> bool:
-        """Return whether a program is here by which the target runs these parts alone."""
-        return self.shapes.has_alone and self.compiled.first(self._prefills(parts, is_alone=True)) in self.compiled
+        """Return whether the target can run these parts alone now, with no more padding than else."""
+        alone = self.compiled.first(self._prefills(parts, is_alone=self.shapes.has_alone))
+        followed = next((each.chunk for each in self._prefills(parts) if each in self.compiled), alone.chunk)
+        return alone.is_alone and alone in self.compiled and alone.chunk <= followed
 
     def _prefills(
         self, parts: Sequence[PromptPart], *, is_scored: bool = False, is_alone: bool = False
@@ -417,7 +419,7 @@ class Runner:
         the target has run alone."""
         programs = [each for each in self.shapes.readings() if each in self.compiled] or [*self.shapes.readings()]
         while start < end:
-            chunk = chunk_size([each.chunk for each in programs[::-1]], end - start, programs[0].chunk)
+            chunk = chunk_size([each.chunk for each in programs[::-1]], end - start, self.shapes.extra_tokens)
             self.run(next(each for each in programs if each.chunk == chunk), slot, start, promise)
             start += chunk
         self.bounds.caught_up((slot,))

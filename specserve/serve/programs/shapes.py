@@ -30,6 +30,7 @@ from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import Tree, chain, depth_of
 
 CPU_CHUNKS, DEVICE_CHUNKS = (16, 32, 64, 128, 256), (64, 256, 1024)  # prompt tokens per prefill program
+CPU_EXTRA, DEVICE_EXTRA = 8, 256  # tokens of a prompt that take as long as a program's reading of weights, about
 RECURRENT_CHUNK = 256  # at most, with recurrent layers: each keeps tens of kilobytes per token of the chunk
 _FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
 CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of several sequences larger than this,
@@ -53,6 +54,7 @@ class Shapes:
     batch_sizes: tuple[int, ...]
     widths: tuple[int, ...]  # pages of each sequence that attention reads, the narrowest first
     chunks: tuple[int, ...]  # prompt tokens, the smallest first
+    extra_tokens: int  # of a prompt, that take as long as each of its programs takes whatever its size
     max_rows: int  # nodes of a step of several sequences, where there is a choice of trees
     verified_depth: int = 0  # deterministic: every step verifies a chain of this length
     accepts_nothing: bool = False  # deterministic plain decoding: a chain of which nothing may be accepted
@@ -307,6 +309,7 @@ def make_shapes(
         batch_sizes=make_batch_sizes(num_slots, num_ranks, 1 if program_platform() == "cpu" else LEAST_BATCH),
         widths=page_widths(max_pages),
         chunks=chunks,
+        extra_tokens=CPU_EXTRA if program_platform() == "cpu" else DEVICE_EXTRA,
         max_rows=CPU_ROWS if program_platform() == "cpu" else DEVICE_ROWS,
         num_ranks=num_ranks,
         kept_layers=kept_layers,

@@ -47,9 +47,8 @@ def _scheduler(
     windows: WindowSizes = (),
     **options: object,
 ) -> Scheduler:
-    """Slots and pages are those of each data rank; the rest are `EngineOptions`. With `prompt_tokens` a program runs
-    as many prompts of a rank side by side as have so many tokens, and with `num_kept` prefixes need one of so many
-    states."""
+    """Slots and pages are each data rank's; the rest are `EngineOptions`. With `prompt_tokens` a program runs as many
+    prompts of a rank as have so many tokens, and with `num_kept` prefixes need one of so many states."""
     kept = StatePlaces(num_kept, BORDER) if num_kept else None
     held = Windows(windows, PAGE_SIZE, num_ranks)
     return Scheduler(
@@ -57,6 +56,7 @@ def _scheduler(
         PagePool(num_pages * num_ranks, PAGE_SIZE, num_ranks=num_ranks, kept=kept, windows=held),
         EngineOptions(**options),  # type: ignore[arg-type]
         chunks=CHUNKS,
+        extra_tokens=4,
         most_prompts=lambda chunk: max(1, prompt_tokens // chunk),
         max_step=MAX_STEP,
         cache_lag=cache_lag,
