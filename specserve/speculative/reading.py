@@ -85,10 +85,11 @@ class ReadingRule:
             self._kept_up += share * seconds
             self._spent += share * seconds
             if self._kept_up >= min((self._costs[each] for each in self._readings()), default=0.0):
-                self._leave_out()
+                self.leave_out()
 
-    def _leave_out(self) -> None:
-        """Leave the draft out once following has cost what going on will at least: the smallest reading."""
+    def leave_out(self) -> None:
+        """Leave the draft out: following has cost what going on will at least, the smallest reading, or a batch is of a
+        size that cannot speculate yet."""
         if self._saved < self._spent:
             self._patience = min(2 * self._patience, MOST_PATIENCE)
         elif self._saved > 2 * self._spent:  # a saving between the two may as well be a loss

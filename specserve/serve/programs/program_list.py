@@ -51,12 +51,17 @@ def first_programs(runner: Runner, programs: Iterable[StepProgram]) -> list[Step
 def first_speculation(runner: Runner) -> list[StepProgram]:
     """List the programs of the one speculative step that a server on a CPU begins with, and the smallest by which the
     draft reads what plain steps have left out. It is for one sequence, which it brings most: they are made in a second,
-    where one client may wait a minute for all the others."""
-    size = min(runner.shapes.batch_sizes)
-    tree = runner.shapes.only_tree(size) if program_platform() == "cpu" else None
+    where one client may wait a minute for all the others. Prompts of more sequences, which are stepped plainly until
+    then, are run without the draft: its share of them is a seventh of a small model's."""
+    shapes = runner.shapes
+    size, width = min(shapes.batch_sizes), shapes.widths[-1]
+    tree = shapes.only_tree(size) if program_platform() == "cpu" else None
     if tree is None:
         return []
-    return [*needed(runner, StepProgram(size, runner.shapes.widths[-1], tree)), *[*runner.shapes.readings()][-1:]]
+    found = [*needed(runner, StepProgram(size, width, tree)), *[*shapes.readings()][-1:]]
+    if shapes.has_alone and shapes.num_slots > size:
+        found += [shapes.prefill(width, chunk, is_alone=True) for chunk in shapes.chunks[-1::-2]]
+    return found
 
 
 def _catches_up(runner: Runner) -> bool:
