@@ -432,16 +432,6 @@ def test_a_draft_far_from_paying_is_not_followed() -> None:
         assert controller.is_following == is_following
 
 
-def test_a_batch_that_cannot_speculate_yet_leaves_the_draft_out() -> None:
-    """A server begins with one chain for one sequence. What sixteen ask is then run without the draft, until one asks
-    alone again."""
-    controller = Controller(_costs(0.05, 0.02, (None, chain(3))), prior=(0.8,))
-    for batch, tree in ((16, None), (1, chain(3)), (16, None)):
-        estimates = [controller.start(None) for _ in range(batch)]
-        assert _choose(controller, estimates, [None, chain(3)], batch) == tree
-        assert controller.is_following is (tree is not None)
-
-
 LOAD = json.loads((Path(__file__).parent.parent / "goldens" / "changing_load.json").read_text())
 SETTLING = 5.0  # seconds
 Calls = Sequence[tuple[float, int]]  # seconds of a step, and the number of steps

@@ -236,3 +236,14 @@ def test_a_draft_is_left_out_once_following_has_cost_what_going_on_will() -> Non
     assert 0.064 <= num_steps * FOLLOWING * SECONDS[choices[0]] <= 0.064 + 8 * FOLLOWING * SECONDS[choices[0]]
     assert controller.choose(estimates, choices, MANY * LENGTH).tree is None
     assert not controller.is_following
+
+
+def test_a_batch_that_cannot_speculate_yet_leaves_the_draft_out() -> None:
+    """A server begins with one chain for few sequences. What many ask is then run without the draft, until few ask
+    again."""
+    controller = Controller({each: SECONDS[each] for each in SECONDS if each.batch == FEW}, prior=RATES)
+    for batch in (MANY, FEW, MANY):
+        estimates = [controller.start(None) for _ in range(batch)]
+        choices = [program for program in SECONDS if program.batch == batch]
+        assert controller.choose(estimates, choices).tree == (TREE if batch == FEW else None)
+        assert controller.is_following is (batch == FEW)
