@@ -32,7 +32,7 @@ class StepCosts:
     chunks: tuple[int, ...]  # prompt tokens of the prefill programs
     prefill: tuple[float, ...]  # of each of them
     source: str  # where the figures are from
-    extra_tokens: int = 0  # of a prompt, as `Shapes` has it
+    extra_tokens: int  # of a prompt, as `Shapes` has it
     num_ranks: int = 1  # data ranks, a prompt of each of which a prefill program runs side by side
 
     def prefill_seconds(self, num_tokens: int) -> tuple[float, int]:

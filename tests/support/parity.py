@@ -95,7 +95,7 @@ def _covering(raws: Mapping[str, dict[str, Any]]) -> tuple[str, ...]:
 CACHED = _covering(RAWS | bailing.CASES)  # the cases that run over pages and states
 
 Run = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # token_ids [n] -> logits [n, vocab], layers [layer, n, d]
-Rounding = tuple[np.ndarray, np.ndarray]  # of logits and of taps, each [LENGTH, 1]
+Rounding = tuple[np.ndarray, np.ndarray]  # of logits and of taps, each [LENGTH, 1] or for each number
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ namespace specserve {
 namespace {
 namespace bytes {
 
-constexpr int64_t kTileRows = 16, kTileBytes = 64 * kTileRows;
-constexpr int64_t kMostTiles = kChunk / 16;  // that a chunk's inputs fill, if the last one is cut short
+constexpr int64_t kTileRows = 16;
 
 // Inputs of a tile: as many as a chunk's digits hold whole, which are a multiple of 16.
 inline int64_t inputs_of_tile(const Shape& shape) {
@@ -20,7 +19,7 @@ inline int64_t inputs_of_tile(const Shape& shape) {
 
 // A chunk of a panel's weights as tiles have them: lines of four inputs of a vector's outputs, vector by vector.
 struct ByteTiles {
-  alignas(kLine) char lines[kVectors][kMostTiles * 4][kLine];
+  alignas(kLine) char lines[kVectors][kChunk / kLanes][kLine];
 };
 
 template <Format format>

@@ -1,5 +1,5 @@
-// Products of bfloat16 and int8 weights on the tiles of Intel's AMX, which multiply ten times as many numbers in a second
-// as AVX-512 does.
+// Products of weights in bfloat16, 8 bits and 4 on the tiles of Intel's AMX, which multiply ten times as many numbers in a
+// second as AVX-512 does.
 
 #include "tiles_isa.h"
 // after it, which says how wide vectors are

@@ -38,7 +38,7 @@ class Scheduler:
         options: EngineOptions | None = None,
         *,
         chunks: Seq[int],  # sizes of the prefill programs
-        extra_tokens: int = 0,  # of a prompt, that take as long as one such program takes whatever its size
+        extra_tokens: int,  # of a prompt, that take as long as one such program takes whatever its size
         most_prompts: Callable[[int], int] = lambda _chunk: 1,  # of a data rank that one of this size takes, at most
         max_step: int,  # tokens that one step emits, at most
         cache_lag: int = 0,  # last entries of a growing sequence, which its drafter may not have written yet

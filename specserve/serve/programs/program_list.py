@@ -52,7 +52,7 @@ def first_speculation(runner: Runner) -> list[StepProgram]:
     """List the programs of the one speculative step that a server on a CPU begins with, and the smallest by which the
     draft reads what plain steps have left out. It is for one sequence, which it brings most: they are made in a second,
     where one client may wait a minute for all the others. Prompts of more sequences, which are stepped plainly until
-    then, are run without the draft: its share of them is a seventh of a small model's."""
+    then, are run without the draft, which nothing would use."""
     shapes = runner.shapes
     size, width = min(shapes.batch_sizes), shapes.widths[-1]
     tree = shapes.only_tree(size) if program_platform() == "cpu" else None

@@ -30,7 +30,9 @@ from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import Tree, chain, depth_of
 
 CPU_CHUNKS, DEVICE_CHUNKS = (16, 32, 64, 128, 256), (64, 256, 1024)  # prompt tokens per prefill program
-CPU_EXTRA, DEVICE_EXTRA = 8, 256  # tokens of a prompt that take as long as a program's reading of weights, about
+# Tokens of a prompt whose multiply-adds take as long as reading two bytes of each weight: 5 to 13 by the peaks and
+# bandwidths of processors, 100 to 600 of accelerators.
+CPU_EXTRA, DEVICE_EXTRA = 8, 256
 RECURRENT_CHUNK = 256  # at most, with recurrent layers: each keeps tens of kilobytes per token of the chunk
 _FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
 CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of several sequences larger than this,
