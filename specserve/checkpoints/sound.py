@@ -27,7 +27,9 @@ def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool 
     if may_be_zero:
         return
     filled = [pair for pair in weights if pair[0].init != "zeros"]  # the others begin as zeros
-    if dead := [spec.name for spec, weight in filled if not any(map(jnp.any, jax.tree.leaves(weight)))]:
+    if dead := [
+        spec.name for spec, weight in filled if not any(_at_hand(leaf).any() for leaf in jax.tree.leaves(weight))
+    ]:
         raise CheckpointError(
             f"{where}: nothing but zeros: {listed(dead)}, as if never filled; export or download the weights again"
         )
@@ -45,10 +47,18 @@ def not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix | NibbleMatr
 
     def is_finite_in(leaf: jax.Array) -> np.ndarray:  # for each expert
         inner = tuple(range(1, leaf.ndim)) if spec.is_per_expert else None
-        return np.atleast_1d(jnp.isfinite(leaf).all(inner))
+        numbers = _at_hand(leaf)
+        is_finite = np.isfinite(numbers) if isinstance(numbers, np.ndarray) else jnp.isfinite(numbers)
+        return np.atleast_1d(is_finite.all(inner))
 
     if isinstance(weight, NibbleMatrix | WordMatrix):
         weight = jax.lax.bitcast_convert_type(weight.scales, jnp.bfloat16)  # its scales and offsets
     floats = [leaf for leaf in jax.tree.leaves(weight) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     is_finite = np.all([is_finite_in(leaf) for leaf in floats], axis=0)
     return [name for name, is_fine in zip(spec.names, is_finite, strict=True) if not is_fine]
+
+
+def _at_hand(leaf: jax.Array) -> jax.Array | np.ndarray:
+    """Return an array in the host's memory as NumPy's: for each shape XLA would compile programs to look at it."""
+    is_here = isinstance(leaf, jax.Array) and all(device.platform == "cpu" for device in leaf.devices())
+    return np.asarray(leaf) if is_here and leaf.is_fully_addressable else leaf

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from specserve.drafters.interface import TrainedDrafter
-from specserve.kernels.gather import put_each, take_each, take_rows
+from specserve.kernels import native
+from specserve.kernels.gather import only, put_each, take_each, take_rows
 from specserve.kernels.pages import PageRows
 from specserve.models.cache import Cache
 from specserve.models.config import ModelConfig
@@ -123,7 +124,8 @@ def _observe_prompt(state: Following, view: SlotView, committed: Committed, exte
     aux = _aux(committed)
     earlier = take_rows(state.pending.aux_hidden_states, view.slots)[:, :1]
     before = jnp.concatenate([earlier, aux[:, :-1]], axis=1)
-    cache = extend(committed.token_ids, before, committed.index, committed.is_kept)
+    entries = _only(view.live(committed.is_kept), committed.token_ids, before)
+    cache = extend(*entries, committed.index, committed.is_kept)
     last = jnp.maximum(committed.count - 1, 0)[:, None]
     return Following(
         pending=_put(
@@ -162,17 +164,26 @@ def pending_of(state: Following, view: SlotView, depth: int | None = None) -> Pe
     room = pending.token_ids.shape[1]
     first = jnp.maximum(count - room, 0)[:, None]
     place = view.slots[:, None], (first + jnp.arange(room if depth is None else depth + 1)) % room
-    return Pending(
-        token_ids=pending.token_ids.at[place].get(mode="clip", wrap_negative_indices=False),
-        aux_hidden_states=pending.aux_hidden_states.at[place].get(mode="clip", wrap_negative_indices=False),
-        count=jnp.minimum(count, room),
+    count = jnp.minimum(count, room)
+    token_ids, aux = _only(
+        view.live(jnp.arange(place[1].shape[1]) < count[:, None]),
+        pending.token_ids.at[place].get(mode="clip", wrap_negative_indices=False),
+        pending.aux_hidden_states.at[place].get(mode="clip", wrap_negative_indices=False),
     )
+    return Pending(token_ids, aux, count)
 
 
 def places(seq_lens: jax.Array, pending: Pending) -> tuple[jax.Array, jax.Array]:
     """The index of the entry of each pending token, and whether it is one, both [batch, m]."""
     offset = jnp.arange(pending.token_ids.shape[1])
     return seq_lens[:, None] - pending.count[:, None] + 1 + offset, offset < pending.count[:, None]
+
+
+def _only(is_live: jax.Array, token_ids: jax.Array, aux: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return tokens [batch, n] and the aux hidden states before each, of which native kernels leave out all others."""
+    if not native.is_serving():
+        return token_ids, aux
+    return only(is_live, token_ids), jnp.where(is_live[..., None], aux, 0)
 
 
 def _aux(committed: Committed) -> jax.Array:

@@ -10,6 +10,8 @@ import numpy as np
 
 from specserve.kernels import native
 
+NO_TOKEN = -1  # its embedding is zero, and native products leave out rows of zeros (`only`)
+
 
 def take_rows(tree: Any, slots: jax.Array) -> Any:
     """Return a state's arrays with only the rows of these slots, [batch] int32. A slot past the last one, which pads a
@@ -27,9 +29,17 @@ def embed(table: jax.Array, token_ids: jax.Array, dtype: Any) -> jax.Array:  # [
     """Return the rows of tokens in `dtype`, of a table that may have fewer bits. XLA's CPU backend would widen all of a
     table in bfloat16 before it takes rows of it, once for each call of a program; of whole numbers it takes them."""
     if table.dtype == dtype or table.dtype != jnp.bfloat16:
-        return table[token_ids].astype(dtype)
-    rows = jax.lax.bitcast_convert_type(table, jnp.uint16)[token_ids]
-    return jax.lax.bitcast_convert_type(rows, table.dtype).astype(dtype)
+        rows = table[token_ids].astype(dtype)
+    else:
+        rows = jax.lax.bitcast_convert_type(table, jnp.uint16)[token_ids]
+        rows = jax.lax.bitcast_convert_type(rows, table.dtype).astype(dtype)
+    return jnp.where((token_ids == NO_TOKEN)[..., None], 0, rows) if native.is_serving() else rows
+
+
+def only(is_live: jax.Array, token_ids: jax.Array) -> jax.Array:  # [batch, n] each -> [batch, n] int32
+    """Return the tokens with NO_TOKEN for those that only fill a batch, a chunk or a tree, where native kernels
+    multiply: so these take no time."""
+    return jnp.where(is_live, token_ids, NO_TOKEN) if native.is_serving() else token_ids
 
 
 def put_each(

@@ -36,6 +36,7 @@ from specserve.serve.fleet.ranks import Follower, Leader, LeadingRunner
 from specserve.serve.programs import program_list
 from specserve.serve.programs.calibrate import Between, cost_file, describe_costs, finish, first_costs, step_costs
 from specserve.serve.programs.compile_queue import ProgressLog, compile_all
+from specserve.serve.programs.compiling_process import CompilingProcess
 from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH
 from specserve.serve.settings import ServeRun, check_unset
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 CACHE_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "fp8": "float8_e4m3fn"}
 AUTO_CHAINS = (1, 2, 3, 5, 7)  # 4 and 6 are left out: each chain costs seconds of compiling
-AUTO_TREES_CPU = (DynamicTree(4, 2, 7), DynamicTree(5, 3, 15))
+AUTO_TREES_CPU = (DynamicTree(4, 2, 7),)
 AUTO_TREES = (DynamicTree(4, 3, 15), DynamicTree(6, 4, 31), DynamicTree(7, 8, 63))
 
 
@@ -236,6 +237,7 @@ def make_engine(
         log(label)
 
     logger.info("compiling %d programs before serving, and %d while serving", len(first), len(late))
+    process = CompilingProcess.begun(runner, late)
     compile_all(runner.compile, first, on_compiled=report, meanwhile=lambda: models.tokenizer)
     check_numbers(runner, models.target)
     make_controller = _controller_maker(run, models.fingerprint, models.head_fingerprint, models.head_acceptance)
@@ -255,7 +257,7 @@ def make_engine(
         eos_ids=models.target.eos_ids,
         controller=controller,
         options=_options(run, watcher),
-        late=LateWork(late, for_masks, make_controller, first if late else (), begin),
+        late=LateWork(late, for_masks, make_controller, first if late else (), begin, process),
         loras=loras,
     )
 
@@ -478,9 +480,7 @@ def choose_trees(models: Models, run: ServeRun) -> tuple[Tree | None, ...]:
         return tuple(within_reach(trees, models.head.drafter) if models.head else trees)
     tree = parse_speculation(run.speculation)
     if tree is not None and tree.uses_head and not has_head:
-        logger.warning(
-            "there is no draft head for %s: decoding plainly. Train one, or give it with --draft", models.name
-        )
+        logger.warning("no draft head for %s: decoding plainly. Train one, or give it with --draft", models.name)
         tree = None
     if run.deterministic and tree is not None and (tree.top_k > 1 or tree.depth > DETERMINISTIC_DEPTH):
         raise ConfigError(f"--deterministic speculates with chains of at most {DETERMINISTIC_DEPTH}")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from specserve.models.cache import Cache, WindowSizes
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
-from specserve.pytree import pytree
+from specserve.pytree import pytree, static
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.tree import Proposal, Tree
 from specserve.speculative.vocab import DraftVocab
@@ -54,6 +54,17 @@ class SlotView:
     history: jax.Array  # [batch, max_pages * page_size] int32, the sequence up to the root
     rows: SamplerRows  # [batch]
     cache: Cache | None = None  # the target's, of all sequences, as the step found it
+    num_slots: int | None = static(default=None)  # of the state; None: every slot has a sequence
+
+    def live(self, is_valid: jax.Array) -> jax.Array:
+        """Return which tokens of each slot are computed ([batch, n] bool): of a sequence those that are valid
+        ([batch or 1, n] bool); of the slot past the last one, which pads batches, none; and all of the next one, which
+        stands for a sequence where steps are timed."""
+        is_valid = jnp.broadcast_to(is_valid, (len(self.slots), is_valid.shape[1]))
+        if self.num_slots is None:
+            return is_valid
+        slots = self.slots[:, None]
+        return jnp.where(slots < self.num_slots, is_valid, slots > self.num_slots)
 
 
 @pytree

@@ -261,6 +261,7 @@ def gather(state: SlotState, slots: jax.Array, width: int) -> Now:
         history=take_rows(state.history, slots),
         rows=take_rows(state.rows, slots),
         cache=state.cache,
+        num_slots=len(state.seq_lens),
     )
     adapter_ids = None
     if state.adapter_ids is not None:

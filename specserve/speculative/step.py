@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels import native
-from specserve.kernels.gather import take_each
+from specserve.kernels.gather import only, take_each
 from specserve.kernels.rows import Documents
 from specserve.models import target as target_model
 from specserve.models.cache import Prefix
-from specserve.models.context import apart, side_by_side
+from specserve.models.context import Mask, apart, side_by_side
 from specserve.models.target import TargetOutput, TargetParams, TokenGroup
 from specserve.speculative import sampling
 from specserve.speculative.drafter import After, Committed, Weights
@@ -161,7 +161,9 @@ def _prompts(
     causal: Any = Documents(jnp.zeros((1, chunk), jnp.int32))
     if config.target.is_recurrent:  # to whose layers documents are texts that follow nothing
         causal = causal.dense()
-    return _Work(TokenGroup(token_ids, index, causal, _prefix(config, now)), now.adapter_ids, last, finish)
+    is_live = now.view.live(offset < num_tokens[:, None])
+    tokens = _tokens(config, token_ids, is_live, index, causal, _prefix(config, now))
+    return _Work(tokens, now.adapter_ids, last, finish)
 
 
 @native.serving
@@ -208,7 +210,8 @@ def _plain(
         state = emit(state, slots, now.seq_lens + 1, drawn, jnp.ones_like(committed.is_kept))
         return state, _result(now, logits, drawn, none, none)
 
-    tokens = TokenGroup(nodes.token_ids, index, jnp.ones((1, 1, 1), bool), _prefix(config, now))
+    is_live, see_self = now.view.live(jnp.ones((1, 1), bool)), jnp.ones((1, 1, 1), bool)
+    tokens = _tokens(config, nodes.token_ids, is_live, index, see_self, _prefix(config, now))
     return _Work(tokens, now.adapter_ids, None, finish)
 
 
@@ -261,7 +264,8 @@ def read(
     aux = None
     if config.aux_layers:
         causal, before = Documents(jnp.zeros((1, chunk), jnp.int32)), Prefix(now.view.read_table, start, slots=slots)
-        tokens = TokenGroup(token_ids, index, causal, before)
+        is_live = now.view.live(index < now.seq_lens[:, None])
+        tokens = _tokens(config, token_ids, is_live, index, causal, before)
         params = _adapted(weights, [(tokens, now.adapter_ids)])
         taps = config.aux_layers
         [out] = target_model.forward_groups(params, config.target, [tokens], cache=state.cache, aux_layers=taps)
@@ -387,7 +391,8 @@ def _verification(
         proposed = {"node_ids": proposal.token_ids, "parents": parents, "confidence": proposal.confidence}
         return state, dataclasses.replace(result, **proposed)
 
-    tokens = TokenGroup(proposal.token_ids, position_ids, mask, _prefix(config, now))
+    is_live = now.view.live(proposal.depths <= now.rows.max_depth[:, None])
+    tokens = _tokens(config, proposal.token_ids, is_live, position_ids, mask, _prefix(config, now))
     return _Work(tokens, now.adapter_ids, None, finish)
 
 
@@ -420,6 +425,22 @@ def _commit(
     if config.drafter:
         draft = config.drafter.observe(weights, draft, now.view, committed, after)
     return dataclasses.replace(state, cache=cache, draft=draft)
+
+
+def _tokens(
+    config: StepConfig,
+    token_ids: jax.Array,  # [batch, n] int32
+    is_live: jax.Array,  # [batch, n] bool; the others fill a batch, a chunk or a tree, and nothing comes of them
+    position_ids: jax.Array,  # [batch, n] int32
+    mask: Mask,  # [batch or 1, n, n]
+    prefix: Prefix,
+) -> TokenGroup:
+    """The tokens that run through the target. Native kernels leave out those that are not live: their rows are zeros,
+    and they see nothing, not even themselves."""
+    if native.is_serving() and not config.target.is_recurrent:
+        seen = mask.dense() if isinstance(mask, Documents) else mask
+        token_ids, mask = only(is_live, token_ids), seen & is_live[:, :, None]
+    return TokenGroup(token_ids, position_ids, mask, prefix)
 
 
 def _prefix(config: StepConfig, now: Now) -> Prefix:

@@ -274,7 +274,8 @@ def _tapped(target: Target, slots: Slots) -> tuple[np.ndarray, np.ndarray]:
 def _check_pending(target: Target, slots: Slots) -> None:
     """The drafter would read the last tokens in their order, each with what the tapped layers said before it."""
     assert slots.followed is not None
-    view = cast(SlotView, SimpleNamespace(slots=jnp.arange(NUM_SLOTS)))  # nothing else of it is looked at
+    # nothing else of it is looked at
+    view = cast(SlotView, SimpleNamespace(slots=jnp.arange(NUM_SLOTS), live=lambda is_valid: is_valid))
     pending = pending_of(slots.followed, view)
     states, off = _tapped(target, slots)
     for slot, text in enumerate(slots.texts):

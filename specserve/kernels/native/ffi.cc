@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -293,6 +294,26 @@ const T* data_or_null(const Buffer& buffer) {
   return buffer.element_count() ? reinterpret_cast<const T*>(buffer.untyped_data()) : nullptr;
 }
 
+// Whether numbers are all zero, as are the rows of tokens that only fill a batch, a chunk or a tree. Such rows stay zeros
+// in products and gates, and nothing is computed of them.
+bool is_zero(const float* numbers, int64_t count) {
+  constexpr int64_t kBlock = 32;
+  uint32_t bits[kBlock] = {};
+  const auto add = [&](int64_t begin, int64_t size) {
+    uint32_t block[kBlock];
+    std::memcpy(block, numbers + begin, size * sizeof(float));
+    for (int64_t i = 0; i < size; ++i) bits[i] |= block[i];
+    uint32_t any = 0;
+    for (int64_t i = 0; i < size; ++i) any |= bits[i];
+    return any << 1;  // but for the sign
+  };
+  int64_t begin = 0;
+  for (; begin + kBlock <= count; begin += kBlock) {
+    if (add(begin, kBlock)) return false;
+  }
+  return !add(begin, count - begin);
+}
+
 ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> group, ffi::AnyBuffer panels,
                   ffi::AnyBuffer scale, ffi::AnyBuffer offset, ffi::Buffer<ffi::F32> add,
                   ffi::Result<ffi::Buffer<ffi::F32>> y, int64_t block, int64_t format) {
@@ -356,8 +377,17 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
       if (0 <= call.group[r] && call.group[r] < call.groups) order[place[call.group[r]]++] = static_cast<int32_t>(r);
     }
   } else {
-    std::iota(order.begin(), order.end(), 0);
-    std::fill(start.begin() + 1, start.end(), call.rows);
+    int64_t live = 0;
+    for (int64_t r = 0; r < call.rows; ++r) {
+      if (!is_zero(call.x + r * call.d_in, call.d_in)) {
+        order[live++] = static_cast<int32_t>(r);
+      } else if (call.add) {
+        std::copy_n(call.add + r * call.d_out, call.d_out, call.y + r * call.d_out);
+      } else {
+        std::fill_n(call.y + r * call.d_out, call.d_out, 0.0f);
+      }
+    }
+    std::fill(start.begin() + 1, start.end(), live);
   }
   call.order = order.data(), call.start = start.data();
   struct Part {
@@ -492,7 +522,15 @@ ffi::Error gate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> gate, ffi::Buffer<ff
   const float* second = up.element_count() ? up.typed_data() : gate.typed_data() + size;
   const Gate call = {gate.typed_data(), second, y->typed_data(), size, gate.dimensions().back(),
                      static_cast<Activation>(activation)};
-  share(pool, num_rows(dims), 16 * size, [&](int64_t begin, int64_t end) { chosen->gate(call, begin, end); });
+  share(pool, num_rows(dims), 16 * size, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (is_zero(call.gate + row * call.stride, size)) {
+        std::fill_n(call.y + row * size, size, 0.0f);
+      } else {
+        chosen->gate(call, row, row + 1);
+      }
+    }
+  });
   return ffi::Error::Success();
 }
 

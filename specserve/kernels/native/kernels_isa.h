@@ -277,6 +277,17 @@ float round_entry(const float* from, int64_t size, int64_t count, float* to, int
   return scale;
 }
 
+// How many of a query's keys there are up to the last that it sees.
+inline int64_t num_seen(const uint8_t* mask, int64_t count) {
+  for (; count >= 8; count -= 8) {
+    uint64_t last;
+    memcpy(&last, mask + count - 8, sizeof(last));
+    if (last) break;
+  }
+  while (count > 0 && !mask[count - 1]) --count;
+  return count;
+}
+
 // A query's softmax is taken over its keys in the order of the sequence, with the largest score known beforehand: first
 // all scores, then one chain of sums over the values. Whether a key is committed or new then changes no bit, so a token
 // gets the same result from plain decoding, from the verification of a tree, and from a prompt's chunk.
@@ -289,14 +300,15 @@ void attend_stored(const Attend& call, int64_t sequence, int64_t kv_head, int64_
   const int64_t pages = (len + call.page_size - 1) / call.page_size;
   // new keys that no query of this unit sees, as most of a prompt's are, are not looked at
   const uint8_t* masks = call.mask + (call.has_batched_mask ? sequence * call.n : 0) * call.m;
-  int64_t m = call.m;
-  auto is_seen = [&](int64_t key) {
+  int64_t m = 0;
+  for (int64_t query = begin; query < end; ++query) m = most(m, num_seen(masks + query * call.m, call.m));
+  if (!m) {  // queries that do not even see themselves are padding: their results are 0
     for (int64_t query = begin; query < end; ++query) {
-      if (masks[query * call.m + key]) return true;
+      float* to = call.out + ((sequence * call.n + query) * call.heads + kv_head * group) * call.v_dim;
+      memset(to, 0, group * call.v_dim * sizeof(float));
     }
-    return false;
-  };
-  while (m > 0 && !is_seen(m - 1)) --m;
+    return;
+  }
   const int64_t committed = pages * call.page_size, keys = committed + m;
   const int32_t* table = call.page_table + sequence * call.width;
   const int64_t sizes[] = {rows * call.head_dim, rows * keys, rows * call.v_dim, rows,
@@ -392,7 +404,7 @@ void attend_stored(const Attend& call, int64_t sequence, int64_t kv_head, int64_
     }
     float sum = call.sinks ? expf(sink - base) : 0.0f;
     for (int64_t i = 0; i < LANES; ++i) sum += by_lane[i];
-    total[row] = sum;
+    total[row] = num_seen(mask, m) ? sum : 0.0f;
   }
   for (int64_t page = 0; page < pages; ++page) {
     const int64_t inner = least(call.page_size, len - page * call.page_size);

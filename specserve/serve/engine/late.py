@@ -32,6 +32,7 @@ class LateWork:
     on_compiled: Callable[[Runner], Finish] | None = None  # then: what is left to do on the engine's thread
     first: Sequence[StepProgram] = ()  # those that are compiled by now
     on_begin: Callable[[Runner], Finish] | None = None  # the same, to be done with these at once
+    process: CompilingProcess | None = None  # begun already; None: one is made
 
 
 class LatePrograms:
@@ -53,9 +54,10 @@ class LatePrograms:
         self._next_look = time.monotonic() + LOOK_SECONDS
         self._wake, self._lock = wake, threading.Lock()
         self._begin = work.on_begin(runner) if work.on_begin and work.programs else None
-        process = CompilingProcess(runner)
+        process = work.process or CompilingProcess(runner)
         for program in work.first:
             process.set_aside(program)
+        self._process = process
         self._compiler = self._in_background(runner, work.programs, self._count, process=process)
 
     @property
@@ -97,6 +99,8 @@ class LatePrograms:
 
     def go_on(self, rounds: Rounds) -> None:
         """Do what there is to do between two rounds."""
+        if self.num_left and rounds.running:
+            self._process.give_way()
         self._read(rounds.runner)
         if self._begin is not None:
             self._go_on_beginning(rounds, self._begin)

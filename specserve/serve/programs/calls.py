@@ -31,9 +31,13 @@ _STATIC: Mapping[Kind, tuple[str, ...]] = {  # the fields of a program that its 
     "proposal": ("tree", "width"),
     "verification": ("tree", "width"),
 }
-# XLA's older code generation and LLVM's first level take half of the time, and steps are as fast where native kernels
-# make their products (docs/log)
-_QUICK: Mapping[str, Any] = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 1}
+# XLA's older code generation, LLVM's first level, and one module for LLVM take half of the time, and steps are as fast
+# where native kernels make their products (docs/log)
+_QUICK: Mapping[str, Any] = {
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_backend_optimization_level": 1,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 
 
 @pytree

@@ -9,14 +9,17 @@ own.
 """
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import IO
 
@@ -34,6 +37,10 @@ logger = logging.getLogger(__name__)
 
 STARVED_SECONDS = 10.0  # in which a process that compiles has had at least
 STARVED_SHARE = 0.02  # of a core, unless others want all of them
+# Of the time in which this process serves. A process beside it takes a fifth of its tokens (docs/log), although it runs
+# only where nobody else would; in a quarter of the time it takes a twentieth.
+BUSY_SHARE = 0.25
+SLICE_SECONDS = 0.1
 
 
 class CompilingProcess:
@@ -45,9 +52,20 @@ class CompilingProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: dict[StepProgram, Future[str]] = {}  # as `_ask` returns or raises
         self._is_closed = self._has_failed = self._is_starved = False
+        self._busy_until = 0.0
         # when its share was last looked at, and the seconds of a core that it had had by then
         self._had: tuple[float, float] | None = None
         self._is_useful = runner.compiled.is_keeping and _can_be_kept(runner)
+
+    @classmethod
+    def begun(cls, runner: Runner, programs: Iterable[StepProgram]) -> "CompilingProcess":
+        """Make one, and start the process already where one of these programs is in no file: its imports take seconds,
+        in which this process compiles what it begins with."""
+        made, kept = cls(runner), runner.compiled
+        if made._is_useful and not all(kept.is_kept(runner.call(each)) for each in programs):
+            with made._lock, contextlib.suppress(Exception):  # `_ask` says what is wrong
+                made._process = made._start()
+        return made
 
     def keep(self, program: StepProgram) -> bool:
         """Have the process compile a program into its file, if there is none yet. Returns whether it can be read from
@@ -78,6 +96,10 @@ class CompilingProcess:
         if not self._is_useful:
             host.lower_priority()
         self._runner.compile(program)
+
+    def give_way(self) -> None:
+        """Note that this process serves: for a moment the other one has BUSY_SHARE of the time."""
+        self._busy_until = time.monotonic() + SLICE_SECONDS / BUSY_SHARE
 
     def close(self) -> None:
         """End the process, also while it compiles."""
@@ -129,6 +151,27 @@ class CompilingProcess:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         """Start the process. Raises OSError, and what pickling raises."""
+        started: Future[subprocess.Popen[bytes]] = Future()
+        threading.Thread(target=self._pace, args=(started,), name="compiling-pace", daemon=True).start()
+        return started.result()
+
+    def _pace(self, started: "Future[subprocess.Popen[bytes]]") -> None:
+        """Start the process, and let it stand still for most of the time in which it is to give way. It ends with this
+        thread, and so with this process, even if it stands still then."""
+        try:
+            process = self._popen()
+        except Exception as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        while process.poll() is None:
+            time.sleep(SLICE_SECONDS)
+            if sys.platform == "linux" and not self._is_starved and time.monotonic() < self._busy_until:
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(SLICE_SECONDS * (1 / BUSY_SHARE - 1))
+                process.send_signal(signal.SIGCONT)
+
+    def _popen(self) -> "subprocess.Popen[bytes]":
         with contextlib.ExitStack() as files:
             said, begin = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             for each in (dict(jax.config.values), outside_kinds(), self._runner.described()):  # type: ignore[attr-defined]
@@ -212,6 +255,8 @@ def _serve(begin: IO[bytes], requests: IO[bytes], answers: IO[bytes]) -> None:
     for place in pickle.load(begin):
         add_module(place)
     runner, lock = Runner.of_described(*pickle.load(begin)), threading.Lock()
+    gc.collect()
+    gc.freeze()  # of what tracing makes little is garbage in cycles: looking for it takes a third as long as tracing
 
     def keep(program: StepProgram) -> None:
         failure = ""
@@ -229,6 +274,7 @@ def _serve(begin: IO[bytes], requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def _main() -> None:
+    host.end_with_parent()  # by then it may stand still, and read no end of its input
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints of libraries are no answers
     with contextlib.suppress(EOFError), os.fdopen(int(sys.argv[1]), "rb") as begin:

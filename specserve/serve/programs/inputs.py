@@ -116,7 +116,7 @@ class Inputs:
         self, _program: StepProgram, state: SlotState, slot: int | None = None, start: int = 0, promise: float = 0.0
     ) -> tuple[Any, ...]:
         """Have the drafter read what the target has run alone, from `start` on."""
-        nobody = self._shapes.num_slots if slot is None else slot
+        nobody = self._shapes.num_slots + 1 if slot is None else slot
         numbers: Any = np.int32(nobody), np.int32(start), np.float32(promise)
         return self.layouts.many, state, self._place.once(Unread(*numbers))
 
@@ -190,7 +190,8 @@ class Inputs:
         return layout, state, padded, Proposal(of_nodes, of_nodes, of_nodes, shape(batch)), bits
 
     def _slots(self, batch: int, slots: Slots) -> jax.Array:
-        return self._place.slots(slots or (self._shapes.num_slots,) * batch)
+        """A batch's slots, or as many that nobody has, for which a step computes all the same (`SlotView.live`)."""
+        return self._place.slots(slots or (self._shapes.num_slots + 1,) * batch)
 
     def _allowed(self, batch: int, allowed: np.ndarray | None) -> jax.Array:
         """Return the mask of tokens that a step of so many sequences may draw, [batch, node, bytes] uint8. None allows

@@ -17,6 +17,7 @@ from specserve.drafters.layers import windows_of
 from specserve.drafters.speculation import describe
 from specserve.drafters.words import OWN_TEXT
 from specserve.errors import ConfigError
+from specserve.kernels import native
 from specserve.mesh import num_parts, program_kind, program_platform
 from specserve.models.cache import WindowSizes
 from specserve.models.config import ModelConfig
@@ -29,9 +30,11 @@ from specserve.speculative.drafter import Drafter
 from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import Tree, chain, depth_of
 
-CPU_CHUNKS, DEVICE_CHUNKS = (16, 32, 64, 128, 256), (64, 256, 1024)  # prompt tokens per prefill program
-# Tokens of a prompt whose multiply-adds take as long as reading two bytes of each weight: 5 to 13 by the peaks and
-# bandwidths of processors, 100 to 600 of accelerators.
+# Prompt tokens per prefill program. Native kernels leave padding out; where XLA multiplies on a CPU, it costs as much
+# as tokens do.
+NATIVE_CHUNKS, CPU_CHUNKS, DEVICE_CHUNKS = (64, 256), (16, 32, 64, 128, 256), (64, 256, 1024)
+# Padding that is better than one program more: tokens of a prompt whose multiply-adds take as long as reading two bytes
+# of each weight, 5 to 13 by the peaks and bandwidths of processors, 100 to 600 of accelerators.
 CPU_EXTRA, DEVICE_EXTRA = 8, 256
 RECURRENT_CHUNK = 256  # at most, with recurrent layers: each keeps tens of kilobytes per token of the chunk
 _FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
@@ -301,7 +304,7 @@ def make_shapes(
     check_shared_out("number of cache pages", num_pages, num_ranks)
     assert trees, "a server needs at least one way to make a step"
     max_pages = -(-max_model_len // page_size)
-    chunks = prefill_chunks(max_model_len, target.is_recurrent)
+    chunks, extra_tokens = prefill_chunks(max_model_len, target, mesh)
     shapes = Shapes(
         trees=tuple(trees),
         num_slots=num_slots,
@@ -311,7 +314,7 @@ def make_shapes(
         batch_sizes=make_batch_sizes(num_slots, num_ranks, 1 if program_platform() == "cpu" else LEAST_BATCH),
         widths=page_widths(max_pages),
         chunks=chunks,
-        extra_tokens=CPU_EXTRA if program_platform() == "cpu" else DEVICE_EXTRA,
+        extra_tokens=extra_tokens,
         max_rows=CPU_ROWS if program_platform() == "cpu" else DEVICE_ROWS,
         num_ranks=num_ranks,
         kept_layers=kept_layers,
@@ -352,11 +355,16 @@ def make_batch_sizes(num_slots: int, num_ranks: int = 1, least: int = 1) -> tupl
     return (*(num_ranks << i for i in range((each - 1).bit_length()) if 1 << i >= least), num_slots)
 
 
-def prefill_chunks(max_model_len: int, is_recurrent: bool) -> tuple[int, ...]:
-    """Return how many prompt tokens the prefill programs take, up to the size that holds the longest prompt."""
-    chunks = CPU_CHUNKS if program_platform() == "cpu" else DEVICE_CHUNKS
-    chunks = tuple(size for size in chunks if size <= RECURRENT_CHUNK or not is_recurrent)
-    return tuple(size for i, size in enumerate(chunks) if not i or chunks[i - 1] < max_model_len)
+def prefill_chunks(max_model_len: int, target: ModelConfig, mesh: Mesh | None) -> tuple[tuple[int, ...], int]:
+    """Return how many prompt tokens the prefill programs take, up to the size that holds the longest prompt; and
+    `Shapes.extra_tokens`."""
+    chunks, extra = DEVICE_CHUNKS, DEVICE_EXTRA
+    if native.is_available() and mesh is None and target.dtype == "float32" and not target.is_recurrent:
+        chunks = NATIVE_CHUNKS
+    elif program_platform() == "cpu":
+        chunks, extra = CPU_CHUNKS, CPU_EXTRA
+    chunks = tuple(size for size in chunks if size <= RECURRENT_CHUNK or not target.is_recurrent)
+    return tuple(size for i, size in enumerate(chunks) if not i or chunks[i - 1] < max_model_len), extra
 
 
 def page_widths(max_pages: int) -> tuple[int, ...]:

@@ -375,7 +375,8 @@ def test_every_mechanism_is_served() -> None:
 
 
 def test_chunks_are_as_long_as_prompts_and_layers_let_them_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "CPU_CHUNKS", shapes.DEVICE_CHUNKS)
+    for platform in ("CPU", "NATIVE"):
+        monkeypatch.setattr(shapes, f"{platform}_CHUNKS", shapes.DEVICE_CHUNKS)
 
     def chunks(case: str, max_model_len: int = 2048) -> tuple[int, ...]:
         sizes = {"num_slots": 1, "num_pages": 4, "page_size": 16, "max_model_len": max_model_len}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import psutil
 import pytest
 from engines import PATIENCE, Ask, greedy, make_runner, run, serving, wait_until
 from jax.experimental.compilation_cache import compilation_cache
@@ -210,6 +211,27 @@ def test_a_process_that_gets_nothing_is_started_anew_with_a_share(
     assert how == [True, False], "a process with a share is never taken for one that has none"
     process.close()
     assert not caplog.records
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process that stands still would outlive its parent")
+def test_a_process_stands_still_now_and_then_while_this_one_serves(make: Callable[..., Runner]) -> None:
+    """It goes on in between, and for good once nothing is served; and nothing is begun for what is in files."""
+    runner = make()
+    process = CompilingProcess.begun(runner, [PAGE_TABLE])
+    assert process._process is not None
+    child = psutil.Process(process._process.pid)
+
+    def stands_still() -> bool:
+        process.give_way()
+        return child.status() == psutil.STATUS_STOPPED
+
+    for _ in range(2):
+        wait_until(stands_still)
+        wait_until(lambda: not stands_still())
+    assert process.keep(PAGE_TABLE)
+    process.close()
+    assert process._process.wait(PATIENCE) == -signal.SIGKILL
+    assert CompilingProcess.begun(runner, [PAGE_TABLE])._process is None
 
 
 WAITS = """

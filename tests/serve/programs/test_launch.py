@@ -177,6 +177,7 @@ def test_what_is_compiled_before_serving_and_what_later(
         for name, is_plain in (("admission", True), ("plain step", True), ("step", False), ("constrained", False))
     ]
     asked: list[Shapes] = []
+    begun: list[str] = []  # to be compiled in a process of its own
 
     def make_fake(_target: Target, _head: Head, shapes: Shapes, **_settings: Any) -> SimpleNamespace:
         asked.append(shapes)
@@ -185,6 +186,8 @@ def test_what_is_compiled_before_serving_and_what_later(
 
     monkeypatch.setattr(launch.host, "num_cores", lambda: 1)
     monkeypatch.setattr(launch, "Runner", make_fake)
+    process = SimpleNamespace(begun=lambda _runner, programs: begun.extend(each.name for each in programs) or process)
+    monkeypatch.setattr(launch, "CompilingProcess", process)
     monkeypatch.setattr(program_list, "list_programs", lambda _runner, **_settings: programs)
     monkeypatch.setattr(program_list, "first_programs", lambda _runner, programs: programs[:2])
     monkeypatch.setattr(launch, "Engine", lambda _runner, _tokenizer, **settings: SimpleNamespace(**settings))
@@ -196,6 +199,7 @@ def test_what_is_compiled_before_serving_and_what_later(
     assert reported[: len(early)] == [(i + 1, 4, name) for i, name in enumerate(early)]
     assert [program.name for program in (*engine.late.programs, *engine.late.mask_programs)] == late
     assert [program.name for program in engine.late.mask_programs] == late[1:], "nobody has asked for them yet"
+    assert (begun, engine.late.process) == (late[:1], process)
     assert (engine.controller is not None) == has_controller, "one that knows no costs yet, and takes the first way"
     [shapes] = asked
     assert shapes.trees == choose_trees(models, run) or shapes.is_deterministic
