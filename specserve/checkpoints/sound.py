@@ -26,10 +26,8 @@ def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool 
     refuse_not_finite([name for spec, weight in weights for name in not_finite(spec, weight)], where)
     if may_be_zero:
         return
-    filled = [pair for pair in weights if pair[0].init != "zeros"]  # the others begin as zeros
-    if dead := [
-        spec.name for spec, weight in filled if not any(_at_hand(leaf).any() for leaf in jax.tree.leaves(weight))
-    ]:
+    leaves = [(spec, jax.tree.leaves(weight)) for spec, weight in weights if spec.init != "zeros"]
+    if dead := [spec.name for spec, own in leaves if not any(_at_hand(leaf).any() for leaf in own)]:
         raise CheckpointError(
             f"{where}: nothing but zeros: {listed(dead)}, as if never filled; export or download the weights again"
         )

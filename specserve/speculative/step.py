@@ -19,7 +19,7 @@ from specserve.kernels.gather import only, take_each
 from specserve.kernels.rows import Documents
 from specserve.models import target as target_model
 from specserve.models.cache import Prefix
-from specserve.models.context import Mask, apart, side_by_side
+from specserve.models.context import apart, side_by_side
 from specserve.models.target import TargetOutput, TargetParams, TokenGroup
 from specserve.speculative import sampling
 from specserve.speculative.drafter import After, Committed, Weights
@@ -432,14 +432,14 @@ def _tokens(
     token_ids: jax.Array,  # [batch, n] int32
     is_live: jax.Array,  # [batch, n] bool; the others fill a batch, a chunk or a tree, and nothing comes of them
     position_ids: jax.Array,  # [batch, n] int32
-    mask: Mask,  # [batch or 1, n, n]
+    mask: jax.Array | Documents,  # [batch or 1, n, n]
     prefix: Prefix,
 ) -> TokenGroup:
     """The tokens that run through the target. Native kernels leave out those that are not live: their rows are zeros,
     and they see nothing, not even themselves."""
     if native.is_serving() and not config.target.is_recurrent:
-        seen = mask.dense() if isinstance(mask, Documents) else mask
-        token_ids, mask = only(is_live, token_ids), seen & is_live[:, :, None]
+        mask = mask.dense() if isinstance(mask, Documents) else mask
+        token_ids, mask = only(is_live, token_ids), mask & is_live[:, :, None]
     return TokenGroup(token_ids, position_ids, mask, prefix)
 
 

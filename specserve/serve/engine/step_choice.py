@@ -160,7 +160,8 @@ class StepChoice:
 
     def _choices(self, slots: Seq[int]) -> Seq[StepProgram]:
         shapes = self._runner.shapes
-        return shapes.step_programs[shapes.batches.size_for(slots), self._runner.bounds.width_of(slots)]
+        size = next(size for size in shapes.step_sizes if size >= shapes.batches.least_size(slots))
+        return shapes.step_programs[size, self._runner.bounds.width_of(slots)]
 
     def _program(self, decode: Seq[Sequence], choices: Seq[StepProgram], num_unread: int = 0) -> StepProgram:
         """Return the best of the choices, or of those that are here: a program that is missing is compiled or read from
@@ -212,11 +213,12 @@ class StepChoice:
     def choose_constrained(self, decode: Seq[Sequence], slots: Seq[int], num_unread: int) -> StepProgram:
         """Return the next step of sequences of which some have token masks."""
         sizes, shapes = self._choices(slots)[0], self._runner.shapes
-        tree = shapes.only_tree(sizes.batch)
+        made = shapes.made(sizes).batch
+        tree = shapes.only_tree(made)
         plain, speculative = (shapes.step(sizes.batch, sizes.width, each) for each in (None, tree))
         if tree is None or None not in shapes.trees:
             return self._followed(speculative, slots)
-        needed = *program_list.needed(self._runner, speculative)[:-1], *shapes.constrained_step(sizes.batch, tree)
+        needed = *program_list.needed(self._runner, speculative)[:-1], *shapes.constrained_step(made, tree)
         chosen = plain
         if self.only != (None,) and self._are_here(needed) and not self.is_partial:
             chosen = speculative

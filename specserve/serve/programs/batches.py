@@ -37,9 +37,14 @@ class Batches:
             return len(slots)
         return max(Counter(map(self.rank_of, slots)).values(), default=0)
 
+    def least_size(self, slots: Sequence[int]) -> int:
+        """The rows that a batch of these slots needs: each data rank has room for its own."""
+        return self.most_of_a_rank(slots) * self.num_ranks
+
     def size_for(self, slots: Sequence[int]) -> int:
-        """The batch bucket of these slots: each data rank has room for its own."""
-        return next(size for size in self.sizes if size >= self.most_of_a_rank(slots) * self.num_ranks)
+        """The batch bucket of these slots."""
+        least = self.least_size(slots)
+        return next(size for size in self.sizes if size >= least)
 
     def rows(self, slots: Sequence[int], size: int) -> list[int] | slice:
         """The rows of these slots in a batch of this size."""

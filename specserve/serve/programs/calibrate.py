@@ -51,7 +51,7 @@ def cost_file(models_fingerprint: str, runner: Runner) -> Path:
         str((runner.shapes, runner.config)),
         *_arrays(runner.inputs.layouts.one.target),  # the fingerprint of files does not give them
         *_arrays(runner.inputs.layouts.one.draft),
-        *[runner.shapes.label(program) for program in program_list.list_programs(runner)],
+        *[runner.shapes.label(program) for program in program_list.timed(runner)],
         "in bursts",  # earlier files have what single calls took
     ]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
@@ -76,8 +76,8 @@ def step_costs(runner: Runner, file: Path | None) -> Timing:
     machine, and every step is timed again."""
     programs = {
         runner.shapes.label(program): program
-        for program in program_list.list_programs(runner)
-        if program.kind in ("step", "reading") and program_list.is_there(runner, program)
+        for program in program_list.timed(runner)
+        if program_list.is_there(runner, program)
     }
     known = _read(file, programs) if file is not None and file.is_file() else {}
     if known is None:
@@ -135,8 +135,7 @@ def _time(runner: Runner, programs: Mapping[str, StepProgram]) -> Generator[None
             seconds = min(_seconds(runner, program), least.get(label, math.inf))
             most = runner.most_steps(program) if is_cpu and program.kind == "step" else 1
             number = within_burst(seconds, most)
-            values = ((), number) if number > 1 else ()  # no slots but padding
-            taken = _seconds(runner, program, *values, runs=1 if is_cpu else QUEUED) / number
+            taken = _seconds(runner, program, number, runs=1 if is_cpu else QUEUED) / number
             least[label] = min(taken, least.get(label, taken))
             yield
         if number_of_round >= ROUNDS and all(least[label] > (1 - CLEARLY) * before[label] for label in least):
@@ -144,8 +143,15 @@ def _time(runner: Runner, programs: Mapping[str, StepProgram]) -> Generator[None
     return least
 
 
-def _seconds(runner: Runner, program: StepProgram, *values: Any, runs: int = 1) -> float:
-    """Return the seconds of a run of the program, of so many that follow each other."""
+def _seconds(runner: Runner, program: StepProgram, num_steps: int = 1, runs: int = 1) -> float:
+    """Return the seconds of a run of the program, of so many that follow each other. Of a step that a larger one makes
+    the rows are those of as many sequences."""
+    values: tuple[Any, ...] = ()
+    if program.kind == "step":
+        num_sequences, nobody = program.batch, runner.shapes.num_slots
+        program = runner.shapes.made(program)
+        slots = (nobody + 1,) * num_sequences + (nobody,) * (program.batch - num_sequences)
+        values = slots, num_steps
     jax.block_until_ready(runner.state)
     begin = time.perf_counter()
     for _ in range(runs):

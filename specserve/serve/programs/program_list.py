@@ -28,8 +28,9 @@ def list_programs(runner: Runner, *, has_scoring: bool = True) -> list[StepProgr
         sizes = itertools.product(shapes.batch_sizes, range(len(runner.inputs.layouts.distinct)))
         found += [StepProgram(size, kind="catch-up", layout=number) for size, number in sizes]
     found += shapes.readings()
-    for width, size in itertools.product(shapes.widths, shapes.batch_sizes):
-        found += [each for each in shapes.step_programs[size, width] if each.tree != shapes.plain]
+    for size in itertools.product(shapes.step_sizes, shapes.widths):
+        steps = map(shapes.made, shapes.step_programs[size])
+        found += [each for each in steps if each.tree != shapes.plain and each not in found]
     if shapes.has_alone:  # the draft follows plain steps, and prompts are run without it
         sizes = itertools.product(shapes.widths, shapes.batch_sizes)
         found += [StepProgram(size, width) for width, size in sizes]
@@ -76,8 +77,19 @@ def _constrained_programs(shapes: Shapes) -> Iterator[StepProgram]:
             yield from shapes.constrained_step(size, tree)
 
 
+def timed(runner: Runner) -> list[StepProgram]:
+    """List the steps whose costs are measured: of every number of sequences, in every way, and where the target also
+    runs alone those that the draft follows; and the readings of the draft."""
+    shapes = runner.shapes
+    steps = dict.fromkeys(itertools.chain(*shapes.step_programs.values()))
+    if shapes.has_alone:
+        steps |= {StepProgram(size, width): None for width in shapes.widths for size in shapes.step_sizes}
+    return [*(step for step in steps if shapes.made(step) not in runner.left_out), *shapes.readings()]
+
+
 def needed(runner: Runner, program: StepProgram) -> list[StepProgram]:
     """List the programs of a step: that by which the drafter catches up before it, and its own."""
+    program = runner.shapes.made(program) if program.kind == "step" else program
     if program.tree is not None and _catches_up(runner):
         return [runner.inputs.catch_up_for(program.batch, program.tree), program]
     return [program]

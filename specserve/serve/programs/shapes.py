@@ -56,7 +56,7 @@ class Shapes:
     max_model_len: int  # tokens of a sequence
     page_size: int  # tokens
     num_pages: int  # of all sequences together
-    batch_sizes: tuple[int, ...]
+    batch_sizes: tuple[int, ...]  # of the programs
     widths: tuple[int, ...]  # pages of each sequence that attention reads, the narrowest first
     chunks: tuple[int, ...]  # prompt tokens, the smallest first
     extra_tokens: int  # of a prompt, that take as long as each of its programs takes whatever its size
@@ -71,6 +71,7 @@ class Shapes:
     windows: WindowSizes = ()  # of the layers with a window that have pages of their own; none: no layer has
     leaves_draft: bool = False  # the target runs alone while speculation is far from paying, see `has_alone`
     is_mixing: bool = False  # there are programs that make a step and prefill prompts
+    leaves_padding: bool = False  # out of products: it takes no time
     max_loras: int = 0  # adapters of the target that there is room for
     max_lora_rank: int = 0
 
@@ -147,6 +148,16 @@ class Shapes:
         """The rows that slots have in batches of these sizes."""
         return Batches(self.batch_sizes, self.num_slots, self.num_ranks)
 
+    @functools.cached_property
+    def step_sizes(self) -> tuple[int, ...]:
+        """The numbers of sequences, rounded up, for which steps are chosen and timed: more than programs are made for
+        where the padding of these takes no time."""
+        return make_batch_sizes(self.num_slots) if self.leaves_padding else self.batch_sizes
+
+    def made(self, step: StepProgram) -> StepProgram:
+        """The program that makes a step of so many sequences."""
+        return dataclasses.replace(step, batch=next(size for size in self.batch_sizes if size >= step.batch))
+
     def widths_for(self, num_entries: int) -> tuple[int, ...]:
         """The page-table widths that hold so many entries of a sequence, the narrowest first."""
         pages = -(-num_entries // self.page_size)
@@ -157,7 +168,7 @@ class Shapes:
         return 1 + (self.verified_depth or (tree.num_nodes if tree else 0))
 
     def trees_for(self, batch_size: int) -> tuple[Tree | None, ...]:
-        """The ways to make a step of this batch bucket that are compiled: the first always, the others if they fit."""
+        """The ways to make a step of so many sequences: the first always, the others if they fit."""
         return (*self.trees[:1], *(tree for tree in self.trees[1:] if tree is None or self._fits(tree, batch_size)))
 
     def _fits(self, tree: Tree, batch_size: int) -> bool:
@@ -169,8 +180,8 @@ class Shapes:
 
     @functools.cached_property
     def step_programs(self) -> Mapping[tuple[int, int], tuple[StepProgram, ...]]:
-        """The steps that are compiled, one for each of `trees_for`, by batch bucket and width."""
-        sizes = itertools.product(self.batch_sizes, self.widths)
+        """The steps that there are, one for each of `trees_for`, by their number of sequences and width."""
+        sizes = itertools.product(self.step_sizes, self.widths)
         return {
             (size, width): tuple(self.step(size, width, tree) for tree in self.trees_for(size)) for size, width in sizes
         }
@@ -304,14 +315,16 @@ def make_shapes(
     check_shared_out("number of cache pages", num_pages, num_ranks)
     assert trees, "a server needs at least one way to make a step"
     max_pages = -(-max_model_len // page_size)
-    chunks, extra_tokens = prefill_chunks(max_model_len, target, mesh)
+    leaves_padding = native.is_available() and mesh is None and target.dtype == "float32" and not target.is_recurrent
+    chunks, extra_tokens = prefill_chunks(max_model_len, leaves_padding, target.is_recurrent)
+    batch_sizes = make_batch_sizes(num_slots, num_ranks, 1 if program_platform() == "cpu" else LEAST_BATCH)
     shapes = Shapes(
         trees=tuple(trees),
         num_slots=num_slots,
         max_model_len=max_model_len,
         page_size=page_size,
         num_pages=num_pages,
-        batch_sizes=make_batch_sizes(num_slots, num_ranks, 1 if program_platform() == "cpu" else LEAST_BATCH),
+        batch_sizes=tuple(dict.fromkeys((*batch_sizes[::2], num_slots))) if leaves_padding else batch_sizes,
         widths=page_widths(max_pages),
         chunks=chunks,
         extra_tokens=extra_tokens,
@@ -323,6 +336,7 @@ def make_shapes(
         # a CPU computes prompts one after another in the same time, and the first is done sooner
         prompt_tokens=0 if program_platform() == "cpu" else chunks[-1],
         # a run over tokens in the middle of a sequence then needs nothing but the entries before them
+        leaves_padding=leaves_padding,
         leaves_draft=program_platform() == "cpu" and mesh is None and not (target.is_recurrent or target.chooses),
     )
     if is_deterministic:
@@ -355,15 +369,13 @@ def make_batch_sizes(num_slots: int, num_ranks: int = 1, least: int = 1) -> tupl
     return (*(num_ranks << i for i in range((each - 1).bit_length()) if 1 << i >= least), num_slots)
 
 
-def prefill_chunks(max_model_len: int, target: ModelConfig, mesh: Mesh | None) -> tuple[tuple[int, ...], int]:
+def prefill_chunks(max_model_len: int, leaves_padding: bool, is_recurrent: bool) -> tuple[tuple[int, ...], int]:
     """Return how many prompt tokens the prefill programs take, up to the size that holds the longest prompt; and
     `Shapes.extra_tokens`."""
-    chunks, extra = DEVICE_CHUNKS, DEVICE_EXTRA
-    if native.is_available() and mesh is None and target.dtype == "float32" and not target.is_recurrent:
-        chunks = NATIVE_CHUNKS
-    elif program_platform() == "cpu":
+    chunks, extra = (NATIVE_CHUNKS if leaves_padding else DEVICE_CHUNKS), DEVICE_EXTRA
+    if program_platform() == "cpu" and not leaves_padding:
         chunks, extra = CPU_CHUNKS, CPU_EXTRA
-    chunks = tuple(size for size in chunks if size <= RECURRENT_CHUNK or not target.is_recurrent)
+    chunks = tuple(size for size in chunks if size <= RECURRENT_CHUNK or not is_recurrent)
     return tuple(size for i, size in enumerate(chunks) if not i or chunks[i - 1] < max_model_len), extra
 
 

@@ -11,9 +11,14 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from specserve.checkpoints.load import Target
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import describe
+from specserve.kernels import native
 from specserve.serve.programs import calibrate, program_list
 from specserve.serve.programs.calibrate import ROUNDS, describe_costs, finish, step_costs
+from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import make_shapes
 from specserve.speculative.costs import BURST_SECONDS, within_burst
 from specserve.speculative.drafter import Weights
 from specserve.speculative.program import StepProgram
@@ -30,7 +35,7 @@ class _FakeRunner(SimpleNamespace):
         self.seconds, self.clock, self.ran, self.away = seconds, clock, list[StepProgram](), set[StepProgram]()
 
     def programs(self) -> list[StepProgram]:
-        return [StepProgram(kind="admission"), *self.seconds, MISSING]
+        return [*self.seconds, MISSING]
 
     def is_there(self, program: StepProgram) -> bool:
         return program != MISSING
@@ -42,7 +47,7 @@ class _FakeRunner(SimpleNamespace):
         return 3 if program.tree else 8
 
     def run(self, program: StepProgram, slots: tuple[int, ...] = (), num_steps: int = 1) -> None:
-        assert not slots
+        assert slots == (_Names.num_slots + 1,) * program.batch, "rows that are computed, and written nowhere"
         self.ran.append(program)
         is_disturbed = self.ran.count(program) != 3 * IN_A_ROW or self.ran[-2:] != [program, program]
         self.clock[0] += num_steps * self.seconds[program] * (1 + is_disturbed * len(self.ran))
@@ -61,6 +66,11 @@ class _Names(str):
     """In place of shapes."""
 
     __slots__ = ()
+    num_slots = 2
+
+    @staticmethod
+    def made(program: StepProgram) -> StepProgram:
+        return program
 
     @staticmethod
     def label(program: StepProgram) -> str:
@@ -88,7 +98,7 @@ SECONDS = {
 def runner(monkeypatch: pytest.MonkeyPatch) -> _FakeRunner:
     clock = [0.0]
     monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(program_list, "list_programs", _FakeRunner.programs)
+    monkeypatch.setattr(program_list, "timed", _FakeRunner.programs)
     monkeypatch.setattr(program_list, "is_there", _FakeRunner.is_there)
     monkeypatch.setattr(program_list, "is_compiled", _FakeRunner.is_compiled)
     monkeypatch.setattr(program_list, "needed", lambda _runner, program: [CATCH_UP, program])
@@ -107,7 +117,7 @@ def test_costs_are_measured_and_remembered(runner: Any, tmp_path: Path) -> None:
     file = tmp_path / "costs" / "x.json"
     costs = _costs(runner, file)
     assert costs == pytest.approx(SECONDS), "the least disturbed run tells what a step costs"
-    assert runner.ran == _in_a_row(SECONDS) * TURNS, "they take turns, and what is no step, or missing, is not timed"
+    assert runner.ran == _in_a_row(SECONDS) * TURNS, "they take turns, and what is missing is not timed"
     assert [path.name for path in file.parent.iterdir()] == ["x.json"]
     runner.ran.clear()
     assert _costs(runner, file) == pytest.approx(costs)
@@ -264,3 +274,25 @@ def test_the_file_depends_on_what_costs_depend_on(runner: Any, monkeypatch: pyte
 def test_costs_in_one_line() -> None:
     costs = SECONDS | {StepProgram(1, 8, static_tree((2, 1))): 0.02}
     assert describe_costs(costs) == "batch 1: off 10.0, chain:3 14.0, static:2x1 20.0; batch 2: off 11.0"
+
+
+@pytest.mark.skipif(not native.is_available(), reason=native.describe())
+def test_steps_are_timed_for_more_numbers_of_sequences_than_there_are_programs(
+    tiny_target: Target, tiny_head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of two is made by the program for four, of whose rows two are padding, which takes no time."""
+    sizes = {"num_slots": 16, "max_model_len": 64, "page_size": 4, "num_pages": 64}
+    shapes = make_shapes([None, chain(3)], tiny_target.config, **sizes)
+    runner = Runner(tiny_target, tiny_head, shapes, has_constrained=False)
+    programs = program_list.list_programs(runner)
+    assert sorted({each.batch for each in programs if each.kind == "step"}) == [1, 4, 16]
+    timed = program_list.timed(runner)
+    assert sorted({each.batch for each in timed if each.kind == "step"}) == [1, 2, 4, 8, 16]
+    steps = [step for steps in runner.shapes.step_programs.values() for step in steps]
+    assert {*steps} <= {*timed}
+    assert {each for step in timed for each in program_list.needed(runner, step)} <= {*programs}
+    ran: list[tuple[StepProgram, Any]] = []
+    monkeypatch.setattr(runner, "run", lambda program, *values: ran.append((program, *values)))
+    width = runner.shapes.max_pages
+    calibrate._seconds(runner, StepProgram(2, width, chain(3)), 5)
+    assert ran == [(StepProgram(4, width, chain(3)), (17, 17, 16, 16), 5)]
