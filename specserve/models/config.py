@@ -385,6 +385,13 @@ class ModelConfig:
         return of_latents or self.compressed is not None or bool(self.block_index and self.block_index.top)
 
     @property
+    def keeps_zeros(self) -> bool:
+        """Return whether every layer makes zeros of a token whose embedding is zero and that sees nothing."""
+        has_bias = self.o_bias or self.mlp_bias or (self.experts is not None and self.experts.has_bias)
+        has_more = self.streams is not None or self.hashed is not None or self.layer_input_dim > 0
+        return not (has_bias or has_more or self.is_recurrent or self.chooses)
+
+    @property
     def is_recurrent(self) -> bool:
         """Return whether some layers keep a recurrent state instead of every token's keys and values."""
         return any(kind.mixer in RECURRENT for kind in self.layers)

@@ -437,7 +437,7 @@ def _tokens(
 ) -> TokenGroup:
     """The tokens that run through the target. Native kernels leave out those that are not live: their rows are zeros,
     and they see nothing, not even themselves."""
-    if native.is_serving() and not config.target.is_recurrent:
+    if native.is_serving() and config.target.keeps_zeros:
         mask = mask.dense() if isinstance(mask, Documents) else mask
         token_ids, mask = only(is_live, token_ids), mask & is_live[:, :, None]
     return TokenGroup(token_ids, position_ids, mask, prefix)

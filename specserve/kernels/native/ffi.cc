@@ -363,31 +363,23 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   // rows by group, each group's in their own order
   std::vector<int32_t> order(call.rows);
   std::vector<int64_t> start(call.groups + 1, 0);
-  if (call.group) {
-    for (int64_t r = 0; r < call.rows; ++r) {
-      if (0 <= call.group[r] && call.group[r] < call.groups) {
-        ++start[call.group[r] + 1];
-      } else {
-        std::fill_n(call.y + r * call.d_out, call.d_out, 0.0f);
-      }
+  // the group of each row, -1 where nothing is multiplied
+  std::vector<int64_t> of_row(call.rows, 0);
+  for (int64_t r = 0; r < call.rows; ++r) {
+    if (call.group) of_row[r] = 0 <= call.group[r] && call.group[r] < call.groups ? call.group[r] : -1;
+    if (is_zero(call.x + r * call.d_in, call.d_in)) of_row[r] = -1;
+    if (of_row[r] >= 0) {
+      ++start[of_row[r] + 1];
+    } else if (call.add) {
+      std::copy_n(call.add + r * call.d_out, call.d_out, call.y + r * call.d_out);
+    } else {
+      std::fill_n(call.y + r * call.d_out, call.d_out, 0.0f);
     }
-    std::partial_sum(start.begin(), start.end(), start.begin());
-    std::vector<int64_t> place(start.begin(), start.end() - 1);
-    for (int64_t r = 0; r < call.rows; ++r) {
-      if (0 <= call.group[r] && call.group[r] < call.groups) order[place[call.group[r]]++] = static_cast<int32_t>(r);
-    }
-  } else {
-    int64_t live = 0;
-    for (int64_t r = 0; r < call.rows; ++r) {
-      if (!is_zero(call.x + r * call.d_in, call.d_in)) {
-        order[live++] = static_cast<int32_t>(r);
-      } else if (call.add) {
-        std::copy_n(call.add + r * call.d_out, call.d_out, call.y + r * call.d_out);
-      } else {
-        std::fill_n(call.y + r * call.d_out, call.d_out, 0.0f);
-      }
-    }
-    std::fill(start.begin() + 1, start.end(), live);
+  }
+  std::partial_sum(start.begin(), start.end(), start.begin());
+  std::vector<int64_t> place(start.begin(), start.end() - 1);
+  for (int64_t r = 0; r < call.rows; ++r) {
+    if (of_row[r] >= 0) order[place[of_row[r]]++] = static_cast<int32_t>(r);
   }
   call.order = order.data(), call.start = start.data();
   struct Part {

@@ -315,7 +315,7 @@ def make_shapes(
     check_shared_out("number of cache pages", num_pages, num_ranks)
     assert trees, "a server needs at least one way to make a step"
     max_pages = -(-max_model_len // page_size)
-    leaves_padding = native.is_available() and mesh is None and target.dtype == "float32" and not target.is_recurrent
+    leaves_padding = native.is_available() and mesh is None and target.dtype == "float32" and target.keeps_zeros
     chunks, extra_tokens = prefill_chunks(max_model_len, leaves_padding, target.is_recurrent)
     batch_sizes = make_batch_sizes(num_slots, num_ranks, 1 if program_platform() == "cpu" else LEAST_BATCH)
     shapes = Shapes(

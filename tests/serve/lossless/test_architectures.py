@@ -18,6 +18,7 @@ from parity import RAWS, mechanisms
 from rounding import assert_within, tolerance
 
 from specserve.checkpoints.load import Target
+from specserve.kernels import gather, native
 from specserve.models.cache import Cache, Prefix
 from specserve.models.families.table import model_config
 from specserve.models.params import init_params, is_spec
@@ -366,6 +367,32 @@ def test_new_tokens_see_of_each_other_what_pages_keep(case: str, cache_dtype: st
     unrounded, _ = whole(target.params, is_plain=True)
     far = np.abs(np.asarray(unrounded) - expected).max(axis=-1)
     assert np.median(far) > 2 * off.max(), "rounding shows too little; choose another seed"
+
+
+@pytest.mark.skipif(not native.is_available(), reason=native.describe())
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_that_only_fill_are_zeros(case: str, rng: np.random.Generator) -> None:
+    """In every target of which the config says so: then what is made of them takes no time, and programs are larger."""
+    target = make_target(case)
+    sizes = {"num_slots": 16, "num_pages": 6, "page_size": 8, "max_model_len": 24}
+    made = shapes.make_shapes([None], target.config, **sizes)
+    assert len(made.batch_sizes) < len(made.step_sizes) or not target.config.keeps_zeros
+    if not target.config.keeps_zeros:
+        assert not made.leaves_padding
+        return
+    token_ids = np.where(np.arange(8) < [[8], [3], [0]], rng.integers(0, VOCAB, (3, 8)), gather.NO_TOKEN)
+    prefix = Prefix(jnp.asarray([[2, 0, 5], [4, 1, 3], [0, 0, 0]]), jnp.asarray([6, 14, 0]), slots=jnp.arange(3))
+    places = prefix.lens[:, None] + jnp.arange(8)
+    empty = Cache.zeros(target.config, num_slots=3, num_pages=6, page_size=8)
+
+    @jax.jit
+    @native.serving
+    def run(params: TargetParams, ids: jax.Array) -> jax.Array:
+        mask = tiny.causal(8) & (ids != gather.NO_TOKEN)[:, :, None]
+        return forward(params, target.config, ids, places, mask, cache=empty, prefix=prefix).hidden_states
+
+    hidden = np.asarray(run(target.params, jnp.asarray(token_ids, jnp.int32)))
+    assert (np.any(hidden != 0, axis=-1) == (token_ids != gather.NO_TOKEN)).all()
 
 
 def test_every_mechanism_is_served() -> None:
