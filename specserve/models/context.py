@@ -13,8 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specserve.kernels import native
+from specserve.kernels.gather import only
 from specserve.kernels.rows import Documents, Unrolled
 from specserve.mesh import num_parts, traced_mesh
+from specserve.models.config import ModelConfig
 from specserve.pytree import pytree
 
 Tables = tuple[jax.Array, jax.Array]  # cos, sin: see `models.rope.rope_tables`
@@ -33,6 +36,18 @@ class Context:
     choice: jax.Array | None = None  # [batch, n, length] bool: what the last indexer before this layer chose, if it did
     token_ids: jax.Array | None = None  # [batch, n] int32, of those that run now, where layers need them
     groups: tuple["Context", ...] = ()  # those side by side; none: the tokens are one group
+
+
+def only_live(
+    config: ModelConfig, token_ids: jax.Array, mask: jax.Array | Documents, is_live: jax.Array
+) -> tuple[jax.Array, Mask]:  # [batch, n] int32, [batch or 1, n, n], [batch, n] bool
+    """Return tokens and mask such that native kernels leave out the tokens that are not live, of which nothing comes:
+    those that only fill a batch, a chunk or a tree. Their states are zeros, and they see nothing, not even
+    themselves."""
+    if not (native.is_serving() and config.keeps_zeros):
+        return token_ids, mask
+    mask = mask.dense() if isinstance(mask, Documents) else mask
+    return only(is_live, token_ids), mask & is_live[:, :, None]
 
 
 def joined(groups: Sequence[Context]) -> Context:

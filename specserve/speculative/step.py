@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels import native
-from specserve.kernels.gather import only, take_each
+from specserve.kernels.gather import take_each
 from specserve.kernels.rows import Documents
 from specserve.models import target as target_model
 from specserve.models.cache import Prefix
-from specserve.models.context import apart, side_by_side
+from specserve.models.context import apart, only_live, side_by_side
 from specserve.models.target import TargetOutput, TargetParams, TokenGroup
 from specserve.speculative import sampling
 from specserve.speculative.drafter import After, Committed, Weights
@@ -430,17 +430,14 @@ def _commit(
 def _tokens(
     config: StepConfig,
     token_ids: jax.Array,  # [batch, n] int32
-    is_live: jax.Array,  # [batch, n] bool; the others fill a batch, a chunk or a tree, and nothing comes of them
+    is_live: jax.Array,  # [batch, n] bool
     position_ids: jax.Array,  # [batch, n] int32
     mask: jax.Array | Documents,  # [batch or 1, n, n]
     prefix: Prefix,
 ) -> TokenGroup:
-    """The tokens that run through the target. Native kernels leave out those that are not live: their rows are zeros,
-    and they see nothing, not even themselves."""
-    if native.is_serving() and config.target.keeps_zeros:
-        mask = mask.dense() if isinstance(mask, Documents) else mask
-        token_ids, mask = only(is_live, token_ids), mask & is_live[:, :, None]
-    return TokenGroup(token_ids, position_ids, mask, prefix)
+    """The tokens that run through the target, the live ones where native kernels do."""
+    token_ids, seen = only_live(config.target, token_ids, mask, is_live)
+    return TokenGroup(token_ids, position_ids, seen, prefix)
 
 
 def _prefix(config: StepConfig, now: Now) -> Prefix:

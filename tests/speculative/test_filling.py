@@ -2,6 +2,7 @@
 out, and neither a token nor an entry of a page depends on whether they are."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -70,7 +71,9 @@ def test_nothing_depends_on_what_fills(slots: Any, text: str, monkeypatch: pytes
         assert all((a == b).all() for a, b in zip(found[kind], computed[kind], strict=True)), kind
 
 
-def test_what_fills_is_zero_and_what_is_timed_is_not(slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a target makes of its tokens, and a language model that drafts of its own."""
     run = target_model.forward_groups
 
     def recorded(*args: Any, **options: Any) -> Any:
@@ -80,16 +83,27 @@ def test_what_fills_is_zero_and_what_is_timed_is_not(slots: Any, monkeypatch: py
 
     monkeypatch.setattr(target_model, "forward_groups", recorded)
     stepping._programs.cache_clear()
+    yield
+    stepping._programs.cache_clear()
+
+
+def _live(step: Any) -> list[list[list[bool]]]:
+    """Which tokens are no zeros, of each model that the step runs."""
+    HIDDEN.clear()
+    step()
+    jax.effects_barrier()
+    found = [(states, np.any(states != 0, axis=-1)) for states in HIDDEN]
+    assert all(np.all(states[is_live] != 0) for states, is_live in found)
+    return [is_live.tolist() for _, is_live in found]
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_what_fills_is_zero_and_what_is_timed_is_not(slots: Any) -> None:
     made = slots(chain(3))
 
     def live(step: Any) -> list[list[bool]]:
-        HIDDEN.clear()
-        step()
-        jax.effects_barrier()
-        [states] = HIDDEN
-        is_live = np.any(states != 0, axis=-1)
-        assert np.all(states[is_live] != 0)
-        return is_live.tolist()
+        [of_target] = _live(step)
+        return of_target
 
     for slot in range(NUM_SLOTS):
         assert live(lambda slot=slot: made.admit(slot, [5, 9, 7 + slot])) == [[True] * 3 + [False] * 5]
@@ -101,4 +115,11 @@ def test_what_fills_is_zero_and_what_is_timed_is_not(slots: Any, monkeypatch: py
     timed = jnp.full(NUM_SLOTS, NUM_SLOTS + 1)
     assert live(lambda: made.programs.decode(made.weights, made.state, timed)) == [[True]] * 3
     assert live(lambda: made.programs.speculate(made.weights, made.state, timed)) == [[True] * 4] * 3
-    stepping._programs.cache_clear()
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_what_fills_is_zero_to_a_language_model_that_drafts(tiny_target: Target) -> None:
+    made = Slots(tiny_target, tiny.random_language_model(tiny_target.config, 1), chain(3))
+    assert _live(lambda: made.admit(0, [5, 9, 7])) == [[[True] * 3 + [False] * 5]] * 2
+    reads = _live(lambda: made.speculate((0,)))[0]
+    assert reads == [[True] + [False] * 3, [False] * 4, [False] * 4], "the root alone"

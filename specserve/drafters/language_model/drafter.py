@@ -23,7 +23,7 @@ from specserve.kernels.rows import Documents
 from specserve.models import target as target_model
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import ModelConfig
-from specserve.models.context import Mask
+from specserve.models.context import only_live
 from specserve.models.sharding import place_whole_heads
 from specserve.models.target import TargetParams, target_spec
 from specserve.pytree import pytree, static
@@ -83,7 +83,8 @@ class LanguageModel(TrainedDrafter):
         if after == "prompt":
             causal = Documents(jnp.zeros((1, committed.token_ids.shape[1]), jnp.int32))
             tables, tokens = (view.page_table, view.read_table), (committed.token_ids, committed.index)
-            cache = self._read(weights, cache, tables, causal, *tokens, committed.is_kept, has_states=False)[0]
+            kept = committed.is_kept, view.live(committed.is_kept)
+            cache = self._read(weights, cache, tables, causal, *tokens, *kept, has_states=False)[0]
             count = jnp.ones_like(count)
         elif after == "plain":
             count = take_rows(state.count, view.slots) + 1
@@ -111,26 +112,28 @@ class LanguageModel(TrainedDrafter):
         index = view.seq_lens[:, None] - count + 1 + offset
         token_ids = take_each(view.history, jnp.clip(index, 0, view.history.shape[1] - 1))
         tables, mask = (view.page_table, read_table), jnp.tri(most, dtype=bool)[None]
-        return self._read(weights, state.cache, tables, mask, token_ids, index, offset < count, has_states=has_states)
+        tokens, kept = (token_ids, index), (offset < count, view.live(offset < count))
+        return self._read(weights, state.cache, tables, mask, *tokens, *kept, has_states=has_states)
 
     def _read(
         self,
         weights: Weights,
         cache: Cache,
         tables: tuple[jax.Array, jax.Array],  # of pages [batch, max_pages]: for writing, and the part that is read
-        mask: Mask,
+        mask: jax.Array | Documents,  # [1, n, n]
         token_ids: jax.Array,  # [batch, n] int32, the target's
         index: jax.Array,  # [batch, n] int32, their places, consecutive
         is_kept: jax.Array,  # [batch, n] bool, the first so many
+        is_live: jax.Array,  # [batch, n] bool, see `SlotView.live`
         *,
         has_states: bool,  # False: of the last layer only keys and values are computed
     ) -> tuple[Cache, jax.Array]:
         """Read tokens and write their entries. Returns their states after the final norm too, [batch, n, d_model]."""
         own, last = _own(weights), self.config.num_layers - 1
         prefix, taps = Prefix(tables[1], index[:, 0]), (last - 1,) if last else ()
-        ids = _read_ids(own, token_ids)
+        ids, seen = only_live(self.config, _read_ids(own, token_ids), mask, is_live)
         out = target_model.forward(
-            own.params, self.config, ids, index, mask, cache=cache, prefix=prefix, aux_layers=taps
+            own.params, self.config, ids, index, seen, cache=cache, prefix=prefix, aux_layers=taps
         )
         before = out.hidden_states if has_states else out.aux_hidden_states
         if before is not None:

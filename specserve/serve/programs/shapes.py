@@ -335,8 +335,8 @@ def make_shapes(
         most_steps=steps_at_once(program_platform(), is_v7x=program_kind() == "TPU7x"),
         # a CPU computes prompts one after another in the same time, and the first is done sooner
         prompt_tokens=0 if program_platform() == "cpu" else chunks[-1],
-        # a run over tokens in the middle of a sequence then needs nothing but the entries before them
         leaves_padding=leaves_padding,
+        # a run over tokens in the middle of a sequence then needs nothing but the entries before them
         leaves_draft=program_platform() == "cpu" and mesh is None and not (target.is_recurrent or target.chooses),
     )
     if is_deterministic:
