@@ -147,7 +147,7 @@ class Controller:
         return sum(itertools.accumulate(rates, operator.mul))
 
     def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0) -> StepProgram:
-        """The next step of these sequences, out of `choices`, which are those compiled for the batch bucket and the
+        """The next step of these sequences, out of `choices`, which are those for their number, rounded up, and the
         width. One without a tree is plain decoding. The draft has to read so many of their tokens before it can
         propose."""
         known = {program.tree: program for program in choices if program in self.costs}
