@@ -233,7 +233,8 @@ def own_and_peers(options: argparse.Namespace, peer: Peer, target: Path) -> Iter
                     str(CONTEXT),
                 ]
                 command += ["--no-prefix-cache", "--no-constrained", "--no-early-ready", *shlex.split(flags)]
-                command += ["--draft", str(options.draft.absolute())] if options.draft else []
+                draft = options.draft and (options.draft.absolute() if options.draft.is_dir() else options.draft)
+                command += ["--draft", str(draft)] if draft else []  # a folder, or the name of one that is bundled
                 arm = Arm(name, weights, speculation)
                 say(f"starting {arm}")
                 environment = {"PYTHONPATH": str(checkout)}
