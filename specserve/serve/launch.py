@@ -237,9 +237,9 @@ def make_engine(
         log(label)
 
     logger.info("compiling %d programs before serving, and %d while serving", len(first), len(late))
-    process = CompilingProcess.begun(runner, late)
-    compile_all(runner.compile, first, on_compiled=report, meanwhile=lambda: models.tokenizer)
-    check_numbers(runner, models.target)
+    with CompilingProcess.begun(runner, late) as process:
+        compile_all(runner.compile, first, on_compiled=report, meanwhile=lambda: models.tokenizer)
+        check_numbers(runner, models.target)
     make_controller = _controller_maker(run, models.fingerprint, models.head_fingerprint, models.head_acceptance)
     begin = _first_controller_maker(run, models.head_acceptance)
     controller = Controller({}) if run.speculation == "auto" else None

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import IO
 
@@ -58,14 +58,19 @@ class CompilingProcess:
         self._is_useful = runner.compiled.is_keeping and _can_be_kept(runner)
 
     @classmethod
-    def begun(cls, runner: Runner, programs: Iterable[StepProgram]) -> "CompilingProcess":
+    @contextlib.contextmanager
+    def begun(cls, runner: Runner, programs: Iterable[StepProgram]) -> "Iterator[CompilingProcess]":
         """Make one, and start the process already where one of these programs is in no file: its imports take seconds,
-        in which this process compiles what it begins with."""
+        in which this process compiles what it begins with. If that fails within the context, the process is ended."""
         made, kept = cls(runner), runner.compiled
         if made._is_useful and not all(kept.is_kept(runner.call(each)) for each in programs):
             with made._lock, contextlib.suppress(Exception):  # `_ask` says what is wrong
                 made._process = made._start()
-        return made
+        try:
+            yield made
+        except BaseException:
+            made.close()
+            raise
 
     def keep(self, program: StepProgram) -> bool:
         """Have the process compile a program into its file, if there is none yet. Returns whether it can be read from

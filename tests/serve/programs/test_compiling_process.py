@@ -217,8 +217,8 @@ def test_a_process_that_gets_nothing_is_started_anew_with_a_share(
 def test_a_process_stands_still_now_and_then_while_this_one_serves(make: Callable[..., Runner]) -> None:
     """It goes on in between, and for good once nothing is served; and nothing is begun for what is in files."""
     runner = make()
-    process = CompilingProcess.begun(runner, [PAGE_TABLE])
-    assert process._process is not None
+    with CompilingProcess.begun(runner, [PAGE_TABLE]) as process:
+        assert process._process is not None
     child = psutil.Process(process._process.pid)
 
     def stands_still() -> bool:
@@ -231,7 +231,12 @@ def test_a_process_stands_still_now_and_then_while_this_one_serves(make: Callabl
     assert process.keep(PAGE_TABLE)
     process.close()
     assert process._process.wait(PATIENCE) == -signal.SIGKILL
-    assert CompilingProcess.begun(runner, [PAGE_TABLE])._process is None
+    with CompilingProcess.begun(runner, [PAGE_TABLE]) as another:
+        assert another._process is None
+    with pytest.raises(KeyboardInterrupt), CompilingProcess.begun(runner, [ADMISSION]) as interrupted:
+        raise KeyboardInterrupt
+    assert interrupted._process is not None
+    assert interrupted._process.wait(PATIENCE) == -signal.SIGKILL
 
 
 WAITS = """

@@ -1,5 +1,6 @@
 """From settings to an engine: which ways to step, how large a cache, what is refused, and what steps cost here."""
 
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -186,8 +187,13 @@ def test_what_is_compiled_before_serving_and_what_later(
 
     monkeypatch.setattr(launch.host, "num_cores", lambda: 1)
     monkeypatch.setattr(launch, "Runner", make_fake)
-    process = SimpleNamespace(begun=lambda _runner, programs: begun.extend(each.name for each in programs) or process)
-    monkeypatch.setattr(launch, "CompilingProcess", process)
+    process = SimpleNamespace()
+
+    def begin(_runner: object, programs: list[Any]) -> Any:
+        begun.extend(program.name for program in programs)
+        return contextlib.nullcontext(process)
+
+    monkeypatch.setattr(launch, "CompilingProcess", SimpleNamespace(begun=begin))
     monkeypatch.setattr(program_list, "list_programs", lambda _runner, **_settings: programs)
     monkeypatch.setattr(program_list, "first_programs", lambda _runner, programs: programs[:2])
     monkeypatch.setattr(launch, "Engine", lambda _runner, _tokenizer, **settings: SimpleNamespace(**settings))
