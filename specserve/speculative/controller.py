@@ -25,7 +25,7 @@ from typing import Any, Self
 import numpy as np
 
 from specserve.speculative.confidence import Calibration, Surety
-from specserve.speculative.costs import ServedCosts, within_burst
+from specserve.speculative.costs import UNKNOWN, ServedCosts, within_burst
 from specserve.speculative.program import StepProgram
 from specserve.speculative.reading import ReadingRule
 from specserve.speculative.tree import StaticTree, Tree
@@ -169,7 +169,8 @@ class Controller:
             return known[None]
         is_near = is_open and any(LOYALTY * promises[tree] > promises[best] for tree in speculative)
         is_unknown = not (num_unread or any(self._served.has_seen(known[tree]) for tree in speculative))
-        is_used = is_open and bool(speculative) and (best is not None or is_unknown)
+        may_pay = any(promises[tree] * math.exp(UNKNOWN) > promises[best] for tree in speculative)
+        is_used = is_open and (best is not None or (is_unknown and may_pay))
         self._reading.choose(choices[0], is_used=is_used, is_near=is_near)
         if not is_open:
             return known[best]

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 UNUSED_SECONDS = 60.0  # after which a program is let go, of those that are in files
 LOOK_SECONDS = 10.0  # from one look for such programs to the next
+TIMING_SHARE = 0.1  # of the time in which sequences run: what is left to do on the engine's thread, beside them
 # A generator, which yields between two runs, and the programs of the runs to come, if they must be here by then; what
 # it returns is the controller to go on with, if it is another.
 Finish = Iterator[Sequence[StepProgram] | None]
@@ -52,6 +53,7 @@ class LatePrograms:
         self._finish: Finish | None = None
         self._reader: Compiler | None = None  # of programs that are away
         self._next_look = time.monotonic() + LOOK_SECONDS
+        self._rests_until = 0.0  # from what is left to do, while sequences run
         self._wake, self._lock = wake, threading.Lock()
         self._begin = work.on_begin(runner) if work.on_begin and work.programs else None
         process = work.process or CompilingProcess(runner)
@@ -125,8 +127,13 @@ class LatePrograms:
             self._finish = iter(())
             if self._on_compiled:
                 self._finish = self._on_compiled(rounds.runner)
+        begin = time.monotonic()
+        if rounds.running and begin < self._rests_until:
+            return
         try:
             rounds.runner.compiled.require(next(self._finish) or ())
+            now = time.monotonic()
+            self._rests_until = now + (now - begin) * (1 / TIMING_SHARE - 1)
         except StopIteration as end:
             rounds.choice.complete(end.value, is_partial=self._has_failed)
             self.is_complete, self._finish = True, None
@@ -149,7 +156,7 @@ class LatePrograms:
         if not self._is_reading:
             programs = runner.compiled.to_read()
             self._reader = self._in_background(runner, programs, reads=True).start() if programs else None
-        if (now := time.monotonic()) >= self._next_look:
+        if (now := time.monotonic()) >= self._next_look and self._finish is None:  # what is timed is needed again
             self._next_look = now + LOOK_SECONDS
             if runner.compiled.let_go(UNUSED_SECONDS):
                 host.give_back_freed_memory()

@@ -126,16 +126,17 @@ def _time(runner: Runner, programs: Mapping[str, StepProgram]) -> Generator[None
     """Time the programs over nothing but padding, in turns, and return the least seconds of a step of each, by label.
     Each turn begins with a run that is not timed, as what follows another program takes longer. Steps are then made as
     an engine on a CPU makes them, as many in one call as a burst has: what the host does for a call is a third of a
-    short step."""
+    short step. A reading takes so long there that what it follows is no matter."""
     least: dict[str, float] = {}
     is_cpu = jax.default_backend() == "cpu"
     for number_of_round in range(1, MOST_ROUNDS + 1):
         before = dict(least)
         for label, program in programs.items():
-            seconds = min(_seconds(runner, program), least.get(label, math.inf))
-            most = runner.most_steps(program) if is_cpu and program.kind == "step" else 1
-            number = within_burst(seconds, most)
-            taken = _seconds(runner, program, number, runs=1 if is_cpu else QUEUED) / number
+            taken = _seconds(runner, program)
+            if not is_cpu or program.kind == "step":
+                most = runner.most_steps(program) if is_cpu else 1
+                number = within_burst(min(taken, least.get(label, math.inf)), most)
+                taken = _seconds(runner, program, number, runs=1 if is_cpu else QUEUED) / number
             least[label] = min(taken, least.get(label, taken))
             yield
         if number_of_round >= ROUNDS and all(least[label] > (1 - CLEARLY) * before[label] for label in least):

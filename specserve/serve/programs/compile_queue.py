@@ -184,7 +184,8 @@ class Compiler:
         self._programs, self._compile_one = list(programs), compile_one
         self._on_compiled, self._on_end, self._is_urgent = on_compiled, on_end, is_urgent
         self._lock, self._num_left = threading.Lock(), len(programs)
-        number = min(host.num_cores(), MAX_THREADS, len(programs))
+        # more than there are cores, since one traces at a time, and the others wait for it
+        number = min(host.num_cores() * 3 // 2, MAX_THREADS, len(programs))
         # daemons: an interpreter that ends must not wait for programs that are not needed any more (see `end_all`)
         self._threads = [
             threading.Thread(target=self._run, name=host.COMPILER_THREAD, daemon=True) for _ in range(number)

@@ -61,7 +61,7 @@ def first_speculation(runner: Runner) -> list[StepProgram]:
         return []
     found = [*needed(runner, StepProgram(size, width, tree)), *[*shapes.readings()][-1:]]
     if shapes.has_alone and shapes.num_slots > size:
-        found += [shapes.prefill(width, chunk, is_alone=True) for chunk in shapes.chunks[-1::-2]]
+        found += [shapes.prefill(width, chunk, is_alone=True) for chunk in shapes.main_chunks]
     return found
 
 

@@ -190,10 +190,15 @@ class Shapes:
         """The step over this tree; a plain one is the target's alone, where there is such a step."""
         return StepProgram(batch_size, width, tree, is_alone=tree is None and self.has_alone)
 
+    @property
+    def main_chunks(self) -> tuple[int, ...]:
+        """The sizes of chunks that serve well enough, the largest first: every second one, where there are many."""
+        return self.chunks[:: -2 if len(self.chunks) > 2 else -1]
+
     def readings(self) -> Iterator[StepProgram]:
         """Yield the programs by which the draft reads what the target has run alone, the largest chunks first, each of
         whole pages."""
-        sizes = [-(-chunk // self.page_size) * self.page_size for chunk in self.chunks[-1::-2][:2]]
+        sizes = [-(-chunk // self.page_size) * self.page_size for chunk in self.main_chunks[:2]]
         for chunk in dict.fromkeys(sizes) if self.has_alone else ():
             yield StepProgram(1, self.widths[-1], kind="reading", chunk=chunk)
 
