@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from engines import (
@@ -27,9 +29,11 @@ from engines import (
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CapacityError
 from specserve.serve.engine import engine as engine_module
+from specserve.serve.engine import late as late_module
 from specserve.serve.engine.changes import CHECK_SECONDS
 from specserve.serve.engine.engine import Engine
-from specserve.serve.engine.late import LateWork
+from specserve.serve.engine.late import TIMING_SHARE, LatePrograms, LateWork
+from specserve.serve.engine.rounds import Rounds
 from specserve.serve.programs.calibrate import finish, first_costs
 from specserve.serve.programs.calls import Call
 from specserve.serve.programs.compile_queue import CompiledPrograms, compile_all
@@ -363,6 +367,40 @@ def test_one_client_speculates_while_the_rest_compiles(runner: Runner, monkeypat
         released.set()
     assert [inbox.token_ids for inbox in alone] == [inbox.token_ids for inbox in together]
     assert engine.stats().num_late_compiles == 0
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_steps_are_timed_in_a_small_share_of_the_time_in_which_others_are_made(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, *, is_asked: bool
+) -> None:
+    """At once where nobody asks."""
+    clock, spent = [0.0], list[float]()
+    monkeypatch.setattr(late_module.time, "monotonic", lambda: clock[0])
+
+    def timing(_runner: Runner) -> Iterator[None]:
+        for seconds in (0.03, 0.2, 0.01, 0.03) * 5:
+            clock[0] += seconds
+            spent.append(seconds)
+            yield
+
+    ends = list[float]()
+    choice = SimpleNamespace(complete=lambda *_each, **_keys: ends.append(clock[0]))
+    rounds = cast(Rounds, SimpleNamespace(running=[None] * is_asked, runner=runner, asleep=None, choice=choice))
+    programs = LatePrograms(runner, LateWork(), lambda: None)
+    programs.use(runner, timing, has_others=True)
+    begin, num_rounds = clock[0], 0
+    while not programs.is_complete:
+        before = sum(spent)
+        clock[0] += 0.005 * is_asked  # a round
+        programs.go_on(rounds)
+        num_rounds += 1
+        assert sum(spent) - before <= 0.2, "one run at a time"
+        if is_asked and len(spent) > 1:
+            assert sum(spent[:-1]) <= TIMING_SHARE * (clock[0] - begin)
+    assert len(spent) == 20
+    assert (num_rounds == 21) == (not is_asked)
+    assert ends == [clock[0]]
+    assert clock[0] - begin < 1.1 * sum(spent) / (TIMING_SHARE if is_asked else 1)
 
 
 def test_a_program_that_cannot_be_compiled_is_never_used(
