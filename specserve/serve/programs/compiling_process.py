@@ -36,10 +36,12 @@ from specserve.speculative.program import StepProgram
 logger = logging.getLogger(__name__)
 
 STARVED_SECONDS = 10.0  # in which a process that compiles has had at least
-STARVED_SHARE = 0.02  # of a core, unless others want all of them
+# Of a core, unless others want all of them: beside one that does, a process that is idle has a three-hundredth (Linux'
+# weights are 3 and 1024).
+STARVED_SHARE = 0.005
 # Of the time in which this process serves. A process beside it takes a fifth of its tokens (docs/log), although it runs
-# only where nobody else would; in a quarter of the time it takes a twentieth.
-BUSY_SHARE = 0.25
+# only where nobody else would; in a tenth of the time it takes a fiftieth.
+BUSY_SHARE = 0.1
 SLICE_SECONDS = 0.1
 
 
