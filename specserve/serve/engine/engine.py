@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.2  # how often an idle engine looks for cancelled requests in its queue
 RESTS_BEFORE_TRIM, RESTS_BETWEEN_TRIMS = 10, 100  # times of IDLE_SECONDS, until freed memory goes back to the system
+TRIM_SECONDS = 10.0  # the same, of an engine that does not rest
 STOP_SECONDS = 60.0
 
 
@@ -331,7 +332,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            num_rests = 0
+            num_rests, next_trim = 0, time.monotonic() + TRIM_SECONDS
             while not self._is_stopping:
                 num_rests += 1
                 if self._round() or self._late.is_finishing:
@@ -339,8 +340,10 @@ class Engine:
                 else:
                     self._wake.wait(IDLE_SECONDS)
                     self._wake.clear()
-                if num_rests % RESTS_BETWEEN_TRIMS == RESTS_BEFORE_TRIM:
+                is_busy = not num_rests and time.monotonic() >= next_trim
+                if is_busy or num_rests % RESTS_BETWEEN_TRIMS == RESTS_BEFORE_TRIM:
                     host.give_back_freed_memory()  # of a burst, also one of bodies that were refused
+                    next_trim = time.monotonic() + TRIM_SECONDS
                 try:
                     self._late.go_on(self.rounds)
                 except Exception as error:

@@ -360,8 +360,10 @@ def test_bodies_of_many_values_are_read_patiently(monkeypatch: pytest.MonkeyPatc
             bodies._parse_object(raw)
 
 
-def test_an_idle_engine_gives_memory_back(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A while after its last work, and now and then while it rests; never while it works."""
+@pytest.mark.parametrize("seconds", [1000.0, 0.001])
+def test_an_engine_gives_memory_back(runner: Runner, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """A while after its last work, and now and then while it rests; while it works once in so many seconds."""
+    monkeypatch.setattr(engine_module, "TRIM_SECONDS", seconds)
     open_at: list[int] = []
     monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.001)
     with make_engine(runner) as engine:
@@ -376,4 +378,4 @@ def test_an_idle_engine_gives_memory_back(runner: Runner, monkeypatch: pytest.Mo
         engine.generate([[3, 4]] * 9, greedy(20))
         after = len(open_at)
         wait_until(lambda: len(open_at) > after)
-    assert set(open_at) == {0}
+    assert (set(open_at) == {0}) == (seconds > 1)
