@@ -32,7 +32,7 @@ from specserve.serve.engine import engine as engine_module
 from specserve.serve.engine import late as late_module
 from specserve.serve.engine.changes import CHECK_SECONDS
 from specserve.serve.engine.engine import Engine
-from specserve.serve.engine.late import TIMING_SHARE, LatePrograms, LateWork
+from specserve.serve.engine.late import LOOK_SECONDS, TIMING_SHARE, LatePrograms, LateWork
 from specserve.serve.engine.rounds import Rounds
 from specserve.serve.programs.calibrate import finish, first_costs
 from specserve.serve.programs.calls import Call
@@ -373,9 +373,10 @@ def test_one_client_speculates_while_the_rest_compiles(runner: Runner, monkeypat
 def test_steps_are_timed_in_a_small_share_of_the_time_in_which_others_are_made(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, *, is_asked: bool
 ) -> None:
-    """At once where nobody asks."""
+    """At once where nobody asks. No program is let go meanwhile: each is needed in the next round."""
     clock, spent = [0.0], list[float]()
     monkeypatch.setattr(late_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(runner.compiled, "let_go", lambda _seconds: pytest.fail("it is timed once more"))
 
     def timing(_runner: Runner) -> Iterator[None]:
         for seconds in (0.03, 0.2, 0.01, 0.03) * 5:
@@ -401,6 +402,7 @@ def test_steps_are_timed_in_a_small_share_of_the_time_in_which_others_are_made(
     assert (num_rounds == 21) == (not is_asked)
     assert ends == [clock[0]]
     assert clock[0] - begin < 1.1 * sum(spent) / (TIMING_SHARE if is_asked else 1)
+    assert clock[0] > LOOK_SECONDS or not is_asked
 
 
 def test_a_program_that_cannot_be_compiled_is_never_used(
