@@ -169,6 +169,7 @@ class Controller:
             return known[None]
         is_near = is_open and any(LOYALTY * promises[tree] > promises[best] for tree in speculative)
         is_unknown = not (num_unread or any(self._served.has_seen(known[tree]) for tree in speculative))
+        # costs that were measured on a busy machine are too high
         may_pay = any(promises[tree] * math.exp(UNKNOWN) > promises[best] for tree in speculative)
         is_used = is_open and (best is not None or (is_unknown and may_pay))
         self._reading.choose(choices[0], is_used=is_used, is_near=is_near)

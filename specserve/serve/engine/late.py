@@ -156,7 +156,8 @@ class LatePrograms:
         if not self._is_reading:
             programs = runner.compiled.to_read()
             self._reader = self._in_background(runner, programs, reads=True).start() if programs else None
-        if (now := time.monotonic()) >= self._next_look and self._finish is None:  # steps are timed in rounds
+        # while steps are timed, each round needs all of them again
+        if (now := time.monotonic()) >= self._next_look and self._finish is None:
             self._next_look = now + LOOK_SECONDS
             if runner.compiled.let_go(UNUSED_SECONDS):
                 host.give_back_freed_memory()

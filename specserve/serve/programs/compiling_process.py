@@ -40,7 +40,7 @@ STARVED_SECONDS = 10.0  # in which a process that compiles has had at least
 # weights are 3 and 1024).
 STARVED_SHARE = 0.005
 # Of the time in which this process serves. A process beside it takes a fifth of its tokens (docs/log), although it runs
-# only where nobody else would; in a tenth of the time it takes a fiftieth.
+# only where nobody else would.
 BUSY_SHARE = 0.1
 SLICE_SECONDS = 0.1
 
