@@ -13,12 +13,14 @@ from rounding import UNIT
 from specserve.drafters.lookup import drafter as lookup
 from specserve.drafters.lookup.drafter import GAIN_DECAY
 from specserve.drafters.lookup.search import MAX_MATCH, RECALL_LENGTH, RECALL_ROWS, Match, find, match_class
+from specserve.kernels import native
 from specserve.speculative.drafter import HEAD
 from specserve.speculative.tree import Proposal, chain, chain_proposal
 
 LENGTH, DEPTH, ROWS, ROW_LENGTH = 24, 3, 3, 14
 
-_find = jax.jit(find, static_argnums=2)
+# as a served step calls it, with the native kernel where there is one, and as XLA alone runs it
+_FINDS = {"served": jax.jit(native.serving(find), static_argnums=2), "XLA": jax.jit(find, static_argnums=2)}
 
 
 def _agreeing(text: list[int], end: int, suffix: list[int]) -> int:
@@ -54,9 +56,10 @@ def _texts(low: int, high: int) -> st.SearchStrategy[list[int]]:
     recall=st.lists(_texts(0, ROW_LENGTH), min_size=ROWS, max_size=ROWS),
     garbage=st.integers(0, 2),
     has_recall=st.booleans(),
+    by=st.sampled_from(sorted(_FINDS)),
 )
 def test_a_match_is_the_longest_and_then_the_most_recent(
-    texts: tuple[list[int], ...], recall: list[list[int]], garbage: int, has_recall: bool
+    texts: tuple[list[int], ...], recall: list[list[int]], garbage: int, has_recall: bool, by: str
 ) -> None:
     history = np.full((2, LENGTH), garbage, np.int32)  # the rest of the slot's last sequence is never found
     for row, text in enumerate(texts):
@@ -65,12 +68,24 @@ def test_a_match_is_the_longest_and_then_the_most_recent(
     for row, answer in enumerate(recall):
         remembered[row, : len(answer)] = answer
     last = jnp.asarray([len(text) - 1 for text in texts], jnp.int32)
-    found = _find(jnp.asarray(history), last, DEPTH, jnp.asarray(remembered) if has_recall else None)
+    found = _FINDS[by](jnp.asarray(history), last, DEPTH, jnp.asarray(remembered) if has_recall else None)
     for row, text in enumerate(texts):
         token_ids, length = _search(text, recall if has_recall else [])
         assert found.length[row] == length
         if length:
             assert found.token_ids[row].tolist() == token_ids
+
+
+def test_a_served_search_finds_what_any_other_finds(rng: np.random.Generator) -> None:
+    """In long texts, from every place of them, whether there is a match or not."""
+    for length in (1, 63, 64, 65, 200):
+        texts = jnp.asarray(rng.integers(0, 12, (length, length)), jnp.int32)
+        recall = jnp.asarray(rng.integers(-1, 12, (ROWS, length)), jnp.int32)
+        last = jnp.arange(length, dtype=jnp.int32)
+        for others in (None, recall):
+            served, plain = (find(texts, last, DEPTH, others) for find in _FINDS.values())
+            assert (served.length == plain.length).all()
+            assert (served.token_ids == plain.token_ids).all()
 
 
 def test_who_proposes_follows_what_was_accepted() -> None:

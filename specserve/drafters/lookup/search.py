@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels.gather import take_each
+from specserve.kernels.match import longest_match
 from specserve.pytree import pytree
 
 MAX_MATCH = 8  # tokens compared: a longer match says no more
@@ -31,39 +32,19 @@ def find(
     """Find the longest match, and of equal ones the most recent. A sequence's own text comes before that of others."""
     back = last[:, None] - jnp.arange(MAX_MATCH)
     suffix = jnp.where(back >= 0, take_each(history, jnp.clip(back, 0)), -2)  # newest first
-    is_earlier = jnp.arange(history.shape[1]) < last[:, None]
-    length, end = _longest(history[:, None], suffix, is_earlier[:, None])
+    length, end = longest_match(history[:, None], suffix, last[:, None])
     # past its own end a match goes on with its beginning: the text repeats with this period
     period = jnp.maximum(last - end, 1)[:, None]
     follow = jnp.arange(depth)
     token_ids = jnp.take_along_axis(history, end[:, None] + 1 + follow % period, axis=1, mode="clip")
     if recall is not None:
-        has_next = jnp.pad(recall[:, 1:] >= 0, ((0, 0), (0, 1)))
-        can_end = has_next & (jnp.arange(recall.shape[1]) < recall.shape[1] - depth)
-        other, end = _longest(recall[None], suffix, can_end[None])
+        ends = jnp.full((1, recall.shape[0]), recall.shape[1] - depth)
+        other, end = longest_match(recall[None], suffix, ends)
         is_better = other > length
         others = jnp.clip(recall.reshape(-1).at[end[:, None] + 1 + follow].get(mode="clip"), 0)
         token_ids = jnp.where(is_better[:, None], others, token_ids)
         length = jnp.maximum(length, other)
     return Match(token_ids, length)
-
-
-def _longest(
-    text: jax.Array,  # [batch or 1, row, length], of which every row is searched
-    suffix: jax.Array,  # [batch, MAX_MATCH], newest first
-    can_end: jax.Array,  # [batch or 1, row, length] bool, where a match may end
-) -> tuple[jax.Array, jax.Array]:  # length of the best match and the index it ends at, of all rows in turn, [batch]
-    suffix = suffix[:, None]
-    agree = can_end & (text == suffix[..., :1])
-    lengths = agree.astype(jnp.int32)
-    for i in range(1, MAX_MATCH):
-        shifted = jnp.pad(text, ((0, 0), (0, 0), (i, 0)), constant_values=-1)[..., : text.shape[2]]
-        agree &= shifted == suffix[..., i : i + 1]
-        lengths += agree.astype(jnp.int32)
-    lengths = lengths.reshape(lengths.shape[0], -1)
-    best = jnp.max(lengths, axis=1)
-    index = jnp.arange(lengths.shape[1])
-    return best, jnp.max(jnp.where(lengths == best[:, None], index, 0), axis=1)
 
 
 def match_class(length: jax.Array) -> jax.Array:  # [batch] int32 -> [batch] int32, 0 to len(MATCH_CLASSES)

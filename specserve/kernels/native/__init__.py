@@ -36,6 +36,7 @@ HANDLERS = (
     "specserve_heads",
     "specserve_write",
     "specserve_argmax",
+    "specserve_longest_match",
 )
 
 Format = Literal["float32", "bfloat16", "int8", "int4", "uint4", "fp4"]  # of a packed matrix's numbers (kernels.h)
