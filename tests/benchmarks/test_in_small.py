@@ -21,6 +21,7 @@ CASES = {
     "grammars": "--clients 1 --rounds 1 --max-tokens 8 --speculation chain:1",
     "http_layer": "--clients 2 --rounds 1 --max-tokens 8 --speculation chain:1",
     "memory": "--minutes 0.1 --clients 4 --speculation chain:1",
+    "ways": "--clients 1,2 --rounds 1 --prompts 4 --max-tokens 8",
     "kv_cache": "--prompts 2 --max-tokens 8 --speculation chain:1 --dtypes float32,int8",
 }
 SHORTER = {
