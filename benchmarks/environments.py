@@ -42,15 +42,20 @@ def run(command: Sequence[str | Path], log: Path, what: str) -> None:
             raise BenchmarkError(f"{what} failed. The last lines of {log}:\n{tail(log)}")
 
 
-def spin() -> None:
-    while True:
-        pass
+def spin(parent: int) -> None:
+    """Take a core for as long as the parent process lives, however that ends."""
+    while os.getppid() == parent:
+        for _ in range(100_000):
+            pass
 
 
 @contextlib.contextmanager
 def load(number: int) -> Iterator[None]:
     """Have so many processes take a core each."""
-    processes = [multiprocessing.get_context("spawn").Process(target=spin, daemon=True) for _ in range(number)]
+    processes = [
+        multiprocessing.get_context("spawn").Process(target=spin, args=(os.getpid(),), daemon=True)
+        for _ in range(number)
+    ]
     for each in processes:
         each.start()
     try:
