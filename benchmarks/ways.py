@@ -2,7 +2,7 @@
 for, prompts included, and the ratios to the first way.
 
 Run from the checkout: `python benchmarks/ways.py --clients 4,16`. The ways are those of `POST /v1/speculation`. Servers
-of their own differ by some percent though they do the same, by where their memory lies; here all ways share one.
+of their own differ by some percent though they do the same; here all ways share one.
 """
 
 import argparse
