@@ -6,6 +6,7 @@ of their own differ by some percent though they do the same; here all ways share
 """
 
 import argparse
+import shlex
 import statistics
 import sys
 import time
@@ -43,7 +44,7 @@ def measure(given: argparse.Namespace, target: Path) -> None:
     sizes = ["--max-slots", str(max(given.clients)), "--max-model-len", str(CONTEXT), "--allow-load-draft"]
     print(f"{processor()}; {target}; {given.beside} other processes\n")
     print("| clients | way | tokens/s | to the first |\n|---:|---|---:|---|")
-    with ServerProcess([*flags_of(given), *sizes, "--no-early-ready"]) as server, load(given.beside):
+    with ServerProcess([*flags_of(given), *sizes, "--no-early-ready", *given.serve]) as server, load(given.beside):
         server.wait_until_complete()
         for clients in given.clients:
             rates: dict[str, list[float]] = {way: [] for way in given.ways}
@@ -68,6 +69,7 @@ def main() -> int:
     add("--prompts", type=positive, default=48, help="questions of a turn (%(default)s)")
     add("--max-tokens", type=positive, default=96, help="of an answer (%(default)s)")
     add("--beside", type=int, default=0, help="processes that take a core each meanwhile (%(default)s)")
+    add("--serve", type=shlex.split, default=[], metavar="FLAGS", help="more flags of `specserve serve`, in quotes")
     return run(parser, measure)
 
 

@@ -115,6 +115,11 @@ class Controller:
         """The draft is to keep up with plain steps, since speculation may pay soon."""
         return self._reading.is_following
 
+    @property
+    def follows_prompts(self) -> bool:
+        """The draft is to run with the next prompts: it is following, or the next sequence begins with a look."""
+        return self._reading.is_following or self._reading.follows_next
+
     def retract(self) -> None:
         """Begin anew to choose when the draft reads: weights have changed, and every sequence is prefilled anew."""
         self._reading, self._gain, self._next_look = ReadingRule(self.costs), 0.0, None
@@ -165,7 +170,7 @@ class Controller:
         best = max(known, key=promises.__getitem__)
         speculative = [tree for tree in known if tree is not None]
         self._gain = promises[best] / promises[None] - 1.0 if None in known else 0.0
-        if self._reading.waits(num_unread, self._gain):
+        if self._reading.waits(num_unread, self._gain, len(estimates)):
             return known[None]
         is_near = is_open and any(LOYALTY * promises[tree] > promises[best] for tree in speculative)
         is_unknown = not (num_unread or any(self._served.has_seen(known[tree]) for tree in speculative))
@@ -186,11 +191,7 @@ class Controller:
         present.num_steps += bool(speculative)
         if present.num_steps >= present.patience or (present.awaits_reading and not num_unread):
             look = self._look(forecast, known, present)
-            wait = self._loss(forecast, known[look], known[best], num_unread) / LOOK_SHARE
-            present.awaits_reading = num_unread > 0 and present.num_steps < wait
-            if present.num_steps < wait:
-                present.patience = math.ceil(wait)
-            else:
+            if self._is_time(forecast, known[look], known[best], present, num_unread):
                 present.num_steps, present.patience = 0, min(2 * present.patience, LOOK_STEPS)
                 present.num_looks += 1
                 if look != best:
@@ -214,15 +215,30 @@ class Controller:
 
         return max(others, key=hope, default=present.tree)
 
-    def _loss(self, forecast: _Forecast, look: StepProgram, best: StepProgram, num_unread: int) -> float:
-        """Return the calls of the best way that a call of the other one loses, where a call is as many steps as end
-        within a burst, and reading before it. The call itself counts only where the other way has been seen in
-        service: its measured cost may be wrong."""
-        lost = self._reading.reading_seconds(num_unread) if look.tree is not None else 0.0
+    def _is_time(
+        self, forecast: _Forecast, look: StepProgram, best: StepProgram, present: _Present, num_unread: int
+    ) -> bool:
+        """Return whether a call of the other way, and reading before it, are no more than LOOK_SHARE of the time since
+        the last look; else note when to ask again. A call is as many steps as end within a burst. The call itself
+        counts only where the other way has been seen in service: its measured cost may be wrong."""
+        lost, reading, following = 0.0, 0.0, 0.0
+        if look.tree is not None:
+            reading = self._reading.reading_seconds(num_unread)
+            following = self._reading.following_seconds(num_unread)
         if self._served.has_seen(look):
             promised = self._promise(forecast, look) / self._promise(forecast, best)
             lost += max(0.0, (1.0 - promised) * self._call_seconds(look))
-        return lost / self._call_seconds(best)
+        wait, soon = ((lost + price) / self._call_seconds(best) / LOOK_SHARE for price in (reading, following))
+        present.awaits_reading = num_unread > 0 and present.num_steps < wait
+        if present.num_steps >= wait:
+            return True
+        if num_unread and len(forecast.rates) == 1 and not self._reading.follows_next:
+            if present.num_steps >= soon:
+                self._reading.look_soon()
+            else:
+                wait = soon
+        present.patience = math.ceil(wait)
+        return False
 
     def stepped(self, program: StepProgram, num_steps: int, num_sequences: int, num_read: int = 0) -> None:
         """Note that so many steps of so many sequences are made, before which the draft has read so many tokens."""

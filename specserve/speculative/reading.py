@@ -4,6 +4,10 @@ A draft that is not used need not read what the target runs: plain steps and pro
 speculation pays again, the draft must read all that first, and for how long it will pay is not known. So both changes
 wait until not to make them has cost as many seconds as they would. In a single lull at first no more is lost than twice
 the reading, and the reading of what has come meanwhile.
+
+To follow a prompt while the target runs it costs a small part of what reading it later would. So with one sequence at a
+time the draft follows the next prompt once plain steps have lost that much, or once a look at speculation may cost it,
+and the sequence after it begins with everything read.
 """
 
 from collections.abc import Mapping
@@ -11,7 +15,7 @@ from dataclasses import dataclass
 
 from specserve.speculative.program import StepProgram
 
-FOLLOWING = 0.1  # of a plain step: following adds as much in service, where padding shows less (docs/log)
+FOLLOWING = 0.1  # of a plain step or of a prompt: following adds so much in service at least (docs/log)
 MOST_PATIENCE = 64  # times the price of reading, of what many short lulls have lost
 MOST_PATIENCE_NOW = 8  # the same, of one lull that lasts
 
@@ -34,6 +38,7 @@ class ReadingRule:
     def __init__(self, costs: Mapping[StepProgram, float]) -> None:
         self._costs = costs
         self.is_following = True
+        self.follows_next = False  # the next prompt, and from there on what is chosen then
         self._is_waiting = False  # speculation would pay now, and plain steps have not lost enough yet
         self._now, self._all = _Missed(), _Missed()  # since it would pay without a break, and since all was read
         self._patience = 1
@@ -41,16 +46,25 @@ class ReadingRule:
         # and reading; and what speculation has saved
         self._kept_up = self._spent = self._saved = 0.0
 
-    def waits(self, num_unread: int, gain: float) -> bool:
-        """Return whether plain steps go on for now, since the draft has so many tokens to read before the best way,
-        which brings so much more than plain decoding, as a share of it."""
+    def waits(self, num_unread: int, gain: float, num_sequences: int) -> bool:
+        """Return whether plain steps go on for now, since the draft has so many tokens of the sequences to read before
+        the best way, which brings so much more than plain decoding, as a share of it."""
         pays = num_unread > 0 and gain > 0
         if not num_unread:
             self._all = _Missed()
+        if not num_unread or num_sequences > 1:
+            self.follows_next = False
         if not pays:
             self._now = _Missed()
         self._is_waiting = pays and not self._has_waited(num_unread)
+        if self._is_waiting and num_sequences == 1 and not self.follows_next:
+            price = self.following_seconds(max(num_unread - self._all.num_tokens, num_unread / 2))
+            self.follows_next = self._all.seconds >= self._patience * price
         return self._is_waiting
+
+    def look_soon(self) -> None:
+        """Follow the next prompt, since a look at speculation may cost that by now."""
+        self.follows_next = True
 
     def _has_waited(self, num_unread: int) -> bool:
         """Return whether plain steps have lost the price: the reading of what was unread before they began to lose any.
@@ -100,6 +114,10 @@ class ReadingRule:
     def reading_seconds(self, num_tokens: float) -> float:
         """Return what the draft takes to read so many tokens."""
         return num_tokens * min((self._costs[each] / each.chunk for each in self._readings()), default=0.0)
+
+    def following_seconds(self, num_tokens: float) -> float:
+        """Return what following a prompt of so many tokens adds to it."""
+        return FOLLOWING * self.reading_seconds(num_tokens)
 
     def _readings(self) -> list[StepProgram]:
         return [program for program in self._costs if program.chunk]

@@ -17,6 +17,12 @@ TREE = chain(3)
 RATES = (0.8, 0.8, 0.8)
 TOKENS = 1 + float(np.cumprod(RATES).sum())  # of a step over the chain, for each sequence
 # plain steps and chains: the chain makes 1.4 of plain decoding's tokens for few sequences, and 0.6 for many
+ONE = {
+    StepProgram(1, WIDTH, is_alone=True): 0.010,
+    StepProgram(1, WIDTH): 0.0105,
+    StepProgram(1, WIDTH, TREE): 0.010 * TOKENS / 1.4,
+    StepProgram(1, WIDTH, kind="reading", chunk=64): 0.064,
+}
 SECONDS = {
     StepProgram(FEW, WIDTH, is_alone=True): 0.010,
     StepProgram(FEW, WIDTH, TREE): 0.010 * TOKENS / 1.4,
@@ -131,6 +137,65 @@ def test_loads_that_change_lose_no_more_than_twice_what_must_be_lost() -> None:
     reading = PER_TOKEN * LENGTH * FEW
     most = reading * (2 + 0.5 * PER_TOKEN * FEW / _worth(FEW, 1)) * sum(batch == FEW for batch, _ in phases)
     assert took - best < most + 0.02 * took
+
+
+class Alone:
+    """One client, whose answers come one after another, with a head that accepts so much in each of them. Prompts that
+    the draft follows take longer by a tenth of what reading them would take."""
+
+    def __init__(self, chain_costs: float = TOKENS / 1.4) -> None:
+        self.costs = ONE | {StepProgram(1, WIDTH, TREE): 0.010 * chain_costs}
+        self.controller = Controller(self.costs, prior=RATES)
+        self.choices = [StepProgram(1, WIDTH, is_alone=True), StepProgram(1, WIDTH, TREE)]
+        self.random = np.random.default_rng(5)
+
+    def answer(self, rate: float, num_tokens: int = 30) -> tuple[float, float]:
+        """Return what an answer takes to what plain steps would take, and the share of the steps that speculate."""
+        controller = self.controller
+        has_read, num_unread = controller.follows_prompts, 0 if controller.follows_prompts else LENGTH
+        seconds, estimate, chosen = FOLLOWING * PER_TOKEN * LENGTH * has_read, controller.start(None), []
+        left = num_tokens
+        while left > 0:
+            program = controller.choose([estimate], self.choices, num_unread)
+            is_followed = program.tree is None and controller.is_following
+            made = StepProgram(1, WIDTH) if is_followed else program
+            controller.stepped(made, 1, 1, 0 if program.tree is None else num_unread)
+            num_accepted = int(np.cumprod(self.random.random(3) < rate).sum()) if program.tree else 0
+            if program.tree is not None:
+                seconds += PER_TOKEN * num_unread
+                num_unread = 0
+                controller.observe([estimate], program.tree, np.array([num_accepted]))
+            elif not controller.is_following:
+                num_unread += 1
+            controller.observe_seconds(made, self.costs[made])
+            seconds += self.costs[made]
+            left -= 1 + num_accepted
+            chosen.append(program.tree is not None)
+        return seconds / (0.010 * (num_tokens - left)), float(np.mean(chosen))
+
+
+def test_a_head_left_out_after_a_bad_answer_comes_back_with_a_following_one() -> None:
+    """Answers are so short that none of them would pay for reading its prompt, but following the next one costs little.
+    A head that never pays loses no more by that than looks may, and is looked at in some of its answers."""
+    load = Alone()
+    for _ in range(40):
+        load.answer(0.1)
+    assert not load.controller.is_following
+    shares = [load.answer(0.8)[1] for _ in range(40)]
+    assert np.mean(shares[10:]) > 0.8, shares
+    never = Alone(chain_costs=TOKENS)
+    took, chosen = zip(*(never.answer(0.1) for _ in range(400)), strict=True)
+    assert np.mean(took[40:]) < 1.01, np.mean(took[40:])
+    assert 10 < np.count_nonzero(chosen[40:]) < 60
+
+
+def test_prompts_of_several_are_not_followed_for_a_look() -> None:
+    """Behind the first of them, the others' would have to be read."""
+    for batch in (MANY, FEW):
+        load = Load()
+        load.serve(MANY, 300)
+        while _choose(load.controller, batch, batch * LENGTH).tree is None:
+            assert not load.controller.follows_prompts
 
 
 def _choose(controller: Controller, batch: int, num_unread: int, max_depth: int | None = None) -> StepProgram:

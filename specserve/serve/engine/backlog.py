@@ -56,7 +56,7 @@ class Backlog:
         """Return whether the target is to run these chunks, of such parts, without a draft that is not used, or that is
         far behind them, and note it. A draft that is a little behind reads that first."""
         is_unused = choice.leaves_draft
-        for chunk in () if is_unused else chunks:
+        for chunk in chunks if choice.reads else ():
             start, end = chunk.sequence.unread_from, chunk.num_cached
             if start is not None and end - start <= self._most and self._can_read():
                 self._read(chunk.sequence, end, end - start, choice.promise(chunk.sequence))

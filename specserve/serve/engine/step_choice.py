@@ -92,16 +92,26 @@ class StepChoice:
 
     @property
     def leaves_draft(self) -> bool:
-        """Return whether speculation is so far from paying that the draft need not read what the target runs."""
+        """Return whether the draft need not read the prompts that the target runs: speculation is far from paying, and
+        no look at it is due."""
+        return not self._keeps_up(is_following=self.controller.follows_prompts)
+
+    @property
+    def reads(self) -> bool:
+        """Return whether the draft reads what it has not before a prompt that it follows, and not for a look."""
+        return self._keeps_up(is_following=self.controller.is_following)
+
+    def _keeps_up(self, *, is_following: bool) -> bool:
+        """Return whether the draft keeps up with the target, where the controller has it follow or not."""
         only = self.only  # other threads set it
         if only is not None and self._runner.shapes.has_alone:
-            return only[0] is None
-        return self.is_choosing and not self.controller.is_following
+            return only[0] is not None
+        return not self.is_choosing or is_following
 
     def is_following(self, slots: Seq[int], num_steps: int = 1) -> bool:
         """Return whether the draft is to keep up with so many plain steps of these slots. The programs by which it
         would, and would catch up before them, may be missing."""
-        if self.is_partial or self.leaves_draft:
+        if self.is_partial or not self._keeps_up(is_following=self.controller.is_following):
             return False
         step = self._choices(slots)[0]
         followed = self._runner.ready_step(StepProgram(step.batch, step.width))
