@@ -109,6 +109,22 @@ def test_a_draft_that_was_left_out_proposes_as_if_it_had_followed(runner: Runner
     assert hit[2] > len(PROMPT), "a part of the answer was found too"
 
 
+def test_a_draft_that_follows_a_prompt_for_a_look_proposes_as_if_it_had_always_followed(runner: Runner) -> None:
+    """A prompt that begins with what it never read it does not follow."""
+    [followed] = _ask(runner, [Script(0, is_following=True)], [PROMPT])
+    script = Script(0, is_following=False)
+    script._reading.look_soon()
+    [look] = _ask(runner, [script], [PROMPT])
+    assert look[1:] == followed[1:]
+    _check_alike(look[0], followed[0])
+    assert max(script.num_unread) == 0, "nothing of the prompt is left"
+    never, begun = Script(99, is_following=False), Script(0, is_following=False)
+    begun._reading.look_soon()
+    _, hit = _ask(runner, [never, begun], [PROMPT, [*PROMPT, *followed[1][:30]]])
+    assert max(begun.num_unread) > 0
+    assert hit[2] > len(PROMPT)
+
+
 def test_a_draft_that_follows_again_has_read_everything(runner: Runner) -> None:
     """Left out, then read, and left out again: nothing of the second time is missing, nor of pages that come later."""
 
