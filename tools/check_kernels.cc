@@ -248,7 +248,7 @@ int check(const Kernels& kernels) {
             const std::vector<float> own(x.begin() + row * d_in, x.begin() + (row + 1) * d_in);
             // how far an activation may be off that became digits (digits_isa.h): tiles of bfloat16 numbers and of
             // bytes take three of them, for all of a row, products of bytes two
-            const bool has_three = tiles && tiles->chunk > 1;
+            const bool has_three = tiles && tiles->inputs >= 32;
             const int64_t together = std::min({has_three ? d_in : kMostInputs, blocks.inputs, d_in});
             std::vector<double> off(d_in, 0);
             for (int64_t i = 0; tiles && i < d_in; ++i) {

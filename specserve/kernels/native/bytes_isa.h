@@ -25,6 +25,22 @@ constexpr int kInputs = 32 / kBits[static_cast<int>(format)];
 template <Format format>
 constexpr int kParts = kInputs<format> / kLanes;
 
+template <int lanes>
+struct SomeInts {
+  typedef int32_t Type __attribute__((vector_size(4 * lanes)));
+};
+
+// The halves of a vector added to each other, again and again, until so many lanes are left.
+template <int left, int lanes = LANES>
+inline typename SomeInts<left>::Type fold(typename SomeInts<lanes>::Type x) {
+  if constexpr (lanes == left) {
+    return x;
+  } else {
+    typedef typename SomeInts<lanes / 2>::Type Half;
+    return fold<left, lanes / 2>(load<Half>(&x) + load<Half>(reinterpret_cast<const char*>(&x) + sizeof(Half)));
+  }
+}
+
 // What an instruction set says of itself:
 //
 //   kChunk      inputs at most that share a unit, whose products a sum can hold
@@ -41,7 +57,7 @@ constexpr int64_t kChunk = kMostInputs;
 constexpr int kVectors = 2, kRows = LANES == 16 ? 4 : 3;
 constexpr bool kIsSigned = false, kHasInt8 = true;
 typedef Ints Sum;
-inline int32_t begin_of(const int32_t (&sums)[kLanes], int added) {
+inline int32_t begin_of(SomeInts<kLanes>::Type sums, int added) {
   return -added * (sums[0] + sums[1] + sums[2] + sums[3]);
 }
 inline Sum begin(int32_t from) { return from - Ints{}; }
@@ -60,7 +76,7 @@ constexpr int kVectors = 2, kRows = 3;
 constexpr bool kIsSigned = false, kHasInt8 = false;
 typedef int16_t Sum __attribute__((vector_size(4 * LANES)));
 static_assert(kChunk / 2 * 15 * 128 < 1 << 15, "the sums of a chunk fit into 16 bits");
-inline int32_t begin_of(const int32_t (&sums)[kLanes], int added) {
+inline int32_t begin_of(SomeInts<kLanes>::Type sums, int added) {
   const int32_t low = -added * (sums[0] + sums[1]), high = -added * (sums[2] + sums[3]);
   return static_cast<int32_t>((static_cast<uint32_t>(low) & 0xffff) | static_cast<uint32_t>(high) << 16);
 }
@@ -82,7 +98,7 @@ inline void add(Sum& sum, Quads weights, Ints digits) {
 #else
 constexpr int kVectors = 4;
 constexpr bool kIsSigned = true;
-inline int32_t begin_of(const int32_t (&)[kLanes], int) { return 0; }
+inline int32_t begin_of(SomeInts<kLanes>::Type, int) { return 0; }
 #if defined(__ARM_FEATURE_DOTPROD)
 constexpr int64_t kChunk = kMostInputs;
 constexpr int kRows = 2;
@@ -145,31 +161,51 @@ int64_t row_bytes(const Matmul& call) {
   return Shape::of(call, kInputs<format>).row_bytes();
 }
 
+// Where a row's heads and digits go: the first of each, and how far the next ones are. A digit's bytes lie in pieces.
+struct Places {
+  char *heads, *digits;
+  int64_t next_head, next_chunk, next_digit, piece, next_piece;
+};
+
+template <Format format>
+void split_row(const Matmul& call, const Shape& shape, int64_t row, const Places& to) {
+  char *head_at = to.heads, *digits = to.digits;
+  const float* of_row = call.x + call.order[row] * call.d_in;
+  for (int64_t i = 0, first = 0, end = call.block; i < shape.blocks * shape.chunks; ++i) {
+    const float* x = of_row + first;
+    const int64_t inputs = least(least(kChunk, end - first), call.d_in - first);
+    first += kChunk;
+    if (first >= end) first = end, end += call.block;
+    Head head = {};
+    const float factor = factor_of<kDigits>(x, inputs, head.unit);
+    Ints sums[kDigits] = {};
+    char* piece = digits;
+    for (int64_t from = 0; from < shape.digit; from += to.piece, piece += to.next_piece) {
+      for (int64_t at = 0; at < to.piece; at += LANES) {
+        cut(load_part(x + from + at, inputs - from - at), factor, piece + at, to.next_digit, sums);
+      }
+    }
+    int64_t sum = 0;
+    for (int digit = 0; digit < kDigits; ++digit) {
+      const SomeInts<kLanes>::Type of_lanes = fold<kLanes>(sums[digit]);
+      head.begin[digit] = begin_of(of_lanes, kAdded<format>);
+      sum = sum * 256 + of_lanes[0] + of_lanes[1] + of_lanes[2] + of_lanes[3];
+    }
+    if constexpr (sizeof(Sum) == sizeof(Ints) && kMostInputs == kChunk) {  // sums of 32 bits: one vector has it all
+      head.begin[1] += 256 * head.begin[0], head.begin[0] = 0;
+    }
+    head.sum = static_cast<float>(sum) * head.unit;
+    memcpy(head_at, &head, sizeof(head));
+    head_at += to.next_head, digits += to.next_chunk;
+  }
+}
+
 template <Format format>
 void split(const Matmul& call, int64_t begin, int64_t end, char* to) {
   const Shape shape = Shape::of(call, kInputs<format>);
   for (int64_t row = begin; row < end; ++row, to += shape.row_bytes()) {
-    char *head_at = to, *digits = to + shape.head_bytes();
-    for (int64_t i = 0; i < shape.blocks * shape.chunks; ++i, head_at += sizeof(Head), digits += kDigits * shape.digit) {
-      const int64_t of_block = i % shape.chunks * kChunk, first = i / shape.chunks * call.block + of_block;
-      const int64_t inputs = least(kChunk, least(call.block - of_block, call.d_in - first));
-      const float* x = call.x + call.order[row] * call.d_in + first;
-      Head head = {};
-      const float factor = factor_of<kDigits>(x, inputs, head.unit);
-      Ints sums[kDigits] = {};
-      for (int64_t at = 0; at < shape.digit; at += LANES) {
-        cut(load_part(x + at, inputs - at), factor, digits + at, shape.digit, sums);
-      }
-      int64_t sum = 0;
-      for (int digit = 0; digit < kDigits; ++digit) {
-        int32_t of_lanes[kLanes] = {};
-        for (int lane = 0; lane < LANES; ++lane) of_lanes[lane % kLanes] += sums[digit][lane];
-        head.begin[digit] = begin_of(of_lanes, kAdded<format>);
-        sum = sum * 256 + of_lanes[0] + of_lanes[1] + of_lanes[2] + of_lanes[3];
-      }
-      head.sum = static_cast<float>(sum) * head.unit;
-      memcpy(head_at, &head, sizeof(head));
-    }
+    split_row<format>(call, shape, row,
+                      {to, to + shape.head_bytes(), sizeof(Head), kDigits * shape.digit, shape.digit, shape.digit, 0});
   }
 }
 

@@ -173,12 +173,13 @@ inline void pause() {
 // begun: a thread that wakes up late finds nothing left, so no call waits for the operating system. Each thread that finds
 // something prepares for it once.
 struct Shared {
-  Shared(int64_t threads, int64_t units, std::function<void(int64_t, int64_t)> run, std::function<void()> prepare)
+  Shared(int64_t threads, int64_t units, int64_t at_once, std::function<void(int64_t, int64_t)> run,
+         std::function<void()> prepare)
       : units(units), ranges(threads), run(std::move(run)), prepare(std::move(prepare)) {
     for (int64_t i = 0; i < threads; ++i) {
       ranges[i].next = i * units / threads;
       ranges[i].end = (i + 1) * units / threads;
-      ranges[i].step = std::max<int64_t>(1, units / (threads * 8));
+      ranges[i].step = std::max(at_once, units / (threads * 8));
     }
   }
   struct alignas(64) Range {
@@ -276,12 +277,13 @@ class Helpers {
   int64_t staying_ = 0;  // threads that stay, or were asked to come
 };
 
+// A thread takes so many units at once at least.
 void share(ffi::ThreadPool& pool, int64_t units, int64_t work_per_unit, std::function<void(int64_t, int64_t)> run,
-           std::function<void()> prepare = [] {}) {
+           std::function<void()> prepare = [] {}, int64_t at_once = 1) {
   static Helpers& helpers = *new Helpers;  // never destroyed: a thread may be waiting when the process ends
   const int64_t threads = std::min({pool.num_threads(), units, units * work_per_unit / kWorthAThread});
   if (threads <= 1) return prepare(), run(0, units);
-  auto shared = std::make_shared<Shared>(threads, units, std::move(run), std::move(prepare));
+  auto shared = std::make_shared<Shared>(threads, units, at_once, std::move(run), std::move(prepare));
   helpers.help(pool, threads - 1, shared);
   shared->work();
   shared->wait();
@@ -428,7 +430,8 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
       }
     }
   };
-  share(pool, static_cast<int64_t>(parts.size()) * num_panels, rows_at_once * call.d_in * width, multiply, prepare);
+  const int64_t units = static_cast<int64_t>(parts.size()) * num_panels, at_once = num_chunks > 1 && tiles ? tiles->panels : 1;
+  share(pool, units, rows_at_once * call.d_in * width, multiply, prepare, at_once);
   return ffi::Error::Success();
 }
 

@@ -10,29 +10,41 @@ namespace {
 
 void zero_sums() { zero<0>(), zero<1>(), zero<2>(), zero<3>(); }
 
-// The sums as lines of a panel's outputs.
-void store_sums(void* to) {
+void load_sums(const float* from) {
   constexpr int64_t kStride = kWidth * sizeof(float);
+  load<0>(from, kStride), load<1>(from + kOutputs, kStride);
+  load<2>(from + 2 * kOutputs, kStride), load<3>(from + 3 * kOutputs, kStride);
+}
+
+// The sums as lines of a panel's outputs, in lines of so many numbers.
+void store_sums(void* to, int64_t numbers) {
+  const int64_t stride = numbers * static_cast<int64_t>(sizeof(float));
   char* place = static_cast<char*>(to);
-  store<0>(place, kStride), store<1>(place + kLine, kStride);
-  store<2>(place + 2 * kLine, kStride), store<3>(place + 3 * kLine, kStride);
+  store<0>(place, stride), store<1>(place + kLine, stride);
+  store<2>(place + 2 * kLine, stride), store<3>(place + 3 * kLine, stride);
 }
 
-// Tile `tile` of a step's weights. With `asks` memory is asked for the tile three places on: little by little, since a
-// core that asks for all of a step at once cannot ask for more before it has multiplied it.
-template <int tile, bool asks>
-inline void load_weights(const char* weights) {
-  const char* from = weights + tile * kTileBytes;
-  for (int64_t line = 0; asks && line < kTileBytes; line += kLine) __builtin_prefetch(from + 3 * kTileBytes + line);
-  load<7>(from);
+// After half a microsecond of products without a store of a tile the next one takes a quarter of a microsecond longer (Intel
+// Xeon; the reason is not known). So now and then one is stored for nothing.
+constexpr int64_t kStepsOfStores = 4;
+struct Unread {
+  alignas(kLine) char tile[kTileBytes];
+
+  void stay_ready(int64_t step) {
+    if (step % kStepsOfStores == kStepsOfStores - 1) store<7>(tile, kLine);
+  }
+};
+
+// Tile `tile` of a step's weights. Memory is asked little by little: a core that asks for all of a step at once cannot ask
+// for more before it has multiplied it.
+template <int tile>
+inline void load_weights(const char* weights, const Ahead& ahead) {
+  ahead.ask<tile>(weights);
+  load<7>(weights + tile * kTileBytes);
 }
 
-// The nearest bfloat16 number, ties to even, as a float.
-inline Floats rounded(Floats x) {
-  Words bits = bits_of(x);
-  bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
-  return as_floats(bits);
-}
+// The bfloat16 number that is next to x towards 0, as a float.
+inline Floats truncated(Floats x) { return as_floats(bits_of(x) & 0xffff0000u); }
 
 inline void store_half(char* to, Floats x) {
   const HalfWords upper = __builtin_convertvector(bits_of(x) >> 16, HalfWords);
@@ -46,6 +58,7 @@ inline void store_half(char* to, Floats x) {
 // of all inputs rounds it d_in times. (Numbers below 2^-126 count as zero. An infinite activation gives NaN.)
 struct Bfloat16 {
   static constexpr int kRows = 16;
+  static constexpr int64_t kMostSteps = 20;
   static constexpr int kInputs = 32;
 
   static int64_t row_bytes(int64_t steps) { return steps * 3 * kLine; }
@@ -57,7 +70,7 @@ struct Bfloat16 {
         for (int half = 0; half < 2; ++half) {
           const int64_t from = step * kInputs + half * 16;
           const Floats value = load_part(x[row] + from, inputs - from);
-          const Floats high = rounded(value), rest = value - high, middle = rounded(rest);
+          const Floats high = truncated(value), rest = value - high, middle = truncated(rest);
           char* place = to + row * kLine + half * kLine / 2;
           store_half(place, high);
           store_half(place + rows * kLine, middle);
@@ -70,23 +83,25 @@ struct Bfloat16 {
   static void begin(int64_t rows) { configure(rows); }
   static void end() { release(); }
 
-  template <int tile, bool asks>
-  static void multiply_tile(const char* weights) {
-    load_weights<tile, asks>(weights);
+  template <int tile>
+  static void multiply_tile(const char* weights, const Ahead& ahead) {
+    load_weights<tile>(weights, ahead);
     add_product_of_halves<tile, 4, 7>();
     add_product_of_halves<tile, 5, 7>();
     add_product_of_halves<tile, 6, 7>();
   }
 
-  template <bool is_first>
-  static void multiply(const char* parts, const char* weights, int64_t steps, int64_t rows, float* sums) {
-    zero_sums();
+  static void multiply(const char* parts, const char* weights, int64_t steps, int64_t rows, const Ahead& ahead,
+                       const float* kept, float* sums, int64_t stride) {
+    Unread unread;
+    kept ? load_sums(kept) : zero_sums();
     for (int64_t step = 0; step < steps; ++step, parts += 3 * rows * kLine, weights += kStep) {
       load<4>(parts), load<5>(parts + rows * kLine), load<6>(parts + 2 * rows * kLine);
-      multiply_tile<0, is_first>(weights), multiply_tile<1, is_first>(weights);
-      multiply_tile<2, is_first>(weights), multiply_tile<3, is_first>(weights);
+      multiply_tile<0>(weights, ahead), multiply_tile<1>(weights, ahead);
+      multiply_tile<2>(weights, ahead), multiply_tile<3>(weights, ahead);
+      unread.stay_ready(step);
     }
-    store_sums(sums);
+    store_sums(sums, stride);
   }
 };
 
@@ -110,7 +125,7 @@ struct Digits {
   }
 
   // sums [rows, kWidth] of what the digits add up to, [row, digit, kWidth].
-  static void put_together(const char* parts, const int32_t* counts, int64_t rows, float* sums) {
+  static void put_together(const char* parts, const int32_t* counts, int64_t rows, float* sums, int64_t stride) {
     for (int64_t row = 0; row < rows; ++row) {
       const float unit = load<float>(parts + row * kLine);
       for (int at = 0; at < kWidth; at += 16) {
@@ -119,7 +134,7 @@ struct Digits {
           const Ints count = load<Ints>(counts + (row * kDigits + digit) * kWidth + at);
           sum = sum * 256.0f + __builtin_convertvector(count, Floats);
         }
-        store(sums + row * kWidth + at, sum * unit);
+        store(sums + row * stride + at, sum * unit);
       }
     }
   }
@@ -128,28 +143,31 @@ struct Digits {
 // A tile holds the three digits of five rows, and multiplies them with 64 inputs of 16 outputs at once.
 struct Int8 : Digits {
   static constexpr int kRows = 16 / kDigits;
+  static constexpr int64_t kMostSteps = 0;
 
   static void begin(int64_t rows) { configure(rows * kDigits); }
   static void end() { release(); }
 
-  template <int tile, bool asks>
-  static void multiply_tile(const char* weights) {
-    load_weights<tile, asks>(weights);
+  template <int tile>
+  static void multiply_tile(const char* weights, const Ahead& ahead) {
+    load_weights<tile>(weights, ahead);
     add_product_of_bytes<tile, 4, 7>();
   }
 
-  template <bool is_first>
-  static void multiply(const char* parts, const char* weights, int64_t steps, int64_t rows, float* sums) {
+  static void multiply(const char* parts, const char* weights, int64_t steps, int64_t rows, const Ahead& ahead,
+                       const float*, float* sums, int64_t stride) {
     alignas(kLine) int32_t counts[kRows * kDigits * kWidth];
+    Unread unread;
     zero_sums();
     const char* digits = parts + rows * kLine;
     for (int64_t step = 0; step < steps; ++step, digits += kDigits * rows * kLine, weights += kStep) {
       load<4>(digits);
-      multiply_tile<0, is_first>(weights), multiply_tile<1, is_first>(weights);
-      multiply_tile<2, is_first>(weights), multiply_tile<3, is_first>(weights);
+      multiply_tile<0>(weights, ahead), multiply_tile<1>(weights, ahead);
+      multiply_tile<2>(weights, ahead), multiply_tile<3>(weights, ahead);
+      unread.stay_ready(step);
     }
-    store_sums(counts);
-    put_together(parts, counts, rows, sums);
+    store_sums(counts, kWidth);
+    put_together(parts, counts, rows, sums, stride);
   }
 };
 

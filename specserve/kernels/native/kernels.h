@@ -198,6 +198,7 @@ struct Tiles {
   // The panels [first, last) as in `Kernels::matmul`, of rows that were split, each chunk where the one before it ends.
   void (*matmul)(const Matmul&, int64_t group, int64_t first, int64_t last, int64_t begin, int64_t end,
                  const char* rows);
+  int64_t panels = 1;  // that several chunks of rows are best multiplied with at once
   const Tiles* of_less = nullptr;  // for blocks of fewer inputs than a tile has, which would fill it in part; null: these
 };
 
