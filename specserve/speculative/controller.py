@@ -26,13 +26,12 @@ import numpy as np
 
 from specserve.speculative.confidence import Calibration, Surety
 from specserve.speculative.costs import UNKNOWN, ServedCosts, within_burst
+from specserve.speculative.head_acceptance import MAX_DEPTH, HeadAcceptance
 from specserve.speculative.program import StepProgram
 from specserve.speculative.reading import ReadingRule
 from specserve.speculative.tree import StaticTree, Tree
 
-MAX_DEPTH = 16  # acceptance beyond is taken for that at this depth
-UNKNOWN_PRIOR = 0.5  # acceptance where a head has none of its own evaluation
-SLOT_RATE, PRIOR_RATE, LIFT_RATE = 0.08, 0.01, 0.02  # how fast estimates follow what is seen
+LIFT_RATE = 0.04  # how fast the lift of a tree follows what is seen
 LOOK_STEPS = 64  # after so many steps, one looks whether another way would pay more by now
 FIRST_LOOK_STEPS = 8  # the same after speculation has begun or ended; then twice as many, up to that
 LOOK_SHARE = 0.005  # of the time: what looks at a way may lose once its cost has been seen in service
@@ -130,14 +129,12 @@ class Controller:
         self._lift.clear()
         self.calibration.forget()
         self.retract()
-        rates = [*prior] or [UNKNOWN_PRIOR]
-        rates += [rates[-1]] * (MAX_DEPTH - len(rates))
-        self._prior = np.clip(np.array(rates[:MAX_DEPTH]), 0.02, 0.98)
+        self._head = HeadAcceptance(prior)
 
     def start(self, max_depth: int | None) -> Estimate:
         """The estimate for a new sequence, which is what is known of the head so far. `max_depth` is the request's
         bound, None for none."""
-        return Estimate(self._prior.copy(), MAX_DEPTH if max_depth is None else max_depth)
+        return Estimate(self._head.rates.copy(), MAX_DEPTH if max_depth is None else max_depth)
 
     def expected_tokens(self, estimates: Sequence[Estimate], tree: Tree | None) -> float:
         """Return how many tokens a step over this tree is expected to emit for these sequences together, their bonus
@@ -197,10 +194,17 @@ class Controller:
                 if look != best:
                     self._next_look = (kind, look) if num_unread and look is not None else None
                     return known[look]
-        for estimate in estimates if best is None else ():
+        if best is None:
+            self._see_nothing(estimates, forecast, within_burst(self._served.seconds(known[best]), self.most_steps))
+        return known[best]
+
+    def _see_nothing(self, estimates: Sequence[Estimate], forecast: _Forecast, num_steps: int) -> None:
+        """Note so many plain steps of these sequences."""
+        self._head.steps_passed(num_steps)
+        for estimate, faded in zip(estimates, self._head.faded(forecast.rates, num_steps), strict=True):
+            estimate.accept_rate = faded
             if estimate.surety is not None:
                 estimate.surety.fade()
-        return known[best]
 
     def _look(self, forecast: _Forecast, known: Mapping[Tree | None, StepProgram], present: _Present) -> Tree | None:
         """Return a tree to try once. It is the one that would promise most, if it were off its measured cost no more
@@ -280,21 +284,29 @@ class Controller:
         rates = _lifted(forecast.rates[:, : tree.depth], self._lift_of(tree))
         lasts = np.minimum(forecast.max_depths, rates.shape[1])
         num_seen = np.minimum(n_accepted + 1, lasts)  # the first rejection is the last thing seen
-        depths = np.arange(MAX_DEPTH)
+        depths, last = np.arange(MAX_DEPTH), rates.shape[1] - 1
         is_accepted = depths[: rates.shape[1]] < n_accepted[:, None]
         is_seen = depths[: rates.shape[1]] < num_seen[:, None]
         if confidence is not None:
             self._observe_confidence(estimates, tree, is_accepted, num_seen, confidence)
-        surprise = np.zeros_like(forecast.rates)
-        surprise[:, : rates.shape[1]] = np.where(is_seen, is_accepted - rates, 0.0)
-        lift = self._lift_of(tree) * np.prod(1 + LIFT_RATE * surprise.sum(axis=1))
+        # of a step in the mean: good phases show more depths than bad ones, and the lift of both is the same
+        surprise = np.where(is_seen, is_accepted - rates, 0.0).sum(axis=1) / np.maximum(num_seen, 1)
+        lift = self._lift_of(tree) * np.prod(1 + LIFT_RATE * surprise)
         # depths that no step has looked at follow the deepest, else a longer chain is never tried
         is_deeper = (depths >= lasts[:, None]) & ((num_seen == lasts) & (lasts > 0))[:, None]
-        surprise = np.where(is_deeper, np.take_along_axis(surprise, lasts[:, None] - 1, axis=1), surprise)
-        rates = np.clip(forecast.rates + SLOT_RATE * surprise, 0.02, 0.98)
-        for estimate, own in zip(estimates, rates, strict=True):
+        row, shown_at = (
+            np.arange(len(estimates))[:, None],
+            np.where(is_deeper, lasts[:, None] - 1, np.minimum(depths, last)),
+        )
+        shows = (is_deeper | (depths <= last)) & is_seen[row, shown_at]
+        expected = np.stack([forecast.rates, np.broadcast_to(self._head.rates, forecast.rates.shape)])[..., : last + 1]
+        of_each, of_head = np.where(
+            shows, (is_accepted - _lifted(expected, self._lift_of(tree)))[:, row, shown_at], 0.0
+        )
+        for estimate, own in zip(estimates, self._head.followed(forecast.rates, of_each), strict=True):
             estimate.accept_rate = own
-        self._prior = np.clip(self._prior + PRIOR_RATE * surprise.sum(axis=0), 0.02, 0.98)
+        self._head.steps_passed(1)
+        self._head.learn(of_head.sum(axis=0), shows.sum(axis=0))
         if not _is_chain(tree):
             self._lift[tree] = float(np.clip(lift, 1.0, 8.0))
 

@@ -5,6 +5,7 @@ their children. A chain is a tree whose top_k is 1.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -67,7 +68,7 @@ class StaticTree(_Proposed):
             depths.append(depths[parent] + 1)
         return tuple(depths[1:])
 
-    @property
+    @functools.cached_property
     def depth(self) -> int:
         return max(self.depths)
 

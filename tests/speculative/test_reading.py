@@ -178,11 +178,11 @@ def test_a_head_left_out_after_a_bad_answer_comes_back_with_a_following_one() ->
     """Answers are so short that none of them would pay for reading its prompt, but following the next one costs little.
     A head that never pays loses no more by that than looks may, and is looked at in some of its answers."""
     load = Alone()
-    for _ in range(40):
+    for _ in range(5):
         load.answer(0.1)
     assert not load.controller.is_following
     shares = [load.answer(0.8)[1] for _ in range(40)]
-    assert np.mean(shares[10:]) > 0.8, shares
+    assert np.mean(shares[20:]) > 0.9, shares
     never = Alone(chain_costs=TOKENS)
     took, chosen = zip(*(never.answer(0.1) for _ in range(400)), strict=True)
     assert np.mean(took[40:]) < 1.01, np.mean(took[40:])
