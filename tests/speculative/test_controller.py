@@ -395,8 +395,7 @@ def test_a_bad_beginning_is_soon_forgotten() -> None:
 
 @pytest.mark.parametrize("better", ["plain", "chain"])
 def test_a_look_is_not_blamed_for_coming_behind_another_way(better: str) -> None:
-    """A step behind one of another program takes a third longer, as its weights and pages have left the caches. The
-    better way was measured in a bad moment, so only looks can show it."""
+    """A step behind another program's takes a third longer. The better way was measured in a bad moment."""
     head, trees = Head((0.7,)), [None, chain(3)]
     true = {None: 1.0, chain(3): head.expected_tokens(chain(3)) * (1.12 if better == "plain" else 0.89)}
     measured = true | {(None if better == "plain" else chain(3)): 1.3 * true[None if better == "plain" else chain(3)]}
