@@ -31,6 +31,7 @@ from specserve.speculative.program import StepProgram
 from specserve.speculative.reading import ReadingRule
 from specserve.speculative.tree import StaticTree, Tree
 
+SAME = 1e-3  # acceptance that differs less decides nothing
 LIFT_RATE = 0.04  # how fast the lift of a tree follows what is seen
 LOOK_STEPS = 64  # after so many steps, one looks whether another way would pay more by now
 FIRST_LOOK_STEPS = 8  # the same after speculation has begun or ended; then twice as many, up to that
@@ -195,14 +196,18 @@ class Controller:
                     self._next_look = (kind, look) if num_unread and look is not None else None
                     return known[look]
         if best is None:
-            self._see_nothing(estimates, forecast, within_burst(self._served.seconds(known[best]), self.most_steps))
+            self._see_nothing(estimates, within_burst(self._served.seconds(known[best]), self.most_steps))
         return known[best]
 
-    def _see_nothing(self, estimates: Sequence[Estimate], forecast: _Forecast, num_steps: int) -> None:
-        """Note so many plain steps of these sequences."""
+    def _see_nothing(self, estimates: Sequence[Estimate], num_steps: int) -> None:
+        """Note so many plain steps of these sequences. Estimates that are the head's own by now stay the same arrays,
+        so that their forecast stays too."""
         self._head.steps_passed(num_steps)
-        for estimate, faded in zip(estimates, self._head.faded(forecast.rates, num_steps), strict=True):
-            estimate.accept_rate = faded
+        rates = np.array([estimate.accept_rate for estimate in estimates])  # not as confidence moves them
+        if np.abs(rates - self._head.rates).max() > SAME:
+            for estimate, faded in zip(estimates, self._head.faded(rates, num_steps), strict=True):
+                estimate.accept_rate = faded
+        for estimate in estimates:
             if estimate.surety is not None:
                 estimate.surety.fade()
 
@@ -294,10 +299,8 @@ class Controller:
         lift = self._lift_of(tree) * np.prod(1 + LIFT_RATE * surprise)
         # depths that no step has looked at follow the deepest, else a longer chain is never tried
         is_deeper = (depths >= lasts[:, None]) & ((num_seen == lasts) & (lasts > 0))[:, None]
-        row, shown_at = (
-            np.arange(len(estimates))[:, None],
-            np.where(is_deeper, lasts[:, None] - 1, np.minimum(depths, last)),
-        )
+        row = np.arange(len(estimates))[:, None]
+        shown_at = np.where(is_deeper, lasts[:, None] - 1, np.minimum(depths, last))  # [sequence, MAX_DEPTH]
         shows = (is_deeper | (depths <= last)) & is_seen[row, shown_at]
         expected = np.stack([forecast.rates, np.broadcast_to(self._head.rates, forecast.rates.shape)])[..., : last + 1]
         of_each, of_head = np.where(
@@ -342,8 +345,8 @@ class Controller:
         return float(len(forecast.rates)) if tree is None else forecast.tokens(tree.depth, self._lift_of(tree))
 
     def _forecast(self, estimates: Sequence[Estimate]) -> _Forecast:
-        """Forecast what the sequences accept, by how sure the draft is of them now. While they are decoded plainly
-        nothing of it changes, and on a CPU the host's time is taken from the device."""
+        """Forecast what the sequences accept, by how sure the draft is of them now. While they are decoded plainly for
+        long nothing of it changes, and on a CPU the host's time is taken from the device."""
         rates, (known, forecast) = [estimate.accept_rate for estimate in estimates], self._last
         if len(rates) != len(known) or any(map(operator.is_not, rates, known)):
             forecast = _Forecast.of(estimates)

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from specserve.speculative.confidence import MOST_TRUST
+from specserve.speculative.confidence import MOST_TRUST, Surety
 from specserve.speculative.controller import Controller, Estimate
+from specserve.speculative.head_acceptance import MAX_DEPTH
 from specserve.speculative.program import StepProgram
 from specserve.speculative.tree import DynamicTree, Tree, chain
 
@@ -95,6 +96,17 @@ def test_sure_rows_get_deeper_trees() -> None:
         gap = _depth(found, EASY) - _depth(found, HARD)
         assert gap > _depth(without, EASY) - _depth(without, HARD) + 1
         assert _rate(found, batch) > _rate(without, batch)
+
+
+def test_plain_steps_leave_nothing_of_a_confidence() -> None:
+    """It moves what a sequence is expected to accept now, and not what is known of it."""
+    controller = Controller({StepProgram(1, WIDTH): 1.0, StepProgram(1, WIDTH, chain(2)): 9.0}, (0.5,))
+    estimate, known = controller.start(None), controller.start(None).accept_rate
+    controller.calibration.trust = 1.0
+    estimate.surety = Surety(np.zeros(MAX_DEPTH), np.full(MAX_DEPTH, 2.0))
+    for _ in range(7):  # no look yet
+        assert _choose(controller, [estimate], 1) is None
+    np.testing.assert_allclose(estimate.accept_rate, known)
 
 
 @pytest.mark.parametrize("kind", FALSE)
