@@ -39,6 +39,8 @@ LOOK_SHARE = 0.005  # of the time: what looks at a way may lose once its cost ha
 WORTH = 1.05  # a batch speculates where that promises more than so much of plain decoding
 LOYALTY = 1.02  # another way must promise more than this much of what the current one does
 
+_DEPTHS = np.arange(MAX_DEPTH)
+
 
 @dataclass(eq=False)
 class Estimate:
@@ -279,53 +281,51 @@ class Controller:
         self,
         estimates: Sequence[Estimate],
         tree: Tree,
-        n_accepted: np.ndarray,  # [sequence] int, draft tokens
-        confidence: np.ndarray | None = None,  # [sequence, depth], how sure the draft was of them
+        n_accepted: np.ndarray,  # [step, sequence] int, draft tokens; -1: the sequence had ended before this step
+        confidence: np.ndarray | None = None,  # [step, sequence, depth], how sure the draft was of them
     ) -> None:
-        """Learn what a step of this tree accepted of some sequences."""
+        """Learn what steps over this tree, one behind the other, accepted of some sequences."""
         if not estimates:
             return
         forecast = _Forecast.of(estimates)
-        rates = _lifted(forecast.rates[:, : tree.depth], self._lift_of(tree))
-        lasts = np.minimum(forecast.max_depths, rates.shape[1])
-        num_seen = np.minimum(n_accepted + 1, lasts)  # the first rejection is the last thing seen
-        depths, last = np.arange(MAX_DEPTH), rates.shape[1] - 1
-        is_accepted = depths[: rates.shape[1]] < n_accepted[:, None]
-        is_seen = depths[: rates.shape[1]] < num_seen[:, None]
-        if confidence is not None:
-            self._observe_confidence(estimates, tree, is_accepted, num_seen, confidence)
-        # of a step in the mean: good phases show more depths than bad ones, and the lift of both is the same
-        surprise = np.where(is_seen, is_accepted - rates, 0.0).sum(axis=1) / np.maximum(num_seen, 1)
-        lift = self._lift_of(tree) * np.prod(1 + LIFT_RATE * surprise)
+        lasts = np.minimum(forecast.max_depths, min(tree.depth, MAX_DEPTH))[:, None]
+        num_seen = np.minimum(n_accepted[..., None] + 1, lasts)  # the first rejection is the last thing seen
         # depths that no step has looked at follow the deepest, else a longer chain is never tried
-        is_deeper = (depths >= lasts[:, None]) & ((num_seen == lasts) & (lasts > 0))[:, None]
-        row = np.arange(len(estimates))[:, None]
-        shown_at = np.where(is_deeper, lasts[:, None] - 1, np.minimum(depths, last))  # [sequence, MAX_DEPTH]
-        shows = (is_deeper | (depths <= last)) & is_seen[row, shown_at]
-        expected = np.stack([forecast.rates, np.broadcast_to(self._head.rates, forecast.rates.shape)])[..., : last + 1]
-        of_each, of_head = np.where(
-            shows, (is_accepted - _lifted(expected, self._lift_of(tree)))[:, row, shown_at], 0.0
-        )
-        for estimate, own in zip(estimates, self._head.followed(forecast.rates, of_each), strict=True):
+        shown_at = np.minimum(_DEPTHS, lasts - 1)  # [sequence, MAX_DEPTH]
+        shows = (shown_at < num_seen) & (lasts > 0)  # [step, sequence, MAX_DEPTH]
+        is_accepted = shown_at < n_accepted[..., None]
+        rates, lift, row = forecast.rates, self._lift_of(tree), np.arange(len(estimates))[:, None]
+        for step, is_shown in enumerate(shows):
+            if confidence is not None:
+                known = estimates, rates, lift
+                self._observe_confidence(*known, is_accepted[step], num_seen[step, :, 0], confidence[step])
+            surprise = is_shown * (is_accepted[step] - _lifted(rates, lift)[row, shown_at])
+            if not _is_chain(tree):
+                # of a step in the mean: good phases show more depths than bad ones, and the lift of both is the same
+                of_each = (surprise * (lasts > _DEPTHS)).sum(axis=1) / np.maximum(num_seen[step, :, 0], 1)
+                lift = self._lift[tree] = float(np.clip(lift * np.prod(1 + LIFT_RATE * of_each), 1.0, 8.0))
+            rates = self._head.followed(rates, surprise)
+        for estimate, own in zip(estimates, rates, strict=True):
             estimate.accept_rate = own
-        self._head.steps_passed(1)
-        self._head.learn(of_head.sum(axis=0), shows.sum(axis=0))
-        if not _is_chain(tree):
-            self._lift[tree] = float(np.clip(lift, 1.0, 8.0))
+        of_head = shows * (is_accepted - _lifted(self._head.rates, lift)[shown_at])
+        self._head.steps_passed(len(shows))
+        self._head.learn(of_head.sum(axis=(0, 1)), shows.sum(axis=(0, 1)))
 
     def _observe_confidence(
         self,
         estimates: Sequence[Estimate],
-        tree: Tree,
-        is_accepted: np.ndarray,  # [sequence, depth]
+        rates: np.ndarray,  # [sequence, MAX_DEPTH], of a chain, before this step
+        lift: float,
+        is_accepted: np.ndarray,  # [sequence, MAX_DEPTH]
         num_seen: np.ndarray,  # [sequence]
         confidence: np.ndarray,  # [sequence, depth]
     ) -> None:
-        foreseen = _lifted(self._forecast(estimates).rates[:, : tree.depth], self._lift_of(tree))
         for i, estimate in enumerate(estimates):
             if seen := int(num_seen[i]):
-                surprise, number = is_accepted[i, :seen] - foreseen[i, :seen], int(is_accepted[i, :seen].sum())
+                foreseen = _lifted(self.calibration.moved(rates[i], estimate.surety), lift)[:seen]
                 own = confidence[i, :MAX_DEPTH]
+                number = int(is_accepted[i, :seen].sum())
+                surprise = is_accepted[i, :seen] - foreseen
                 estimate.surety = self.calibration.observe(estimate.surety, own, surprise, number, MAX_DEPTH)
 
     def observe_seconds(

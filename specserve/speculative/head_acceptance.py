@@ -17,7 +17,7 @@ MAX_DEPTH = 16  # acceptance beyond is taken for that at this depth
 UNKNOWN = 0.5  # acceptance where a head has none of its own evaluation
 LEAST, MOST = 0.02, 0.98
 FOLLOWING, REVERSION = 0.12, 0.08  # how far a sequence's estimate follows what a step shows, and goes back in one
-FIRST_GAIN = 0.05  # how far the first observation of a head moves what its evaluation says
+FIRST_VARIANCE = 0.05  # of what a head's evaluation says, in those of an observation: it counts as 20 of them
 DRIFT = 3e-6  # of the uncertainty with each step, in variances of an observation
 
 
@@ -28,18 +28,17 @@ class HeadAcceptance:
         rates = [*evaluated] or [UNKNOWN]
         rates += [rates[-1]] * (MAX_DEPTH - len(rates))
         self.rates = np.clip(np.array(rates[:MAX_DEPTH]), LEAST, MOST)  # [MAX_DEPTH] float64
-        self._variance = np.full(MAX_DEPTH, FIRST_GAIN)  # of the rates, in those of an observation
+        self._variance = np.full(MAX_DEPTH, FIRST_VARIANCE)  # of the rates, in those of an observation
 
     def steps_passed(self, num_steps: int) -> None:
         """Note that so many steps are made, whether or not they show anything of the head."""
-        self._variance = np.minimum(self._variance + num_steps * DRIFT, FIRST_GAIN)
+        self._variance = np.minimum(self._variance + num_steps * DRIFT, FIRST_VARIANCE)
 
     def learn(self, surprise: np.ndarray, number: np.ndarray) -> None:
-        """Learn from one step of several sequences: for each depth by how much more they accepted than these rates
-        promise, together, and how many of them show anything."""
-        gain = np.minimum(self._variance, 1.0 / np.maximum(number, 1))
-        self.rates = np.clip(self.rates + gain * surprise, LEAST, MOST)
+        """Learn from several observations: for each depth by how much more was accepted than these rates promise, in
+        all of them together, and how many there are. To learn from one after the other is the same."""
         self._variance = self._variance / (1.0 + number * self._variance)
+        self.rates = np.clip(self.rates + self._variance * surprise, LEAST, MOST)
 
     def followed(self, rates: np.ndarray, surprise: np.ndarray) -> np.ndarray:
         """Return estimates of sequences, [..., MAX_DEPTH], after a step that showed so much more than expected."""

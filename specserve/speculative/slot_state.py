@@ -79,11 +79,11 @@ class StepResult:
 
     @property
     def n_accepted(self) -> Any:  # [batch] int32
-        return self.counts[:, 0]
+        return self.counts[..., 0]
 
     @property
     def token_ids(self) -> Any:  # [batch, depth + 1] int32
-        return self.counts[:, 2:]
+        return self.counts[..., 2:]
 
     def emitted(self, row: int) -> list[int]:
         """Return the tokens that the step adds to a sequence, once it is read: the accepted ones and the bonus

@@ -54,8 +54,8 @@ def _serve(controller: Controller, says: Says | None, batch: int, num_steps: int
     for _ in range(num_steps):
         tree = _choose(controller, estimates, batch)
         for row, tree_before, n_accepted, confidence in before:
-            said_of_it = None if confidence is None else confidence[None]
-            controller.observe([estimates[row]], tree_before, np.array([n_accepted]), said_of_it)
+            said_of_it = None if confidence is None else confidence[None, None]
+            controller.observe([estimates[row]], tree_before, np.array([[n_accepted]]), said_of_it)
         before, num_tokens = [], 0.0
         for row in range(batch):
             if rng.random() > STAY:
@@ -125,15 +125,15 @@ def test_what_was_promised_is_held_against_what_was_kept() -> None:
     controller = Controller({}, (0.5,))
     sure = np.array([0.9, 0.8, 0.7], np.float32)
     estimate, bounded = controller.start(None), controller.start(1)
-    controller.observe([estimate], chain(3), np.array([1]), sure[None])
-    controller.observe([bounded], chain(3), np.array([1]), sure[None])
-    controller.observe([controller.start(0)], chain(3), np.array([0]), sure[None])
-    controller.observe([controller.start(None)], chain(3), np.array([3]))
+    controller.observe([estimate], chain(3), np.array([[1]]), sure[None, None])
+    controller.observe([bounded], chain(3), np.array([[1]]), sure[None, None])
+    controller.observe([controller.start(0)], chain(3), np.array([[0]]), sure[None, None])
+    controller.observe([controller.start(None)], chain(3), np.array([[3]]))
     calibration = controller.calibration
     assert (round(calibration.promised, 4), calibration.kept) == (0.9 + 0.8 + 0.9, 2)
     for _ in range(200):
-        controller.observe([estimate], chain(3), np.array([3]), np.full(3, 0.99, np.float32)[None])
-        controller.observe([estimate], chain(3), np.array([0]), np.full(3, 0.01, np.float32)[None])
+        controller.observe([estimate], chain(3), np.array([[3]]), np.full((1, 1, 3), 0.99, np.float32))
+        controller.observe([estimate], chain(3), np.array([[0]]), np.full((1, 1, 3), 0.01, np.float32))
     assert 0 <= calibration.trust <= MOST_TRUST
     counts = calibration.promised, calibration.kept
     controller.expect((0.3,))
@@ -144,7 +144,7 @@ def test_a_draft_that_is_not_asked_is_soon_as_sure_as_ever() -> None:
     controller = Controller({StepProgram(1, WIDTH, None): 1.0, StepProgram(1, WIDTH, chain(2)): 9.0}, (0.5,))
     estimate = controller.start(None)
     for confidence in (0.5, 0.01):
-        controller.observe([estimate], chain(2), np.array([0]), np.full(2, confidence, np.float32)[None])
+        controller.observe([estimate], chain(2), np.array([[0]]), np.full((1, 1, 2), confidence, np.float32))
     assert estimate.surety is not None
     off = estimate.surety.off[0]
     assert off < -1

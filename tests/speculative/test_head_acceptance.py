@@ -1,14 +1,15 @@
 """Acceptance as it is in service: in phases, whose lengths nobody knows."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from specserve.speculative.controller import Controller, Estimate
-from specserve.speculative.head_acceptance import FIRST_GAIN, MAX_DEPTH, HeadAcceptance
+from specserve.speculative.head_acceptance import FIRST_VARIANCE, MAX_DEPTH, REVERSION, HeadAcceptance
 from specserve.speculative.program import StepProgram
-from specserve.speculative.tree import chain
+from specserve.speculative.tree import DynamicTree, Tree, chain
 
 PROGRAMS = [StepProgram(1, 8), *[StepProgram(1, 8, chain(depth)) for depth in range(1, 8)]]
 COSTS = dict(zip(PROGRAMS, (1.59, 1.92, 2.18, 2.37, 2.6, 2.86, 3.2, 3.5), strict=True))  # as on an Intel Xeon, ms
@@ -30,7 +31,7 @@ def _tokens_per_ms(choose: Choice, phases: tuple[list[float], list[float]], seed
             if tree := program.tree:
                 rates = [phases[phase][min(depth, len(phases[phase]) - 1)] for depth in range(tree.depth)]
                 number = int(np.cumprod(rng.random(tree.depth) < rates).sum())
-                controller.observe([estimate], tree, np.array([number]))
+                controller.observe([estimate], tree, np.array([[number]]))
             milliseconds += COSTS[program]
             tokens, left = tokens + 1 + number, left - 1 - number
     return tokens / milliseconds
@@ -58,7 +59,7 @@ def test_a_sequence_left_to_plain_steps_is_tried_again_before_it_ends() -> None:
     controller = Controller(COSTS, (0.7, 0.7))
     estimate = controller.start(None)
     while (tree := controller.choose([estimate], PROGRAMS).tree) is not None:
-        controller.observe([estimate], tree, np.array([0]))
+        controller.observe([estimate], tree, np.array([[0]]))
     for _ in range(PHASE):
         controller.choose([estimate], PROGRAMS)
     assert controller.choose([estimate], PROGRAMS).tree is not None
@@ -73,11 +74,33 @@ def test_what_is_known_of_a_head_is_the_mean_of_what_was_seen() -> None:
             head.learn(each - head.rates, np.ones(MAX_DEPTH, int))
 
     see(seen)
-    worth = 1 / FIRST_GAIN - 1
+    worth = 1 / FIRST_VARIANCE
     np.testing.assert_allclose(head.rates, (worth * 0.5 + seen.sum()) / (worth + len(seen)))
+    together = HeadAcceptance((0.5,))
+    together.learn(seen.sum() - len(seen) * together.rates, np.full(MAX_DEPTH, len(seen)))
+    np.testing.assert_allclose(head.rates, together.rates)
     learned = head.rates
     see(~seen[:50])
     assert (head.rates > learned - 0.1).all(), "there is much that says otherwise"
     head.steps_passed(10**6)
     see(~seen[:50])
     assert (head.rates < 0.5).all(), "that was long ago"
+
+
+@pytest.mark.parametrize("tree", [chain(1), chain(5), DynamicTree(4, 2, 7)], ids=str)
+def test_steps_of_one_call_are_learned_from_as_if_they_came_one_by_one(tree: Tree) -> None:
+    """Each sequence goes back to what is known of the head before the call, which moves little meanwhile."""
+    rng, bounds, num_steps = np.random.default_rng(0), (None, None, 2), 7
+    n_accepted = rng.integers(0, tree.depth + 1, (num_steps, len(bounds)))
+    n_accepted[4:, 1] = -1  # its answer has ended
+    together, one_by_one = (Controller({}, (0.6, 0.5)) for _ in range(2))
+    own, others = ([each.start(bound) for bound in bounds] for each in (together, one_by_one))
+    together.observe(own, tree, n_accepted)
+    before, moved = one_by_one.start(None).accept_rate, 0.0
+    for numbers in n_accepted:
+        going = numbers >= 0
+        one_by_one.observe(list(itertools.compress(others, going)), tree, numbers[going][None])
+        moved = max(moved, np.abs(one_by_one.start(None).accept_rate - before).max())
+    for one, other in zip(own, others, strict=True):
+        np.testing.assert_allclose(one.accept_rate, other.accept_rate, atol=num_steps * REVERSION * moved)
+    assert together.expected_tokens(own, tree) == pytest.approx(one_by_one.expected_tokens(others, tree), rel=0.05)

@@ -59,7 +59,7 @@ class Load:
                 self.read_seconds += PER_TOKEN * num_read
                 self.num_unread = 0
                 accepted = [min(_accepted(each), program.tree.depth) for each in range(batch)]
-                self.controller.observe(estimates, program.tree, np.array(accepted))
+                self.controller.observe(estimates, program.tree, np.array([accepted]))
             elif self.num_unread or not self.controller.is_following:
                 self.num_unread += batch
             self.controller.observe_seconds(program, self.costs[program])
@@ -164,7 +164,7 @@ class Alone:
             if program.tree is not None:
                 seconds += PER_TOKEN * num_unread
                 num_unread = 0
-                controller.observe([estimate], program.tree, np.array([num_accepted]))
+                controller.observe([estimate], program.tree, np.array([[num_accepted]]))
             elif not controller.is_following:
                 num_unread += 1
             controller.observe_seconds(made, self.costs[made])

@@ -477,15 +477,16 @@ class Rounds:
             for sequence in each.awaited().values():
                 sequence.landed(*each.tokens)
             num_tokens += [0] * (len(steps) - len(num_tokens))
+            awaited: list[dict[int, Sequence]] = []  # by each step
+            emit = functools.partial(self.delivery.emit, is_step=each.program is not None)
             for number, result in enumerate(steps):
-                awaited = each.awaited()
-                if each.program:
-                    self.choice.observe(each.tree, result, awaited)
+                awaited.append(each.awaited())
                 n_accepted = result.n_accepted.tolist()
-                for row, sequence in awaited.items():
+                for row, sequence in awaited[-1].items():
                     num_tokens[number] += 1 + n_accepted[row]
-                    emit = functools.partial(self.delivery.emit, is_step=each.program is not None)
                     self.delivery.guard(sequence, functools.partial(emit, sequence, each.tree, result, row))
+            if each.program:
+                self.choice.observe(each.tree, steps, awaited)
         while len(num_tokens) > 1 and not num_tokens[-1]:  # steps that ran on after every answer had ended
             num_tokens.pop()
         self._counters.num_round_tokens += sum(num_tokens)

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -261,10 +261,15 @@ class StepChoice:
         self.controller.observe_seconds(program, seconds, num_steps, is_switch=is_switch)
         self._bursts.observe(program, seconds)
 
-    def observe(self, tree: Tree | None, result: StepResult, sequences: dict[int, Sequence]) -> None:
-        """Learn from what a step accepted of the sequences in its rows, also where an answer ends within it."""
-        if tree is None or self._runner.shapes.accepts_nothing:
+    def observe(self, tree: Tree | None, steps: Seq[StepResult], awaited: Seq[Mapping[int, Sequence]]) -> None:
+        """Learn what the steps of one call accepted of the sequences in their rows, of each up to the step within which
+        its answer ended: those that were awaited by each step."""
+        if tree is None or not steps or not awaited[0] or self._runner.shapes.accepts_nothing:
             return
-        rows, estimates = list(sequences), [self.estimate(sequence) for sequence in sequences.values()]
-        confidence = None if result.confidence is None else np.asarray(result.confidence)[rows]
-        self.controller.observe(estimates, tree, result.n_accepted[rows], confidence)
+        rows, estimates = [*awaited[0]], [self.estimate(sequence) for sequence in awaited[0].values()]
+        n_accepted = np.stack([each.n_accepted[rows] for each in steps])
+        for i, still in enumerate(awaited):
+            if len(still) < len(rows):
+                n_accepted[i, [row not in still for row in rows]] = -1
+        confidence = [each.confidence[rows] for each in steps if each.confidence is not None]
+        self.controller.observe(estimates, tree, n_accepted, np.stack(confidence) if confidence else None)

@@ -1,7 +1,6 @@
 """Results on their way from the device to the host."""
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,14 +35,15 @@ class StepHandle:
 
     def read_each(self) -> list[StepResult]:
         """The same of each step that was made, the first one first: none is, once all sequences have stopped."""
-        host, places = jax.tree.map(np.asarray, self.result), [self.rows]
-        if self.num_steps:
-            num_made = np.count_nonzero(host.counts[: self.num_steps, 0, 0] >= 0)
-            places = [(number, self.rows) for number in range(num_made)]
-        results = [jax.tree.map(operator.itemgetter(place), host) for place in places]
-        if results:
-            self.on_read(np.sum([result.n_accepted for result in results], axis=0))
-        return results
+        host = jax.tree.map(np.asarray, self.result)
+        if not self.num_steps:
+            host = jax.tree.map(lambda array: array[None], host)
+        num_made = int(np.count_nonzero(host.counts[: max(self.num_steps, 1), 0, 0] >= 0))
+        made = jax.tree.map(lambda array: array[:num_made, self.rows], host)
+        if num_made:
+            self.on_read(made.n_accepted.sum(axis=0))
+        leaves, form = jax.tree.flatten(made)
+        return [jax.tree.unflatten(form, each) for each in zip(*leaves, strict=True)]
 
 
 def asked_parts(result: StepResult, *, has_logprobs: bool = False, has_tree: bool = False) -> StepResult:
