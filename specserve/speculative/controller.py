@@ -151,16 +151,22 @@ class Controller:
         rates = _lifted(estimate.accept_rate[: min(tree.depth, estimate.max_depth)], self._lift_of(tree)).tolist()
         return sum(itertools.accumulate(rates, operator.mul))
 
-    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0) -> StepProgram:
+    def choose(
+        self,
+        estimates: Sequence[Estimate],
+        choices: Sequence[StepProgram],
+        num_unread: int = 0,  # tokens of theirs that the draft has to read before it can propose
+        num_unseen: int = 0,  # speculative steps of theirs that are on their way
+    ) -> StepProgram:
         """The next step of these sequences, out of `choices`, which are those for their number, rounded up, and the
-        width. One without a tree is plain decoding. The draft has to read so many of their tokens before it can
-        propose."""
+        width. One without a tree is plain decoding."""
         known = {program.tree: program for program in choices if program in self.costs}
         if not known:
             if self.costs:  # of smaller batches, which a server begins with
                 self._reading.leave_out()
             return choices[0]
-        forecast = self._forecast(estimates)
+        # as far ahead as the middle of the next call, which is about as long as the one that is on its way
+        forecast = self._forecast(estimates, 1.5 * num_unseen)
         promises = {tree: self._promise(forecast, program) for tree, program in known.items()}
         kind = choices[0].batch, frozenset(known)
         is_open = any(estimate.max_depth for estimate in estimates)  # else no draft may be accepted, whatever it pays
@@ -344,13 +350,15 @@ class Controller:
     def _tokens(self, forecast: _Forecast, tree: Tree | None) -> float:
         return float(len(forecast.rates)) if tree is None else forecast.tokens(tree.depth, self._lift_of(tree))
 
-    def _forecast(self, estimates: Sequence[Estimate]) -> _Forecast:
+    def _forecast(self, estimates: Sequence[Estimate], num_ahead: float = 0.0) -> _Forecast:
         """Forecast what the sequences accept, by how sure the draft is of them now. While they are decoded plainly for
         long nothing of it changes, and on a CPU the host's time is taken from the device."""
         rates, (known, forecast) = [estimate.accept_rate for estimate in estimates], self._last
         if len(rates) != len(known) or any(map(operator.is_not, rates, known)):
             forecast = _Forecast.of(estimates)
             self._last = rates, forecast
+        if num_ahead:
+            forecast = _Forecast(self._head.faded(forecast.rates, num_ahead), forecast.max_depths)
         if not self.calibration.trust:
             return forecast
         moved = [

@@ -44,6 +44,6 @@ class HeadAcceptance:
         """Return estimates of sequences, [..., MAX_DEPTH], after a step that showed so much more than expected."""
         return np.clip(rates + REVERSION * (self.rates - rates) + FOLLOWING * surprise, LEAST, MOST)
 
-    def faded(self, rates: np.ndarray, num_steps: int) -> np.ndarray:
+    def faded(self, rates: np.ndarray, num_steps: float) -> np.ndarray:
         """Return estimates of sequences, [..., MAX_DEPTH], after so many steps that showed nothing."""
         return self.rates + (1.0 - REVERSION) ** num_steps * (rates - self.rates)

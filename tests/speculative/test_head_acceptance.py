@@ -9,7 +9,7 @@ import pytest
 from specserve.speculative.controller import Controller, Estimate
 from specserve.speculative.head_acceptance import FIRST_VARIANCE, MAX_DEPTH, REVERSION, HeadAcceptance
 from specserve.speculative.program import StepProgram
-from specserve.speculative.tree import DynamicTree, Tree, chain
+from specserve.speculative.tree import DynamicTree, Tree, chain, depth_of
 
 PROGRAMS = [StepProgram(1, 8), *[StepProgram(1, 8, chain(depth)) for depth in range(1, 8)]]
 COSTS = dict(zip(PROGRAMS, (1.59, 1.92, 2.18, 2.37, 2.6, 2.86, 3.2, 3.5), strict=True))  # as on an Intel Xeon, ms
@@ -104,3 +104,18 @@ def test_steps_of_one_call_are_learned_from_as_if_they_came_one_by_one(tree: Tre
     for one, other in zip(own, others, strict=True):
         np.testing.assert_allclose(one.accept_rate, other.accept_rate, atol=num_steps * REVERSION * moved)
     assert together.expected_tokens(own, tree) == pytest.approx(one_by_one.expected_tokens(others, tree), rel=0.05)
+
+
+@pytest.mark.parametrize("rate", [0.95, 0.1], ids=str)
+def test_a_phase_may_be_over_when_the_steps_that_are_on_their_way_are_made(rate: float) -> None:
+    """The more of them there are, the more does the next step follow what is known of the head."""
+
+    def depth(rate: float, num_unseen: int = 0) -> int:
+        controller = Controller(COSTS, (0.6,))
+        estimate = Estimate(np.full(MAX_DEPTH, rate))
+        return depth_of(controller.choose([estimate], PROGRAMS, num_unseen=num_unseen).tree)
+
+    depths, usual = [depth(rate, number) for number in (0, 2, 4, 8, 16, 64)], depth(0.6)
+    assert depths == sorted(depths, reverse=rate > 0.6)
+    assert depths[0] != depths[-1] == usual
+    assert len(set(depths)) > 2, "it goes back step by step"

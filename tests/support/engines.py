@@ -199,7 +199,9 @@ class Fixed(Controller):
         super().__init__({})
         self.tree = tree
 
-    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0) -> StepProgram:
+    def choose(
+        self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0, num_unseen: int = 0
+    ) -> StepProgram:
         return next(program for program in choices if program.tree == self.tree)
 
 
@@ -210,7 +212,9 @@ class Dice(Controller):
         super().__init__({})
         self.random, self._draft, self._leaves_draft = random.Random(seed), random.Random(seed), leaves_draft
 
-    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0) -> StepProgram:
+    def choose(
+        self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0, num_unseen: int = 0
+    ) -> StepProgram:
         self._reading.is_following = not self._leaves_draft or self._draft.random() < 0.5
         return self.random.choice(choices)
 

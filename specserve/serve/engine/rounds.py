@@ -7,6 +7,7 @@ thread.
 
 import bisect
 import functools
+import itertools
 import logging
 import time
 from collections import Counter, deque
@@ -22,6 +23,7 @@ from specserve.drafters.speculation import describe
 from specserve.errors import ConfigError, first_line
 from specserve.serve.engine.backlog import Backlog
 from specserve.serve.engine.delivery import Delivery, take_scores
+from specserve.serve.engine.in_flight import InFlight, awaiting, ending, prompts_in_flight
 from specserve.serve.engine.interface import ROUND_SIZES, EngineStats
 from specserve.serve.engine.options import sampler_rows, token_rows
 from specserve.serve.engine.scheduler import Scheduler
@@ -34,7 +36,6 @@ from specserve.serve.requests.output import OutputStream
 from specserve.serve.requests.request import Delta, FinishReason, Request, fill_masks
 from specserve.speculative.controller import Controller
 from specserve.speculative.program import StepProgram
-from specserve.speculative.tree import Tree, depth_of
 from specserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -64,33 +65,6 @@ class _Counters:
     wait_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class InFlight:
-    """A program whose result has not been read: steps, or chunks of prompts."""
-
-    handle: StepHandle
-    rows: dict[int, tuple[Sequence, int]]  # of the result: the sequence of their tokens, and the epoch that it was in
-    program: StepProgram | None = None  # of steps
-    num_steps: int = 1
-    has_read: bool = False  # the draft reads before it
-    # of scored chunks, by the row: the sequence, its epoch, the number of tokens
-    scored: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
-    num_prompt: int = 0  # prompt tokens that it reads
-
-    @property
-    def tree(self) -> Tree | None:
-        return self.program and self.program.tree
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """Tokens that it emits for a sequence, at least and at most."""
-        return self.num_steps, self.num_steps * (1 + depth_of(self.tree))
-
-    def awaited(self) -> dict[int, Sequence]:
-        """Return the sequences by row that still count what this brings."""
-        return {row: sequence for row, (sequence, epoch) in self.rows.items() if sequence.is_of(epoch)}
-
-
 def _asked(sequences: Iterable[Sequence]) -> _Asked:
     params = [sequence.request.params for sequence in sequences]
     return {
@@ -105,25 +79,6 @@ def _loras_of(sequences: Iterable[Sequence]) -> tuple[str, ...]:
 
 def _parts(chunks: Seq[Chunk]) -> list[PromptPart]:
     return [(chunk.sequence.slot, chunk.num_tokens, chunk.is_last) for chunk in chunks]
-
-
-def _ending(chunks: Seq[Chunk]) -> dict[int, Sequence]:
-    """Return the sequences by row whose prompts end with these chunks."""
-    return {row: chunk.sequence for row, chunk in enumerate(chunks) if chunk.is_last}
-
-
-def _awaiting(rows: dict[int, Sequence]) -> dict[int, tuple[Sequence, int]]:
-    return {row: (sequence, sequence.epoch) for row, sequence in rows.items()}
-
-
-def _prompts_in_flight(handle: StepHandle, chunks: Seq[Chunk]) -> InFlight:
-    scored = {row: chunk for row, chunk in enumerate(chunks) if chunk.sequence.is_scored}
-    return InFlight(
-        handle,
-        _awaiting(_ending(chunks)),
-        scored={row: (chunk.sequence, chunk.sequence.epoch, chunk.num_tokens) for row, chunk in scored.items()},
-        num_prompt=sum(chunk.num_tokens for chunk in chunks),
-    )
 
 
 class Rounds:
@@ -346,14 +301,15 @@ class Rounds:
         if any(sequence.request.token_mask is not None for sequence in decode):
             program, handle = self._constrained_step(decode, slots, asked, num_unread)
         else:
-            program, num_steps = self.choice.choose(decode, slots, work, num_unread)
+            num_unseen = sum(each.num_steps for each in itertools.chain(*self.in_flight) if each.tree)
+            program, num_steps = self.choice.choose(decode, slots, work, num_unread, num_unseen)
             chosen, program = program, self.backlog.before_step(decode, program, self.choice)
             num_steps = num_steps if program == chosen else 1
             is_following = self.choice.keeps_up(program, slots, num_steps)
             handle = self.runner.step(slots, program.tree, num_steps=num_steps, **asked, is_following=is_following)
         num_read = self.backlog.num_read - num_read
         self.choice.stepped(decode, program, num_steps, num_read)
-        return InFlight(handle, _awaiting(dict(enumerate(decode))), program, num_steps, num_read > 0)
+        return InFlight(handle, awaiting(dict(enumerate(decode))), program, num_steps, num_read > 0)
 
     def _step_beside(self, decode: list[Sequence], prefills: Seq[Seq[Chunk]]) -> tuple[InFlight, InFlight] | None:
         """Dispatch a step together with the first prefill, where one program does both. None: it does not."""
@@ -366,7 +322,7 @@ class Rounds:
         self._admit_new(chunks)
         asked, is_following = _asked(sequences), self.choice.is_following(slots)
         step, prompts = self.runner.mixed(program, slots, parts, **asked, is_following=is_following)
-        return InFlight(step, _awaiting(dict(enumerate(decode))), program), _prompts_in_flight(prompts, chunks)
+        return InFlight(step, awaiting(dict(enumerate(decode))), program), prompts_in_flight(prompts, chunks)
 
     def _constrained_step(
         self, decode: list[Sequence], slots: list[int], asked: _Asked, num_unread: int
@@ -399,7 +355,7 @@ class Rounds:
         """Run chunks of prompts side by side, admitting their sequences before the first. They run even where a token
         mask fails and ends its sequence: the prefix cache has its pages already."""
         self._admit_new(chunks)
-        lasts, parts, is_scored = _ending(chunks), _parts(chunks), any(chunk.sequence.is_scored for chunk in chunks)
+        lasts, parts, is_scored = ending(chunks), _parts(chunks), any(chunk.sequence.is_scored for chunk in chunks)
         handle = self.runner.prefill(
             parts,
             is_alone=not is_scored and self.backlog.leaves_out(chunks, parts, self.choice),
@@ -411,7 +367,7 @@ class Rounds:
         for chunk in chunks:
             if chunk.keep is not None:
                 self.runner.keep_state(chunk.sequence.slot, chunk.keep)
-        return _prompts_in_flight(handle, chunks)
+        return prompts_in_flight(handle, chunks)
 
     def _masks_of_prompts(self, lasts: dict[int, Sequence], batch: int) -> np.ndarray | None:
         """Return what may follow prompts that end in these rows of so many, [batch, 1, bytes] uint8; None: anything."""

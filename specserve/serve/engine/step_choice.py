@@ -142,11 +142,14 @@ class StepChoice:
         """Return how many draft tokens of the deepest tree the sequence is expected to accept."""
         return self.controller.promise(self.estimate(sequence), max(self._runner.shapes.trees, key=depth_of))
 
-    def choose(self, decode: Seq[Sequence], slots: Seq[int], work: Round, num_unread: int) -> tuple[StepProgram, int]:
+    def choose(
+        self, decode: Seq[Sequence], slots: Seq[int], work: Round, num_unread: int, num_unseen: int
+    ) -> tuple[StepProgram, int]:
         """Return the next step of these sequences, and how many of them to make at once in this round. The draft has so
-        many of their tokens to read before it can propose."""
+        many of their tokens to read before it can propose, and so many speculative steps are on their way."""
         followed = min(work.most_steps, self._runner.most_followed)
-        program = self._followed(self._program(decode, self._choices(slots), num_unread), slots, followed)
+        program = self._program(decode, self._choices(slots), num_unread, num_unseen)
+        program = self._followed(program, slots, followed)
         most = min(work.num_steps(1 + depth_of(program.tree)), self._runner.most_steps(program))
         num_steps = self._bursts.num_steps(program, most)
         return program, self._runner.bounds.num_alike(slots, program.tree, num_steps)
@@ -173,14 +176,16 @@ class StepChoice:
         size = next(size for size in shapes.step_sizes if size >= shapes.batches.least_size(slots))
         return shapes.step_programs[size, self._runner.bounds.width_of(slots)]
 
-    def _program(self, decode: Seq[Sequence], choices: Seq[StepProgram], num_unread: int = 0) -> StepProgram:
+    def _program(
+        self, decode: Seq[Sequence], choices: Seq[StepProgram], num_unread: int = 0, num_unseen: int = 0
+    ) -> StepProgram:
         """Return the best of the choices, or of those that are here: a program that is missing is compiled or read from
         its file meanwhile."""
         runner = self._runner
         if self.is_partial:  # each of them is worth compiling
             runner.compiled.require(itertools.chain(*(program_list.needed(runner, each) for each in choices)))
         else:
-            best = self._best(decode, choices, num_unread)
+            best = self._best(decode, choices, num_unread, num_unseen)
             if self._are_ready(program_list.needed(runner, best)) and self._can_read(best, num_unread):
                 return best
         plain = runner.shapes.step(choices[0].batch, choices[0].width, runner.shapes.plain)
@@ -189,7 +194,7 @@ class StepChoice:
         ]
         if plain not in ready and (self.is_choosing or not ready):
             return runner.ready_step(plain)  # a larger one
-        return self._best(decode, ready, num_unread)
+        return self._best(decode, ready, num_unread, num_unseen)
 
     def _can_read(self, program: StepProgram, num_unread: int) -> bool:
         """Return whether the draft can read so many tokens before such a step, which it need not before a plain one."""
@@ -210,7 +215,7 @@ class StepChoice:
         self._runner.compiled.require(away)
         return not away and not any(map(self._runner.compiled.is_lost, programs))
 
-    def _best(self, decode: Seq[Sequence], choices: Seq[StepProgram], num_unread: int) -> StepProgram:
+    def _best(self, decode: Seq[Sequence], choices: Seq[StepProgram], num_unread: int, num_unseen: int) -> StepProgram:
         shapes = self._runner.shapes
         plain = shapes.step(choices[0].batch, choices[0].width, shapes.plain)
         only = self.only  # other threads set it
@@ -218,7 +223,7 @@ class StepChoice:
             return next((each for each in choices if each.tree == only[0]), plain)
         if not self.is_choosing:
             return choices[0]
-        return self.controller.choose([self.estimate(each) for each in decode], choices, num_unread)
+        return self.controller.choose([self.estimate(each) for each in decode], choices, num_unread, num_unseen)
 
     def choose_constrained(self, decode: Seq[Sequence], slots: Seq[int], num_unread: int) -> StepProgram:
         """Return the next step of sequences of which some have token masks."""

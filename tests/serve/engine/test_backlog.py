@@ -33,7 +33,9 @@ class Script(Controller):
         self._reading.is_following = is_following
         self.num_plain, self.num_unread = num_plain, [0]
 
-    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0) -> StepProgram:
+    def choose(
+        self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0, num_unseen: int = 0
+    ) -> StepProgram:
         self.num_plain -= 1
         self.num_unread.append(num_unread)
         return next(each for each in choices if (each.tree is None) == (self.num_plain >= 0))
@@ -130,7 +132,11 @@ def test_a_draft_that_follows_again_has_read_everything(runner: Runner) -> None:
 
     class Turns(Script):
         def choose(
-            self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0
+            self,
+            estimates: Sequence[Estimate],
+            choices: Sequence[StepProgram],
+            num_unread: int = 0,
+            num_unseen: int = 0,
         ) -> StepProgram:
             self.num_unread.append(num_unread)
             is_plain = len(self.num_unread) % 5 > 0

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from engines import MAX_LEN, PAGE_SIZE, VOCAB, compile_programs, make_engine, make_runner
+from engines import MAX_LEN, PAGE_SIZE, VOCAB, Dice, compile_programs, make_engine, make_runner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +25,7 @@ from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import DEEP_AT_ONCE, STEPS_AT_ONCE
 from specserve.serve.programs.slot_bounds import SlotBounds
 from specserve.serve.requests.request import SamplingParams
+from specserve.speculative.controller import Estimate
 from specserve.speculative.costs import BURST_SECONDS, within_burst
 from specserve.speculative.program import StepProgram
 from specserve.speculative.slot_state import StepResult
@@ -220,3 +221,31 @@ def test_the_host_never_takes_a_sequence_for_shorter_than_it_is(
     for on_read, accepted in unread:
         on_read(np.array([accepted]))
     assert bounds.num_entries((0,)) == length
+
+
+def test_a_choice_knows_of_the_speculative_steps_that_are_on_their_way(tiny_target: Target, tiny_head: Head) -> None:
+    """Nothing has been learned of them: they are those of the call before, which is read after the next is chosen."""
+    told: list[int] = []
+    before = [0]
+
+    class Noting(Dice):
+        def choose(
+            self,
+            estimates: Sequence[Estimate],
+            choices: Sequence[StepProgram],
+            num_unread: int = 0,
+            num_unseen: int = 0,
+        ) -> StepProgram:
+            told.append(num_unseen)
+            return super().choose(estimates, choices, num_unread, num_unseen)
+
+        def stepped(self, program: StepProgram, num_steps: int, num_sequences: int, num_read: int = 0) -> None:
+            before.append(num_steps if program.tree else 0)
+            super().stepped(program, num_steps, num_sequences, num_read)
+
+    runner = make_runner(tiny_target, tiny_head, "off", "chain:1", "chain:3", has_constrained=False)
+    compile_programs(runner)
+    with make_engine(runner, controller=Noting(0, leaves_draft=False)) as engine:
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=MAX_LEN - 10, temperature=0, ignore_eos=True))
+    assert told == before[: len(told)]
+    assert {0, 1} < set(told)

@@ -33,9 +33,11 @@ class Listener(Controller):
         self.said: dict[int, list[tuple[float, int]]] = {}  # by sequence: how sure of the first draft; accepted
         self.chosen: list[tuple[float, int]] = []  # by how much rows are surer than usual, together; depth
 
-    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0) -> StepProgram:
+    def choose(
+        self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0, num_unseen: int = 0
+    ) -> StepProgram:
         self.calibration.trust = 1.0
-        program = super().choose(estimates, choices, num_unread)
+        program = super().choose(estimates, choices, num_unread, num_unseen)
         assert program.tree is not None
         self.chosen.append((sum(each.surety.off[0] for each in estimates if each.surety), program.tree.depth))
         return program
