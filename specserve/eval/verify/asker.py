@@ -28,8 +28,10 @@ class _Scripted(Controller):
         super().__init__({})
         self._script = script
 
-    def choose(self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0) -> StepProgram:
-        del estimates, num_unread
+    def choose(
+        self, estimates: Sequence[Estimate], choices: Sequence[StepProgram], num_unread: int = 0, num_unseen: int = 0
+    ) -> StepProgram:
+        del estimates, num_unread, num_unseen
         tree = self._script()
         # steps with grammars have programs for one tree alone
         return next((program for program in choices if program.tree == tree), choices[-1])
