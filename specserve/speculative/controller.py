@@ -109,6 +109,8 @@ class Controller:
 
     def __post_init__(self) -> None:
         self._served = ServedCosts(self.costs)
+        plain = sorted((each for each in self.costs if each.kind == "step" and each.tree is None), key=_is_alone)
+        self._plain = {(each.batch, each.width): each for each in plain}  # the target's alone where there are both
         self._last: tuple[list[np.ndarray], _Forecast] = [], _Forecast.of(())
         self.expect(self.prior)
 
@@ -178,11 +180,12 @@ class Controller:
         self._gain = promises[best] / promises[None] - 1.0 if None in known else 0.0
         if self._reading.waits(num_unread, self._gain, len(estimates)):
             return known[None]
-        is_near = is_open and any(LOYALTY * promises[tree] > promises[best] for tree in speculative)
-        is_unknown = not (num_unread or any(self._served.has_seen(known[tree]) for tree in speculative))
+        most = max((promises[tree] for tree in speculative), default=0.0)
+        is_near = is_open and LOYALTY * most > promises[best]
         # costs that were measured on a busy machine are too high
-        may_pay = any(promises[tree] * math.exp(UNKNOWN) > promises[best] for tree in speculative)
-        is_used = is_open and (best is not None or (is_unknown and may_pay))
+        may_pay = not num_unread and most * math.exp(UNKNOWN) > promises[best]
+        is_unknown = best is None and may_pay and not any(self._served.has_seen(known[tree]) for tree in speculative)
+        is_used = is_open and (best is not None or is_unknown)
         self._reading.choose(choices[0], is_used=is_used, is_near=is_near)
         if not is_open:
             return known[best]
@@ -276,8 +279,7 @@ class Controller:
 
     def speedup(self, estimates: Sequence[Estimate], program: StepProgram) -> float:
         """The tokens per second that the step promises, over those of a plain step. 1 where either cost is unknown."""
-        ways = (StepProgram(program.batch, program.width, is_alone=is_alone) for is_alone in (True, False))
-        plain = next((way for way in ways if way in self.costs), None)
+        plain = self._plain.get((program.batch, program.width))
         if program.tree is None or not estimates or plain is None or program not in self.costs:
             return 1.0
         tokens = self.expected_tokens(estimates, program.tree)
@@ -371,6 +373,10 @@ class Controller:
         """The lift of a tree: 1 of a chain. Before anything is observed, more children help, each less than the one
         before."""
         return 1.0 if _is_chain(tree) else self._lift.get(tree, 1.0 + 0.35 * (tree.top_k - 1))
+
+
+def _is_alone(program: StepProgram) -> bool:
+    return program.is_alone
 
 
 def _is_chain(tree: Tree) -> bool:

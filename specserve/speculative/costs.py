@@ -96,8 +96,10 @@ class ServedCosts:
         """Return what a plain step that the draft follows takes in service, where more is known of it than of this one
         of the target alone, which does less. While steps speculate the draft follows every plain one, so else a cost
         that was measured on a busy machine would stay."""
+        if not program.is_alone:
+            return math.inf
         followed = dataclasses.replace(program, is_alone=False)
-        seen = self._own.get(_way(followed)) if program.is_alone and followed in self.measured else None
+        seen = self._own.get(_way(followed)) if followed in self.measured else None
         if seen is None or (own is not None and self._variance(own) <= self._variance(seen)):
             return math.inf
         return self.seconds(followed)

@@ -10,6 +10,7 @@ time the draft follows the next prompt once plain steps have lost that much, or 
 and the sequence after it begins with everything read.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,7 +37,15 @@ class ReadingRule:
     twice what they take. So it is at the ragged ends of batches that are full again at once."""
 
     def __init__(self, costs: Mapping[StepProgram, float]) -> None:
-        self._costs = costs
+        readings = [program for program in costs if program.chunk]
+        self._least_reading = min((costs[each] for each in readings), default=0.0)  # seconds
+        self._per_token = min((costs[each] / each.chunk for each in readings), default=0.0)
+        # by batch and width, see `_extra_share`
+        self._extra = {
+            (program.batch, program.width): max(costs[followed] / costs[program] - 1.0, FOLLOWING)
+            for program in costs
+            if program.is_alone and (followed := dataclasses.replace(program, is_alone=False)) in costs
+        }
         self.is_following = True
         self.follows_next = False  # the next prompt, and from there on what is chosen then
         self._is_waiting = False  # speculation would pay now, and plain steps have not lost enough yet
@@ -98,7 +107,7 @@ class ReadingRule:
         elif self.is_following and not program.is_alone and (share := self._extra_share(program)) is not None:
             self._kept_up += share * seconds
             self._spent += share * seconds
-            if self._kept_up >= min((self._costs[each] for each in self._readings()), default=0.0):
+            if self._kept_up >= self._least_reading:
                 self.leave_out()
 
     def leave_out(self) -> None:
@@ -113,19 +122,13 @@ class ReadingRule:
 
     def reading_seconds(self, num_tokens: float) -> float:
         """Return what the draft takes to read so many tokens."""
-        return num_tokens * min((self._costs[each] / each.chunk for each in self._readings()), default=0.0)
+        return num_tokens * self._per_token
 
     def following_seconds(self, num_tokens: float) -> float:
         """Return what following a prompt of so many tokens adds to it."""
         return FOLLOWING * self.reading_seconds(num_tokens)
 
-    def _readings(self) -> list[StepProgram]:
-        return [program for program in self._costs if program.chunk]
-
     def _extra_share(self, program: StepProgram) -> float | None:
         """Return what a plain step that the draft follows takes beyond one of the target alone, as a share of that;
         FOLLOWING at least. None where there are not both."""
-        alone, followed = (StepProgram(program.batch, program.width, is_alone=each) for each in (True, False))
-        if not {alone, followed} <= self._costs.keys():
-            return None
-        return max(self._costs[followed] / self._costs[alone] - 1.0, FOLLOWING)
+        return self._extra.get((program.batch, program.width))

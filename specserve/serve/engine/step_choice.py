@@ -158,10 +158,13 @@ class StepChoice:
         """Note that so many steps of these sequences are made, before which the draft has read so many tokens."""
         if self.is_choosing and self.only is None:
             self.controller.stepped(program, num_steps, len(decode), num_read)
-            estimates = [self.estimate(sequence) for sequence in decode]
-            tokens = num_steps * self.controller.expected_tokens(estimates, program.tree)
+            plain = tokens = float(num_steps * len(decode))
+            if program.tree is not None:
+                estimates = [self.estimate(sequence) for sequence in decode]
+                tokens = num_steps * self.controller.expected_tokens(estimates, program.tree)
+                plain = tokens / max(self.controller.speedup(estimates, program), 1e-9)
             self._num_tokens += tokens
-            self._plain_tokens += tokens / max(self.controller.speedup(estimates, program), 1e-9)
+            self._plain_tokens += plain
 
     def _followed(self, program: StepProgram, slots: Seq[int], most_steps: int = 1) -> StepProgram:
         """Return the plain step that the draft follows in place of the target's alone, where it is to keep up."""
