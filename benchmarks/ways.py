@@ -25,10 +25,12 @@ from specserve.eval.client import Client
 
 
 def tokens_per_second(client: Client, prompts: list[list[int]], clients: int, max_tokens: int) -> float:
-    """Ask all prompts with so many clients, each taking the next one when its answer is complete."""
+    """Ask all prompts with so many clients, each taking the next one when its answer is complete. Answers are from half
+    to one and a half times as long as `max_tokens`: those of one length begin and end together, and that is luck."""
 
     def ask(prompt: list[int]) -> int:
-        body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        length = max_tokens // 2 + 37 * sum(prompt) % max_tokens
+        body: dict[str, Any] = {"prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True}
         reply = client.json("/v1/completions", body | {"cache_salt": uuid.uuid4().hex})  # no answer helps another
         return reply["usage"]["completion_tokens"]
 
@@ -40,7 +42,7 @@ def tokens_per_second(client: Client, prompts: list[list[int]], clients: int, ma
 
 def measure(given: argparse.Namespace, target: Path) -> None:
     """Start a server, and print a row for each number of clients and each way."""
-    prompts = questions(target, given.bench, given.prompts, CONTEXT - given.max_tokens - MARGIN)
+    prompts = questions(target, given.bench, given.prompts, CONTEXT - 3 * given.max_tokens // 2 - MARGIN)
     sizes = ["--max-slots", str(max(given.clients)), "--max-model-len", str(CONTEXT), "--allow-load-draft"]
     print(f"{processor()}; {target}; {given.beside} other processes\n")
     print("| clients | way | tokens/s | to the first |\n|---:|---|---:|---|")
@@ -67,7 +69,7 @@ def main() -> int:
     add("--ways", type=lambda text: text.split(","), default="off,auto", help="with commas (%(default)s)")
     add("--rounds", type=positive, default=4, help="turns of each way, after one that is not counted (%(default)s)")
     add("--prompts", type=positive, default=48, help="questions of a turn (%(default)s)")
-    add("--max-tokens", type=positive, default=96, help="of an answer (%(default)s)")
+    add("--max-tokens", type=positive, default=96, help="of an answer, in the mean (%(default)s)")
     add("--beside", type=int, default=0, help="processes that take a core each meanwhile (%(default)s)")
     add("--serve", type=shlex.split, default=[], metavar="FLAGS", help="more flags of `specserve serve`, in quotes")
     return run(parser, measure)
