@@ -44,7 +44,9 @@ class ReadingRule:
         self._extra = {
             (program.batch, program.width): max(costs[followed] / costs[program] - 1.0, FOLLOWING)
             for program in costs
-            if program.is_alone and (followed := dataclasses.replace(program, is_alone=False)) in costs
+            if program.is_alone
+            and program.kind == "step"
+            and (followed := dataclasses.replace(program, is_alone=False)) in costs
         }
         self.is_following = True
         self.follows_next = False  # the next prompt, and from there on what is chosen then
