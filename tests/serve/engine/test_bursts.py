@@ -1,8 +1,9 @@
 """Steps that run at once are steps that run one by one."""
 
+import dataclasses
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from engines import MAX_LEN, PAGE_SIZE, VOCAB, Dice, compile_programs, make_engine, make_runner
+from engines import MAX_LEN, PAGE_SIZE, VOCAB, Dice, Fixed, compile_programs, make_engine, make_runner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -249,3 +250,40 @@ def test_a_choice_knows_of_the_speculative_steps_that_are_on_their_way(tiny_targ
         engine.generate([[5, 6, 7]], SamplingParams(max_tokens=MAX_LEN - 10, temperature=0, ignore_eos=True))
     assert told == before[: len(told)]
     assert {0, 1} < set(told)
+
+
+def test_steps_behind_the_end_of_an_answer_teach_nothing(
+    tiny_target: Target, tiny_head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are made where others of the batch go on, or the device does not know of the end."""
+    seen: Counter[int] = Counter()
+    estimates: dict[int, Estimate] = {}  # held, so that no other one has its number
+
+    class Noting(Fixed):
+        def observe(
+            self,
+            of: Sequence[Estimate],
+            tree: Tree,
+            n_accepted: np.ndarray,
+            confidence: np.ndarray | None = None,
+        ) -> None:
+            assert n_accepted.shape[1] == len(of)
+            for estimate, numbers in zip(of, n_accepted.T, strict=True):
+                estimates[id(estimate)] = estimate
+                seen[id(estimate)] += int((numbers >= 0).sum())
+                assert (np.diff((numbers >= 0).astype(int)) <= 0).all()
+            super().observe(of, tree, n_accepted, confidence)
+
+    runner = make_runner(tiny_target, tiny_head, "chain:3", has_constrained=False)
+    prompts = [[5, 6, 7 + i] for i in range(4)]
+    params = [SamplingParams(max_tokens=44, temperature=0, ignore_eos=True)] * len(prompts)
+    _watch_steps(runner, monkeypatch)
+    with make_engine(runner, controller=Fixed(chain(3))) as engine:
+        whole = engine.generate(prompts, params)
+    for i, number in enumerate((5, 12, 20)):  # the last one goes on
+        params[i] = dataclasses.replace(params[i], stop_token_ids=(whole[i].token_ids[number],))
+    with make_engine(runner, controller=Noting(chain(3))) as engine:
+        outputs = engine.generate(prompts, params)
+    assert len({len(output.token_ids) for output in outputs}) > 2
+    assert sorted(seen.values()) == sorted(output.stats.num_steps for output in outputs if output.stats)
+    assert len(seen) == len(prompts)
