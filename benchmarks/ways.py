@@ -29,7 +29,7 @@ def tokens_per_second(client: Client, prompts: list[list[int]], clients: int, ma
     to one and a half times as long as `max_tokens`: those of one length begin and end together, and that is luck."""
 
     def ask(prompt: list[int]) -> int:
-        length = max_tokens // 2 + 37 * sum(prompt) % max_tokens
+        length = max(1, max_tokens // 2 + 37 * sum(prompt) % max_tokens)
         body: dict[str, Any] = {"prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True}
         reply = client.json("/v1/completions", body | {"cache_salt": uuid.uuid4().hex})  # no answer helps another
         return reply["usage"]["completion_tokens"]

@@ -109,7 +109,8 @@ class Controller:
 
     def __post_init__(self) -> None:
         self._served = ServedCosts(self.costs)
-        plain = sorted((each for each in self.costs if each.kind == "step" and each.tree is None), key=_is_alone)
+        plain = [each for each in self.costs if each.kind == "step" and each.tree is None]
+        plain.sort(key=operator.attrgetter("is_alone"))
         self._plain = {(each.batch, each.width): each for each in plain}  # the target's alone where there are both
         self._last: tuple[list[np.ndarray], _Forecast] = [], _Forecast.of(())
         self.expect(self.prior)
@@ -373,10 +374,6 @@ class Controller:
         """The lift of a tree: 1 of a chain. Before anything is observed, more children help, each less than the one
         before."""
         return 1.0 if _is_chain(tree) else self._lift.get(tree, 1.0 + 0.35 * (tree.top_k - 1))
-
-
-def _is_alone(program: StepProgram) -> bool:
-    return program.is_alone
 
 
 def _is_chain(tree: Tree) -> bool:

@@ -68,7 +68,9 @@ class StepResult:
     """The result of a step, on the device or read to the host, in arrays of NumPy. Row i belongs to the i-th of the
     step's slots."""
 
-    counts: Any  # [batch, 2 + depth + 1] int32: draft tokens accepted, the source of the proposal, the tokens
+    # [batch, 2 + depth + 1] int32: draft tokens accepted, the source of the proposal, the tokens; the results of several
+    # steps have an axis of them before all others
+    counts: Any
     logprobs: Logprobs | None  # of the tokens; read where they were asked for
     prompt: Scores | None = None  # [batch, chunk], of the token after each of a scored prompt
     # [batch, chunk, (layers + 1) * d_model] of a scored prompt: behind the kept layers, and what the logits are made of
@@ -78,11 +80,11 @@ class StepResult:
     confidence: jax.Array | None = None  # [batch, depth] float32, see `tree.Proposal`; None where the draft gives none
 
     @property
-    def n_accepted(self) -> Any:  # [batch] int32
+    def n_accepted(self) -> Any:  # [..., batch] int32, as `counts`
         return self.counts[..., 0]
 
     @property
-    def token_ids(self) -> Any:  # [batch, depth + 1] int32
+    def token_ids(self) -> Any:  # [..., batch, depth + 1] int32
         return self.counts[..., 2:]
 
     def emitted(self, row: int) -> list[int]:
