@@ -68,7 +68,7 @@ class StepResult:
     """The result of a step, on the device or read to the host, in arrays of NumPy. Row i belongs to the i-th of the
     step's slots."""
 
-    # [batch, 2 + depth + 1] int32: draft tokens accepted, the source of the proposal, the tokens; the results of several
+    # [batch, 2 + depth + 1] int32: draft tokens accepted, the source of the proposal, the tokens; results of several
     # steps have an axis of them before all others
     counts: Any
     logprobs: Logprobs | None  # of the tokens; read where they were asked for
